@@ -14,7 +14,7 @@ from delaytasks import NewTask
 from delaytasks.core.clock import ManualClock, to_us
 from delaytasks.core.ids import IdMaker
 from delaytasks.storage.store import Store
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 
 UTC = timezone.utc
 BERLIN = ZoneInfo("Europe/Berlin")
@@ -27,10 +27,10 @@ def utc(*numbers: int) -> datetime:
 @pytest.fixture(params=["America/New_York", "Asia/Kolkata"])
 def bench(
     request: pytest.FixtureRequest, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Bench]:
+) -> Iterator[RunnerHarness]:
     monkeypatch.setenv("TZ", request.param)
     time.tzset()
-    yield Bench(store)
+    yield RunnerHarness(store)
     monkeypatch.undo()
     time.tzset()
 
@@ -49,7 +49,7 @@ def bench(
         (utc(2029, 2, 28, 23, 59, 59), utc(2029, 2, 28, 23, 59, 59)),
     ],
 )
-def test_an_instant_is_stored_as_it_is(bench: Bench, when: datetime, due: datetime) -> None:
+def test_an_instant_is_stored_as_it_is(bench: RunnerHarness, when: datetime, due: datetime) -> None:
     set_clock(bench, due - timedelta(days=1))
     task = bench.producer.schedule(NewTask("note", None, when=when), "reject", None)
     assert task.expected_time == due
@@ -69,7 +69,7 @@ def test_an_instant_is_stored_as_it_is(bench: Bench, when: datetime, due: dateti
     ],
 )
 def test_a_delay_is_so_many_seconds_whatever_the_calendar_does(
-    bench: Bench, now: datetime, delay_s: float, due: datetime
+    bench: RunnerHarness, now: datetime, delay_s: float, due: datetime
 ) -> None:
     set_clock(bench, now)
     task = bench.producer.schedule(NewTask("note", None, delay=delay_s), "reject", None)
@@ -77,7 +77,7 @@ def test_a_delay_is_so_many_seconds_whatever_the_calendar_does(
     assert bench.claims.claim([bench.entry(task)]) == [], "not before the database's clock says so"
 
 
-def set_clock(bench: Bench, now: datetime) -> None:
+def set_clock(bench: RunnerHarness, now: datetime) -> None:
     clock = ManualClock(now)
     bench.producer._clock = clock
     bench.producer._make_id = IdMaker(lambda: to_us(clock.now()) // 1000)

@@ -18,28 +18,28 @@ from delaytasks.core.outcomes import Cancel, Fail, Snooze
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 
 credits = Table("complete_credits", MetaData(), Column("task", Integer))
 
 
 @pytest.fixture
-def bench(store: Store) -> Iterator[Bench]:
+def bench(store: Store) -> Iterator[RunnerHarness]:
     with store.database.begin() as connection:
         credits.create(connection)
-    yield Bench(store)
+    yield RunnerHarness(store)
     with store.database.begin() as connection:
         credits.drop(connection)
 
 
 @contextlib.contextmanager
-def of_session(bench: Bench) -> Iterator[Any]:
+def of_session(bench: RunnerHarness) -> Iterator[Any]:
     with Session(bench.store.database.tx) as session, session.begin():
         yield session
 
 
 @contextlib.contextmanager
-def of_connection(bench: Bench) -> Iterator[Any]:
+def of_connection(bench: RunnerHarness) -> Iterator[Any]:
     with bench.store.database.begin() as connection:
         yield connection
 
@@ -49,16 +49,16 @@ def begin(request: pytest.FixtureRequest) -> Any:
     return request.param
 
 
-def effects(bench: Bench) -> int:
+def effects(bench: RunnerHarness) -> int:
     with bench.store.database.begin() as connection:
         return int(connection.execute(select(func.count()).select_from(credits)).scalar_one())
 
 
-def processes(bench: Bench, work: Callable[[DelayTask], Any], **options: Any) -> None:
+def processes(bench: RunnerHarness, work: Callable[[DelayTask], Any], **options: Any) -> None:
     bench.registry.processor("credit", **options)(lambda body, task: work(task))
 
 
-def test_the_effect_and_done_are_one_transaction(bench: Bench, begin: Any) -> None:
+def test_the_effect_and_done_are_one_transaction(bench: RunnerHarness, begin: Any) -> None:
     def work(task: DelayTask) -> None:
         with begin(bench) as session:
             session.execute(insert(credits).values(task=1))
@@ -82,7 +82,7 @@ def test_the_effect_and_done_are_one_transaction(bench: Bench, begin: Any) -> No
     assert bench.schedule("credit", key="7").id != task.id, "its key is free"
 
 
-def test_what_is_rolled_back_takes_done_with_it(bench: Bench, begin: Any) -> None:
+def test_what_is_rolled_back_takes_done_with_it(bench: RunnerHarness, begin: Any) -> None:
     def work(task: DelayTask) -> None:
         with begin(bench) as session:
             session.execute(insert(credits).values(task=1))
@@ -96,14 +96,14 @@ def test_what_is_rolled_back_takes_done_with_it(bench: Bench, begin: Any) -> Non
     assert effects(bench) == 0
 
 
-def roll_back(bench: Bench, begin: Any, task: DelayTask) -> None:
+def roll_back(bench: RunnerHarness, begin: Any, task: DelayTask) -> None:
     with contextlib.suppress(ConnectionError), begin(bench) as session:
         session.execute(insert(credits).values(task=1))
         task.complete(session)
         raise ConnectionError("busy")
 
 
-def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: Bench, begin: Any) -> None:
+def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: RunnerHarness, begin: Any) -> None:
     processes(bench, lambda task: roll_back(bench, begin, task), retry="10s")
     task = bench.schedule("credit")
     bench.run(task)
@@ -115,7 +115,9 @@ def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: Bench, begin: An
     assert not bench.named("task.lease_lost")
 
 
-def test_who_rolls_back_may_say_what_is_to_become_of_the_task(bench: Bench, begin: Any) -> None:
+def test_who_rolls_back_may_say_what_is_to_become_of_the_task(
+    bench: RunnerHarness, begin: Any
+) -> None:
     outcomes = iter([Snooze("10s"), Cancel("not now"), Fail("never")])
 
     def work(task: DelayTask) -> Any:
@@ -131,7 +133,7 @@ def test_who_rolls_back_may_say_what_is_to_become_of_the_task(bench: Bench, begi
     assert left == [(Status.NOT_COMPLETE, 0), (Status.CANCELLED, 1), (Status.FAILED, 1)]
 
 
-def test_a_savepoint_that_is_rolled_back_takes_done_with_it(bench: Bench) -> None:
+def test_a_savepoint_that_is_rolled_back_takes_done_with_it(bench: RunnerHarness) -> None:
     def work(task: DelayTask) -> None:
         with of_session(bench) as session:
             session.execute(insert(credits).values(task=1))
@@ -147,7 +149,7 @@ def test_a_savepoint_that_is_rolled_back_takes_done_with_it(bench: Bench) -> Non
     assert effects(bench) == 1
 
 
-def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: Bench, begin: Any) -> None:
+def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: RunnerHarness, begin: Any) -> None:
     lost: list[LeaseLostError] = []
 
     def work(task: DelayTask) -> None:
@@ -169,7 +171,7 @@ def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: Bench, begin: A
     assert effects(bench) == 0
 
 
-def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: Bench) -> None:
+def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: RunnerHarness) -> None:
     def work(task: DelayTask) -> None:
         with of_session(bench) as session:
             task.complete(session)
@@ -182,7 +184,7 @@ def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: Bench) -> No
     assert len(bench.named("task.raised_late")) == 1
 
 
-def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: Bench) -> None:
+def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: RunnerHarness) -> None:
     sessions: list[Session] = []
 
     def work(task: DelayTask) -> None:
@@ -198,7 +200,7 @@ def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: Bench) -> 
 
 
 def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_being_settled(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     sessions: list[Session] = []
 
@@ -230,7 +232,7 @@ def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_bein
     )
 
 
-def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
+def test_complete_is_for_the_run_of_the_task(bench: RunnerHarness) -> None:
     other = bench.schedule("credit")
     errors: list[Exception] = []
 
@@ -250,7 +252,7 @@ def test_complete_is_for_the_run_of_the_task(bench: Bench) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_rows_side_by_side_are_completed_each_in_its_own_transaction(
-    bench: Bench, begin: Any, is_async: bool
+    bench: RunnerHarness, begin: Any, is_async: bool
 ) -> None:
     turn = threading.Lock()  # SQLite has one writer at a time
 
@@ -273,7 +275,7 @@ def test_rows_side_by_side_are_completed_each_in_its_own_transaction(
     assert bench.events.counts["task.lease_lost"] == 0
 
 
-def test_a_batch_and_what_it_wrote_are_one_transaction(bench: Bench) -> None:
+def test_a_batch_and_what_it_wrote_are_one_transaction(bench: RunnerHarness) -> None:
     def work(tasks: list[DelayTask]) -> None:
         with of_session(bench) as session:
             session.execute(insert(credits), [{"task": task.body} for task in tasks])

@@ -15,16 +15,18 @@ from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.execution.task_run import LeaseEndsError
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
-from tests.benches import Bench
 from tests.recording import RecordingTimer
+from tests.runner_harness import RunnerHarness
 
 
 @pytest.fixture
-def bench(store: Store) -> Bench:
-    return Bench(store)
+def bench(store: Store) -> RunnerHarness:
+    return RunnerHarness(store)
 
 
-def deferred(bench: Bench, tag: str = "new", **options: object) -> tuple[DelayTask, datetime]:
+def deferred(
+    bench: RunnerHarness, tag: str = "new", **options: object
+) -> tuple[DelayTask, datetime]:
     """A task that a worker without its processor has deferred, and when it was due."""
     task = bench.schedule(tag, **options)
     due = task.expected_time
@@ -34,13 +36,13 @@ def deferred(bench: Bench, tag: str = "new", **options: object) -> tuple[DelayTa
     return found, due
 
 
-def make_due(bench: Bench, task: DelayTask) -> DelayTask:
+def make_due(bench: RunnerHarness, task: DelayTask) -> DelayTask:
     """The next try of a deferred task, without the wait."""
     bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
     return bench.now(task)
 
 
-def test_a_task_expires_by_the_time_that_it_was_due_first(bench: Bench) -> None:
+def test_a_task_expires_by_the_time_that_it_was_due_first(bench: RunnerHarness) -> None:
     task, _ = deferred(bench, expires="3s")
     bench.change(task, due_time=bench.clock.now() - timedelta(seconds=5))
     bench.registry.processor("new")(bench.ran.append)
@@ -50,7 +52,7 @@ def test_a_task_expires_by_the_time_that_it_was_due_first(bench: Bench) -> None:
     assert bench.ran == []
 
 
-def test_each_deferral_keeps_the_first_due_time(bench: Bench) -> None:
+def test_each_deferral_keeps_the_first_due_time(bench: RunnerHarness) -> None:
     task, due = deferred(bench)
     for _ in range(2):
         bench.run(make_due(bench, task))
@@ -58,7 +60,7 @@ def test_each_deferral_keeps_the_first_due_time(bench: Bench) -> None:
     assert bench.now(task).expected_time > due
 
 
-def test_a_task_that_runs_at_last_still_says_how_late_it_was(bench: Bench) -> None:
+def test_a_task_that_runs_at_last_still_says_how_late_it_was(bench: RunnerHarness) -> None:
     task, due = deferred(bench)
     bench.registry.processor("new")(bench.ran.append)
     bench.run(make_due(bench, task))
@@ -68,7 +70,7 @@ def test_a_task_that_runs_at_last_still_says_how_late_it_was(bench: Bench) -> No
 
 
 def test_the_event_of_a_late_success_counts_from_the_first_due_time(store: Store) -> None:
-    bench = Bench(store, log_successes=True)
+    bench = RunnerHarness(store, log_successes=True)
     task, _ = deferred(bench)
     bench.change(task, due_time=bench.clock.now() - timedelta(seconds=5))
     bench.registry.processor("new")(bench.ran.append)
@@ -76,13 +78,13 @@ def test_the_event_of_a_late_success_counts_from_the_first_due_time(store: Store
     assert bench.named("task.done")[0]["late_s"] > 4
 
 
-def test_who_is_refused_a_key_is_told_the_first_due_time_of_its_task(bench: Bench) -> None:
+def test_who_is_refused_a_key_is_told_the_first_due_time_of_its_task(bench: RunnerHarness) -> None:
     _, due = deferred(bench, key="k")
     with pytest.raises(DuplicateTaskError, match=re.escape(f"due {due.isoformat()}")):
         bench.schedule(key="k", tag="new")
 
 
-def test_a_task_that_was_never_deferred_has_no_due_time_of_its_own(bench: Bench) -> None:
+def test_a_task_that_was_never_deferred_has_no_due_time_of_its_own(bench: RunnerHarness) -> None:
     task = bench.schedule()
     bench.run(task)
     assert bench.now(task).due_time is None
@@ -90,14 +92,14 @@ def test_a_task_that_was_never_deferred_has_no_due_time_of_its_own(bench: Bench)
 
 
 def test_a_limit_on_time_that_the_pool_cannot_keep_keeps_the_due_time(store: Store) -> None:
-    bench = Bench(store)
+    bench = RunnerHarness(store)
     bench.runner = bench.make_runner(keeps_time_limits=False)
     bench.registry.processor("slow", time_limit=5)(bench.ran.append)
     task, due = deferred(bench, "slow")
     assert task.due == due
 
 
-def test_a_lost_lease_keeps_the_due_time(bench: Bench) -> None:
+def test_a_lost_lease_keeps_the_due_time(bench: RunnerHarness) -> None:
     """The attempt ended because of the worker, and the task did not ask for another time."""
 
     def loses_its_lease(body: object) -> None:
@@ -112,7 +114,9 @@ def test_a_lost_lease_keeps_the_due_time(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "outcome", [Retry(after=60), Snooze(60), ValueError("no")], ids=["retry", "snooze", "error"]
 )
-def test_a_time_that_the_task_asked_for_is_its_new_due_time(bench: Bench, outcome: object) -> None:
+def test_a_time_that_the_task_asked_for_is_its_new_due_time(
+    bench: RunnerHarness, outcome: object
+) -> None:
     task, _ = deferred(bench)
 
     def end(body: object) -> object:
@@ -131,14 +135,14 @@ def test_a_time_that_the_task_asked_for_is_its_new_due_time(bench: Bench, outcom
     assert again.due > bench.clock.now() + timedelta(seconds=50)
 
 
-def test_an_operator_who_gives_another_time_gives_another_due_time(bench: Bench) -> None:
+def test_an_operator_who_gives_another_time_gives_another_due_time(bench: RunnerHarness) -> None:
     task, _ = deferred(bench)
     at = bench.clock.now() + timedelta(hours=1)
     bench.store.tasks.reschedule(task.id, at)
     assert (bench.now(task).due_time, bench.now(task).due) == (None, at)
 
 
-def test_a_retried_task_has_a_new_due_time(bench: Bench) -> None:
+def test_a_retried_task_has_a_new_due_time(bench: RunnerHarness) -> None:
     task, _ = deferred(bench)
     bench.store.tasks.cancel(task.id)
     at = bench.clock.now() + timedelta(hours=1)
@@ -146,7 +150,7 @@ def test_a_retried_task_has_a_new_due_time(bench: Bench) -> None:
     assert bench.now(task).due == at
 
 
-def test_a_replaced_task_has_a_new_due_time(bench: Bench) -> None:
+def test_a_replaced_task_has_a_new_due_time(bench: RunnerHarness) -> None:
     task, _ = deferred(bench, key="k")
     at = bench.clock.now() + timedelta(hours=1)
     bench.store.tasks.insert_keyed(
@@ -155,7 +159,7 @@ def test_a_replaced_task_has_a_new_due_time(bench: Bench) -> None:
     assert (bench.now(task).due_time, bench.now(task).due) == (None, at)
 
 
-def test_a_touch_beyond_the_next_try_is_a_new_due_time(bench: Bench) -> None:
+def test_a_touch_beyond_the_next_try_is_a_new_due_time(bench: RunnerHarness) -> None:
     [one, many] = [deferred(bench)[0] for _ in range(2)]
     at = bench.clock.now() + timedelta(hours=1)
     assert bench.store.touches.touch(one.id, at)
@@ -165,7 +169,7 @@ def test_a_touch_beyond_the_next_try_is_a_new_due_time(bench: Bench) -> None:
 
 
 def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_forward(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     task, _ = deferred(bench)
     at = bench.clock.now() + timedelta(seconds=3)
@@ -180,20 +184,20 @@ def test_a_touch_up_to_the_next_try_is_kept_by_a_worker_that_brings_the_task_for
     assert entry == bench.entry(moved)
 
 
-def test_a_touch_never_makes_a_due_time_earlier(bench: Bench) -> None:
+def test_a_touch_never_makes_a_due_time_earlier(bench: RunnerHarness) -> None:
     task, due = deferred(bench)
     assert bench.store.touches.touch(task.id, due - timedelta(hours=1))
     assert (bench.now(task).due, bench.now(task).expected_time) == (due, task.expected_time)
 
 
-def test_a_worker_that_brings_a_task_forward_keeps_its_due_time(bench: Bench) -> None:
+def test_a_worker_that_brings_a_task_forward_keeps_its_due_time(bench: RunnerHarness) -> None:
     task, due = deferred(bench)
     assert len(bench.store.deferred_rows.bring_forward(["new"], None, 600)) == 1
     assert bench.now(task).due == due
     assert bench.now(task).expected_time < task.expected_time
 
 
-def test_a_task_that_is_given_back_keeps_its_due_time(bench: Bench) -> None:
+def test_a_task_that_is_given_back_keeps_its_due_time(bench: RunnerHarness) -> None:
     task, due = deferred(bench)
     [claimed] = bench.claims.claim([bench.entry(make_due(bench, task))])
     assert claimed.due == due
@@ -201,7 +205,9 @@ def test_a_task_that_is_given_back_keeps_its_due_time(bench: Bench) -> None:
     assert bench.now(task).due == due
 
 
-def test_overdue_tasks_are_counted_though_their_next_try_is_in_the_future(bench: Bench) -> None:
+def test_overdue_tasks_are_counted_though_their_next_try_is_in_the_future(
+    bench: RunnerHarness,
+) -> None:
     _, due = deferred(bench)
     bench.schedule("later", delay=60)
     stats = Stats(bench.store.database, bench.store.schema)
@@ -209,7 +215,7 @@ def test_overdue_tasks_are_counted_though_their_next_try_is_in_the_future(bench:
     assert stats.late(0, 20) == [("default", "new", "no_processor", 1, due)]
 
 
-def test_late_tasks_are_counted_by_queue_tag_and_cause(bench: Bench) -> None:
+def test_late_tasks_are_counted_by_queue_tag_and_cause(bench: RunnerHarness) -> None:
     deferred(bench)
     for tag, queue in (("note", "default"), ("note", "letters"), ("new", "default")):
         bench.schedule(tag, queue=queue)

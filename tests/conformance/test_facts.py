@@ -13,32 +13,32 @@ from delaytasks.core.why import why
 from delaytasks.storage.facts import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 
 SILENT_S = 15.0
 
 
 @pytest.fixture
-def bench(store: Store) -> Iterator[Bench]:
-    bench = Bench(store)
+def bench(store: Store) -> Iterator[RunnerHarness]:
+    bench = RunnerHarness(store)
     bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
     bench.store.sweeps.begin_sweep(0, 1, 4.0)
     return bench
 
 
-def codes(bench: Bench, task: DelayTask) -> list[str]:
+def codes(bench: RunnerHarness, task: DelayTask) -> list[str]:
     return [
         reason.code
         for reason in why(FactReader(bench.store, bench.settings, SILENT_S).of(bench.now(task)))
     ]
 
 
-def test_a_served_task_has_nothing_in_its_way(bench: Bench) -> None:
+def test_a_served_task_has_nothing_in_its_way(bench: RunnerHarness) -> None:
     assert codes(bench, bench.schedule()) == ["due"]
     assert codes(bench, bench.schedule(delay=60)) == ["future"]
 
 
-def test_a_deferred_task_names_its_tag(bench: Bench) -> None:
+def test_a_deferred_task_names_its_tag(bench: RunnerHarness) -> None:
     task = bench.schedule("unknown")
     assert codes(bench, task) == ["no_processor"], (
         "the registry knows it before any worker has tried"
@@ -48,14 +48,14 @@ def test_a_deferred_task_names_its_tag(bench: Bench) -> None:
     assert codes(bench, task) == ["no_processor"]
 
 
-def test_a_worker_that_was_not_seen_for_long_serves_nothing(bench: Bench) -> None:
+def test_a_worker_that_was_not_seen_for_long_serves_nothing(bench: RunnerHarness) -> None:
     task, w = bench.schedule(), bench.store.schema.workers
     with bench.store.database.begin() as connection:
         connection.execute(w.update().values(seen_at=bench.clock.now() - timedelta(minutes=1)))
     assert codes(bench, task) == ["no_worker"]
 
 
-def test_a_paused_tag_and_a_paused_queue_are_named(bench: Bench) -> None:
+def test_a_paused_tag_and_a_paused_queue_are_named(bench: RunnerHarness) -> None:
     task = bench.schedule()
     for kind, name in (("tag", "note"), ("queue", "default")):
         bench.store.policies.set(kind, name, {"is_paused": True}, "ann")  # type: ignore[arg-type]
@@ -64,7 +64,9 @@ def test_a_paused_tag_and_a_paused_queue_are_named(bench: Bench) -> None:
     assert codes(bench, task) == ["due"]
 
 
-def test_a_task_in_the_waitlist_of_a_limit_is_told_from_one_that_is_paused(bench: Bench) -> None:
+def test_a_task_in_the_waitlist_of_a_limit_is_told_from_one_that_is_paused(
+    bench: RunnerHarness,
+) -> None:
     bench.registry.processor("limited")(bench.ran.append)
     bench.store.policies.set("tag", "limited", {"concurrency": 1}, "ann")
     first, second = bench.schedule("limited"), bench.schedule("limited")
@@ -74,7 +76,7 @@ def test_a_task_in_the_waitlist_of_a_limit_is_told_from_one_that_is_paused(bench
     assert codes(bench, waits) == ["limit"]
 
 
-def test_a_retry_is_told_from_a_task_of_the_future(bench: Bench) -> None:
+def test_a_retry_is_told_from_a_task_of_the_future(bench: RunnerHarness) -> None:
     def fail(body: object) -> None:
         raise ValueError("no")
 
@@ -84,7 +86,7 @@ def test_a_retry_is_told_from_a_task_of_the_future(bench: Bench) -> None:
     assert codes(bench, task) == ["retry"]
 
 
-def test_rows_of_nonsense_have_reasons_too(bench: Bench) -> None:
+def test_rows_of_nonsense_have_reasons_too(bench: RunnerHarness) -> None:
     task = bench.schedule()
     for values in (
         {"status": 77},
@@ -95,26 +97,30 @@ def test_rows_of_nonsense_have_reasons_too(bench: Bench) -> None:
         assert codes(bench, task)
 
 
-def test_a_worker_publishes_its_tags_and_forgets_those_that_it_has_no_longer(bench: Bench) -> None:
+def test_a_worker_publishes_its_tags_and_forgets_those_that_it_has_no_longer(
+    bench: RunnerHarness,
+) -> None:
     assert bench.store.workers.alive()[0]["tags"] == {"note", "limited"}
     bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["other"])
     assert bench.store.workers.alive()[0]["tags"] == {"other"}
 
 
-def test_a_worker_that_was_removed_publishes_its_tags_again(bench: Bench) -> None:
+def test_a_worker_that_was_removed_publishes_its_tags_again(bench: RunnerHarness) -> None:
     bench.store.workers.gone("w1")
     bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
     assert bench.store.workers.alive()[0]["tags"] == {"note", "limited"}
 
 
-def test_more_tags_than_the_registry_takes_are_not_published(bench: Bench) -> None:
+def test_more_tags_than_the_registry_takes_are_not_published(bench: RunnerHarness) -> None:
     many = [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
     bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, many)
     assert bench.store.workers.alive()[0]["tags"] is None
     assert codes(bench, bench.schedule()) == ["due"], "what is not known is no reason"
 
 
-def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(bench: Bench) -> None:
+def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(
+    bench: RunnerHarness,
+) -> None:
     restarted = WorkerTable(bench.store.database, bench.store.schema)
     restarted.seen(
         "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
@@ -122,7 +128,7 @@ def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(bench: B
     assert restarted.alive()[0]["tags"] is None
 
 
-def test_a_text_of_another_program_in_the_registry_is_no_reason(bench: Bench) -> None:
+def test_a_text_of_another_program_in_the_registry_is_no_reason(bench: RunnerHarness) -> None:
     w = bench.store.schema.workers
     for text in ("{", "7", None):
         with bench.store.database.begin() as connection:

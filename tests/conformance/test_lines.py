@@ -21,11 +21,11 @@ from delaytasks.core.states import Status
 from delaytasks.execution import runner
 from delaytasks.storage import limited_backlogs as limited_backlogs
 from delaytasks.storage.store import Store
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 from tests.waiting import wait_until
 
 
-class LimitedBench(Bench):
+class LimitedRunnerHarness(RunnerHarness):
     def limit(self, tag: str = "note", **limits: Any) -> None:
         self.store.policies.set("tag", tag, limits, "a test")
 
@@ -42,11 +42,13 @@ class LimitedBench(Bench):
 
 
 @pytest.fixture
-def bench(store: Store) -> LimitedBench:
-    return LimitedBench(store)
+def bench(store: Store) -> LimitedRunnerHarness:
+    return LimitedRunnerHarness(store)
 
 
-def test_no_more_start_than_the_limit_allows_and_the_others_are_held(bench: LimitedBench) -> None:
+def test_no_more_start_than_the_limit_allows_and_the_others_are_held(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=4)
     tasks = [bench.schedule(body=n) for n in range(6)]
     other = bench.schedule("other")
@@ -60,7 +62,7 @@ def test_no_more_start_than_the_limit_allows_and_the_others_are_held(bench: Limi
     assert bench.in_line() == 2
 
 
-def test_who_comes_later_waits_behind_those_in_line(bench: LimitedBench) -> None:
+def test_who_comes_later_waits_behind_those_in_line(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     first, second = bench.schedule(body=1), bench.schedule(body=2)
     bench.run(first)
@@ -75,7 +77,7 @@ def test_who_comes_later_waits_behind_those_in_line(bench: LimitedBench) -> None
 
 
 def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
-    bench: LimitedBench,
+    bench: LimitedRunnerHarness,
 ) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(3)]
@@ -87,7 +89,7 @@ def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
     assert bench.in_line() == 0
 
 
-def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedBench) -> None:
+def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(5)]
     report = bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
@@ -98,7 +100,7 @@ def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedBench) 
     assert (done.attempts, done.version) == (1, 3)
 
 
-def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedBench) -> None:
+def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(3)]
     report = bench.runner.run([bench.entry(task) for task in tasks])
@@ -109,7 +111,7 @@ def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedBench
     assert report.lines == ()
 
 
-def test_a_backlog_gets_in_line_too(bench: LimitedBench) -> None:
+def test_a_backlog_gets_in_line_too(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=2)
     tasks = [bench.schedule(body=n) for n in range(7)]
     other = bench.schedule("other", body="other")
@@ -122,7 +124,7 @@ def test_a_backlog_gets_in_line_too(bench: LimitedBench) -> None:
 
 
 def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
-    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.limit(concurrency=1)
     first, second = [bench.schedule(body=n) for n in range(2)]
@@ -137,7 +139,7 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
 
 
-def test_each_key_has_its_own_limit(bench: LimitedBench) -> None:
+def test_each_key_has_its_own_limit(bench: LimitedRunnerHarness) -> None:
     bench.limit(key_concurrency=2)
     tasks = [bench.schedule(body=key, concurrency_key=key) for key in "aaaab"] + [
         bench.schedule(body="none")
@@ -151,7 +153,7 @@ def test_each_key_has_its_own_limit(bench: LimitedBench) -> None:
     assert bench.in_line() == 4
 
 
-def test_keys_take_turns(bench: LimitedBench) -> None:
+def test_keys_take_turns(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule(body="first"))
     tasks = [bench.schedule(body=f"a{n}", concurrency_key="a") for n in range(5)]
@@ -166,7 +168,7 @@ def test_keys_take_turns(bench: LimitedBench) -> None:
     assert order == ["-0", "a0", "b0", "-1", "a1", "b1", "a2", "a3", "a4"]
 
 
-def test_keys_take_turns_when_many_start_at_once(bench: LimitedBench) -> None:
+def test_keys_take_turns_when_many_start_at_once(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule(body="first"))
     tasks = [bench.schedule(body="a", concurrency_key="a") for n in range(30)]
@@ -179,7 +181,7 @@ def test_keys_take_turns_when_many_start_at_once(bench: LimitedBench) -> None:
     assert bench.in_line() == 0
 
 
-def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedBench) -> None:
+def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=2)
     tasks = [bench.schedule(body=n) for n in range(4)]
     bench.claim(tasks[0])
@@ -190,7 +192,7 @@ def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedBench) -
     assert [task.body for task in bench.admit()] == [2]
 
 
-def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedBench) -> None:
+def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     lapsed, *others = [bench.schedule(body=n) for n in range(3)]
     bench.change(lapsed, lapses=1)
@@ -205,7 +207,7 @@ def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedBench) -> No
     assert [task.body for task in bench.admit()] == [1, 2]
 
 
-def test_a_rate_is_kept_whoever_asks(bench: LimitedBench) -> None:
+def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
     bench.limit(rate=40, rate_period_s=1.0)
     tasks = [bench.schedule(body=n) for n in range(60)]
     bench.claim(*tasks)
@@ -235,7 +237,7 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedBench) -> None:
     assert (starts[-1] - starts[0]).total_seconds() < 10
 
 
-def test_a_slow_rate_says_when_to_look_again(bench: LimitedBench) -> None:
+def test_a_slow_rate_says_when_to_look_again(bench: LimitedRunnerHarness) -> None:
     bench.limit(rate=5, rate_period_s=60.0)
     tasks = [bench.schedule(body=n) for n in range(3)]
     assert len(bench.claim(*tasks)) == 1
@@ -250,7 +252,7 @@ def test_a_slow_rate_says_when_to_look_again(bench: LimitedBench) -> None:
     assert bench.runner.work_off("default", "note", 10, 2).ran == 2
 
 
-def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedBench) -> None:
+def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=5)
     tasks = [bench.schedule(body=n) for n in range(40)]
     running, most, ran = Counter[int](), [], list[int]()
@@ -281,15 +283,15 @@ def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedBench) ->
     assert 2 <= max(most) <= 5
 
 
-def _cancel(bench: LimitedBench, task: DelayTask) -> None:
+def _cancel(bench: LimitedRunnerHarness, task: DelayTask) -> None:
     bench.store.tasks.cancel(task.id, None)
 
 
-def _push_away(bench: LimitedBench, task: DelayTask) -> None:
+def _push_away(bench: LimitedRunnerHarness, task: DelayTask) -> None:
     assert bench.store.touches.touch(task.id, bench.clock.now() + timedelta(seconds=60))
 
 
-def _reschedule(bench: LimitedBench, task: DelayTask) -> None:
+def _reschedule(bench: LimitedRunnerHarness, task: DelayTask) -> None:
     bench.store.tasks.reschedule(task.id, bench.clock.now() + timedelta(seconds=60), None)
 
 
@@ -298,7 +300,9 @@ def _reschedule(bench: LimitedBench, task: DelayTask) -> None:
     [(_cancel, "CANCELLED"), (_push_away, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
 def test_who_leaves_the_line_does_not_run(
-    bench: LimitedBench, move: Callable[[LimitedBench, DelayTask], None], status: str
+    bench: LimitedRunnerHarness,
+    move: Callable[[LimitedRunnerHarness, DelayTask], None],
+    status: str,
 ) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(15)]
@@ -315,7 +319,7 @@ def test_who_leaves_the_line_does_not_run(
     assert bench.statuses(tasks[1:-1]) == [status] * 13
 
 
-def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedBench) -> None:
+def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedRunnerHarness) -> None:
     if bench.store.database.url.get_backend_name() == "sqlite":
         return  # who writes has it all
     bench.limit(concurrency=1)
@@ -331,7 +335,7 @@ def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedBench) -> N
     assert [task.body for task in bench.admit()] == [1]
 
 
-def test_without_its_limits_a_line_runs_off(bench: LimitedBench) -> None:
+def test_without_its_limits_a_line_runs_off(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(5)]
     bench.claim(tasks[0])
@@ -342,7 +346,7 @@ def test_without_its_limits_a_line_runs_off(bench: LimitedBench) -> None:
     assert len(bench.admit()) == 4
 
 
-def test_a_sweep_finds_queues_with_lines(bench: LimitedBench) -> None:
+def test_a_sweep_finds_queues_with_lines(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n, queue="slow") for n in range(3)]
     assert [level.queue for level in bench.store.sweeps.levels(0)] == ["slow"]
@@ -352,7 +356,7 @@ def test_a_sweep_finds_queues_with_lines(bench: LimitedBench) -> None:
     assert bench.claims.waitlists.in_queue("default") == set()
 
 
-def test_what_is_in_line_is_held(bench: LimitedBench) -> None:
+def test_what_is_in_line_is_held(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(2)]
     bench.claim(tasks[0])
@@ -360,7 +364,7 @@ def test_what_is_in_line_is_held(bench: LimitedBench) -> None:
     assert bench.now(tasks[1]).status is Status.HELD
 
 
-def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) -> None:
+def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(4)]
     places: list[int] = []
@@ -383,7 +387,7 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(bench: LimitedBench) 
 
 
 def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
-    bench: LimitedBench,
+    bench: LimitedRunnerHarness,
 ) -> None:
     bench.limit(concurrency=1)
     failing, other = bench.schedule(body=0, key="k"), bench.schedule(body=1)
@@ -395,7 +399,7 @@ def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
     assert len(bench.store.tasks.attempts(failing.id)) == 1
 
 
-def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedBench) -> None:
+def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(2)]
     [running] = bench.claim(*tasks)
@@ -411,7 +415,7 @@ def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedBench) -> None:
     "limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}]
 )
 def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
-    bench: LimitedBench, limits: dict[str, Any]
+    bench: LimitedRunnerHarness, limits: dict[str, Any]
 ) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n, concurrency_key="k") for n in range(3)]
@@ -421,7 +425,7 @@ def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
         assert bench.claims.waitlists.admit_to_slots(connection, "default", "note", 1) == []
 
 
-def test_keys_take_turns_when_places_are_handed_over(bench: LimitedBench) -> None:
+def test_keys_take_turns_when_places_are_handed_over(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     first = bench.schedule(body="first")
     tasks = [
@@ -431,7 +435,7 @@ def test_keys_take_turns_when_places_are_handed_over(bench: LimitedBench) -> Non
     assert bench.ran == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
+def test_a_crowd_gets_in_line_at_once(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule())
     tasks = [bench.schedule(body=n) for n in range(20)]
@@ -447,10 +451,10 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedBench) -> None:
 
 
 def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
-    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limited_backlogs, "STEP", 8)
-    bench = LimitedBench(bench.store)
+    bench = LimitedRunnerHarness(bench.store)
     bench.limit(concurrency=1)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
@@ -469,10 +473,10 @@ def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
 
 
 def test_tasks_without_keys_are_no_crowd_of_other_tags(
-    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limited_backlogs, "STEP", 8)
-    bench = LimitedBench(bench.store)
+    bench = LimitedRunnerHarness(bench.store)
     for _ in range(40):
         bench.schedule()
     other = bench.schedule("other")
@@ -483,12 +487,12 @@ def test_tasks_without_keys_are_no_crowd_of_other_tags(
 
 
 def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
-    bench: LimitedBench, monkeypatch: pytest.MonkeyPatch
+    bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bench.store.database.url.get_backend_name() != "postgresql":
         pytest.skip("others lock more of a small table than the rows that are named")
     monkeypatch.setattr(limited_backlogs, "STEP", 4)
-    bench = LimitedBench(bench.store)
+    bench = LimitedRunnerHarness(bench.store)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(12)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
     t, lines = bench.store.schema.tasks, bench.claims.waitlists
@@ -501,7 +505,7 @@ def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
         assert bench.statuses(large) == ["HELD"] * 12
 
 
-def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBench) -> None:
+def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule())
     tasks = [bench.schedule(body=n, concurrency_key=key) for n, key in enumerate([None, "a", "a"])]
@@ -517,7 +521,7 @@ def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedBen
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
 
 
-def test_who_starts_several_at_once_takes_as_many(bench: LimitedBench) -> None:
+def test_who_starts_several_at_once_takes_as_many(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=10)
     tasks = [bench.schedule(body=n) for n in range(20)]
     assert len(bench.claim(*tasks)) == 1

@@ -16,37 +16,37 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 
 
 @pytest.fixture
-def bench(store: Store) -> Bench:
-    return Bench(store)
+def bench(store: Store) -> RunnerHarness:
+    return RunnerHarness(store)
 
 
-def run_again(bench: Bench, task: DelayTask) -> DelayTask:
+def run_again(bench: RunnerHarness, task: DelayTask) -> DelayTask:
     """Once more, as if its time had come."""
     bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
     bench.run(bench.now(task))
     return bench.now(task)
 
 
-def returns(bench: Bench, tag: str, value: Any, **options: Any) -> None:
+def returns(bench: RunnerHarness, tag: str, value: Any, **options: Any) -> None:
     bench.registry.processor(tag, **options)(lambda body: value)
 
 
-def raises(bench: Bench, tag: str, error: BaseException, **options: Any) -> None:
+def raises(bench: RunnerHarness, tag: str, error: BaseException, **options: Any) -> None:
     def fail(body: Any) -> None:
         raise error
 
     bench.registry.processor(tag, **options)(fail)
 
 
-def wait_s(bench: Bench, task: DelayTask) -> float:
+def wait_s(bench: RunnerHarness, task: DelayTask) -> float:
     return (task.expected_time - bench.clock.now()).total_seconds()
 
 
-def test_a_ladder_of_two_rungs_means_three_runs(bench: Bench) -> None:
+def test_a_ladder_of_two_rungs_means_three_runs(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError("busy"), retry="10s 60s")
     task = bench.schedule("pay")
     bench.run(task)
@@ -69,7 +69,7 @@ def test_a_ladder_of_two_rungs_means_three_runs(bench: Bench) -> None:
         assert "ConnectionError: busy" in one.error
 
 
-def test_the_next_rung_is_armed_when_it_is_near(bench: Bench) -> None:
+def test_the_next_rung_is_armed_when_it_is_near(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError(), retry="10s 1h")
     task = bench.schedule("pay")
     bench.run(task)
@@ -80,7 +80,9 @@ def test_the_next_rung_is_armed_when_it_is_near(bench: Bench) -> None:
     assert bench.timer.armed == []
 
 
-def test_a_task_that_succeeds_on_a_later_rung_is_done_and_keeps_what_failed(bench: Bench) -> None:
+def test_a_task_that_succeeds_on_a_later_rung_is_done_and_keeps_what_failed(
+    bench: RunnerHarness,
+) -> None:
     answers = [ConnectionError("first"), None]
 
     @bench.registry.processor("pay", retry="1s 1s")
@@ -96,13 +98,13 @@ def test_a_task_that_succeeds_on_a_later_rung_is_done_and_keeps_what_failed(benc
     assert [one.number for one in bench.store.tasks.attempts(task.id)] == [1]
 
 
-def test_a_success_leaves_no_attempt(bench: Bench) -> None:
+def test_a_success_leaves_no_attempt(bench: RunnerHarness) -> None:
     task = bench.schedule()
     bench.run(task)
     assert bench.store.tasks.attempts(task.id) == []
 
 
-def test_a_task_may_bring_its_own_ladder(bench: Bench) -> None:
+def test_a_task_may_bring_its_own_ladder(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError())
     task = bench.schedule("pay", retry=RetrySchedule("30s"))
     assert bench.now(task).retry_schedule == RetrySchedule("30s")
@@ -111,14 +113,14 @@ def test_a_task_may_bring_its_own_ladder(bench: Bench) -> None:
     assert run_again(bench, task).status is Status.FAILED
 
 
-def test_an_error_that_is_not_worth_a_retry_fails_at_once(bench: Bench) -> None:
+def test_an_error_that_is_not_worth_a_retry_fails_at_once(bench: RunnerHarness) -> None:
     raises(bench, "pay", ValueError("wrong account"), retry={ValueError: None, Exception: "10s"})
     task = bench.schedule("pay")
     bench.run(task)
     assert bench.now(task).status is Status.FAILED
 
 
-def test_the_last_fifty_attempts_are_kept(bench: Bench) -> None:
+def test_the_last_fifty_attempts_are_kept(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError(), retry=RetrySchedule.fixed(0, times=60))
     task = bench.schedule("pay")
     for _ in range(60):
@@ -126,7 +128,7 @@ def test_the_last_fifty_attempts_are_kept(bench: Bench) -> None:
     assert [one.number for one in bench.store.tasks.attempts(task.id)] == list(range(11, 61))
 
 
-def test_a_lapse_is_an_attempt_that_failed(bench: Bench) -> None:
+def test_a_lapse_is_an_attempt_that_failed(bench: RunnerHarness) -> None:
     task = bench.schedule()
     bench.claims.claim([bench.entry(task)])
     bench.change(task, lease_until=bench.clock.now() - timedelta(seconds=1))
@@ -140,7 +142,7 @@ def test_a_lapse_is_an_attempt_that_failed(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("value", [None, Done(), 7, "text"])
-def test_anything_that_is_no_outcome_is_success(bench: Bench, value: Any) -> None:
+def test_anything_that_is_no_outcome_is_success(bench: RunnerHarness, value: Any) -> None:
     returns(bench, "pay", value)
     task = bench.schedule("pay")
     bench.run(task)
@@ -150,7 +152,9 @@ def test_anything_that_is_no_outcome_is_success(bench: Bench, value: Any) -> Non
 @pytest.mark.parametrize(
     ("value", "kept"), [({"paid": 7}, {"paid": 7}), (Done([1, "é"]), [1, "é"]), (None, None)]
 )
-def test_a_result_is_kept_where_the_processor_says_so(bench: Bench, value: Any, kept: Any) -> None:
+def test_a_result_is_kept_where_the_processor_says_so(
+    bench: RunnerHarness, value: Any, kept: Any
+) -> None:
     returns(bench, "pay", value, keep_result=True)
     task = bench.schedule("pay")
     bench.run(task)
@@ -158,7 +162,9 @@ def test_a_result_is_kept_where_the_processor_says_so(bench: Bench, value: Any, 
 
 
 @pytest.mark.parametrize("value", [object(), "x" * 100_000, float("nan")])
-def test_a_result_that_can_not_be_kept_does_not_undo_the_run(bench: Bench, value: Any) -> None:
+def test_a_result_that_can_not_be_kept_does_not_undo_the_run(
+    bench: RunnerHarness, value: Any
+) -> None:
     returns(bench, "pay", value, keep_result=True)
     task = bench.schedule("pay")
     bench.run(task)
@@ -166,7 +172,7 @@ def test_a_result_that_can_not_be_kept_does_not_undo_the_run(bench: Bench, value
     assert len(bench.named("result.dropped")) == 1
 
 
-def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: Bench) -> None:
+def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: RunnerHarness) -> None:
     returns(bench, "pay", Retry(after="5m", reason="the bank is closed"), retry="10s")
     task = bench.schedule("pay")
     bench.run(task)
@@ -180,14 +186,14 @@ def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: Bench) -> 
     assert run_again(bench, task).status is Status.FAILED
 
 
-def test_retry_without_a_time_climbs_the_ladder(bench: Bench) -> None:
+def test_retry_without_a_time_climbs_the_ladder(bench: RunnerHarness) -> None:
     returns(bench, "pay", Retry(), retry="10s")
     task = bench.schedule("pay")
     bench.run(task)
     assert 9 < wait_s(bench, bench.now(task)) <= 10
 
 
-def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: Bench) -> None:
+def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: RunnerHarness) -> None:
     returns(bench, "pay", Retry())
     task = bench.schedule("pay")
     bench.run(task)
@@ -195,7 +201,7 @@ def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: Bench) -
     assert "needs a retry schedule" in (bench.now(task).error or "")
 
 
-def test_snooze_uses_no_attempt(bench: Bench) -> None:
+def test_snooze_uses_no_attempt(bench: RunnerHarness) -> None:
     returns(bench, "pay", Snooze("1h"), retry="10s")
     task = bench.schedule("pay")
     for _ in range(3):
@@ -205,7 +211,7 @@ def test_snooze_uses_no_attempt(bench: Bench) -> None:
     assert bench.store.tasks.attempts(task.id) == []
 
 
-def test_cancel_is_for_good(bench: Bench) -> None:
+def test_cancel_is_for_good(bench: RunnerHarness) -> None:
     returns(bench, "pay", Cancel("paid by other means"), retry="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
@@ -216,7 +222,7 @@ def test_cancel_is_for_good(bench: Bench) -> None:
     assert bench.schedule("pay", key="7").id != task.id, "its key is free"
 
 
-def test_fail_leaves_no_rung(bench: Bench) -> None:
+def test_fail_leaves_no_rung(bench: RunnerHarness) -> None:
     returns(bench, "pay", Fail("no such account"), retry="10s")
     task = bench.schedule("pay")
     bench.run(task)
@@ -225,7 +231,9 @@ def test_fail_leaves_no_rung(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("value", [Retry(after=-1), Snooze("soon"), Snooze(float("inf"))])
-def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(bench: Bench, value: Any) -> None:
+def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(
+    bench: RunnerHarness, value: Any
+) -> None:
     returns(bench, "pay", value)
     task = bench.schedule("pay")
     bench.run(task)
@@ -237,7 +245,9 @@ def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(bench: Bench, 
 
 
 @pytest.mark.parametrize("where", ["processor", "task"])
-def test_what_is_too_late_to_be_worth_running_is_cancelled(bench: Bench, where: str) -> None:
+def test_what_is_too_late_to_be_worth_running_is_cancelled(
+    bench: RunnerHarness, where: str
+) -> None:
     returns(
         bench, "pay", None, **({"expires": "1m"} if where == "processor" else {"expires": "1d"})
     )
@@ -252,7 +262,7 @@ def test_what_is_too_late_to_be_worth_running_is_cancelled(bench: Bench, where: 
     assert bench.now(in_time).status is Status.DONE
 
 
-def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: Bench) -> None:
+def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: RunnerHarness) -> None:
     newer: list[DelayTask] = []
 
     @bench.registry.processor("pay", retry="10s")
@@ -270,7 +280,7 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: Bench) -
         bench.schedule("pay", key="7")
 
 
-def test_a_task_keeps_its_key_on_the_ladder(bench: Bench) -> None:
+def test_a_task_keeps_its_key_on_the_ladder(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError(), retry="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
@@ -280,7 +290,7 @@ def test_a_task_keeps_its_key_on_the_ladder(bench: Bench) -> None:
     assert bench.schedule("pay", key="7").id != task.id
 
 
-def test_attempts_go_with_their_task(bench: Bench) -> None:
+def test_attempts_go_with_their_task(bench: RunnerHarness) -> None:
     raises(bench, "pay", ValueError())
     task = bench.schedule("pay")
     bench.run(task)
@@ -292,7 +302,7 @@ def test_attempts_go_with_their_task(bench: Bench) -> None:
 
 
 def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raises(bench, "pay", ValueError())
     task, other = bench.schedule("pay"), bench.schedule("pay")
@@ -313,7 +323,9 @@ def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
     assert len(bench.store.tasks.attempts(task.id)) == 1
 
 
-def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(bench: Bench) -> None:
+def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(
+    bench: RunnerHarness,
+) -> None:
     def work(tasks: list[DelayTask]) -> Any:
         return [Done(7), Retry(reason="busy"), Snooze("30m"), Cancel("closed"), Fail("no")]
 
@@ -328,7 +340,9 @@ def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(bench: B
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_rows_that_run_side_by_side_end_each_by_itself(bench: Bench, is_async: bool) -> None:
+def test_rows_that_run_side_by_side_end_each_by_itself(
+    bench: RunnerHarness, is_async: bool
+) -> None:
     def work(body: Any) -> Any:
         if body == 1:
             raise ConnectionError("busy")

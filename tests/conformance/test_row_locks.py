@@ -10,13 +10,13 @@ from sqlalchemy import create_engine, update
 from delaytasks import DelayTask
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.storage.store import Store
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 
 
 def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour(
     store: Store,
 ) -> None:
-    bench = Bench(store, lease_s=2, chunk_time_box_s=1)
+    bench = RunnerHarness(store, lease_s=2, chunk_time_box_s=1)
     engine = create_engine(store.database.url)
     connection = engine.connect()
     t = store.schema.tasks

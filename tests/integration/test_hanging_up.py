@@ -16,7 +16,7 @@ from tests.running import delete_keys
 from tests.waiting import wait_until
 
 
-class DatabaseAddress:
+class ConsumingConnection:
     """A connection that consumes as a worker does, and has asked for the next message."""
 
     def __init__(self, url: str) -> None:
@@ -43,8 +43,8 @@ class DatabaseAddress:
 
 
 @pytest.fixture
-def place(redis_url: str) -> Iterator[DatabaseAddress]:
-    made = DatabaseAddress(redis_url)
+def place(redis_url: str) -> Iterator[ConsumingConnection]:
+    made = ConsumingConnection(redis_url)
     yield made
     with Connection(redis_url) as connection:
         delete_keys(connection, made.name)
@@ -53,7 +53,7 @@ def place(redis_url: str) -> Iterator[DatabaseAddress]:
 
 
 def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_queue(
-    place: DatabaseAddress,
+    place: ConsumingConnection,
 ) -> None:
     place.publish()
     wait_until(lambda: place.waiting() == 0, 10, "Redis to give it out")
@@ -62,7 +62,7 @@ def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_
     assert place.taken == []
 
 
-def test_who_has_hung_up_is_given_nothing_more(place: DatabaseAddress) -> None:
+def test_who_has_hung_up_is_given_nothing_more(place: ConsumingConnection) -> None:
     stop_reading(SimpleNamespace(connection=place.connection))
     place.publish()
     assert place.waiting() == 1

@@ -24,8 +24,8 @@ from delaytasks.storage import abandoned_rows as lapses
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.settlements import Settlements
 from delaytasks.storage.store import Store
-from tests.benches import Bench
 from tests.conftest import open_store
+from tests.runner_harness import RunnerHarness
 
 MAX_LOST_LEASES = 5
 Scene = Callable[["SmallDeployment"], None]
@@ -35,7 +35,7 @@ class SmallDeployment:
     """A small deployment in one process. The scene triggers all messages, sweeps and workers."""
 
     def __init__(self, store: Store) -> None:
-        self.bench = Bench(store, lease_s=60)
+        self.bench = RunnerHarness(store, lease_s=60)
         self.store, self.history = store, History()
         self.recorder = Recorder(store)
         self.recorder.start()

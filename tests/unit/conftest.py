@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.benches import Bench
 from tests.conftest import open_store
+from tests.runner_harness import RunnerHarness
 
-Make = Callable[..., Bench]
+Make = Callable[..., RunnerHarness]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Bench] = []
+    made: list[RunnerHarness] = []
 
-    def new(may_leave: bool = False, **changes: Any) -> Bench:
+    def new(may_leave: bool = False, **changes: Any) -> RunnerHarness:
         store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
-        made.append(Bench(store, may_leave, **changes))
+        made.append(RunnerHarness(store, may_leave, **changes))
         return made[-1]
 
     yield new
@@ -29,5 +29,5 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def bench(make: Make) -> Bench:
+def bench(make: Make) -> RunnerHarness:
     return make()

@@ -19,12 +19,12 @@ from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.errors import NotRunningError
 from delaytasks.execution.chunk import ChunkSize
 from delaytasks.processors.registry import Registry
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 
 Work = Callable[[list[DelayTask]], Any]
 
 
-def run(bench: Bench, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:
+def run(bench: RunnerHarness, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:
     """Each as it is afterwards; their bodies are 0, 1, 2, …"""
     bench.registry.processor("batch", **{"batch": 100, **options})(work)
     tasks = [bench.schedule("batch", body) for body in range(count)]
@@ -39,7 +39,7 @@ def statuses(tasks: list[DelayTask]) -> list[str]:
 # -- what it gets ---------------------------------------------------------------------------------
 
 
-def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: Bench) -> None:
+def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: RunnerHarness) -> None:
     got: list[list[int]] = []
     settled: list[int] = []
     bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
@@ -50,7 +50,9 @@ def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: Bench) -> N
     assert {(task.attempts, task.version) for task in tasks} == {(1, 2)}
 
 
-def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(bench: Bench) -> None:
+def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
+    bench: RunnerHarness,
+) -> None:
     bench.registry.processor("batch", batch=10)(
         lambda tasks: bench.ran.append([task.body for task in tasks])
     )
@@ -67,7 +69,9 @@ def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(be
     assert bench.ran == ["a", [1, 2], "b"]
 
 
-def test_with_two_arguments_the_first_is_what_the_schema_makes_of_the_bodies(bench: Bench) -> None:
+def test_with_two_arguments_the_first_is_what_the_schema_makes_of_the_bodies(
+    bench: RunnerHarness,
+) -> None:
     @dataclass
     class Order:
         order: int
@@ -85,7 +89,9 @@ def test_with_two_arguments_the_first_is_what_the_schema_makes_of_the_bodies(ben
     assert got == [[(Order, 7, tasks[0].id), (Order, 8, tasks[1].id)]]
 
 
-def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(bench: Bench) -> None:
+def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(
+    bench: RunnerHarness,
+) -> None:
     def even(body: Any) -> Any:
         if body % 2:
             raise ValueError("odd")
@@ -105,7 +111,7 @@ def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(bench:
     assert got == [0, 6]
 
 
-def test_what_is_too_late_is_not_in_the_batch(bench: Bench) -> None:
+def test_what_is_too_late_is_not_in_the_batch(bench: RunnerHarness) -> None:
     got: list[int] = []
     bench.registry.processor("batch", batch=10, expires=10)(
         lambda tasks: got.extend(task.body for task in tasks)
@@ -138,7 +144,7 @@ ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
     "said",
     [list, tuple, dict],
 )
-def test_each_task_ends_as_its_outcome_says(bench: Bench, said: Any) -> None:
+def test_each_task_ends_as_its_outcome_says(bench: RunnerHarness, said: Any) -> None:
     def work(tasks: list[DelayTask]) -> Any:
         if said is dict:
             return {
@@ -153,7 +159,7 @@ def test_each_task_ends_as_its_outcome_says(bench: Bench, said: Any) -> None:
     assert [task.attempts for task in tasks] == [1, 1, 1, 0, 1, 1]
 
 
-def test_one_outcome_is_for_all(bench: Bench) -> None:
+def test_one_outcome_is_for_all(bench: RunnerHarness) -> None:
     tasks = run(bench, lambda tasks: Snooze("30m"))
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
     assert {task.attempts for task in tasks} == {0}
@@ -171,7 +177,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_answer_that_says_not_how_each_ended_climbs_them_all(bench: Bench, name: str) -> None:
+def test_an_answer_that_says_not_how_each_ended_climbs_them_all(
+    bench: RunnerHarness, name: str
+) -> None:
     work, says = WRONG[name]
     tasks = run(bench, work, retry="10s")
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
@@ -180,7 +188,7 @@ def test_an_answer_that_says_not_how_each_ended_climbs_them_all(bench: Bench, na
         assert says in (task.error or "")
 
 
-def test_who_raises_fails_them_all_by_the_usual_rules(bench: Bench) -> None:
+def test_who_raises_fails_them_all_by_the_usual_rules(bench: RunnerHarness) -> None:
     def fail(tasks: list[DelayTask]) -> None:
         raise ConnectionError("busy")
 
@@ -196,13 +204,13 @@ def test_who_raises_fails_them_all_by_the_usual_rules(bench: Bench) -> None:
     assert "in fail" in error
 
 
-def test_an_outcome_that_can_not_be_is_the_end_of_its_task_alone(bench: Bench) -> None:
+def test_an_outcome_that_can_not_be_is_the_end_of_its_task_alone(bench: RunnerHarness) -> None:
     tasks = run(bench, lambda tasks: [None, Retry(), Snooze(-1), None])
     assert statuses(tasks) == ["DONE", "FAILED", "FAILED", "DONE"]
     assert "needs a retry schedule" in (tasks[1].error or "")
 
 
-def test_results_are_kept_each_with_its_task(bench: Bench) -> None:
+def test_results_are_kept_each_with_its_task(bench: RunnerHarness) -> None:
     tasks = run(
         bench,
         lambda tasks: [Done(7) if task.body else "first" for task in tasks],
@@ -215,7 +223,7 @@ def test_results_are_kept_each_with_its_task(bench: Bench) -> None:
 # -- what else a run is ---------------------------------------------------------------------------
 
 
-def test_each_of_its_tasks_may_be_completed_and_no_other(bench: Bench) -> None:
+def test_each_of_its_tasks_may_be_completed_and_no_other(bench: RunnerHarness) -> None:
     other = bench.schedule()
     refusals: list[str] = []
 
@@ -236,7 +244,7 @@ def test_each_of_its_tasks_may_be_completed_and_no_other(bench: Bench) -> None:
     assert bench.events.counts["task.raised_late"] == 2
 
 
-def test_monitors_see_each_of_its_tasks(bench: Bench) -> None:
+def test_monitors_see_each_of_its_tasks(bench: RunnerHarness) -> None:
     told: list[tuple[str, int]] = []
 
     class Watcher:
@@ -253,7 +261,9 @@ def test_monitors_see_each_of_its_tasks(bench: Bench) -> None:
     assert told == [("started", 0), ("started", 1), ("succeed", 0), ("fail", 1)]
 
 
-def test_a_batch_that_tells_the_worker_to_stop_leaves_the_others_unharmed(bench: Bench) -> None:
+def test_a_batch_that_tells_the_worker_to_stop_leaves_the_others_unharmed(
+    bench: RunnerHarness,
+) -> None:
     def stop(tasks: list[DelayTask]) -> None:
         raise WorkerShutdown(0)
 
@@ -269,7 +279,7 @@ def test_a_batch_that_tells_the_worker_to_stop_leaves_the_others_unharmed(bench:
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 
 
-def test_batches_run_side_by_side_and_as_coroutines(bench: Bench) -> None:
+def test_batches_run_side_by_side_and_as_coroutines(bench: RunnerHarness) -> None:
     both = threading.Barrier(2, timeout=10)
 
     def wait(tasks: list[DelayTask]) -> None:
@@ -291,7 +301,7 @@ def test_batches_run_side_by_side_and_as_coroutines(bench: Bench) -> None:
 
 
 def test_chunks_have_as_many_rows_as_a_batch_takes_though_they_do_not_fit_the_time_box(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     size = ChunkSize(0.05, 200)
     bench.registry.processor("batch", batch=100)(lambda tasks: time.sleep(0.2))
@@ -306,7 +316,7 @@ def test_chunks_have_as_many_rows_as_a_batch_takes_though_they_do_not_fit_the_ti
     assert size.least == 1
 
 
-def test_a_batch_in_a_thread_of_a_pool_is_whole(bench: Bench) -> None:
+def test_a_batch_in_a_thread_of_a_pool_is_whole(bench: RunnerHarness) -> None:
     sizes: list[int] = []
     bench.registry.processor("batch", batch=10)(lambda tasks: sizes.append(len(tasks)))
     chunks = [[bench.schedule("batch") for _ in range(10)] for _ in range(3)]

@@ -13,7 +13,7 @@ from celery.exceptions import Retry as CeleryRetry
 
 from delaytasks import DelayTask
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 
 CELERYS_WAIT = timedelta(seconds=180)
@@ -26,14 +26,16 @@ def app() -> Celery:
 
 
 @pytest.fixture
-def bench(make: Make, app: Celery) -> Bench:
+def bench(make: Make, app: Celery) -> RunnerHarness:
     made = make()
     made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
     made.runner = made.make_runner()
     return made
 
 
-def run(bench: Bench, function: Callable[[], Any], attempts: int = 0, **options: Any) -> DelayTask:
+def run(
+    bench: RunnerHarness, function: Callable[[], Any], attempts: int = 0, **options: Any
+) -> DelayTask:
     """The task as it is after its run, of which there were so many before."""
     bench.registry.processor("celery", **options)(lambda given: function())
     task = bench.schedule("celery", {"n": 1})
@@ -42,7 +44,7 @@ def run(bench: Bench, function: Callable[[], Any], attempts: int = 0, **options:
     return bench.now(task)
 
 
-def waits(bench: Bench, task: DelayTask) -> timedelta:
+def waits(bench: RunnerHarness, task: DelayTask) -> timedelta:
     assert task.status.name == "NOT_COMPLETE"
     return task.expected_time - bench.clock.now()
 
@@ -60,7 +62,7 @@ SECOND = timedelta(seconds=2)
 @pytest.mark.parametrize(
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
-def test_current_task_retry_is_a_retry(bench: Bench, options: Any) -> None:
+def test_current_task_retry_is_a_retry(bench: RunnerHarness, options: Any) -> None:
     task = run(bench, retry(countdown=600, exc=ValueError("the bank is closed")), **options)
     assert abs(waits(bench, task) - timedelta(seconds=600)) < SECOND
     assert task.attempts == 1
@@ -68,19 +70,19 @@ def test_current_task_retry_is_a_retry(bench: Bench, options: Any) -> None:
 
 
 def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     task = run(bench, retry(), attempts=1, retry="1m 1h")
     assert abs(waits(bench, task) - timedelta(hours=1)) < SECOND
 
 
-def test_a_retry_past_the_retry_schedule_fails(bench: Bench) -> None:
+def test_a_retry_past_the_retry_schedule_fails(bench: RunnerHarness) -> None:
     task = run(bench, retry(exc=ValueError("still closed")), attempts=2, retry="1m 1h")
     assert task.status.name == "FAILED"
     assert "still closed" in (task.error or "")
 
 
-def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: Bench) -> None:
+def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: RunnerHarness) -> None:
     task = run(bench, retry())
     assert abs(waits(bench, task) - CELERYS_WAIT) < SECOND
 
@@ -90,7 +92,7 @@ def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: Bench) -> No
     [({}, "MaxRetriesExceededError"), ({"exc": ValueError("closed")}, "ValueError: closed")],
     ids=["without an error", "with an error"],
 )
-def test_a_retry_too_many_fails(bench: Bench, options: Any, said: str) -> None:
+def test_a_retry_too_many_fails(bench: RunnerHarness, options: Any, said: str) -> None:
     task = run(bench, retry(**options), attempts=3)
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
@@ -98,7 +100,7 @@ def test_a_retry_too_many_fails(bench: Bench, options: Any, said: str) -> None:
     assert other.status.name == "NOT_COMPLETE"
 
 
-def test_a_retry_has_the_time_that_its_eta_says(bench: Bench) -> None:
+def test_a_retry_has_the_time_that_its_eta_says(bench: RunnerHarness) -> None:
     task = run(bench, lambda: retry(eta=bench.clock.now() + timedelta(minutes=7))())
     assert abs(waits(bench, task) - timedelta(minutes=7)) < SECOND
     naive = run(
@@ -109,7 +111,7 @@ def test_a_retry_has_the_time_that_its_eta_says(bench: Bench) -> None:
     )
 
 
-def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: Bench) -> None:
+def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: RunnerHarness) -> None:
     def ask() -> None:
         raise CeleryRetry("busy", when=60)
 
@@ -121,7 +123,7 @@ def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: Bench) -> No
 
 
 def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
-    bench: Bench, app: Celery
+    bench: RunnerHarness, app: Celery
 ) -> None:
     @app.task(bind=True)
     def charge(self: Task) -> None:
@@ -140,7 +142,7 @@ def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
         ({"throw": False}, "retry(throw=False) has no effect on task"),
     ],
 )
-def test_what_a_retry_can_not_do_is_said(bench: Bench, options: Any, said: str) -> None:
+def test_what_a_retry_can_not_do_is_said(bench: RunnerHarness, options: Any, said: str) -> None:
     task = run(bench, retry(**options))
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
@@ -151,7 +153,7 @@ def test_what_a_retry_can_not_do_is_said(bench: Bench, options: Any, said: str) 
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
 def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
-    bench: Bench, error: Exception, options: Any
+    bench: RunnerHarness, error: Exception, options: Any
 ) -> None:
     def end() -> None:
         raise error
@@ -163,7 +165,7 @@ def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
 
 
 @pytest.mark.parametrize("call", ["delay", "apply_async", "s"])
-def test_a_tag_can_not_be_sent_as_a_message(bench: Bench, call: str) -> None:
+def test_a_tag_can_not_be_sent_as_a_message(bench: RunnerHarness, call: str) -> None:
     def send() -> None:
         made = getattr(current_task, call)()
         made.apply_async()

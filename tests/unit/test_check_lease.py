@@ -10,7 +10,7 @@ from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.execution import task_run as run_module
 from delaytasks.worker.processes import Renewals
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 
 LEASE_S = 60
@@ -31,7 +31,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 @pytest.fixture
-def bench(make: Make, watch: Watch) -> Bench:
+def bench(make: Make, watch: Watch) -> RunnerHarness:
     bench = make(lease_s=LEASE_S, chunk_time_box_s=1)
     bench.runner = bench.make_runner(renewed_at=lambda: watch.renewed)
     return bench
@@ -46,7 +46,7 @@ def is_told(task: DelayTask) -> str:
 
 
 def test_it_is_told_when_two_renewals_have_failed_and_not_before(
-    bench: Bench, watch: Watch
+    bench: RunnerHarness, watch: Watch
 ) -> None:
     told: list[str] = []
 
@@ -65,7 +65,7 @@ def test_it_is_told_when_two_renewals_have_failed_and_not_before(
 
 
 def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(
-    bench: Bench, watch: Watch
+    bench: RunnerHarness, watch: Watch
 ) -> None:
     @bench.registry.processor("long")
     def work(body: object, task: DelayTask) -> None:
@@ -81,7 +81,7 @@ def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(
     assert bench.events.counts["task.failed"] == 0
 
 
-def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: Bench) -> None:
+def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: RunnerHarness) -> None:
     others = [bench.schedule("note")]
 
     @bench.registry.processor("many", batch=5)
@@ -110,7 +110,7 @@ def test_what_the_main_process_tells_its_children_see() -> None:
 
 
 def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     @bench.registry.processor("wrong")
     def work(body: object, task: DelayTask) -> None:

@@ -55,7 +55,7 @@ class Pool:
         return job
 
 
-class Bench:
+class DispatcherHarness:
     def __init__(self, shards: int = 1, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
@@ -89,17 +89,17 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> DispatcherHarness:
+    return DispatcherHarness()
 
 
-def test_no_more_chunks_are_under_way_than_the_pool_has_processes(bench: Bench) -> None:
+def test_no_more_chunks_are_under_way_than_the_pool_has_processes(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(1000))
     assert bench.sizes() == [10, 10]
     assert bench.dispatcher.waiting == 980
 
 
-def test_chunks_grow_to_what_fits_the_time_box(bench: Bench) -> None:
+def test_chunks_grow_to_what_fits_the_time_box(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(1000))
     bench.pool.end(Report(10, 10, 10 * 0.0001))
     assert bench.sizes() == [10, 200], "a tenth of a millisecond each: as many as a chunk may have"
@@ -108,19 +108,21 @@ def test_chunks_grow_to_what_fits_the_time_box(bench: Bench) -> None:
     assert bench.sizes()[-1] < 5, "50 ms each: hardly more than one"
 
 
-def test_what_waits_is_shared_among_free_processes(bench: Bench) -> None:
+def test_what_waits_is_shared_among_free_processes(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(6))
     assert bench.sizes() == [3, 3]
 
 
-def test_the_highest_priority_goes_first(bench: Bench) -> None:
+def test_the_highest_priority_goes_first(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.dispatcher.take(bench.entries(5, start=100) + bench.entries(5, priority=9, start=200))
     bench.pool.end(Report(10, 10, 10 * 0.005))
     assert [entry.priority for entry in bench.pool.jobs[-1][0].entries][:5] == [9] * 5
 
 
-def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(bench: Bench) -> None:
+def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.dispatcher.take(bench.entries(5000, start=100))
     bench.clock.advance(2)
@@ -132,7 +134,7 @@ def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(bench: Bench)
 
 
 def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
-    bench: Bench,
+    bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.drain("default", [0])
     bench.pool.end(Report(10, 10, 0.01, is_full=True))  # it is deep: both processes are at it
@@ -155,7 +157,9 @@ def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
     assert bench.events.counts["entry.late"] == 8
 
 
-def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(bench: Bench) -> None:
+def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.drain("default", [0])
     assert len(bench.pool.jobs) == 1
     bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
@@ -167,7 +171,7 @@ def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(ben
 
 
 def test_fresh_tasks_and_a_backlog_take_turns() -> None:
-    bench = Bench()
+    bench = DispatcherHarness()
     bench.pool.limit = 1
     bench.dispatcher.take(bench.entries(100))
     bench.dispatcher.drain("default", [0])
@@ -182,7 +186,7 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
     hands: Hands,
 ) -> None:
     """Until one of them finds the queue empty. Each look doubles the number of processes at most."""
-    bench = Bench()
+    bench = DispatcherHarness()
     bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
     assert len(bench.pool.jobs) == 1, "it is not known to be deep"
@@ -199,7 +203,7 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
 
 
 def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
-    bench = Bench()
+    bench = DispatcherHarness()
     bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
     hands.at += HELD_UP_S + 0.01
@@ -221,7 +225,7 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
 def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it(
     hands: Hands,
 ) -> None:
-    bench = Bench()
+    bench = DispatcherHarness()
     bench.dispatcher.drain("default", [0])
     hands.at += HELD_UP_S + 0.01
     bench.dispatcher.pump()
@@ -237,7 +241,7 @@ def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it
 def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(
     hands: Hands,
 ) -> None:
-    bench = Bench()
+    bench = DispatcherHarness()
     bench.dispatcher.drain("default", [0])
     _, _, lost = bench.pool.jobs.pop()
     try:
@@ -251,7 +255,9 @@ def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(
     assert bench.pool.jobs == []
 
 
-def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(bench: Bench) -> None:
+def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.drain("default", [0])
     bench.dispatcher.drain("default", [5])
     bench.pool.end(Report(0))
@@ -260,14 +266,14 @@ def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(bench
     assert bench.pool.jobs == []
 
 
-def test_a_pool_that_raises_costs_no_slot(bench: Bench) -> None:
+def test_a_pool_that_raises_costs_no_slot(bench: DispatcherHarness) -> None:
     bench.pool.is_broken = True
     bench.dispatcher.take(bench.entries(2))
     assert bench.dispatcher.in_flight == {}
     assert bench.events.counts["chunk.failed"] == 1
 
 
-def test_a_process_that_died_gives_its_slot_back(bench: Bench) -> None:
+def test_a_process_that_died_gives_its_slot_back(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(2))
     _, _, lost = bench.pool.jobs.pop()
     lost(RuntimeError("worker lost"))
@@ -275,7 +281,7 @@ def test_a_process_that_died_gives_its_slot_back(bench: Bench) -> None:
 
 
 def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 30))
     _, _, lost = bench.pool.jobs.pop()
     try:
@@ -290,7 +296,9 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
 class Processes:
     """What a test's pool says of its processes, of which some are ended."""
 
-    def __init__(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
+    def __init__(
+        self, bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, *pids: int
+    ) -> None:
         self.ended: list[int] = []
         bench.pool._pool = SimpleNamespace(_pool=[process_of(pid) for pid in pids])  # type: ignore[attr-defined]
         monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))  # type: ignore[attr-defined]
@@ -299,7 +307,7 @@ class Processes:
 @pytest.mark.parametrize("is_the_databases", [False, True])
 @pytest.mark.parametrize("others_succeed", [False, True])
 def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_database(
-    bench: Bench,
+    bench: DispatcherHarness,
     monkeypatch: pytest.MonkeyPatch,
     hands: Hands,
     is_the_databases: bool,
@@ -322,7 +330,7 @@ def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_d
 
 
 def test_a_process_in_which_some_chunks_fail_stays(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hands: Hands
+    bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, hands: Hands
 ) -> None:
     processes = Processes(bench, monkeypatch, 1)
     for number in range(3 * MAX_FAILED_CHUNKS):
@@ -334,7 +342,9 @@ def test_a_process_in_which_some_chunks_fail_stays(
     assert processes.ended == []
 
 
-def test_a_pool_without_processes_of_its_own_ends_none(bench: Bench, hands: Hands) -> None:
+def test_a_pool_without_processes_of_its_own_ends_none(
+    bench: DispatcherHarness, hands: Hands
+) -> None:
     for _ in range(2 * MAX_FAILED_CHUNKS):
         hands.at += 60
         bench.dispatcher.take(bench.entries(1))
@@ -369,7 +379,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize(("written_to", "is_written"), WRITTEN)
 def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no_process(
-    bench: Bench, written_to: Any, is_written: bool
+    bench: DispatcherHarness, written_to: Any, is_written: bool
 ) -> None:
     books: dict[int, Any] = {}
     keep = bench.pool.apply_async
@@ -407,7 +417,7 @@ def test_a_job_arrives_in_its_process_as_it_was_sent() -> None:
     assert [type(entry) for entry in arrived.entries] == [Entry, Entry]
 
 
-def test_a_job_has_no_limits_of_celerys(bench: Bench) -> None:
+def test_a_job_has_no_limits_of_celerys(bench: DispatcherHarness) -> None:
     class Result:
         """As billiard has it for a job that is on its way."""
 
@@ -423,14 +433,14 @@ def test_a_job_has_no_limits_of_celerys(bench: Bench) -> None:
     )
 
 
-def test_early_entries_go_back_to_the_wheel(bench: Bench) -> None:
+def test_early_entries_go_back_to_the_wheel(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(1))
     early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
     bench.pool.end(Report(0, early=(early,)))
     assert bench.held == [early]
 
 
-def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: Bench) -> None:
+def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: DispatcherHarness) -> None:
     assert bench.dispatcher.capacity() == 400, "two processes, of which nothing is known yet"
     bench.dispatcher.take(bench.entries(20))
     bench.pool.end(Report(10, 10, 10 * 0.005))
@@ -447,7 +457,7 @@ def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: Bench) 
     assert bench.dispatcher.capacity() == 0
 
 
-def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -> None:
+def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: DispatcherHarness) -> None:
     """As far as entries come together: who is alone waits behind those that were there."""
     bench.dispatcher.take(bench.entries(20))
     now = bench.clock.now_us()
@@ -463,7 +473,7 @@ def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: Bench) -
     assert ran[20:] == [200, *ids, 90, 1]
 
 
-def test_a_process_that_will_be_busy_for_long_adds_no_capacity(bench: Bench) -> None:
+def test_a_process_that_will_be_busy_for_long_adds_no_capacity(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(20))
     bench.clock.advance(0.5)
     assert bench.dispatcher.capacity() == 0, "its chunk takes longer than the time box"
@@ -475,21 +485,25 @@ def test_a_process_that_will_be_busy_for_long_adds_no_capacity(bench: Bench) -> 
     assert bench.dispatcher.capacity() == 0
 
 
-def test_new_capacity_is_reported_when_a_chunk_ends(bench: Bench) -> None:
+def test_new_capacity_is_reported_when_a_chunk_ends(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(40))
     bench.capacities.clear()
     bench.pool.end(Report(10, 10, 0.01))
     assert bench.capacities[-1] > 0
 
 
-def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(bench: Bench) -> None:
+def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.take(bench.entries(25))
     assert len(bench.dispatcher.close().entries) == 5
     bench.pool.end(Report(10, 10, 0.001))
     assert len(bench.pool.jobs) == 1
 
 
-def test_work_that_a_chunk_found_after_the_close_is_left_to_others(bench: Bench) -> None:
+def test_work_that_a_chunk_found_after_the_close_is_left_to_others(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.take(bench.entries(12))
     bench.pool.end(Report(10, 10, 0.001, lines=(WaitlistState("default", "test.first"),)))
     assert not bench.sent_back, "this worker continues with them"
@@ -506,7 +520,7 @@ def test_work_that_a_chunk_found_after_the_close_is_left_to_others(bench: Bench)
 
 
 def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close(
-    bench: Bench,
+    bench: DispatcherHarness,
 ) -> None:
     """Otherwise they would reach a timing wheel that has been emptied and does not turn any more."""
     closed: list[bool] = []
@@ -531,7 +545,7 @@ def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close
     assert (bench.held, closed, bench.sent_back) == ([early], [True], [])
 
 
-def test_entries_that_come_due_after_the_close_are_sent_back(bench: Bench) -> None:
+def test_entries_that_come_due_after_the_close_are_sent_back(bench: DispatcherHarness) -> None:
     bench.dispatcher.close()
     late = bench.entries(2)
     bench.dispatcher.take(late)
@@ -543,7 +557,7 @@ def test_entries_that_come_due_after_the_close_are_sent_back(bench: Bench) -> No
 
 
 def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.dispatcher.take([*bench.entries_of(0, 30), *bench.entries_of(1, 30)])
     bench.pool.end(Report(10, 10, 0.05))
     bench.pool.end(Report(10, 10, 0.05))
@@ -569,7 +583,7 @@ def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
 
 
 def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands: Hands) -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.dispatcher.take(bench.entries_of(1, 1))
     bench.pool.end(Report(error="StoreUnavailableError: away"))
     hands.at += 60
@@ -595,7 +609,7 @@ def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands:
 
 
 def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.pool.limit = 4
     bench.dispatcher.take(bench.entries_of(1, 1))
 
@@ -611,7 +625,7 @@ def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
 
 
 def test_a_shard_leaves_the_last_process_to_the_others(hands: Hands) -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.pool.limit = 3
     bench.dispatcher.take(bench.entries_of(0, 100))
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
@@ -622,7 +636,7 @@ def test_a_shard_leaves_the_last_process_to_the_others(hands: Hands) -> None:
 def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long(
     hands: Hands,
 ) -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 100))
     hands.at += 0.5
     bench.dispatcher.shard_health.check(0, lambda: None)
@@ -634,7 +648,9 @@ def test_a_shard_that_answers_has_the_last_process_too_when_its_chunks_take_long
     assert [job.shard for job, _, _ in bench.pool.jobs] == [0, 0]
 
 
-def test_a_single_shard_is_not_asked_and_may_use_all_processes(hands: Hands, bench: Bench) -> None:
+def test_a_single_shard_is_not_asked_and_may_use_all_processes(
+    hands: Hands, bench: DispatcherHarness
+) -> None:
     def fail() -> None:
         raise AssertionError("it was asked")
 
@@ -648,14 +664,14 @@ def test_a_single_shard_is_not_asked_and_may_use_all_processes(hands: Hands, ben
 
 
 def test_a_drain_is_of_the_shard_that_its_token_names() -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.dispatcher.drain("default", [0], shard=1)
     bench.dispatcher.drain("default", [0], shard=7)
     assert [(job.drain, job.shard) for job, _, _ in bench.pool.jobs] == [("default", 1)]
 
 
 def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
-    bench = Bench(shards=2)
+    bench = DispatcherHarness(shards=2)
     bench.dispatcher.take(bench.entries_of(2, 5))
     assert (bench.dispatcher.waiting, bench.pool.jobs) == (0, [])
 
@@ -664,7 +680,7 @@ def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
 
 
 def test_rows_of_one_batch_stay_together_although_other_processes_are_free(
-    bench: Bench,
+    bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.take(bench.entries(10))
     assert bench.sizes() == [5, 5]
@@ -679,7 +695,7 @@ def test_rows_of_one_batch_stay_together_although_other_processes_are_free(
 
 
 def test_a_chunk_has_all_rows_that_can_start_together_even_beyond_the_time_budget(
-    bench: Bench,
+    bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.take(bench.entries(10))
     bench.pool.end(Report(5, 5, 5 * 0.2, wanted=30))
@@ -688,7 +704,9 @@ def test_a_chunk_has_all_rows_that_can_start_together_even_beyond_the_time_budge
     assert bench.sizes() == [30, 30]
 
 
-def test_rows_that_run_on_are_known_until_their_process_says_otherwise(bench: Bench) -> None:
+def test_rows_that_run_on_are_known_until_their_process_says_otherwise(
+    bench: DispatcherHarness,
+) -> None:
     [shard_queue] = bench.dispatcher.shard_queues
     bench.dispatcher.take(bench.entries(400))
     bench.pool.end(Report(10, 8, 0.01, pid=1, left=(4, 5)))

@@ -19,7 +19,7 @@ from delaytasks.core.clock import monotonic, to_us
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.execution import runner
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 
@@ -30,7 +30,7 @@ MOMENT = timedelta(seconds=0.2)
 # -- how a run ends -------------------------------------------------------------------------------
 
 
-def test_rows_are_run_and_settled_together(bench: Bench) -> None:
+def test_rows_are_run_and_settled_together(bench: RunnerHarness) -> None:
     tasks = [bench.schedule(body=n) for n in range(5)]
     settled: list[int] = []
     bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
@@ -66,7 +66,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 def test_a_processor_that_raises_fails_its_row_and_no_other(
-    bench: Bench, error: BaseException
+    bench: RunnerHarness, error: BaseException
 ) -> None:
     def fail(body: Any) -> None:
         raise error
@@ -95,7 +95,7 @@ def test_an_error_text_is_bounded(make: Make) -> None:
     assert "characters left out" in text
 
 
-def test_a_body_that_is_not_json_fails_its_row_and_no_other(bench: Bench) -> None:
+def test_a_body_that_is_not_json_fails_its_row_and_no_other(bench: RunnerHarness) -> None:
     tasks = [bench.schedule(body=n) for n in range(3)]
     bench.change(tasks[1], message_body="{nope")
     bench.run(*tasks)
@@ -105,7 +105,7 @@ def test_a_body_that_is_not_json_fails_its_row_and_no_other(bench: Bench) -> Non
 
 
 def test_a_worker_that_is_told_to_stop_settles_what_is_done_and_gives_back_the_rest(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     def stop(body: Any) -> None:
         raise WorkerShutdown(0)
@@ -124,7 +124,7 @@ def test_a_worker_that_is_told_to_stop_settles_what_is_done_and_gives_back_the_r
     assert sorted(bench.timer.ids) == sorted(task.id for task in tasks[2:])
 
 
-def test_the_highest_priority_runs_first_then_the_oldest(bench: Bench) -> None:
+def test_the_highest_priority_runs_first_then_the_oldest(bench: RunnerHarness) -> None:
     tasks = [bench.schedule(body=f"{priority}", priority=priority) for priority in (0, 9, 5)]
     tasks.append(bench.schedule(body="older", priority=5))
     bench.change(tasks[-1], expected_time=bench.clock.now() - timedelta(seconds=60))
@@ -135,7 +135,9 @@ def test_the_highest_priority_runs_first_then_the_oldest(bench: Bench) -> None:
 # -- time limits ----------------------------------------------------------------------------------
 
 
-def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(bench: Bench) -> None:
+def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(
+    bench: RunnerHarness,
+) -> None:
     seen: dict[int, list[str]] = {}
 
     def look(body: Any, task: DelayTask) -> None:
@@ -159,7 +161,7 @@ def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(benc
     assert settled == [2, 1, 1]
 
 
-def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: Bench) -> None:
+def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: RunnerHarness) -> None:
     bench.registry.processor("hard", time_limit=60)(bench.ran.append)
     tasks = [bench.schedule(body="first"), bench.schedule("hard", "second")]
     failures = iter([StoreError("refused")] * 2)  # also when it is tried by itself
@@ -177,7 +179,7 @@ def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: Bench
 
 @pytest.mark.parametrize("limits", [{"soft_time_limit": 60}, {"time_limit": 60}])
 def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(
-    bench: Bench, limits: dict[str, Any]
+    bench: RunnerHarness, limits: dict[str, Any]
 ) -> None:
     bench.registry.processor("limited", **limits)(bench.ran.append)
     tasks = [bench.schedule("limited", "never"), bench.schedule(body="free")]
@@ -251,7 +253,7 @@ def test_each_chunk_has_a_time_box_of_its_own(make: Make) -> None:
         assert bench.statuses([slow, other]) == ["DONE", "NOT_COMPLETE"]
 
 
-def test_a_chunk_within_its_box_gives_nothing_back(bench: Bench) -> None:
+def test_a_chunk_within_its_box_gives_nothing_back(bench: RunnerHarness) -> None:
     for _ in range(20):
         bench.run(*[bench.schedule() for _ in range(5)])
     assert bench.events.counts["chunk.gave_back"] == 0
@@ -268,7 +270,7 @@ def test_nothing_is_started_when_the_lease_may_be_over(make: Make) -> None:
     assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
 
 
-def test_what_another_worker_has_by_now_is_not_settled(bench: Bench) -> None:
+def test_what_another_worker_has_by_now_is_not_settled(bench: RunnerHarness) -> None:
     tasks = [bench.schedule() for _ in range(3)]
 
     def lapse(settlements: Sequence[Settlement]) -> None:
@@ -281,7 +283,7 @@ def test_what_another_worker_has_by_now_is_not_settled(bench: Bench) -> None:
     assert bench.events.counts["task.succeeded"] == 2
 
 
-def test_settling_is_tried_again_while_the_database_is_away(bench: Bench) -> None:
+def test_settling_is_tried_again_while_the_database_is_away(bench: RunnerHarness) -> None:
     failures = [StoreUnavailableError("away"), StoreUnavailableError("away")]
 
     def fail(settlements: Sequence[Settlement]) -> None:
@@ -295,7 +297,7 @@ def test_settling_is_tried_again_while_the_database_is_away(bench: Bench) -> Non
     assert bench.events.counts["settle.waits"] == 2
 
 
-def test_a_row_that_can_not_be_settled_harms_no_neighbour(bench: Bench) -> None:
+def test_a_row_that_can_not_be_settled_harms_no_neighbour(bench: RunnerHarness) -> None:
     tasks = [bench.schedule() for _ in range(3)]
 
     def refuse(settlements: Sequence[Settlement]) -> None:
@@ -317,7 +319,7 @@ AGES = [(0.0, 5.0), (30.0, 5.0), (100.0, 10.0), (3600.0, 360.0), (24 * 3600.0, 6
 
 @pytest.mark.parametrize(("age_s", "wait_s"), AGES)
 def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
-    bench: Bench, age_s: float, wait_s: float
+    bench: RunnerHarness, age_s: float, wait_s: float
 ) -> None:
     task = bench.schedule("nobody")
     bench.change(task, create_time=bench.clock.now() - timedelta(seconds=age_s))
@@ -333,7 +335,7 @@ def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
     assert bench.timer.ids == ([task.id] if near else []), "armed again when it is near"
 
 
-def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: Bench) -> None:
+def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: RunnerHarness) -> None:
     task = bench.schedule("nobody", delay=3600)
     now = bench.clock.now()
     bench.change(task, expected_time=now, create_time=now - timedelta(seconds=3600))
@@ -345,7 +347,7 @@ def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: Bench) -> None
     )
 
 
-def test_a_deploy_that_brings_the_processor_runs_the_row(bench: Bench) -> None:
+def test_a_deploy_that_brings_the_processor_runs_the_row(bench: RunnerHarness) -> None:
     task = bench.schedule("later", body=7)
     bench.run(task)
     bench.registry.processor("later")(bench.ran.append)
@@ -357,7 +359,7 @@ def test_a_deploy_that_brings_the_processor_runs_the_row(bench: Bench) -> None:
 # -- rows that lapsed before ----------------------------------------------------------------------
 
 
-def test_rows_that_lapsed_before_run_alone(bench: Bench) -> None:
+def test_rows_that_lapsed_before_run_alone(bench: RunnerHarness) -> None:
     tasks = [bench.schedule(body=n) for n in range(5)]
     for task in tasks[1:3]:
         bench.change(task, lapses=1)
@@ -370,7 +372,7 @@ def test_rows_that_lapsed_before_run_alone(bench: Bench) -> None:
 
 
 def test_rows_that_lapsed_have_a_share_of_a_backlog(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = 0.0
     monkeypatch.setattr(runner, "monotonic", lambda: monotonic() + passed)
@@ -405,7 +407,7 @@ def test_rows_that_lapsed_have_a_share_of_a_backlog(
 
 
 def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = 0.0
     monkeypatch.setattr(runner, "monotonic", lambda: monotonic() + passed)
@@ -423,7 +425,9 @@ def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
     assert not bench.runner.drain("default", [0], 2).is_full, "one row was left"
 
 
-def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(bench: Bench) -> None:
+def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
+    bench: RunnerHarness,
+) -> None:
     tasks = [bench.schedule(body=n, priority=n % 2) for n in range(6)]
     abandoned_row = bench.schedule(body="suspect")
     bench.change(abandoned_row, lapses=2)
@@ -445,7 +449,7 @@ def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(be
 # -- entries that the claim does not get ----------------------------------------------------------
 
 
-def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: Bench) -> None:
+def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: RunnerHarness) -> None:
     task = bench.schedule(delay=20)
     report = bench.runner.run([Entry.of(task, to_us)._replace(due_us=0)])
     assert report.early == (Entry.of(task, to_us),)
@@ -453,7 +457,7 @@ def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: Bench) -
     assert bench.events.counts["entry.dropped"] == 0
 
 
-def test_an_entry_that_is_early_by_a_blink_is_waited_for(bench: Bench) -> None:
+def test_an_entry_that_is_early_by_a_blink_is_waited_for(bench: RunnerHarness) -> None:
     for _ in range(20):
         task = bench.schedule(delay=0.02)
         report = bench.run(task)
@@ -473,7 +477,7 @@ def test_an_entry_beyond_the_horizon_is_dropped(make: Make) -> None:
     assert [entry.id for entry in forever.run(task).early] == [task.id]
 
 
-def test_entries_that_are_not_ours_any_more_are_dropped_and_counted(bench: Bench) -> None:
+def test_entries_that_are_not_ours_any_more_are_dropped_and_counted(bench: RunnerHarness) -> None:
     cancelled, moved, running, done, held = (bench.schedule() for _ in range(5))
     good = bench.schedule(body="good")
     bench.store.tasks.cancel(cancelled.id)
@@ -487,21 +491,21 @@ def test_entries_that_are_not_ours_any_more_are_dropped_and_counted(bench: Bench
     assert bench.named("entry.dropped") == [{"count": 6}]
 
 
-def test_a_row_that_is_named_twice_runs_once(bench: Bench) -> None:
+def test_a_row_that_is_named_twice_runs_once(bench: RunnerHarness) -> None:
     task = bench.schedule()
     assert bench.run(task, task).ran == 1
     assert bench.run(task).ran == 0
     assert bench.ran == [None]
 
 
-def test_a_stale_entry_does_not_displace_the_one_that_counts(bench: Bench) -> None:
+def test_a_stale_entry_does_not_displace_the_one_that_counts(bench: RunnerHarness) -> None:
     task = bench.schedule(delay=20)
     entry = Entry.of(task, to_us)
     for order in ([entry, entry._replace(version=7)], [entry._replace(version=7), entry]):
         assert bench.runner.run(order).early == (entry,)
 
 
-def test_a_row_of_another_program_with_the_missions_columns_runs(bench: Bench) -> None:
+def test_a_row_of_another_program_with_the_missions_columns_runs(bench: RunnerHarness) -> None:
     with bench.store.database.begin() as connection:
         connection.execute(
             insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"')
@@ -510,7 +514,7 @@ def test_a_row_of_another_program_with_the_missions_columns_runs(bench: Bench) -
     assert bench.ran == ["hello"]
 
 
-def test_a_pace_is_told_by_the_time_of_the_processors_alone(bench: Bench) -> None:
+def test_a_pace_is_told_by_the_time_of_the_processors_alone(bench: RunnerHarness) -> None:
     bench.claims.after_claim = lambda: threading.Event().wait(0.2) and None
     bench.claims.before_settle = lambda settlements: threading.Event().wait(0.2) and None
     began = time.monotonic()
@@ -519,7 +523,7 @@ def test_a_pace_is_told_by_the_time_of_the_processors_alone(bench: Bench) -> Non
 
 
 def test_an_error_after_the_end_of_a_row_is_logged(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def execute(work: Any, task: DelayTask, end: Any) -> None:
         end(None, None)

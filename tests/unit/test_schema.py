@@ -13,9 +13,9 @@ from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
 from delaytasks.core.states import Status
 from delaytasks.maintenance.deploy_check import check
 from delaytasks.storage.stats import Stats
-from tests.benches import Bench
 from tests.conftest import open_store
 from tests.counting import counted
+from tests.runner_harness import RunnerHarness
 
 
 @dataclass
@@ -46,13 +46,13 @@ def even(body: int) -> int:
 
 
 @pytest.fixture
-def bench(sqlite_path: Callable[[], str]) -> Iterator[Bench]:
-    made = Bench(open_store(sqlite_path()))
+def bench(sqlite_path: Callable[[], str]) -> Iterator[RunnerHarness]:
+    made = RunnerHarness(open_store(sqlite_path()))
     yield made
     made.store.close()
 
 
-def takes(bench: Bench, tag: str, schema: Callable[..., Any], **options: Any) -> list[Any]:
+def takes(bench: RunnerHarness, tag: str, schema: Callable[..., Any], **options: Any) -> list[Any]:
     given: list[Any] = []
     bench.registry.processor(tag, schema=schema, **options)(lambda body: given.append(body))
     return given
@@ -68,14 +68,14 @@ def takes(bench: Bench, tag: str, schema: Callable[..., Any], **options: Any) ->
     ],
 )
 def test_a_processor_is_given_what_its_schema_makes(
-    bench: Bench, schema: Any, body: Any, given: Any
+    bench: RunnerHarness, schema: Any, body: Any, given: Any
 ) -> None:
     seen = takes(bench, "order", schema)
     bench.run(bench.schedule("order", body))
     assert seen == [given]
 
 
-def test_a_model_is_stored_as_it_dumps_itself_and_read_again(bench: Bench) -> None:
+def test_a_model_is_stored_as_it_dumps_itself_and_read_again(bench: RunnerHarness) -> None:
     seen = takes(bench, "order", Model)
     task = bench.schedule("order", Model(7))
     assert task.body == {"number": 7}
@@ -83,7 +83,7 @@ def test_a_model_is_stored_as_it_dumps_itself_and_read_again(bench: Bench) -> No
     assert seen[0].number == 7
 
 
-def test_a_dataclass_needs_no_schema_to_be_scheduled(bench: Bench) -> None:
+def test_a_dataclass_needs_no_schema_to_be_scheduled(bench: RunnerHarness) -> None:
     assert bench.schedule("note", Order(7)).body == {"number": 7, "note": ""}
     with pytest.raises(BodyNotJSONError):
         bench.schedule("note", Order)
@@ -93,14 +93,18 @@ def test_a_dataclass_needs_no_schema_to_be_scheduled(bench: Bench) -> None:
     ("schema", "body"),
     [(Order, {"nummer": 7}), (Order, [7]), (Order, None), (even, 3), (even, "x"), (Model, {})],
 )
-def test_a_body_that_is_refused_is_not_scheduled(bench: Bench, schema: Any, body: Any) -> None:
+def test_a_body_that_is_refused_is_not_scheduled(
+    bench: RunnerHarness, schema: Any, body: Any
+) -> None:
     takes(bench, "order", schema)
     with pytest.raises(BodyRefusedError, match="refuses the body of a task of tag 'order'"):
         bench.schedule("order", body)
     assert not any(counted(bench.store).values())
 
 
-def test_what_an_older_version_scheduled_fails_at_once_whatever_the_ladder(bench: Bench) -> None:
+def test_what_an_older_version_scheduled_fails_at_once_whatever_the_ladder(
+    bench: RunnerHarness,
+) -> None:
     task = bench.schedule("order", {"nummer": 7})
     seen = takes(bench, "order", Order, retry="10s 10s")
     bench.run(task)
@@ -108,7 +112,7 @@ def test_what_an_older_version_scheduled_fails_at_once_whatever_the_ladder(bench
     assert "BodyRefusedError: Order refuses" in (bench.now(task).error or "")
 
 
-def test_a_deploy_is_checked_for_tags_and_bodies(bench: Bench) -> None:
+def test_a_deploy_is_checked_for_tags_and_bodies(bench: RunnerHarness) -> None:
     fine, wrong = bench.schedule("order", {"number": 1}), bench.schedule("order", {"nummer": 1})
     gone = bench.schedule("gone", 1, delay=60)
     bench.schedule("note")

@@ -21,7 +21,7 @@ from delaytasks.core.interfaces import Settlement
 from delaytasks.execution.chunk import ChunkSize
 from delaytasks.processors.event_loop import EventLoop
 from delaytasks.processors.thread_slots import MAX_SLOTS, ThreadSlots
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 
@@ -54,7 +54,7 @@ def gate() -> Iterator[ForkGate]:
 
 
 def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(
-    bench: Bench, gate: ForkGate
+    bench: RunnerHarness, gate: ForkGate
 ) -> None:
     bench.registry.processor("wait", in_flight=5)(gate)
     tasks = [bench.schedule("wait") for _ in range(12)]
@@ -68,7 +68,7 @@ def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(
     assert bench.statuses(tasks) == ["DONE"] * 12
 
 
-def test_the_chunks_of_a_process_share_a_tags_places(bench: Bench, gate: ForkGate) -> None:
+def test_the_chunks_of_a_process_share_a_tags_places(bench: RunnerHarness, gate: ForkGate) -> None:
     bench.registry.processor("wait", in_flight=3)(gate)
     chunks = [[bench.schedule("wait") for _ in range(2)] for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -81,7 +81,7 @@ def test_the_chunks_of_a_process_share_a_tags_places(bench: Bench, gate: ForkGat
 
 
 def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(
-    bench: Bench, gate: ForkGate
+    bench: RunnerHarness, gate: ForkGate
 ) -> None:
     bench.registry.processor("wait", in_flight=5)(gate)
 
@@ -98,7 +98,7 @@ def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(
 @pytest.mark.parametrize("option", ["in_flight", "batch"])
 @pytest.mark.parametrize("number", [0, -1, 1001, True, 2.0, "5"])
 def test_a_number_that_is_none_is_refused_where_it_is_written(
-    bench: Bench, option: str, number: Any
+    bench: RunnerHarness, option: str, number: Any
 ) -> None:
     with pytest.raises(ValueError, match=f"{option}=.*from 1 to 1000"):
         bench.registry.processor("wait", **{option: number})  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> N
 # -- how they end ---------------------------------------------------------------------------------
 
 
-def test_each_row_ends_by_itself(bench: Bench) -> None:
+def test_each_row_ends_by_itself(bench: RunnerHarness) -> None:
     def work(body: Any) -> Any:
         if body == "raise":
             raise ValueError("as asked")
@@ -132,7 +132,9 @@ def test_each_row_ends_by_itself(bench: Bench) -> None:
     assert [bench.now(task).attempts for task in tasks[1:3]] == [1, 0]
 
 
-def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(bench: Bench) -> None:
+def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(
+    bench: RunnerHarness,
+) -> None:
     def stop(body: Any) -> None:
         raise WorkerShutdown(0)
 
@@ -281,7 +283,7 @@ def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate:
 
 
 def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
         raise StoreUnavailableError("what time is it?")
@@ -300,7 +302,9 @@ def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
 # -- how many a chunk has -------------------------------------------------------------------------
 
 
-def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(bench: Bench) -> None:
+def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(
+    bench: RunnerHarness,
+) -> None:
     bench.registry.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
     report = bench.run(*[bench.schedule("wait") for _ in range(20)])
     assert 0.1 <= report.seconds <= 0.5, "20 rows of 100 ms in 20 places take as long as one"
@@ -311,7 +315,7 @@ def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(benc
     assert size.fits
 
 
-def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: Bench) -> None:
+def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: RunnerHarness) -> None:
     bench.registry.processor("wait", in_flight=20)(lambda body: None)
     report = bench.run(bench.schedule("wait"), bench.schedule(), bench.schedule())
     assert report.wanted == 0
@@ -321,7 +325,7 @@ def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: Bench
 
 
 def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_told_otherwise(
-    bench: Bench,
+    bench: RunnerHarness,
 ) -> None:
     loops: set[int] = set()
     inside, most, awaited = 0, 0, 50
@@ -350,7 +354,7 @@ def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_to
     assert (most, len(loops)) == (3, 1)
 
 
-def test_a_coroutine_has_the_context_of_its_row(bench: Bench) -> None:
+def test_a_coroutine_has_the_context_of_its_row(bench: RunnerHarness) -> None:
     seen: dict[int, Any] = {}
     variable: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -379,7 +383,7 @@ def test_a_coroutine_has_the_context_of_its_row(bench: Bench) -> None:
     ids=repr,
 )
 def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(
-    bench: Bench, error: BaseException
+    bench: RunnerHarness, error: BaseException
 ) -> None:
     async def fail(body: Any) -> None:
         await asyncio.sleep(0)
@@ -397,7 +401,7 @@ def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(
     assert bench.statuses([after]) == ["DONE"]
 
 
-def test_a_function_that_hands_a_coroutine_on_is_awaited_too(bench: Bench) -> None:
+def test_a_function_that_hands_a_coroutine_on_is_awaited_too(bench: RunnerHarness) -> None:
     async def work(body: Any) -> dict[str, Any]:
         return {"got": body}
 
@@ -417,7 +421,7 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     assert coroutines.result_of(work()) != first
 
 
-def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: Bench) -> None:
+def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: RunnerHarness) -> None:
     ran: list[Any] = []
     bench.registry.processor("wait", in_flight=5, expires=10)(ran.append)
     late, fine = bench.schedule("wait", "late"), bench.schedule("wait", "fine")
@@ -430,7 +434,7 @@ def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: Bench) ->
 # -- beside time limits ---------------------------------------------------------------------------
 
 
-def test_time_limits_are_refused_for_what_does_not_run_alone(bench: Bench) -> None:
+def test_time_limits_are_refused_for_what_does_not_run_alone(bench: RunnerHarness) -> None:
     async def work(body: Any) -> None: ...
 
     with pytest.raises(ValueError, match=r"work is async: use timeouts instead"):

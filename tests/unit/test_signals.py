@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.interfaces import Settlement
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.benches import Bench
+from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 
 ENDS = {
@@ -85,7 +85,7 @@ def sent() -> Iterator[Signals]:
 
 
 @pytest.fixture
-def bench(make: Make) -> Bench:
+def bench(make: Make) -> RunnerHarness:
     made = make()
     app = Celery(set_as_current=False)
     made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
@@ -121,7 +121,7 @@ def exit_politely() -> None:
 @pytest.mark.parametrize("mode", ["single", "batch", "in_flight"])
 @pytest.mark.parametrize("outcome", OUTCOMES)
 def test_each_signal_says_how_the_row_ended(
-    bench: Bench, sent: Signals, outcome: str, mode: str
+    bench: RunnerHarness, sent: Signals, outcome: str, mode: str
 ) -> None:
     ends, is_last, signal, status = OUTCOMES[outcome]
     options: dict[str, Any] = {"batch": {"batch": 10}, "in_flight": {"in_flight": 5}}.get(mode, {})
@@ -141,7 +141,9 @@ def test_each_signal_says_how_the_row_ended(
     assert sent.states == {str(task.id): STATES[signal] for task in called}
 
 
-def test_the_tasks_of_a_batch_have_each_a_signal_of_their_own(bench: Bench, sent: Signals) -> None:
+def test_the_tasks_of_a_batch_have_each_a_signal_of_their_own(
+    bench: RunnerHarness, sent: Signals
+) -> None:
     def work(tasks: list[DelayTask]) -> dict[int, Any]:
         return {task.id: outcome for task, outcome in zip(tasks, ends, strict=True)}
 
@@ -165,7 +167,7 @@ def test_the_tasks_of_a_batch_have_each_a_signal_of_their_own(bench: Bench, sent
 
 @pytest.mark.parametrize("options", [{}, {"batch": 10}, {"in_flight": 5}])
 def test_a_body_that_can_not_be_read_is_a_failure(
-    bench: Bench, sent: Signals, options: Any
+    bench: RunnerHarness, sent: Signals, options: Any
 ) -> None:
     bench.registry.processor("one", **options)(lambda given: None)
     good, bad = bench.schedule("one", 1), bench.schedule("one", 2)
@@ -176,7 +178,7 @@ def test_a_body_that_can_not_be_read_is_a_failure(
     assert sent.states[str(bad.id)] == "FAILURE"
 
 
-def test_signals_have_what_receivers_look_at(bench: Bench, sent: Signals) -> None:
+def test_signals_have_what_receivers_look_at(bench: RunnerHarness, sent: Signals) -> None:
     bench.registry.processor("fail")(lambda body: Fail("the card was refused"))
     bench.registry.processor("retry")(lambda body: Retry("5m", "busy"))
     bench.registry.processor("raise")(climb)
@@ -199,7 +201,7 @@ def test_signals_have_what_receivers_look_at(bench: Bench, sent: Signals) -> Non
 
 
 def test_a_task_that_settled_itself_has_succeeded_whatever_its_processor_raises_then(
-    bench: Bench, sent: Signals
+    bench: RunnerHarness, sent: Signals
 ) -> None:
     def complete(body: Any, task: DelayTask) -> None:
         with Session(bench.store.database.tx) as session, session.begin():

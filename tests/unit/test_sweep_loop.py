@@ -13,7 +13,7 @@ from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker.sweep_loop import SweepLoop
 
 
-class DatabaseAddress:
+class SweepLoopHarness:
     """Notes what the thread asks for; what is in `fails` fails once."""
 
     def __init__(self, houses: int = 1) -> None:
@@ -106,12 +106,12 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 @pytest.fixture
-def place(time: Time) -> DatabaseAddress:
-    return DatabaseAddress(houses=3)
+def place(time: Time) -> SweepLoopHarness:
+    return SweepLoopHarness(houses=3)
 
 
 def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
-    place: DatabaseAddress, time: Time
+    place: SweepLoopHarness, time: Time
 ) -> None:
     """Else the longest time between two sweeps would be `self_sweep_s` and half of it again."""
     asked_at = []
@@ -123,7 +123,7 @@ def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
 
 
 def test_a_worker_that_cannot_report_sweeps_nevertheless(
-    place: DatabaseAddress,
+    place: SweepLoopHarness,
 ) -> None:
     place.fails = {"seen"}
     place.loop.request(1)
@@ -134,12 +134,12 @@ def test_a_worker_that_cannot_report_sweeps_nevertheless(
     assert place.turn() == ["seen"], "and says it at the next turn"
 
 
-def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: DatabaseAddress) -> None:
+def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: SweepLoopHarness) -> None:
     place.loop._turn()
     assert place.published == ["mail"]
 
 
-def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: DatabaseAddress) -> None:
+def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: SweepLoopHarness) -> None:
     place.fails = {"begin"}
     assert place.turn() == ["seen", "stale"]
     assert place.turn() == ["begin"], "the first look failed"
@@ -147,7 +147,7 @@ def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: DatabaseAddr
 
 
 def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
-    place: DatabaseAddress, monkeypatch: pytest.MonkeyPatch
+    place: SweepLoopHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(place.settings, "sweep_s", 0)
     changes = [
@@ -166,7 +166,7 @@ def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
     assert place.asked == (["mail"], ["default"], 600.0)
 
 
-def test_a_requested_partition_is_kept_until_it_is_swept(place: DatabaseAddress) -> None:
+def test_a_requested_partition_is_kept_until_it_is_swept(place: SweepLoopHarness) -> None:
     place.fails = {"sweep 0"}
     place.loop.request(None)
     assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
@@ -176,7 +176,7 @@ def test_a_requested_partition_is_kept_until_it_is_swept(place: DatabaseAddress)
 
 
 def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
-    place: DatabaseAddress,
+    place: SweepLoopHarness,
 ) -> None:
     place.fails = {"forget"}
     place.loop.forget_armed()
@@ -187,7 +187,7 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
 
 
 def test_stale_partitions_are_looked_for_until_the_query_succeeds(
-    place: DatabaseAddress,
+    place: SweepLoopHarness,
 ) -> None:
     place.fails, place.stale = {"stale"}, [2]
     assert place.turn() == ["seen", "begin"]

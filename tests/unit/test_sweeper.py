@@ -31,7 +31,7 @@ from tests.recording import RecordingTimer, delays_on
 _ids = count(1)
 
 
-class Field:
+class SweeperHarness:
     """A table with a sweeper on it."""
 
     def __init__(self, url: str, **changes: Any) -> None:
@@ -110,15 +110,15 @@ class Field:
         return self.events.counts[event]
 
 
-Make = Callable[..., Field]
+Make = Callable[..., SweeperHarness]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    made: list[Field] = []
+    made: list[SweeperHarness] = []
 
-    def new(**changes: Any) -> Field:
-        made.append(Field(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes))
+    def new(**changes: Any) -> SweeperHarness:
+        made.append(SweeperHarness(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes))
         return made[-1]
 
     yield new
@@ -127,14 +127,14 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def field(make: Make) -> Field:
+def field(make: Make) -> SweeperHarness:
     return make()
 
 
 # -- near -----------------------------------------------------------------------------------------
 
 
-def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: Field) -> None:
+def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: SweeperHarness) -> None:
     late, far = field.row(-5), field.row(60)
     ids = [field.row(in_s) for in_s in (20, 5, 29, 10)]
     others = [field.row(5, status) for status in Status if status is not Status.NOT_COMPLETE]
@@ -145,7 +145,9 @@ def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: Field) 
     assert field.timer.armed[0].queue == "default"
 
 
-def test_each_sweep_arms_rows_that_came_within_the_horizon_since_the_last_one(field: Field) -> None:
+def test_each_sweep_arms_rows_that_came_within_the_horizon_since_the_last_one(
+    field: SweeperHarness,
+) -> None:
     field.sweep()
     field.near_until(10)
     soon, new = field.row(9), field.row(11)
@@ -154,7 +156,7 @@ def test_each_sweep_arms_rows_that_came_within_the_horizon_since_the_last_one(fi
     assert abs((field.armed_until() - field.clock.now()).total_seconds() - 30) < 1
 
 
-def test_a_long_pause_leaves_no_gap(field: Field) -> None:
+def test_a_long_pause_leaves_no_gap(field: SweeperHarness) -> None:
     field.sweep()
     field.near_until(-100)
     late, near = field.row(-50), field.row(25)
@@ -182,7 +184,9 @@ class CrashingTimer(RecordingTimer):
         return answer
 
 
-def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(field: Field) -> None:
+def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(
+    field: SweeperHarness,
+) -> None:
     ids = [field.row(19.9 + n / 250) for n in range(2500)]  # writing them may take a while
     crashing = CrashingTimer(2, field.timer.armed)
     field.let_pass()
@@ -194,7 +198,7 @@ def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(fi
     assert len(field.timer.armed) == armed + len(ids)
 
 
-def test_while_the_broker_is_unavailable_nothing_counts_as_armed(field: Field) -> None:
+def test_while_the_broker_is_unavailable_nothing_counts_as_armed(field: SweeperHarness) -> None:
     ids = [field.row(5), field.row(10)]
     field.timer.is_up = False
     field.sweep()
@@ -214,7 +218,7 @@ class HalfwayTimer(RecordingTimer):
         return answer
 
 
-def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: Field) -> None:
+def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: SweeperHarness) -> None:
     ids = [field.row(10 + n / 100) for n in range(1500)]
     halfway = HalfwayTimer()
     field.sweep(timer=halfway)
@@ -231,7 +235,7 @@ class RefusingTimer(RecordingTimer):
         return all(entry.queue != "bad" for entry in entries)
 
 
-def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Field) -> None:
+def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: SweeperHarness) -> None:
     refused = [field.row(1 + n / 1000, queue="bad") for n in range(1200)]
     ids = [field.row(10 + n / 100) for n in range(1200)]
     refusing = RefusingTimer()
@@ -242,7 +246,9 @@ def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: Field)
     assert set(refused).isdisjoint(refusing.ids), "they are drained when they are overdue"
 
 
-def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(field: Field) -> None:
+def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(
+    field: SweeperHarness,
+) -> None:
     id = field.row(5)
     known = field.clock
 
@@ -300,7 +306,7 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
     assert failure["error"] == "ValueError: a row can not be read"
 
 
-def test_drain_messages_that_could_not_be_sent_are_not_reported(field: Field) -> None:
+def test_drain_messages_that_could_not_be_sent_are_not_reported(field: SweeperHarness) -> None:
     field.row(-60)
     field.serve("w1", "default")
     field.timer.is_up = False
@@ -312,7 +318,7 @@ def test_drain_messages_that_could_not_be_sent_are_not_reported(field: Field) ->
 
 
 def test_if_the_broker_takes_no_messages_the_sweeping_worker_drains_its_own_queues(
-    field: Field,
+    field: SweeperHarness,
 ) -> None:
     for queue in ("default", "mail"):
         field.row(-60, queue=queue)
@@ -331,7 +337,7 @@ def test_if_the_broker_takes_no_messages_the_sweeping_worker_drains_its_own_queu
     assert field.count("sweep.drain_here") == 1
 
 
-def test_a_starting_worker_drains_overdue_rows_without_a_sweep(field: Field) -> None:
+def test_a_starting_worker_drains_overdue_rows_without_a_sweep(field: SweeperHarness) -> None:
     field.row(-60)
     field.row(-60, priority=9)
     field.row(-60, queue="mail")
@@ -353,7 +359,7 @@ def test_a_starting_worker_drains_overdue_rows_without_a_sweep(field: Field) -> 
     ]
 
 
-def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field) -> None:
+def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: SweeperHarness) -> None:
     """Without policies, nothing seems to be paused."""
     done: list[str] = []
     is_away = True
@@ -377,7 +383,9 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Field)
     assert done == ["walk"]
 
 
-def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(field: Field) -> None:
+def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(
+    field: SweeperHarness,
+) -> None:
     field.row(5)
     field.row(-60)
     field.serve("w1", "default")
@@ -395,7 +403,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
 # -- one at a time --------------------------------------------------------------------------------
 
 
-def test_of_two_simultaneous_sweeps_one_sweeps(field: Field) -> None:
+def test_of_two_simultaneous_sweeps_one_sweeps(field: SweeperHarness) -> None:
     ids = [field.row(5) for _ in range(10)]
     field.sweep()
     field.near_until(0)
@@ -413,7 +421,7 @@ def test_of_two_simultaneous_sweeps_one_sweeps(field: Field) -> None:
     assert sorted(field.timer.ids) == sorted(ids)
 
 
-def test_of_two_simultaneous_first_sweeps_one_sweeps(field: Field) -> None:
+def test_of_two_simultaneous_first_sweeps_one_sweeps(field: SweeperHarness) -> None:
     ids = [field.row(5) for _ in range(10)]
     meet = threading.Barrier(4)
 
@@ -427,7 +435,7 @@ def test_of_two_simultaneous_first_sweeps_one_sweeps(field: Field) -> None:
     assert sorted(field.timer.ids) == sorted(ids)
 
 
-def test_a_sweep_right_after_another_one_is_left_out(field: Field) -> None:
+def test_a_sweep_right_after_another_one_is_left_out(field: SweeperHarness) -> None:
     assert field.sweeper().sweep()
     assert not field.sweeper().sweep()
     field.let_pass()
@@ -455,7 +463,7 @@ def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make)
 # -- workers that died ----------------------------------------------------------------------------
 
 
-def test_rows_that_a_dead_worker_held_are_armed_again(field: Field) -> None:
+def test_rows_that_a_dead_worker_held_are_armed_again(field: SweeperHarness) -> None:
     field.serve("w1", "default")
     field.serve("w2", "default")
     ids = [field.row(5), field.row(20)]
@@ -466,7 +474,7 @@ def test_rows_that_a_dead_worker_held_are_armed_again(field: Field) -> None:
     assert field.sweep() == [], "it is told once"
 
 
-def test_a_worker_that_was_silent_briefly_is_not_expired(field: Field) -> None:
+def test_a_worker_that_was_silent_briefly_is_not_expired(field: SweeperHarness) -> None:
     field.serve("w1", "default")
     w = field.store.schema.workers
     with field.store.database.begin() as connection:
@@ -503,7 +511,7 @@ def test_a_worker_that_dies_while_a_partition_is_swept_is_not_forgotten(make: Ma
 # -- late -----------------------------------------------------------------------------------------
 
 
-def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Field) -> None:
+def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: SweeperHarness) -> None:
     for _ in range(50):
         field.row(-60, queue="mail", priority=3)
         field.row(-60, queue="mail", priority=5)
@@ -520,7 +528,7 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Field)
 
 
 def test_abandoned_rows_are_recovered_in_any_number(
-    field: Field, monkeypatch: pytest.MonkeyPatch
+    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeper_module, "STEP", 10)
     over, lasting = (
@@ -564,7 +572,7 @@ def test_old_finished_rows_are_deleted_only_if_configured(
     ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
 )
 def test_the_end_of_the_partitions_is_reported_once_in_a_while(
-    field: Field, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
+    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
 ) -> None:
     end, sweeper = field.clock.now() + left, field.sweeper()
     monkeypatch.setattr(field.store.sweeps, "partitions_end", lambda: end)
@@ -599,7 +607,7 @@ def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path
 
 
 def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> None:
-    field = Field(f"sqlite:///{tmp_path / 'here.sqlite3'}")
+    field = SweeperHarness(f"sqlite:///{tmp_path / 'here.sqlite3'}")
     field.store.workers.seen("drainer", ["*"], "drain/prefork", 2, 0)
     field.store.workers.seen("direct", ["default"], "direct/prefork", 2, 0)
     field.row(-60)
@@ -614,7 +622,7 @@ def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> Non
 
 def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'here.sqlite3'}"
-    field, direct = Field(url), open_store(url, timer="direct")
+    field, direct = SweeperHarness(url), open_store(url, timer="direct")
     assert direct.sweeps.begin_sweep(0, 1, 4) is not None
     assert field.store.sweeps.stale_houses(1, 10) == [0]
     assert field.store.sweeps.begin_sweep(0, 1, 4) is not None

@@ -18,7 +18,7 @@ from delaytasks.worker import table_poller
 from delaytasks.worker.table_poller import MAX_REST_S, MIN_REST_S, REST_GROWTH, TablePoller
 
 
-class Bench:
+class PollerHarness:
     """A poller of a table that contains `rows`. The entries that it passes on are in `held`."""
 
     def __init__(self) -> None:
@@ -77,16 +77,16 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> PollerHarness:
+    return PollerHarness()
 
 
-def rests(bench: Bench, count: int) -> list[float]:
+def rests(bench: PollerHarness, count: int) -> list[float]:
     return [bench.poller._turn() for _ in range(count)]
 
 
 def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
-    bench: Bench,
+    bench: PollerHarness,
 ) -> None:
     found = rests(bench, 20)
     assert found[0] == pytest.approx(MIN_REST_S * REST_GROWTH)
@@ -94,7 +94,7 @@ def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
     assert found[-1] == MAX_REST_S
 
 
-def test_and_often_again_once_something_was_found_late(bench: Bench) -> None:
+def test_and_often_again_once_something_was_found_late(bench: PollerHarness) -> None:
     rests(bench, 20)
     bench.rows = bench.entries(1, in_s=-0.01)
     assert rests(bench, 1) == [MIN_REST_S]
@@ -105,13 +105,13 @@ def test_and_often_again_once_something_was_found_late(bench: Bench) -> None:
     assert len(bench.held) == 1
 
 
-def test_a_table_with_notices_is_read_once_a_second(bench: Bench) -> None:
+def test_a_table_with_notices_is_read_once_a_second(bench: PollerHarness) -> None:
     bench.poller.listener.is_listening = True
     assert rests(bench, 3) == [LOOK_S] * 3
 
 
 def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: PollerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_poller, "MAX_READ_ROWS", 10)
     bench.poller.listener.is_listening = True
@@ -120,7 +120,9 @@ def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
     assert len(bench.held) == 10
 
 
-def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Bench) -> None:
+def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(
+    bench: PollerHarness,
+) -> None:
     bench.late = [Level("default", 0), Level("default", 9), Level("others", 0)]
     rests(bench, 5)
     assert bench.asked == [("default", [0, 9])]
@@ -130,7 +132,7 @@ def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(bench: Be
 
 
 def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
-    bench: Bench,
+    bench: PollerHarness,
 ) -> None:
     bench.processes.queues = ["*"]
     names = [f"q{number:04}" for number in range(3 * MOST_OTHERS)]
@@ -150,7 +152,7 @@ def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
     assert bench.asked == [("default", [0])], "the others wait until there is room"
 
 
-def test_a_database_that_is_down_is_left_alone(bench: Bench) -> None:
+def test_a_database_that_is_down_is_left_alone(bench: PollerHarness) -> None:
     bench.is_up, bench.rows = False, bench.entries(1, in_s=0)
     assert rests(bench, 1) == [LOOK_S]
     assert bench.held == []

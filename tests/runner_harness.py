@@ -28,7 +28,7 @@ from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 
 
-class Disturbed:
+class DisturbedClaims:
     """Claim queries that a test can disturb."""
 
     def __init__(self, claims: Claims) -> None:
@@ -49,7 +49,7 @@ class Disturbed:
         return getattr(self._claims, name)
 
 
-class Bench:
+class RunnerHarness:
     """A runner on a store, without a worker."""
 
     def __init__(self, store: Store, may_leave: bool = False, **changes: Any) -> None:
@@ -58,7 +58,7 @@ class Bench:
         self.store = store
         self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
         self.clock = Clock(self.store.tasks.now)
-        self.claims = Disturbed(self.store.claims("worker-1", 0x7F000001, self.limited))
+        self.claims = DisturbedClaims(self.store.claims("worker-1", 0x7F000001, self.limited))
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
         self.ran: list[Any] = []
