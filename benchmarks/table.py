@@ -40,12 +40,13 @@ from delaytasks.storage.driver_errors import translate
 from delaytasks.storage.rows import NEW_COLUMNS
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
+from delaytasks.wiring import wiring_of
 
 #: Rows per statement: many, but few enough that an interrupt takes effect soon.
 FILL_STEP = 500_000
 
-_database = delays.store.database
-_t = delays.store.schema.tasks
+_database = wiring_of(delays).store.database
+_t = wiring_of(delays).store.schema.tasks
 _LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.HELD)])
 
 
@@ -147,7 +148,7 @@ def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
 
 def drop() -> None:
     def work(connection: Connection) -> None:
-        delays.store.schema.metadata.drop_all(connection)
+        wiring_of(delays).store.schema.metadata.drop_all(connection)
         connection.execute(text(f"DROP TABLE IF EXISTS {migrations.version_table(TABLE_PREFIX)}"))
 
     _database.alone(work)
@@ -155,7 +156,7 @@ def drop() -> None:
 
 def clear() -> None:
     """Delete all rows and reset the statistics, the hardest case for the planner."""
-    tables = (_t, delays.store.schema.keys, delays.store.schema.lines)
+    tables = (_t, wiring_of(delays).store.schema.keys, wiring_of(delays).store.schema.lines)
     if _database.can.copy:
         _alone(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
     else:
@@ -224,7 +225,7 @@ def indexed_at_the_end() -> Iterator[None]:
 
 def take_keys() -> str:
     """Give each waiting task its key as owner, and return one of the keys."""
-    keys = delays.store.schema.keys
+    keys = wiring_of(delays).store.schema.keys
     waits = _t.c.status == int(Status.NOT_COMPLETE)
     _alone(
         keys.insert().from_select(
@@ -260,11 +261,11 @@ def settle_down(name: str = _t.name) -> None:
 
 
 def forget_sweeps() -> None:
-    _alone(delays.store.schema.sweeps.delete())
+    _alone(wiring_of(delays).store.schema.sweeps.delete())
 
 
 def forget_policies() -> None:
-    _alone(delays.store.schema.policies.delete())
+    _alone(wiring_of(delays).store.schema.policies.delete())
 
 
 def work_off_bare(batch: int) -> float:

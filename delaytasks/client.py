@@ -32,22 +32,14 @@ from delaytasks.worker.processes import Processes
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.core.clock import Clock
-    from delaytasks.core.interfaces import Timer, Transaction
+    from delaytasks.core.interfaces import Transaction
     from delaytasks.core.outcomes import Outcome
     from delaytasks.core.settings import Settings
     from delaytasks.execution.runner import Runner
     from delaytasks.maintenance.deploy_check import Finding
-    from delaytasks.maintenance.sweeper import Sweeper
     from delaytasks.processors.registry import ProcessorOptions
-    from delaytasks.scheduling.producer import Producer
-    from delaytasks.scheduling.queue_routing import QueueRouting
     from delaytasks.sharding.shard import Shard
-    from delaytasks.storage.store import Store
-    from delaytasks.timers.direct import DirectTimer
-    from delaytasks.timers.publisher import Publisher
-    from delaytasks.timers.redis import RedisTimer
-    from delaytasks.wiring import ProcessorContext, Router, Wiring
+    from delaytasks.wiring import ProcessorContext, Wiring
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -1272,88 +1264,3 @@ class DelayTasks:
     def _processor_contexts(self) -> Sequence[ProcessorContext]:
         """Return the contexts that surround each call of a processor, the outermost first."""
         return ()
-
-    # -- Internal names that delaytasks/worker still uses -----------------------------------------
-    # `wiring_of(delays)` has all of them.
-
-    @property
-    def celery(self) -> Any:
-        return self._celery
-
-    @property
-    def registry(self) -> Registry:
-        return self._registry
-
-    @property
-    def processes(self) -> Processes:
-        return self._processes
-
-    @property
-    def around(self) -> Sequence[ProcessorContext]:
-        return self._wiring.processor_contexts
-
-    @property
-    def routes(self) -> Router:
-        return self._wiring.router
-
-    @property
-    def store(self) -> Store:
-        return self._wiring.store
-
-    @property
-    def clock(self) -> Clock:
-        return self._wiring.clock
-
-    @property
-    def timer(self) -> Timer:
-        return self._wiring.timer
-
-    @property
-    def inline_timer(self) -> Timer:
-        return self._wiring.inline_timer
-
-    @property
-    def direct_timer(self) -> DirectTimer | None:
-        return self._wiring.direct_timer
-
-    @property
-    def redis_timer(self) -> RedisTimer | None:
-        return self._wiring.redis_timer
-
-    @property
-    def publisher(self) -> Publisher:
-        return self._wiring.publisher
-
-    @property
-    def queues(self) -> QueueRouting:
-        return self._wiring.queues
-
-    @property
-    def sweeper(self) -> Sweeper:
-        return self._wiring.sweeper
-
-    @property
-    def producer(self) -> Producer:
-        return self._wiring.producer
-
-    @property
-    def transaction_for(self) -> Callable[[Any, DelayTask], Transaction | None]:
-        return self._wiring.transaction_for
-
-    @property
-    def own_queues(self) -> Callable[[Iterable[str]], list[str]]:
-        return self._wiring.own_queues
-
-    @property
-    def check_ready(self) -> Callable[[], None]:
-        return self._wiring.checks.check_ready
-
-    @property
-    def check_settings(self) -> Callable[[], None]:
-        return self._wiring.checks.check_settings
-
-    @property
-    def go_direct(self) -> Callable[[], None]:
-        from delaytasks.wiring import use_direct_timer
-
-        return lambda: use_direct_timer(self)

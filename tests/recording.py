@@ -9,6 +9,7 @@ from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.interfaces import Entry
+from delaytasks.wiring import wiring_of
 
 
 class RecordingTimer:
@@ -53,6 +54,10 @@ def record(delays: DelayTasks) -> RecordingTimer:
 def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:
     """Run the task in this process as if it was due, and return its row afterwards."""
     there = delays.get(task)
-    moved = delays.reschedule(task.id, 0) if there.expected_time > delays.clock.now() else there
+    moved = (
+        delays.reschedule(task.id, 0)
+        if there.expected_time > wiring_of(delays).clock.now()
+        else there
+    )
     delays.runner().run([Entry(moved.id, moved.version, 0)])
     return delays.get(task)

@@ -20,6 +20,7 @@ from redis import Redis
 from sqlalchemy import insert, select
 
 from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.wiring import wiring_of
 from tests.services import free_port
 from tests.waiting import STACKS, wait_until
 
@@ -68,12 +69,12 @@ class Deployment:
         self.conf["task_default_queue"] = f"{name}.celery"
         self._database_url = database_url
         self.delays = self.producer()
-        self._stores = self.delays.routes.databases.stores
+        self._stores = wiring_of(self.delays).router.stores
         for store in self._stores:
             with store.database.begin() as connection:
                 store.schema.metadata.create_all(connection)
                 connection.execute(insert(store.schema.shards).values(number=store.shard))
-        self.store = self.delays.store
+        self.store = wiring_of(self.delays).store
         self._processes: list[Process] = []
 
     def producer(self, database_url: str | None = None) -> DelayTasks:
@@ -277,9 +278,9 @@ class Deployment:
         self.delays.close()
 
     def _delete_queues(self) -> None:
-        with self.delays.celery.connection_for_write() as connection:
+        with wiring_of(self.delays).celery.connection_for_write() as connection:
             for name in {"default", "mail", "celery", self.delays.settings.default_queue}:
-                queue = self.delays.publisher.queue(name)(connection)
+                queue = wiring_of(self.delays).publisher.queue(name)(connection)
                 try:
                     queue.delete()
                     queue.exchange.delete()

@@ -18,6 +18,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import STEP
 from delaytasks.storage.stats import Stats
+from delaytasks.wiring import wiring_of
 
 #: The numbers of waiting rows. The smallest comes first and is the base of the comparison.
 PENDING = (10_000, 1_000_000, 10_000_000)
@@ -50,9 +51,9 @@ def run(stage: CaseContext) -> None:
 def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
     """Return the median duration of each query in milliseconds."""
     key = _fill(stage, pending)
-    store, settings = ours.delays.store, ours.delays.settings
+    store, settings = wiring_of(ours.delays).store, ours.delays.settings
     sweeps, claims, tasks = store.sweeps, store.claims("bench", None), store.tasks
-    now = ours.delays.clock.certain_now()
+    now = wiring_of(ours.delays).clock.certain_now()
     until = now + timedelta(seconds=HOUR_S)
     fresh: list[DelayTask] = []
 

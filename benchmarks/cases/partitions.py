@@ -24,6 +24,7 @@ from delaytasks.partitions.pruning import prune
 from delaytasks.partitions.table import Partitions
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 
 WEEK = timedelta(days=7)
 WEEKS = 8
@@ -44,7 +45,7 @@ def run(stage: CaseContext) -> None:
         stage.say("partitions: skipped, since only PostgreSQL supports them")
         return
     rows, old = stage.size(200_000, 5000), stage.size(1_000_000, 20_000)
-    plain = ours.delays.store
+    plain = wiring_of(ours.delays).store
     table.clear()
     with table.other_tables(PREFIX) as parted:
         convert(Earlier(parted.database, PREFIX), WEEK, WEEKS + 4)

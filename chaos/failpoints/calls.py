@@ -26,6 +26,7 @@ from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
 from delaytasks.scheduling import producer
 from delaytasks.scheduling.task_builder import RowBatch
+from delaytasks.wiring import wiring_of
 
 RETRY_SCHEDULE_RUNS = 3
 #: The horizon of the workers: tasks that are due later are armed by a sweep.
@@ -44,7 +45,7 @@ class FailpointCalls:
     def make(self, mix: Mix) -> None:
         chance = self._chance
         if mix == "overdue backlog":
-            when = self._delays.clock.now() + timedelta(seconds=0.3)
+            when = wiring_of(self._delays).clock.now() + timedelta(seconds=0.3)
             for _ in range(12):
                 self._schedule("fail.note", None, chance.uniform(0.08, 0.16), when=when)
             return
@@ -98,11 +99,11 @@ class FailpointCalls:
     def _insert(self) -> None:
         """Insert a row without arming it, as another program does."""
         id, body = self._delays.new_id(), json.dumps({"folder": self._folder, "s": 0, "fails": 0})
-        now = self._delays.clock.now()
+        now = wiring_of(self._delays).clock.now()
         task = DelayTask(id, "fail.note", body, now, create_time=now)
 
         def ask() -> DelayTask:
-            self._delays.store.tasks.insert(task)
+            wiring_of(self._delays).store.tasks.insert(task)
             return task
 
         self._call(id, "schedule", 1, ask)
@@ -111,7 +112,7 @@ class FailpointCalls:
         id, body = self._delays.new_id(), {"folder": self._folder, "s": 0, "fails": 0}
 
         def ask() -> Any:
-            with Session(self._delays.store.database.tx) as session, session.begin():
+            with Session(wiring_of(self._delays).store.database.tx) as session, session.begin():
                 return self._delays.schedule_delay("fail.note", body, delay, id=id, session=session)
 
         self._call(id, "schedule", 1, ask)
@@ -136,7 +137,7 @@ class FailpointCalls:
             record(made.plain, "unknown")
             return made
 
-        maker = self._delays.routes.shards[0].producer
+        maker = wiring_of(self._delays).router.shards[0].producer
         make = maker.make_batch
         many = [
             ("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)]))
@@ -144,7 +145,7 @@ class FailpointCalls:
         ]
         with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "make_batch", batch):
             if is_in_session:
-                with Session(self._delays.store.database.tx) as session, session.begin():
+                with Session(wiring_of(self._delays).store.database.tx) as session, session.begin():
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
                 record(written, "ok")
             else:

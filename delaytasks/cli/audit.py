@@ -9,6 +9,7 @@ import click
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import show_from_now
+from delaytasks.wiring import wiring_of
 
 _COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
 
@@ -31,7 +32,7 @@ def audit(cli: Cli, limit: int) -> None:
     if not entries:
         cli.note("No actions yet.")
         return
-    now = cli.delays.clock.now()
+    now = wiring_of(cli.delays).clock.now()
     print_table(
         ("started", "actor", "action", "filter", "state", "seen", "matched", "changed", "refused"),
         [

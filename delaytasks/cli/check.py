@@ -9,6 +9,7 @@ import click
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import count, print_json, print_table, say
 from delaytasks.cli.waiting import print_warnings, warnings_of
+from delaytasks.wiring import wiring_of
 
 _CODES = (
     "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
@@ -29,7 +30,7 @@ def check(cli: Cli) -> None:
     delaytasks check
     """
     cli.import_processors()
-    cli.delays.check_settings()
+    wiring_of(cli.delays).checks.check_settings()
     found, warnings = list(cli.delays.check()), warnings_of(cli.delays)
     if cli.is_json:
         print_json({"findings": [finding.as_json() for finding in found], "warnings": warnings})

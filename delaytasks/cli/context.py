@@ -20,9 +20,10 @@ from delaytasks.cli.output import Failure, print_json, say, sentence, shards_tex
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError
 from delaytasks.core.masking import mask_url
+from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.core.task import DelayTask
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
@@ -71,14 +72,14 @@ class Cli:
                 "make one with DelayTasks(app) where the app is made"
             )
         self._ctx.call_on_close(found.close)
-        for store in found.routes.databases.stores:
+        for store in wiring_of(found).router.stores:
             store.database.expect_file()  # only `up` and `db upgrade` make one
         return found
 
     @property
     def stores(self) -> Sequence[Store]:
         """The stores of all databases, including those that have no shard number yet."""
-        return self.delays.routes.databases.stores
+        return wiring_of(self.delays).router.stores
 
     @property
     def database_url(self) -> str:
@@ -128,7 +129,7 @@ class Cli:
 
     def answer_task(self, task: DelayTask, done: str) -> None:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
-        self.answer(task_json(task), sentence(task, done, self.delays.clock.now()))
+        self.answer(task_json(task), sentence(task, done, wiring_of(self.delays).clock.now()))
 
     def note(self, text: str) -> None:
         """Print a line on stderr, unless JSON is asked for."""
@@ -144,7 +145,7 @@ class Cli:
         if self.is_json:
             return
         wait_for_unfinished()  # the connection to a distant broker may still be in progress
-        if not self.delays.timer.is_up:
+        if not wiring_of(self.delays).timer.is_up:
             self.note(
                 "The broker cannot be reached: the database has the task, and a sweep will send it."
             )

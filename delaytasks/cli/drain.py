@@ -26,7 +26,7 @@ from delaytasks.worker.standalone import StandaloneWorker
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.execution.runner import Report
     from delaytasks.sharding.shard import Shard
 

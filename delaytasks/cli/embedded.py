@@ -14,15 +14,16 @@ import time
 from delaytasks import embedded
 from delaytasks.celery import app, delays
 from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
 
 
 def main() -> None:
     settings = delays.settings
     if not settings.database_url:
         migrations.upgrade(
-            delays.store.database, settings.table_prefix, settings.table_schema or None
+            wiring_of(delays).store.database, settings.table_prefix, settings.table_schema or None
         )
-        say(f"the database is {delays.store.database.url}")
+        say(f"the database is {wiring_of(delays).store.database.url}")
     if app.conf.broker_url == embedded.broker_of(settings.data_dir).url:
         run_broker(settings.data_dir)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -28,6 +28,7 @@ from delaytasks.cli.times import PAST, show_from_now
 from delaytasks.core.states import Status, moves_from
 from delaytasks.core.task import DelayTask
 from delaytasks.core.why import Reason, as_json, why
+from delaytasks.wiring import wiring_of
 
 # -- list -----------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ def list_(cli: Cli, oldest_first: bool, limit: int, cursor: str | None, **filter
     if not page.tasks:
         cli.note("No tasks.")
         return
-    now = cli.delays.clock.now()
+    now = wiring_of(cli.delays).clock.now()
     print_table(
         ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error"),
         [_row(task, now) for task in page],
@@ -134,7 +135,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
             {**document, "moves": moves, "why": reasons_json, "failed_attempts": failed_attempts}
         )
         return
-    now = cli.delays.clock.now()
+    now = wiring_of(cli.delays).clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
     for name, value in document.items():
         if name not in ("id", "status", "body", "error"):

@@ -28,11 +28,12 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.task import DelayTask
+from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
 
 _LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
 
@@ -116,7 +117,7 @@ def schedule(
     else:
         task = delays.schedule_at(tag, content, cast(datetime, when), **options)
     cli.answer_task(task, "scheduled")
-    meant = delays.registry.meant_by(task.tag)
+    meant = wiring_of(delays).registry.meant_by(task.tag)
     if meant is not None:
         cli.note(
             f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? "
@@ -212,7 +213,7 @@ class _Lines:
                 # The producer checks a whole batch before it writes: find the wrong task.
                 for number, new in self._waiting:
                     try:
-                        delays.producer.build([new], on_conflict)
+                        wiring_of(delays).producer.build([new], on_conflict)
                     except InvalidInputError:
                         _at_line(number, error)
                         break

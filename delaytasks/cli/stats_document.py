@@ -14,9 +14,10 @@ from delaytasks.cli.waiting import late_tasks, replication_of
 from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.states import Status
+from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.core.policies import Policy
     from delaytasks.sharding.shard import Shard
 
@@ -54,7 +55,7 @@ def gather(cli: Cli) -> dict[str, Any]:
     workers = list({worker["name"]: worker for worker in all_of("workers")}.values())
     broker, policies = _broker(delays), _policies(delays)
     return {
-        "now": show_instant(delays.clock.now()),
+        "now": show_instant(wiring_of(delays).clock.now()),
         **_counts(found),
         "late": sorted(all_of("late"), key=lambda late: -late["tasks"]),
         "overdue": _overdue(found),
@@ -101,7 +102,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
 
     settings, store = delays.settings, shard.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
-    is_armed = delays.direct_timer is None  # a direct timer arms no rows
+    is_armed = wiring_of(delays).direct_timer is None  # a direct timer arms no rows
 
     def age(instant: datetime) -> float:
         return round(max((now - instant).total_seconds(), 0.0), 3)
@@ -176,8 +177,8 @@ def _broker(delays: DelayTasks) -> dict[str, Any]:
     """Ask the broker whether it answers. The timer knows only about its own last message."""
     from delaytasks.timers.broker_link import bounded_connection
 
-    app, error = delays.celery, None
-    if delays.direct_timer is not None:
+    app, error = wiring_of(delays).celery, None
+    if wiring_of(delays).direct_timer is not None:
         return {"url": broker_url(app), "is_up": None, "error": None}  # this deployment has no use
     try:
         with bounded_connection(app, delays.settings.publish_limit_s) as connection:
@@ -192,7 +193,7 @@ def _lost_queue(delays: DelayTasks, connection: Any) -> str | None:
     from delaytasks.timers.broker_link import is_home_node_down
 
     try:
-        name = delays.publisher.queue(delays.settings.default_queue).name
+        name = wiring_of(delays).publisher.queue(delays.settings.default_queue).name
         connection.default_channel.queue_declare(queue=name, passive=True)
     except connection.channel_errors as reason:  # usually: the queue is not declared yet
         return f"{type(reason).__name__}: {reason}" if is_home_node_down(reason) else None
@@ -203,9 +204,9 @@ def _timer(
     delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the timer. For `redis`, it counts the tasks of each queue that wait or were taken."""
-    if delays.direct_timer is not None:
+    if wiring_of(delays).direct_timer is not None:
         return {"name": "direct", "url": None, "is_up": True, "queues": {}}
-    timer = delays.redis_timer
+    timer = wiring_of(delays).redis_timer
     if timer is None:
         return {"name": "eta", "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
     served = {queue for worker in workers for queue in worker["queues"]}

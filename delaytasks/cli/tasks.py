@@ -15,6 +15,7 @@ from delaytasks.cli.output import count, say, sentence, task_json
 from delaytasks.cli.times import DURATION, SHIFT, at_option, delay_option
 from delaytasks.core.ids import check_id
 from delaytasks.core.task import DelayTask
+from delaytasks.wiring import wiring_of
 
 _ids = click.argument("ids", nargs=-1, metavar="[ID]...")
 _key = click.option("--key", help="With --tag: the one task that has this key.")
@@ -153,7 +154,7 @@ def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
     def retry_one(id: int) -> None:
         retried.append(delays.retry(id, delay))
         if not cli.is_json:
-            say(sentence(retried[-1], "retried", delays.clock.now()))
+            say(sentence(retried[-1], "retried", wiring_of(delays).clock.now()))
 
     move_each(cli, ids, retry_one, lambda: {"retried": [task_json(task) for task in retried]})
     cli.note_broker_away()

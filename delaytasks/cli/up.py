@@ -20,6 +20,7 @@ from delaytasks.cli.database import upgrade_all
 from delaytasks.cli.supervisor import Spec, Supervisor
 from delaytasks.core.masking import mask_url
 from delaytasks.core.private_files import make_folder
+from delaytasks.wiring import wiring_of
 
 FLOWER_PORT = 5555
 #: The time that a worker may take to finish its running tasks when it is stopped.
@@ -167,7 +168,9 @@ def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tu
     yield "broker", "files, without a Redis" if broker == embedded.FILES_NOTE else broker
     flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
-    tags = sorted(p.tag for p in cli.delays.registry if not p.tag.startswith("delaytasks."))
+    tags = sorted(
+        p.tag for p in wiring_of(cli.delays).registry if not p.tag.startswith("delaytasks.")
+    )
     if not tags:
         yield (
             "processors",

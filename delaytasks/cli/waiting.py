@@ -11,7 +11,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.sharding.shard import Shard
 
 #: Groups of late tasks (by queue and tag) in the result, those with the most tasks.

@@ -17,6 +17,7 @@ from celery.worker import state
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.core.text import one_line
 from delaytasks.timers.eta import RUN
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.building import build_runtime
 from delaytasks.worker.celery_compat.broker_outage import bound_connections
 from delaytasks.worker.celery_compat.inspect_rows import show_rows
@@ -26,7 +27,7 @@ from delaytasks.worker.processes import logical_queues
 from delaytasks.worker.time_limits import check_time_limits
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.timers.publisher import Publisher
     from delaytasks.worker.runtime import WorkerRuntime
 
@@ -48,9 +49,11 @@ class DelaysStep(bootsteps.StartStopStep):
     def create(self, worker: Any) -> Any:
         app = worker.app
         self._delays: DelayTasks = app.tasks[RUN].delays
-        processes = self._delays.processes
+        processes = wiring_of(self._delays).processes
         processes.serve(worker.hostname, worker.pool)
-        queues = add_queues(app, self._delays.queues.all(), self._delays.publisher)
+        queues = add_queues(
+            app, wiring_of(self._delays).queues.all(), wiring_of(self._delays).publisher
+        )
         processes.queues = logical_queues(queues, self._delays.settings.namespace)
         bound_connections(app)
         let_threads_wake(worker.hub)
@@ -70,9 +73,9 @@ class DelaysStep(bootsteps.StartStopStep):
 
     def start(self, worker: Any) -> None:
         runtime: WorkerRuntime = worker.delays_runtime
-        self._delays.check_ready()
+        wiring_of(self._delays).checks.check_ready()
         queues = runtime.processes.queues
-        check_time_limits(runtime.registry, self._delays.queues, queues, worker.pool)
+        check_time_limits(runtime.registry, wiring_of(self._delays).queues, queues, worker.pool)
         log_tags((processor.tag for processor in runtime.registry), queues)
         runtime.start()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.calls import CallThread
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.lease_keeper import LeaseKeeper
@@ -22,7 +23,7 @@ from delaytasks.worker.unfinished_work import WorkSender
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.core.interfaces import Entry
     from delaytasks.core.loop import Loop
     from delaytasks.execution.runner import Report
@@ -52,22 +53,22 @@ class _Builder:
     def __init__(self, delays: DelayTasks, celery_worker: Any, polls_table: bool) -> None:
         self._settings = delays.settings
         self._events = delays.events
-        self._registry = delays.registry
-        self._processes = delays.processes
-        self._router = delays.routes
+        self._registry = wiring_of(delays).registry
+        self._processes = wiring_of(delays).processes
+        self._router = wiring_of(delays).router
         self._shards = delays.shards
-        self._clock = delays.clock
-        self._queue_routing = delays.queues
-        self._publisher = delays.publisher
-        self._timer = delays.timer
-        self._inline_timer = delays.inline_timer
-        self._direct_timer = delays.direct_timer
-        self._redis_timer = delays.redis_timer
+        self._clock = wiring_of(delays).clock
+        self._queue_routing = wiring_of(delays).queues
+        self._publisher = wiring_of(delays).publisher
+        self._timer = wiring_of(delays).timer
+        self._inline_timer = wiring_of(delays).inline_timer
+        self._direct_timer = wiring_of(delays).direct_timer
+        self._redis_timer = wiring_of(delays).redis_timer
         self._celery_worker = celery_worker
         self._polls_table = polls_table
         self._refused_messages = RefusedMessages(delays.events)
         self._work_sender = WorkSender(
-            delays.settings, delays.inline_timer, delays.routes, delays.events
+            delays.settings, wiring_of(delays).inline_timer, wiring_of(delays).router, delays.events
         )
         hub_or_worker = celery_worker.hub or celery_worker
         has_event_loop = hasattr(hub_or_worker, "call_soon")

@@ -11,7 +11,7 @@ from delaytasks.core.interfaces import by_shard
 from delaytasks.timers.eta import RUN, read_message
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
 
 SWEEP = "delaytasks.sweep"
 #: These override the app's configuration. The row is the truth, so a message may get lost.
@@ -89,6 +89,6 @@ def register_tasks(delays: DelayTasks) -> None:
 
 
 def _register(delays: DelayTasks, function: Callable[..., None], name: str, strategy: str) -> None:
-    task = delays.celery.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
+    task = delays._celery.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
     task.Strategy = strategy
     task.delays = delays

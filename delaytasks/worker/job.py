@@ -13,6 +13,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.timers.eta import RUN
+from delaytasks.wiring import wiring_of
 
 
 class Job(NamedTuple):
@@ -57,7 +58,7 @@ def run_job(job: Job) -> Report:
     try:
         delays = current_app.tasks[RUN].delays
         if job.counts_outcomes:
-            delays.processes.count_outcomes()
+            wiring_of(delays).processes.count_outcomes()
         delays.shards[job.shard].policies.follow(job.policies)
         runner = delays.runner(job.shard, job.sends_events)
         if job.waitlist is not None:
@@ -76,4 +77,4 @@ def run_job(job: Job) -> Report:
         )
     if not job.counts_outcomes or delays is None:
         return report
-    return report._replace(counts=delays.processes.take_counts())
+    return report._replace(counts=wiring_of(delays).processes.take_counts())

@@ -18,10 +18,11 @@ from celery import signals
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.execution.runner import Runner
     from delaytasks.worker.task_events import TaskEvents
 
@@ -94,7 +95,7 @@ class Processes:
         """Return what sends Celery events for the tasks of this process."""
         from delaytasks.worker.task_events import TaskEvents
 
-        app, settings = self._delays.celery, self._delays.settings
+        app, settings = wiring_of(self._delays).celery, self._delays.settings
         shows_bodies = settings.event_bodies and not settings.encryption_keys
         return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
@@ -122,17 +123,21 @@ class Processes:
             lambda: shard.policies.current().limited,
         )
         task_context = CeleryTaskContext(
-            delays.celery, self.hostname, shard.clock, delays.around, self.keeps_time_limits
+            wiring_of(delays).celery,
+            self.hostname,
+            shard.clock,
+            wiring_of(delays).processor_contexts,
+            self.keeps_time_limits,
         )
         return Runner(
             delays.settings,
             claims,
             shard.clock,
-            delays.registry,
-            delays.inline_timer,
+            wiring_of(delays).registry,
+            wiring_of(delays).inline_timer,
             delays.events,
             task_context,
-            delays.transaction_for,
+            wiring_of(delays).transaction_for,
             PauseFilter(shard.policies, shard.store.holding, delays.events),
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,

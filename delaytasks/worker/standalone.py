@@ -21,12 +21,13 @@ from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.wiring import use_direct_timer, wiring_of
 from delaytasks.worker.building import build_runtime
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.time_limits import check_time_limits
 
 if TYPE_CHECKING:
-    from delaytasks.app import DelayTasks
+    from delaytasks.client import DelayTasks
     from delaytasks.execution.runner import Report
     from delaytasks.sharding.shard import Shard
 
@@ -54,13 +55,13 @@ class StandaloneWorker:
         on_report: Callable[[Report], None] | None = None,
         row_budget: int | None = None,
     ) -> None:
-        delays.go_direct()
+        use_direct_timer(delays)
         self._delays = delays
         self._polls_table = polls_table
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = self._is_done = False
         self._was_current = getattr(_state._tls, "current_app", None)
-        app = delays.celery
+        app = wiring_of(delays).celery
         app.set_current()
         self.hostname = f"drain{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
         if processes is not None:
@@ -69,8 +70,8 @@ class StandaloneWorker:
         self.hub = None if processes is None else set_event_loop(Hub())
         self.pool = self._make_pool(app, processes)
         if processes is not None:
-            delays.processes.serve(self.hostname, self.pool, leaves_rows=polls_table)
-        delays.processes.queues = list(queues) or [ALL_QUEUES]
+            wiring_of(delays).processes.serve(self.hostname, self.pool, leaves_rows=polls_table)
+        wiring_of(delays).processes.queues = list(queues) or [ALL_QUEUES]
         self.runtime = build_runtime(
             delays, self, polls_table=polls_table, on_report=on_report, row_budget=row_budget
         )
@@ -97,9 +98,9 @@ class StandaloneWorker:
         """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
         runtime = self.runtime
         if self._polls_table:
-            self._delays.check_ready()
+            wiring_of(self._delays).checks.check_ready()
             queues = runtime.processes.queues
-            check_time_limits(runtime.registry, self._delays.queues, queues, self.pool)
+            check_time_limits(runtime.registry, wiring_of(self._delays).queues, queues, self.pool)
         if self.hub is not None:
             freeze_loaded_objects()
         self.pool.start()  # it forks, so it starts before there are threads

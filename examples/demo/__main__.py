@@ -61,6 +61,7 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
     # These imports read the configuration, which `_use_nothing_but` has just set.
     from delaytasks.api import default
     from delaytasks.storage import migrations
+    from delaytasks.wiring import wiring_of
     from examples.demo.display import Display, save_picture
     from examples.demo.figures import complaints, lateness_table, outcome_table
     from examples.demo.servers import Servers
@@ -68,12 +69,13 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
 
     delays: Any = default()
     console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat …")
-    migrations.upgrade(delays.store.database)
+    migrations.upgrade(wiring_of(delays).store.database)
     servers = Servers(folder, delays.settings.data_dir)
     try:
         servers.start()
         console.print(
-            f"  database  {delays.store.database.url}\n  broker    {servers.broker}", markup=False
+            f"  database  {wiring_of(delays).store.database.url}\n  broker    {servers.broker}",
+            markup=False,
         )
         with Display(console) as display:
             story = Story(servers.kill, folder / "partner-answers", display.tell)

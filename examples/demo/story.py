@@ -12,6 +12,7 @@ from pathlib import Path
 import delaytasks
 from delaytasks import DelayTask, DelayTaskError, Status
 from delaytasks.api import default
+from delaytasks.wiring import wiring_of
 
 ORDERS = 200
 PLACING_S = 5.0
@@ -124,7 +125,7 @@ class Story:
         if running:
             worker = str(running[0].worker).partition("@")[0]
             self._kill(worker)
-            self.shop.killed, self.shop.killed_at = worker, default().clock.now()
+            self.shop.killed, self.shop.killed_at = worker, wiring_of(default()).clock.now()
             mine = [
                 t
                 for t in delaytasks.find(tag="order.close", status="RUNNING")

@@ -22,6 +22,7 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.counting import counted
 from tests.fuzzing import fuzz
 from tests.recording import delays_on, record
@@ -216,9 +217,9 @@ def test_an_instant_that_utc_can_not_say_is_refused(place: RefusingClient) -> No
 def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> None:
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
-    before = place.delays.clock.now()
+    before = wiring_of(place.delays).clock.now()
     task = place.delays.schedule_at("mail", year, datetime(year, 1, 1, tzinfo=UTC))
-    assert before <= place.delays.get(task).expected_time <= place.delays.clock.now()
+    assert before <= place.delays.get(task).expected_time <= wiring_of(place.delays).clock.now()
     moved = place.delays.reschedule(task, when=datetime(year, 1, 1, tzinfo=UTC))
     assert [entry.id for entry in place.timer.armed] == [task.id, task.id]
     place.delays.runner().run([place.timer.armed[-1]])
@@ -846,7 +847,7 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
         with place.refuses(e.InvalidStatusError, "UNKNOWN_77"):
             call(odd)
     assert place.delays.touch(odd, 5) is False
-    assert counted(place.delays.store)[Status.DONE] == 5
+    assert counted(wiring_of(place.delays).store)[Status.DONE] == 5
     assert list(Status) == [Status(n) for n in range(6)], "no status was added"
     assert place.delays.cancel(far)
 
@@ -863,13 +864,15 @@ def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
     good = place.put(delay=5)
     entries = [
         entry
-        for some in place.delays.store.sweeps.near(*near_window(place), 0, 1)
+        for some in wiring_of(place.delays).store.sweeps.near(*near_window(place), 0, 1)
         for entry in some
     ]
     assert {entry.id for entry in entries} == {*strange, good.id}
     sent: list[Any] = []
-    place.delays.publisher.send = lambda name, queue, messages: bool(sent.extend(messages)) or True  # type: ignore[method-assign]
-    assert place.delays.inline_timer.arm(entries)
+    wiring_of(place.delays).publisher.send = lambda name, queue, messages: (
+        bool(sent.extend(messages)) or True
+    )  # type: ignore[method-assign]
+    assert wiring_of(place.delays).inline_timer.arm(entries)
     from delaytasks.timers.eta import read_message
 
     armed = [entry for args, _ in sent for entry in read_message(args, "q")[0]]
@@ -877,7 +880,7 @@ def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
 
 
 def near_window(place: RefusingClient) -> tuple[datetime, datetime]:
-    now = place.delays.clock.now()
+    now = wiring_of(place.delays).clock.now()
     return now, now + timedelta(seconds=30)
 
 

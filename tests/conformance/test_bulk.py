@@ -32,6 +32,7 @@ from delaytasks.scheduling import bulk as engine_bulk
 from delaytasks.storage import bulk as store_bulk
 from delaytasks.storage.database import Database
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.proxy import Proxy
 from tests.recording import RecordingTimer, delays_on, record
 from tests.waiting import wait_until
@@ -55,9 +56,11 @@ def schedule(
 
 def pass_a_moment(delays: DelayTasks) -> None:
     """Until what was scheduled is older than now, for a clock that counts milliseconds."""
-    now = delays.store.bulk.now()
+    now = wiring_of(delays).store.bulk.now()
     wait_until(
-        lambda: delays.store.bulk.now() > now + timedelta(milliseconds=2), 5, "a later millisecond"
+        lambda: wiring_of(delays).store.bulk.now() > now + timedelta(milliseconds=2),
+        5,
+        "a later millisecond",
     )
 
 
@@ -247,7 +250,7 @@ def test_near_ones_are_armed_and_what_was_armed_is_not(
     for delay, is_near in ((2, True), (FAR, False)):
         timer.armed.clear(), timer.disarmed.clear()
         before = [delays.get(task) for task in tasks]
-        now = delays.clock.now()
+        now = wiring_of(delays).clock.now()
         assert counts(delays.reschedule_many(delay, tag="mail")) == (4, 3, 1)
         moved = [delays.get(task) for task in tasks]
         assert all(
@@ -274,7 +277,7 @@ def test_each_is_shifted_by_itself_and_none_into_the_past(delays: DelayTasks) ->
     ] * 3
     assert counts(delays.reschedule_many(by=-3700, tag="mail")) == (3, 3, 0)
     first, *others = (delays.get(task) for task in tasks)
-    assert abs((first.expected_time - delays.clock.now()).total_seconds()) < 5
+    assert abs((first.expected_time - wiring_of(delays).clock.now()).total_seconds()) < 5
     assert [
         (o.expected_time - t.expected_time).total_seconds()
         for o, t in zip(others, tasks[1:], strict=True)
@@ -359,7 +362,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     assert counts(delays.retry_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
     again = delays.get(tasks[Status.CANCELLED])
     assert again.status is Status.NOT_COMPLETE
-    assert 55 < (again.expected_time - delays.clock.now()).total_seconds() < 61
+    assert 55 < (again.expected_time - wiring_of(delays).clock.now()).total_seconds() < 61
     for status in LIVE | {Status.DONE}:
         assert delays.get(tasks[status]) == tasks[status]
 
@@ -390,7 +393,7 @@ def test_who_is_retried_has_its_key_again_unless_another_task_has_it(
 
 @pytest.mark.usefixtures("small")
 def test_it_goes_in_small_steps_and_tells_of_each(delays: DelayTasks) -> None:
-    at = delays.clock.now() + timedelta(days=1)
+    at = wiring_of(delays).clock.now() + timedelta(days=1)
     tasks = [
         delays.schedule_at("mail", n, at) for n in range(5)
     ]  # at the very same time: more than a window
@@ -418,7 +421,7 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
     def committed(_connection: Connection) -> None:
         commits.append(sum(moved))
 
-    tx = delays.store.database.tx
+    tx = wiring_of(delays).store.database.tx
     event.listen(tx, "after_cursor_execute", note)
     event.listen(tx, "commit", committed)
     assert delays.cancel_many(tag="mail").changed == 10
@@ -574,9 +577,11 @@ def test_what_somebody_has_locked_gets_a_second_chance_and_is_never_waited_for(
             if is_released and result.changed == 6:
                 connection.rollback()
 
-        began = delays.clock.now()
+        began = wiring_of(delays).clock.now()
         result = delays.cancel_many(tag="mail", on_progress=release)
-        assert (delays.clock.now() - began).total_seconds() < 3, "a lock would be waited for longer"
+        assert (wiring_of(delays).clock.now() - began).total_seconds() < 3, (
+            "a lock would be waited for longer"
+        )
     assert counts(result) == ((7, 7, 0) if is_released else (7, 6, 1))
     assert (delays.get(tasks[1]).status is Status.CANCELLED) is is_released
     assert delays.cancel_many(tag="mail").changed == (0 if is_released else 1)

@@ -16,6 +16,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.clock import ManualClock
 from delaytasks.core.interfaces import Settlement
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer, delays_on, record
 
 #: Long ago, so that what is due by this clock is due by the database's.
@@ -30,7 +31,7 @@ class Editor:
         self.delays: DelayTasks = delays_on(url, table_prefix="s_")
         self.timer: RecordingTimer = record(self.delays)
         self.clock = ManualClock(START)
-        self.delays.producer._clock = self.clock
+        wiring_of(self.delays).producer._clock = self.clock
         self.claims = store.claims("w", None)
         self.key = "document"
         self._store = store

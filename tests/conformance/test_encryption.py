@@ -16,6 +16,7 @@ from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.recording import delays_on, record, run_now
 
 OLD, NEW = new_key(), new_key()
@@ -90,7 +91,7 @@ def one_in_bulk(delays: DelayTasks) -> None:
 
 
 def in_a_session(delays: DelayTasks) -> None:
-    with Session(delays.store.database.tx) as session, session.begin():
+    with Session(wiring_of(delays).store.database.tx) as session, session.begin():
         delays.schedule_delay("mail", BODY, 60, session=session)
         delays.schedule_many([NewTask("mail", BODY, 60)] * 3, session=session)
 
@@ -124,7 +125,7 @@ def with_a_result(delays: DelayTasks) -> None:
 
 def with_a_result_of_its_own_transaction(delays: DelayTasks) -> None:
     def complete(body: Any, task: DelayTask) -> None:
-        with Session(delays.store.database.tx) as session, session.begin():
+        with Session(wiring_of(delays).store.database.tx) as session, session.begin():
             task.complete(session, result=body)
 
     delays.processor("mail")(complete)
@@ -249,9 +250,9 @@ def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(
         assert (found.status, found.attempts, got) == (Status.NOT_COMPLETE, 0, [])
         assert found.error is not None
         assert found.error.startswith(NO_KEY + key_name(NEW))
-        assert (found.expected_time - delays.clock.now()).total_seconds() > 4
+        assert (found.expected_time - wiring_of(delays).clock.now()).total_seconds() > 4
         assert delays.events.counts["task.no_key"] == 1
-        assert delays.store.deferred_rows.bring_forward(["mail"], None, 600) == []
+        assert wiring_of(delays).store.deferred_rows.bring_forward(["mail"], None, 600) == []
         delays.reschedule(task.id, 0)
 
 
@@ -263,7 +264,7 @@ def test_a_worker_that_has_the_key_brings_forward_what_others_put_off(open_with:
     delays.runner().run([Entry(task.id, 0, 0)])
     rotated = open_with(OLD, NEW)
     rotated.processor("mail")(got.append)
-    entries = rotated.store.deferred_rows.bring_forward(["mail"], None, 600)
+    entries = wiring_of(rotated).store.deferred_rows.bring_forward(["mail"], None, 600)
     rotated.runner().run(entries)
     assert ([entry.id for entry in entries], got) == ([task.id], [BODY])
 
@@ -274,7 +275,7 @@ def test_the_neighbours_of_what_can_not_be_read_run(open_with: Open) -> None:
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
     unread = [others.schedule_delay("batch", n, 0) for n in range(2)]
     late = others.schedule_delay("batch", 7, 0, expires=1)
-    change(delays.store, late, expected_time=late.expected_time.replace(year=2020))
+    change(wiring_of(delays).store, late, expected_time=late.expected_time.replace(year=2020))
     read = [delays.schedule_delay("batch", n, 0) for n in (2, 3)]
     report = delays.runner().drain("default", [0], 100)
     assert (report.claimed, sorted(got)) == (5, [2, 3])
@@ -302,7 +303,11 @@ def test_what_was_changed_fails_as_what_is_no_json_does(
     delays, got = open_with(NEW), list[Any]()
     delays.processor("mail")(got.append)
     task = delays.schedule_delay("mail", BODY, 0)
-    change(delays.store, task, message_body=change_token(stored(delays.store)[0][0]))
+    change(
+        wiring_of(delays).store,
+        task,
+        message_body=change_token(stored(wiring_of(delays).store)[0][0]),
+    )
     delays.runner().run([Entry(task.id, 0, 0)])
     found = delays.get(task)
     assert (found.status, got) == (Status.FAILED, [])
@@ -344,8 +349,8 @@ def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Ope
     delays = open_with(NEW)
     delays.processor("mail", schema=dict)(lambda body: None)
     damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))
-    change(delays.store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
-    change(delays.store, stranger, message_body=f"{PREFIX}nonsense")
+    change(wiring_of(delays).store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
+    change(wiring_of(delays).store, stranger, message_body=f"{PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
         f"encrypted with key {key_name(NEW)}, which is here, and changed since, or another task's": [
@@ -359,7 +364,9 @@ def test_monitors_see_no_bodies_that_are_encrypted(open_with: Open) -> None:
     for keys, is_shown in (((), True), ((NEW,), False)):
         delays = open_with(*keys)
         task = delays.schedule_delay("mail", BODY, 60)
-        assert ("cAnArY" in repr(delays.processes.task_events()._about(task))) is is_shown
+        assert (
+            "cAnArY" in repr(wiring_of(delays).processes.task_events()._about(task))
+        ) is is_shown
 
 
 def test_check_names_tasks_whose_key_is_missing(open_with: Open) -> None:

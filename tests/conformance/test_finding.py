@@ -7,13 +7,14 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayTask, DelayTasks
+from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer
 
 
 @pytest.fixture
 def tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
     """Some due at one instant, in two queues and of two tags; in the order of their due times."""
-    now = delays.clock.now()
+    now = wiring_of(delays).clock.now()
     tags, queues = ("a", "b"), ("default", "other")
     made = [
         delays.schedule_at(

@@ -24,6 +24,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.ids import shard_of
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.sharding.growth import Growth as Growing
+from delaytasks.wiring import wiring_of
 from tests.several import TAG, Several, keys_of
 
 
@@ -353,7 +354,7 @@ def test_once_homes_know_what_stays_elsewhere_nobody_asks_at_old_ones(growth: Gr
     stays = next(keys_of(growth.home, growth.added + 1, growth.added, growth.home))
     growth.old.schedule_delay(TAG, None, 60, key=stays)
     after = growth.shards.delays(growth.added + 1)
-    look = Growing(after.routes.databases)
+    look = Growing(wiring_of(after).router.databases)
     assert [row.key for row in look.left(growth.home).unknown] == [growth.key]
     assert [row.id for row in look.finish(growth.home).unknown] == [was.id]
     assert look.left(growth.home) == ([], [])
@@ -374,7 +375,7 @@ def test_what_points_to_nothing_is_dropped_and_what_is_needed_stays(growth: Grow
     moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
     live, gone = (growth.new.schedule_delay(TAG, None, 60, key=next(moving)) for _ in range(2))
     growth.new.cancel(gone)
-    look = Growing(growth.new.routes.databases)
+    look = Growing(wiring_of(growth.new).router.databases)
     assert [row.key for row in look.left(growth.home).dead] == [gone.key]
     assert [row.key for row in look.finish(growth.home).dead] == [gone.key]
     assert look.left(growth.home) == ([], [])

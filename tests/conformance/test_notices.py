@@ -17,6 +17,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.storage.notices import Listener, Notices
 from delaytasks.storage.store import Store
 from delaytasks.timers.direct import LOOK, payloads_of, read_notice
+from delaytasks.wiring import wiring_of
 from delaytasks.worker import notify_listener
 from delaytasks.worker.notify_listener import NotifyListener
 from tests.conftest import open_store
@@ -42,7 +43,7 @@ def delays(told_store: Store, postgresql_url: str) -> Iterator[DelayTasks]:
 
 @pytest.fixture
 def listener(delays: DelayTasks) -> Iterator[Listener]:
-    made = delays.store.notices.listen()
+    made = wiring_of(delays).store.notices.listen()
     assert made is not None
     yield made
     made.close()
@@ -50,7 +51,7 @@ def listener(delays: DelayTasks) -> Iterator[Listener]:
 
 def heard(listener: Listener, delays: DelayTasks) -> list[Entry]:
     """All that was told until now."""
-    delays.store.notices.tell(["end"])
+    wiring_of(delays).store.notices.tell(["end"])
     payloads: list[str] = []
     wait_until(
         lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"],
@@ -78,7 +79,7 @@ def test_what_is_due_soon_is_told_and_what_is_not_is_not(
 def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(
     delays: DelayTasks, listener: Listener
 ) -> None:
-    engine = delays.store.database.tx
+    engine = wiring_of(delays).store.database.tx
     with Session(engine) as session, engine.connect() as connection:
         one = delays.schedule_delay("mail", {}, 0, session=session)
         other = delays.schedule_delay("mail", {}, 0, session=connection)
@@ -138,7 +139,7 @@ def test_no_other_timer_costs_a_notice(
     try:
         producer = other.shards[0].producer
         assert producer._notify is None
-        assert other.direct_timer is None
+        assert wiring_of(other).direct_timer is None
     finally:
         other.close()
 
@@ -188,9 +189,9 @@ def test_an_ear_hears_entries_looks_and_garbage(
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
     before = hearing.looks
     task = delays.schedule_delay("mail", {}, 0)
-    assert delays.direct_timer is not None
-    delays.direct_timer.tell_to_look(0)
-    delays.store.notices.tell(["garbage"])
+    assert wiring_of(delays).direct_timer is not None
+    wiring_of(delays).direct_timer.tell_to_look(0)
+    wiring_of(delays).store.notices.tell(["garbage"])
     wait_until(lambda: hearing.refused, 10, "all to be heard")
     assert (hearing.entries, hearing.looks) == ([entry(task)], before + 1)
 
@@ -201,8 +202,8 @@ def test_an_ear_whose_connection_ends_says_so_and_listens_again(
     hearing = hear()
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
     query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen"
-    listen = {"listen": f'LISTEN "{delays.store.notices.channel}"'}
-    with delays.store.database.auto.connect() as connection:
+    listen = {"listen": f'LISTEN "{wiring_of(delays).store.notices.channel}"'}
+    with wiring_of(delays).store.database.auto.connect() as connection:
         assert connection.execute(text(query), listen).scalars().all() == [True]
     wait_until(
         lambda: "notices.down" in hearing.told and hearing.listener.is_listening,
@@ -233,9 +234,9 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
 def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str], str]) -> None:
     delays = delays_on(sqlite_path("quiet"), **NAMES)
     try:
-        assert delays.store.notices.listen() is None
+        assert wiring_of(delays).store.notices.listen() is None
         assert Hearing(delays).listener._turn() is None
-        delays.store.notices.tell(["nobody hears"])
+        wiring_of(delays).store.notices.tell(["nobody hears"])
     finally:
         delays.close()
 
@@ -248,7 +249,7 @@ def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
     try:
         tasks = [delays.schedule_delay("mail", {}, delay) for delay in (3, 1, 2, 60)]
         delays.cancel(tasks[2])
-        now = delays.clock.now()
+        now = wiring_of(delays).clock.now()
         found = store.sweeps.look(now, now + timedelta(seconds=10), 10)
         assert found == [entry(tasks[1]), entry(tasks[0])]
         assert store.sweeps.look(now, now + timedelta(seconds=10), 1) == [entry(tasks[1])]

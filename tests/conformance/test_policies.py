@@ -21,6 +21,7 @@ from delaytasks.execution.runner import Report
 from delaytasks.maintenance import pause_sweeper as engine_holding
 from delaytasks.storage import paused_rows as store_holding
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from delaytasks.worker import job
 from tests.conformance.test_store import assert_no_scan, plans
 from tests.conftest import empty, open_store
@@ -47,7 +48,7 @@ class PolicyHarness:
         self.ran: list[Any] = []
         self.others: list[DelayTasks] = []
         self.delays = self.process()
-        self.store: Store = self.delays.store
+        self.store: Store = wiring_of(self.delays).store
         self.timer: RecordingTimer = self.delays.shards[0].sweeper._timer  # type: ignore[assignment]
 
     def process(self) -> DelayTasks:
@@ -178,7 +179,7 @@ def test_a_queue_is_paused_whatever_the_tags(field: PolicyHarness) -> None:
 
 
 def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> None:
-    field.delays.store.workers.seen("w", ["default", "slow"], "solo", 1, 0)
+    wiring_of(field.delays).store.workers.seen("w", ["default", "slow"], "solo", 1, 0)
     field.delays.pause(queue="slow")
     field.sweep()
     for queue in ("slow", "default"):  # behind the walk
@@ -343,7 +344,7 @@ def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_ne
 ) -> None:
     task = field.add(in_s=-5)
     child = field.process()
-    monkeypatch.setattr(job, "current_app", child.celery)
+    monkeypatch.setattr(job, "current_app", wiring_of(child).celery)
     chunk = job.Job((Entry(task.id, task.version, 0),), policies=None)
     policies = child.shards[0].policies
     with monkeypatch.context() as away:

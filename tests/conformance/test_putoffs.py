@@ -12,6 +12,7 @@ from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage import deferred_rows as putoffs
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer
 
 
@@ -21,14 +22,17 @@ def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) 
     assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).ran == count
     found = [delays.get(task) for task in tasks]
     assert all(
-        task.status is Status.NOT_COMPLETE and task.expected_time > delays.clock.now()
+        task.status is Status.NOT_COMPLETE and task.expected_time > wiring_of(delays).clock.now()
         for task in found
     )
     return found
 
 
 def bring(delays: DelayTasks, *tags: str, queue: str = "default") -> list[int]:
-    return [entry.id for entry in delays.store.deferred_rows.bring_forward(tags, [queue], 600)]
+    return [
+        entry.id
+        for entry in wiring_of(delays).store.deferred_rows.bring_forward(tags, [queue], 600)
+    ]
 
 
 def test_a_worker_that_knows_their_tag_brings_them_forward(
@@ -37,7 +41,9 @@ def test_a_worker_that_knows_their_tag_brings_them_forward(
     tasks = defer(delays, 3)
     assert bring(delays, "other") == []
     assert bring(delays, "new", queue="other") == []
-    entries = delays.store.deferred_rows.bring_forward(["other", "new"], ["default"], 600)
+    entries = wiring_of(delays).store.deferred_rows.bring_forward(
+        ["other", "new"], ["default"], 600
+    )
     assert [entry.id for entry in entries] == [task.id for task in tasks]
     ran: list[int] = []
     delays.processor("new")(ran.append)
@@ -56,11 +62,11 @@ def test_what_waits_for_its_own_time_does_not_move(
     [moved, touched, held, stays] = defer(delays, 4)
     delays.reschedule(moved, 60)
     delays.touch(touched, 60)
-    with delays.store.database.begin() as other:
-        t = delays.store.schema.tasks
+    with wiring_of(delays).store.database.begin() as other:
+        t = wiring_of(delays).store.schema.tasks
         other.execute(select(t).where(t.c.id == held.id).with_for_update()).all()
         if (
-            delays.store.database.url.get_backend_name() != "sqlite"
+            wiring_of(delays).store.database.url.get_backend_name() != "sqlite"
         ):  # which locks the whole database
             assert bring(delays, "new") == [stays.id]
     expected = {near.id: near.expected_time}
@@ -86,7 +92,7 @@ def test_however_many_they_are(
     delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(putoffs, "BATCH_ROWS", 7)
-    store: Store = delays.store
+    store: Store = wiring_of(delays).store
     some = putoffs.DeferredRows(store.database, store.schema)
     tasks = defer(delays, 30)
     delays.reschedule(tasks[6], 30)
@@ -103,10 +109,10 @@ def test_the_error_of_a_row_says_when_it_is_tried_again(
     assert task.error is not None
     at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
     assert at == task.expected_time
-    assert timedelta(seconds=4) < at - delays.clock.now() <= timedelta(seconds=5)
+    assert timedelta(seconds=4) < at - wiring_of(delays).clock.now() <= timedelta(seconds=5)
 
 
 def test_who_serves_all_queues_asks_for_none(delays: DelayTasks, timer: RecordingTimer) -> None:
     tasks = defer(delays, 2) + defer(delays, 1, queue="other")
-    entries = delays.store.deferred_rows.bring_forward(["new"], None, 600)
+    entries = wiring_of(delays).store.deferred_rows.bring_forward(["new"], None, 600)
     assert [entry.id for entry in entries] == [task.id for task in tasks]

@@ -18,6 +18,7 @@ from delaytasks.core.states import LIVE
 from delaytasks.encryption import key_rotation as rotation
 from delaytasks.encryption.key_rotation import Rotation
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.conformance.test_encryption import (
     BODY,
     NEW,
@@ -42,7 +43,11 @@ def rotate(delays: DelayTasks, statuses: frozenset[Status] = LIVE) -> tuple[int,
 
 
 def rotation_of(delays: DelayTasks) -> Rotation:
-    return Rotation(delays.store.database, delays.store.schema, delays.store.bulk)
+    return Rotation(
+        wiring_of(delays).store.database,
+        wiring_of(delays).store.schema,
+        wiring_of(delays).store.bulk,
+    )
 
 
 def moved(store: Store) -> list[Any]:
@@ -174,9 +179,9 @@ def test_what_was_put_off_for_a_key_and_needs_it_no_more_is_brought_forward(
     worker = open_with(*(key for key in keys[:1] if key != "plain"))
     worker.processor("mail")(lambda body: None)
     worker.runner().run([Entry(task.id, 0, 0)])
-    assert worker.store.deferred_rows.bring_forward(["mail"], None, 600) == []
+    assert wiring_of(worker).store.deferred_rows.bring_forward(["mail"], None, 600) == []
     assert rotate(open_with(*keys)) == (1, 0)
-    entries = worker.store.deferred_rows.bring_forward(["mail"], None, 600)
+    entries = wiring_of(worker).store.deferred_rows.bring_forward(["mail"], None, 600)
     worker.runner().run(entries)
     assert ([entry.id for entry in entries], worker.get(task).status) == ([task.id], Status.DONE)
 
@@ -244,5 +249,5 @@ def test_a_worker_with_the_key_brings_forward_both_forms(store: Store, open_with
     worker.runner().run([Entry(task.id, 0, 0) for task in tasks])
     [strange] = worker.check()
     assert strange.tasks == 2
-    entries = open_with(OLD).store.deferred_rows.bring_forward(["mail"], None, 600)
+    entries = wiring_of(open_with(OLD)).store.deferred_rows.bring_forward(["mail"], None, 600)
     assert sorted(entry.id for entry in entries) == sorted(task.id for task in tasks)

@@ -23,6 +23,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.ids import IdMaker, shard_of
 from delaytasks.core.shards import home_of
+from delaytasks.wiring import wiring_of
 from tests.recording import delays_on
 from tests.services import free_port
 from tests.several import TAG, Several, keys_of
@@ -184,7 +185,7 @@ def test_many_are_touched_wherever_they_are(delays: DelayTasks) -> None:
     assert delays.touch_many(
         tag=TAG, keys=[*(task.key or "" for task in keyed), "nobody"], delay=900
     ) == ["nobody"]
-    now = delays.clock.now()
+    now = wiring_of(delays).clock.now()
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 800 for task in keyed)
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 400 for task in plain)
 
@@ -290,7 +291,7 @@ def test_of_two_tasks_with_one_id_the_one_that_was_read_is_meant(
 
 
 def test_pages_merge_all_shards_in_order_without_loss(shards: Several, delays: DelayTasks) -> None:
-    due = delays.clock.now()
+    due = wiring_of(delays).clock.now()
     made = [delays.schedule_at(TAG, n, due) for n in range(20)]
     made += [delays.schedule_delay(TAG, n, 60 - n) for n in range(40)]
     for number in SHARDS:
@@ -392,10 +393,10 @@ def test_a_list_in_another_order_is_refused_with_the_remedy(shards: Several) -> 
     urls = [shards.urls[1], shards.urls[0], shards.urls[2]]
     wrong = delays_on(urls, table_prefix=shards.prefix)
     with pytest.raises(ConfigError, match=r"is shard [01], but has position [01] .*old order"):
-        wrong.check_ready()
+        wiring_of(wrong).checks.check_ready()
     for shard in (0, 1):
         with pytest.raises(ConfigError, match=rf"has position {shard} "):
             schedule_at(wrong, shard)
     assert schedule_at(wrong, 2).shard == 2
-    delays.check_ready()
+    wiring_of(delays).checks.check_ready()
     wrong.close()

@@ -15,6 +15,7 @@ from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
 from delaytasks.storage import touches
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
 
@@ -142,7 +143,9 @@ def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
     task = schedule(delays, key="k")
     seen: list[str] = []
     event.listen(
-        delays.store.database.auto, "before_cursor_execute", lambda *given: seen.append(given[2])
+        wiring_of(delays).store.database.auto,
+        "before_cursor_execute",
+        lambda *given: seen.append(given[2]),
     )
     assert delays.touch(tag="lost", key="k", delay=60)
     assert delays.touch(task, 70)
@@ -156,13 +159,14 @@ def test_many_are_a_few_statements_however_many(
     keys = [f"k{n}" for n in range(80)]
     delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
     seen: list[str] = []
-    for engine in (delays.store.database.auto, delays.store.database.tx):
+    for engine in (wiring_of(delays).store.database.auto, wiring_of(delays).store.database.tx):
         event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
     assert delays.touch_many(tag="lost", keys=keys, delay=60) == []
     named = [statement for statement in seen if "yb_delay" in statement]
     assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
     assert all(
-        task.expected_time > delays.clock.now() + timedelta(seconds=50) for task in delays.find()
+        task.expected_time > wiring_of(delays).clock.now() + timedelta(seconds=50)
+        for task in delays.find()
     )
 
 
@@ -232,7 +236,7 @@ def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(
 
     def touch(number: int) -> int:
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
-        with delays.store.database.begin() as connection:
+        with wiring_of(delays).store.database.begin() as connection:
             if number % 3:
                 gone: list[int] | list[str] = delays.touch_many(
                     turned, 10 + number, session=connection

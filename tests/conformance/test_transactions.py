@@ -26,6 +26,7 @@ from delaytasks.core.errors import (
 from delaytasks.storage import inserts, rows
 from delaytasks.storage.store import Store
 from delaytasks.storage.transactions import _waiting, transaction_of
+from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer, delays_on, record
 
 
@@ -300,7 +301,7 @@ def test_what_comes_near_while_the_transaction_lasts_is_armed_at_its_commit(
 ) -> None:
     with shop.session() as session:
         task = shop.schedule(session, delay=600)
-        clock = shop.delays.clock
+        clock = wiring_of(shop.delays).clock
         later_us = clock.now_us() + 590_000_000
         monkeypatch.setattr(clock, "now_us", lambda: later_us)
         session.commit()
@@ -382,7 +383,7 @@ def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_
     monkeypatch.setattr(rows, "MAX_TEXT", 100_000)  # by several statements where there is no COPY
     with shop.engine.begin() as connection:
         old = shop.schedule(connection)
-    builder = shop.delays.producer._builder
+    builder = wiring_of(shop.delays).producer._builder
     ids = [builder._make_id() for _ in range(249)]
     monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
     told: list[DelayTask] = []
@@ -402,7 +403,7 @@ def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
     """With ids that had to be made anew, since one was taken."""
     with shop.engine.begin() as connection:
         old = shop.schedule(connection)
-    tasks, builder = shop.delays.store.tasks, shop.delays.producer._builder
+    tasks, builder = wiring_of(shop.delays).store.tasks, wiring_of(shop.delays).producer._builder
     ids, together = [builder._make_id() for _ in range(3)], tasks.together
     monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
     monkeypatch.setattr(
@@ -422,8 +423,8 @@ def test_who_finds_an_id_taken_and_then_the_database_gone_can_not_know_whose_it_
         raise StoreUnavailableError("the database is gone")
 
     for insert_in in ("insert", "insert_many"):
-        monkeypatch.setattr(shop.delays.store.tasks, insert_in, lambda *_: False)
-    monkeypatch.setattr(shop.delays.store.tasks, "get", gone)
+        monkeypatch.setattr(wiring_of(shop.delays).store.tasks, insert_in, lambda *_: False)
+    monkeypatch.setattr(wiring_of(shop.delays).store.tasks, "get", gone)
     for schedule in (
         lambda: shop.delays.schedule_delay("mail", 1, 5),
         lambda: shop.delays.schedule_many([("mail", 1, 5)]),
@@ -742,7 +743,7 @@ def test_a_session_bound_to_no_database_of_ours_is_refused(shop: Shop) -> None:
 
 def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Shop) -> None:
     canary = "s3cr3t-canary"
-    t = shop.delays.store.schema.tasks
+    t = wiring_of(shop.delays).store.schema.tasks
     with shop.session() as session:
         with pytest.raises(SessionUnusableError) as caught, transaction_of(session).guard():
             session.execute(insert(t).values(id=1, tag=None, message_body=canary))

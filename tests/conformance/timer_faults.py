@@ -12,6 +12,7 @@ from sqlalchemy import update
 
 from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.redis import RedisTimer
+from delaytasks.wiring import wiring_of
 from tests.conformance.timers import ALONE, TIMERS, burst, ran_once
 from tests.proxy import proxy_to
 from tests.redis_server import RedisServer
@@ -56,8 +57,8 @@ class Rig:
     def lose(self) -> None:
         """All that waits in the broker and in the timer's Redis."""
         d = self.deployment
-        with d.delays.celery.connection_for_write() as connection:
-            queue = d.delays.publisher.queue("default")(connection)
+        with wiring_of(d.delays).celery.connection_for_write() as connection:
+            queue = wiring_of(d.delays).publisher.queue("default")(connection)
             queue.declare()
             queue.purge()
         self._redis.client().flushall()
@@ -115,7 +116,7 @@ class TimersUnderFaults:
         self, make: Make
     ) -> None:
         d = make(**ALONE).deployment
-        d.delays.sweeper.sweep()  # the last one for a minute
+        wiring_of(d.delays).sweeper.sweep()  # the last one for a minute
         early = [d.schedule() for _ in range(10)]
         first = d.worker()
         later = [d.schedule(delay=3) for _ in range(20)]
@@ -160,7 +161,7 @@ class TimersUnderFaults:
         d = make(**ALONE).deployment
 
         def waiting() -> list[list[int]]:
-            timer = d.delays.inline_timer
+            timer = wiring_of(d.delays).inline_timer
             return messages(d) + (slots(timer) if isinstance(timer, RedisTimer) else [])
 
         far = burst(d, "test.note", 250, due_s=3600, body={})
@@ -168,7 +169,7 @@ class TimersUnderFaults:
         t = d.store.schema.tasks
         with d.store.database.begin() as connection:  # as if it were an hour later
             connection.execute(update(t).values(expected_time=db_now_plus(60)))
-        d.delays.sweeper.sweep()
+        wiring_of(d.delays).sweeper.sweep()
         found = waiting()
         assert len(found) <= 8, "messages of 100, or slots"
         assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
@@ -177,8 +178,8 @@ class TimersUnderFaults:
 def messages(d: Deployment) -> list[list[int]]:
     """Takes what waits in the broker: the ids of each message."""
     found = []
-    with d.delays.celery.connection_for_write() as connection:
-        queue = d.delays.publisher.queue("default")(connection)
+    with wiring_of(d.delays).celery.connection_for_write() as connection:
+        queue = wiring_of(d.delays).publisher.queue("default")(connection)
         queue.declare()
         while (message := queue.get(no_ack=True)) is not None:
             found.append([item[0] for item in message.payload[0][0]])
@@ -187,7 +188,7 @@ def messages(d: Deployment) -> list[list[int]]:
 
 def unacknowledged(d: Deployment) -> int:
     """What Redis would deliver again after its visibility timeout; brokers that see a connection end already have."""
-    with d.delays.celery.connection_for_write() as connection:
+    with wiring_of(d.delays).celery.connection_for_write() as connection:
         channel = connection.default_channel
         return (
             int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0

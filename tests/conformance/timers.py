@@ -17,6 +17,7 @@ from delaytasks import DelayTask, NewTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers.redis import RedisTimer
+from delaytasks.wiring import wiring_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
@@ -70,7 +71,7 @@ def burst(
     d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
 ) -> list[DelayTask]:
     """Scheduled together, all due at one instant."""
-    due, tasks = d.delays.clock.now() + timedelta(seconds=due_s), list[DelayTask]()
+    due, tasks = wiring_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
     d.delays.schedule_many(
         (NewTask(tag, when=due, **options) for _ in range(count)), on_batch=tasks.extend
     )
@@ -110,7 +111,7 @@ class Timers:
             request.getfixturevalue(fixture),
         )
         deployment = Deployment(*place, conf, **settings)
-        deployment.delays.sweeper.sweep()  # the last one for a minute
+        wiring_of(deployment.delays).sweeper.sweep()  # the last one for a minute
         queue = deployment.settings["namespace"] + ".{}"
         deployment.worker("-Q", queue.format("default"))
         deployment.worker("-Q", queue.format("default") + "," + queue.format("mail"), concurrency=1)
@@ -130,7 +131,9 @@ class Timers:
     def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(self, d: Deployment) -> None:
         waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
         for task in waiting:
-            d.delays.timer.arm([entry(task)])  # also as if each had been scheduled by itself
+            wiring_of(d.delays).timer.arm(
+                [entry(task)]
+            )  # also as if each had been scheduled by itself
         ran_once(d, [d.schedule(delay=0.3)])
         assert d.status(waiting[0]) is Status.NOT_COMPLETE
 
@@ -190,7 +193,7 @@ class Timers:
         with Session(d.store.database.tx) as session:
             task = d.schedule(delay=0.1, session=session)
             time.sleep(OPEN_S)  # nothing is to happen meanwhile
-            assert d.delays.clock.now() > task.expected_time
+            assert wiring_of(d.delays).clock.now() > task.expected_time
             session.commit()
         began = time.monotonic()
         ran_once(d, [task])
@@ -222,8 +225,8 @@ class Timers:
         entries = [entry(task) for task in tasks + moved] * 10
         random.Random(7).shuffle(entries)
         for one in entries:
-            assert d.delays.timer.arm([one])
-        assert d.delays.timer.arm(entries)
+            assert wiring_of(d.delays).timer.arm([one])
+        assert wiring_of(d.delays).timer.arm(entries)
         ran_once(d, tasks)
         ran_once(d, [d.schedule(delay=0.1)])
         ran_once(d, tasks)
@@ -231,8 +234,8 @@ class Timers:
     def test_a_forged_entry_runs_nothing(self, d: Deployment) -> None:
         waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
         d.delays.cancel(cancelled)
-        now_us = d.delays.clock.now_us()
-        d.delays.timer.arm(
+        now_us = wiring_of(d.delays).clock.now_us()
+        wiring_of(d.delays).timer.arm(
             [
                 entry(waits, due_us=now_us),
                 entry(waits, due_us=now_us, id=2**62),
@@ -253,7 +256,7 @@ class Timers:
             d.schedule(delay=3600),
         )
         publish_garbage(d, near[0], far)
-        if isinstance(timer := d.delays.inline_timer, RedisTimer):
+        if isinstance(timer := wiring_of(d.delays).inline_timer, RedisTimer):
             put_garbage(timer, near[0], far)
         ran_once(d, near)
         ran_once(d, [d.schedule() for _ in range(10)])
@@ -267,7 +270,7 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
         near.id,
         near.version,
         to_us(near.expected_time),
-        d.delays.clock.now_us(),
+        wiring_of(d.delays).clock.now_us(),
     )
     payloads: list[Any] = [
         [[], {}, {}],
@@ -285,7 +288,7 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
         [[[[id, version, 0, 10**30]]], {}, {}],
         [[[], {"drain": "all"}], {}, {}],
     ]
-    with d.delays.celery.connection_for_write() as connection:
+    with wiring_of(d.delays).celery.connection_for_write() as connection:
         producer = connection.Producer(serializer="json")
         headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
         place = {

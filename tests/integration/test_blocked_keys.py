@@ -11,6 +11,7 @@ import pytest
 from redis import Redis
 
 from delaytasks import DelayTask
+from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
 from tests.waiting import SLACK_S, wait_until
@@ -26,7 +27,7 @@ class Broker:
         self.server = server
         self.redis: Redis = server.client()
         self.d = Deployment(folder, database, server.url, **settings)
-        self.queue = self.d.delays.publisher.queue("default").name
+        self.queue = wiring_of(self.d.delays).publisher.queue("default").name
 
     def block(self, key: str) -> None:
         """Puts a string where a list, a set or a hash should be, whatever is written there meanwhile."""
@@ -140,7 +141,7 @@ def test_other_queues_are_on_time_while_one_is_blocked(
     broker.d.wait_for([task])
     late_s = (broker.d.delays.get(task).execution_time - task.expected_time).total_seconds()  # type: ignore[operator]
     assert late_s < QUICK["grace_s"]
-    broker.d.delays.celery.send_task("no.such.task", queue=own)
+    wiring_of(broker.d.delays).celery.send_task("no.such.task", queue=own)
     wait_until(lambda: broker.redis.llen(own) == 0, 10, "Celery's own queue to be read")
     assert not worker.ended()
 
@@ -160,7 +161,7 @@ def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Ope
     ):
         broker.block(key)
     for _ in range(3):
-        broker.d.delays.celery.send_task("no.such.task", queue=own)
+        wiring_of(broker.d.delays).celery.send_task("no.such.task", queue=own)
     wait_until(
         lambda: broker.redis.llen(own) == 0,
         10,
@@ -225,7 +226,7 @@ def test_the_redis_timer_outlives_a_redis_that_refuses(
 
 def test_a_worker_starts_where_the_redis_timers_keys_are_strings(open_broker: Open) -> None:
     broker = open_broker(timer="redis")
-    timer = broker.d.delays.redis_timer
+    timer = wiring_of(broker.d.delays).redis_timer
     assert timer is not None
     for slot in timer.slots("default"):
         for key in timer.keys(slot):

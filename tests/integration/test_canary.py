@@ -20,6 +20,7 @@ from sqlalchemy import make_url, text
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.encryption import new_key
 from delaytasks.core.settings import PREFIX, secret_names
+from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import ROOT, Deployment
 from tests.waiting import wait_until
@@ -99,7 +100,7 @@ def test_secrets_and_bodies_are_not_told(
     wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
     wait_until(lambda: "no_key" in worker.log(), 20, "the task whose key is not there")
 
-    inspect = delays.celery.control.inspect([d.node(0)], timeout=10, limit=1)
+    inspect = wiring_of(delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
     told = {
         "worker": worker.log(),
         "beat": beat.log(),

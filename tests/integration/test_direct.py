@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import select, text
 
 from delaytasks import DelayTask, NewTask, Status
+from delaytasks.wiring import wiring_of
 from tests.running import Deployment, Process
 from tests.services import free_port
 from tests.waiting import wait_until
@@ -105,7 +106,7 @@ def test_drain_does_all_that_a_worker_would_and_ends(deploy: Deploy) -> None:
     done, failed, waiting = everything(d)
     first = d.drain("-c", "2", deadline_s=60)
     wait_until(
-        lambda: d.delays.clock.now() > d.delays.get(failed[0]).expected_time,
+        lambda: wiring_of(d.delays).clock.now() > d.delays.get(failed[0]).expected_time,
         10,
         "the last rung to be due",
     )

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.wiring import wiring_of
+
 pytest.importorskip("django")
 
 from django.db import connections, transaction
@@ -56,18 +58,18 @@ def alias(django: None, database_url: str) -> Iterator[str]:
 def module_delays(alias: str) -> Iterator[DjangoDelays]:
     prefix = "d" + secrets.token_hex(3) + "_"
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
-    with delays.store.database.begin() as connection:
-        delays.store.schema.metadata.create_all(connection)
+    with wiring_of(delays).store.database.begin() as connection:
+        wiring_of(delays).store.schema.metadata.create_all(connection)
     yield delays
-    with delays.store.database.begin() as connection:
-        delays.store.schema.metadata.drop_all(connection)
+    with wiring_of(delays).store.database.begin() as connection:
+        wiring_of(delays).store.schema.metadata.drop_all(connection)
     delays.close()
 
 
 @pytest.fixture
 def armed(module_delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     entries: list[Entry] = []
-    monkeypatch.setattr(module_delays.timer, "arm", entries.extend)
+    monkeypatch.setattr(wiring_of(module_delays).timer, "arm", entries.extend)
     return entries
 
 
@@ -77,7 +79,7 @@ def delays(module_delays: DjangoDelays, armed: list[Entry]) -> Iterator[DjangoDe
     connection = connections[module_delays.alias]
     assert not connection.in_atomic_block
     with connection.cursor() as cursor:
-        for table in module_delays.store.schema.metadata.sorted_tables:
+        for table in wiring_of(module_delays).store.schema.metadata.sorted_tables:
             cursor.execute(f"DELETE FROM {table.name}")
 
 
@@ -97,7 +99,7 @@ def rolled_back(alias: str) -> Iterator[None]:
 
 def rows(delays: DjangoDelays) -> list[Any]:
     """What others see: read by a connection of delaytasks' own."""
-    return delays.store.tasks.find(None, None, None, None, None, None, 1000).tasks
+    return wiring_of(delays).store.tasks.find(None, None, None, None, None, None, 1000).tasks
 
 
 # -- transactions ---------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
 
 
 def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
-    delays.clock.forget()  # it is asked again within the call, and that does not count
+    wiring_of(delays).clock.forget()  # it is asked again within the call, and that does not count
     with (
         transaction.atomic(delays.alias),
         CaptureQueriesContext(connections[delays.alias]) as queries,
@@ -206,7 +208,7 @@ def test_what_is_read_is_what_was_written(delays: DjangoDelays, is_atomic: bool)
         assert read.expected_time == when
         assert read.expected_time.utcoffset() == timedelta(0)
         assert read.create_time == task.create_time
-        own = delays.store.tasks.get(task.id)  # on a connection of delaytasks' own
+        own = wiring_of(delays).store.tasks.get(task.id)  # on a connection of delaytasks' own
         assert own is not None
         assert (own.expected_time, own.body) == (when, body)
 
@@ -224,8 +226,10 @@ def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
         with transaction.atomic(delays.alias):
             task = delays.schedule_at("order.close", 1, DUE)
             assert delays.get(task).expected_time == DUE
-        delays.clock.forget()
-        assert abs(delays.clock.now() - delays.store.tasks.now()) < timedelta(seconds=1)
+        wiring_of(delays).clock.forget()
+        assert abs(wiring_of(delays).clock.now() - wiring_of(delays).store.tasks.now()) < timedelta(
+            seconds=1
+        )
     renew()
     assert rows(delays)[0].expected_time == DUE
 
@@ -257,7 +261,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     own = DjangoDelays(
         django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key]
     )
-    monkeypatch.setattr(own.timer, "arm", list[Entry]().extend)
+    monkeypatch.setattr(wiring_of(own).timer, "arm", list[Entry]().extend)
     body = {"card": "cAnArY", "percent": "100 %"}
     with transaction.atomic(own.alias):
         own.schedule_delay("order.close", body, 60)
@@ -266,7 +270,9 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
         own.schedule_many([("order.close", body, 60)] * 3)
         assert [task.body for task in own.find()] == [body] * 5
     with connections[own.alias].cursor() as cursor:
-        cursor.execute(f"SELECT message_body, id, tag FROM {own.store.schema.tasks.name}")
+        cursor.execute(
+            f"SELECT message_body, id, tag FROM {wiring_of(own).store.schema.tasks.name}"
+        )
         rows = cursor.fetchall()
     stored = [row[0] for row in rows]
     assert [text[:16] for text in stored] == [f"aesgcm:{key_name(key)}:"] * 5
@@ -283,8 +289,8 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
         unit = DjangoTransaction(delays.alias)
-        assert not delays.store.tasks.insert_many([task], unit.executor)
-        assert not delays.store.tasks.insert(task, unit.executor)
+        assert not wiring_of(delays).store.tasks.insert_many([task], unit.executor)
+        assert not wiring_of(delays).store.tasks.insert(task, unit.executor)
         assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
     assert [found.id for found in rows(delays)] == [task.id]
 
@@ -372,7 +378,7 @@ def test_an_error_of_the_database_rolls_back_the_callers_block_even_if_he_goes_o
     with transaction.atomic(delays.alias):
         delays.schedule_delay("order.close", 1, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(delays.store.tasks, "insert", fail_in_sql)
+            patch.setattr(wiring_of(delays).store.tasks, "insert", fail_in_sql)
             with pytest.raises(SessionUnusableError, match="no_such_table"):
                 delays.schedule_delay("order.close", 2, 1)
         with pytest.raises(SessionUnusableError):
@@ -407,7 +413,7 @@ def test_a_time_that_can_not_be_asked_for_is_told_as_any_statement(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(instance, "db_now", lambda: literal_column("no_such_column"))
-        patch.setattr(delays.clock, "_base", None)
+        patch.setattr(wiring_of(delays).clock, "_base", None)
         with pytest.raises(StoreError, match="no_such_column"):
             delays.schedule_delay("order.close", 1, 1)
         with (
@@ -430,7 +436,7 @@ def test_a_connection_that_breaks_is_told_and_one_that_breaks_in_commit_with_the
 
     connection = connections[delays.alias]
     with monkeypatch.context() as patch:
-        patch.setattr(delays.store.tasks, "insert", broken)
+        patch.setattr(wiring_of(delays).store.tasks, "insert", broken)
         with pytest.raises(StoreUnavailableError, match="closed the connection") as error:
             delays.schedule_delay("order.close", 1, 1)
         assert "secret" not in str(error.value)
@@ -449,11 +455,11 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
     delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(delays.store.tasks, "_insert_own", fail_in_sql)
+        patch.setattr(wiring_of(delays).store.tasks, "_insert_own", fail_in_sql)
         with pytest.raises(StoreError):
             delays.schedule_delay("order.close", 1, 60, key="k")
     with connections[delays.alias].cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {delays.store.schema.keys.name}")
+        cursor.execute(f"SELECT count(*) FROM {wiring_of(delays).store.schema.keys.name}")
         assert cursor.fetchone() == (0,)
 
 
@@ -546,11 +552,13 @@ def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
     django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     try:
         delays = DjangoDelays(django_settings.new_celery_app(), "moving")
-        before = delays.store
-        assert delays.store is before
+        before = wiring_of(delays).store
+        assert wiring_of(delays).store is before
         connections.settings["moving"]["NAME"] = str(tmp_path / "test_shop.sqlite3")
-        assert str(delays.store.database.url.database) == str(tmp_path / "test_shop.sqlite3")
-        assert delays.store is delays.store is not before
+        assert str(wiring_of(delays).store.database.url.database) == str(
+            tmp_path / "test_shop.sqlite3"
+        )
+        assert wiring_of(delays).store is wiring_of(delays).store is not before
         delays.close()
     finally:
         django_settings.remove_database("moving")

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.wiring import wiring_of
+
 pytest.importorskip("django")
 
 from django.db import DatabaseError, connections, transaction
@@ -101,13 +103,13 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
     alias = f"leaves_{kind}"
     django_settings.add_database(alias, proxy.url(url))
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="dj_")
-    metadata = delays.store.schema.metadata
+    metadata = wiring_of(delays).store.schema.metadata
     try:
-        with delays.store.database.begin() as connection:
+        with wiring_of(delays).store.database.begin() as connection:
             metadata.create_all(connection)
         task = delays.schedule_delay("mail", {}, 60, key="k")
         monkeypatch.setattr(
-            delays.clock, "_base", None
+            wiring_of(delays).clock, "_base", None
         )  # so that the time is asked for inside the call's transaction
         proxy.reset()
         with pytest.raises(StoreUnavailableError):
@@ -124,7 +126,7 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
             delays.get(task)
         proxy.heal()
         assert delays.cancel(task)
-        with delays.store.database.begin() as connection:
+        with wiring_of(delays).store.database.begin() as connection:
             metadata.drop_all(connection)
     finally:
         delays.close()
@@ -139,9 +141,9 @@ def test_a_connection_to_a_former_primary_is_given_up_after_one_call(
     alias = f"demoted_{kind}"
     django_settings.add_database(alias, request.getfixturevalue(f"{kind}_url"))
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="djd_")
-    metadata = delays.store.schema.metadata
+    metadata = wiring_of(delays).store.schema.metadata
     try:
-        with delays.store.database.begin() as connection:
+        with wiring_of(delays).store.database.begin() as connection:
             metadata.create_all(connection)
         with connections[alias].cursor() as cursor:
             cursor.execute(READ_ONLY[kind])
@@ -149,7 +151,7 @@ def test_a_connection_to_a_former_primary_is_given_up_after_one_call(
             delays.schedule_delay("mail", {}, 60)
         delays.schedule_delay("mail", {}, 60)
         assert len(delays.find(tag="mail").tasks) == 1
-        with delays.store.database.begin() as connection:
+        with wiring_of(delays).store.database.begin() as connection:
             metadata.drop_all(connection)
     finally:
         delays.close()

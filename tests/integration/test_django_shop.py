@@ -14,6 +14,7 @@ from sqlalchemy import create_engine, text
 
 from delaytasks import Status
 from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
 from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
 from tests.waiting import wait_until
 
@@ -47,12 +48,12 @@ def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[Shop]:
 
 def differences(shop: Shop) -> list[Any]:
     """What Alembic would change to make the tables those of the metadata."""
-    tables = shop.delays.store.schema.metadata
+    tables = wiring_of(shop.delays).store.schema.metadata
     options = {
-        **migrations.comparison(shop.delays.store.database.url.get_backend_name()),
+        **migrations.comparison(wiring_of(shop.delays).store.database.url.get_backend_name()),
         "include_name": lambda name, kind, _parents: kind != "table" or name in tables.tables,
     }
-    with shop.delays.store.database.begin() as connection:
+    with wiring_of(shop.delays).store.database.begin() as connection:
         found: list[Any] = compare_metadata(
             MigrationContext.configure(connection, opts=options), tables
         )
@@ -93,21 +94,21 @@ def create_statements(url: str) -> dict[str, str]:
 def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: Shop) -> None:
     shop.command("manage.py", "migrate")
     assert differences(shop) == []
-    assert migrations.is_current(shop.delays.store.database)
+    assert migrations.is_current(wiring_of(shop.delays).store.database)
     by_django = create_statements(shop.database_url)
     assert len(by_django) >= 5
 
     shop.command("manage.py", "migrate", "delaytasks", "zero")
-    with shop.delays.store.database.begin() as connection:
+    with wiring_of(shop.delays).store.database.begin() as connection:
         connection.execute(text("DROP TABLE yb_delay_alembic_version"))
     assert not create_statements(shop.database_url)
-    migrations.upgrade(shop.delays.store.database)
+    migrations.upgrade(wiring_of(shop.delays).store.database)
     assert create_statements(shop.database_url) == by_django
 
 
 @each_database
 def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: Shop) -> None:
-    migrations.upgrade(shop.delays.store.database)
+    migrations.upgrade(wiring_of(shop.delays).store.database)
     task = shop.delays.schedule_delay("order.close", {"order": 7}, 3600)
     shop.command("manage.py", "migrate")
     assert shop.delays.get(task).body == {"order": 7}
@@ -121,7 +122,7 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
     is_sqlite = shop.database_url.startswith("sqlite")
     instant = "DATETIME" if is_sqlite else "TIMESTAMP"
     columns = "id BIGINT PRIMARY KEY" if not is_sqlite else "id INTEGER PRIMARY KEY"
-    with shop.delays.store.database.begin() as connection:
+    with wiring_of(shop.delays).store.database.begin() as connection:
         connection.execute(
             text(
                 f"CREATE TABLE yb_delay_task_message ({columns}, tag VARCHAR(128) NOT NULL, message_body TEXT NOT NULL,"
@@ -138,9 +139,9 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
         )
     shop.command("manage.py", "migrate")
     assert shop.delays.get(7).tag == "old"
-    assert migrations.is_current(shop.delays.store.database)
+    assert migrations.is_current(wiring_of(shop.delays).store.database)
     shop.command("manage.py", "migrate", "delaytasks", "zero")
-    with shop.delays.store.database.begin() as connection:
+    with wiring_of(shop.delays).store.database.begin() as connection:
         assert connection.execute(text("SELECT tag FROM yb_delay_task_message")).scalar() == "old"
     shop.command("manage.py", "migrate")
     assert shop.delays.get(7).tag == "old"
@@ -211,7 +212,7 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
         query = text(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = ''"
         )
-        database = shop.delays.store.database
+        database = wiring_of(shop.delays).store.database
         wait_until(
             lambda: database.alone(lambda c: c.execute(query).scalar()) == 0,
             5,

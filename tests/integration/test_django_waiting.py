@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.wiring import wiring_of
+
 pytest.importorskip("django")
 
 from asgiref.sync import sync_to_async
@@ -23,7 +25,7 @@ from tests.integration.test_django import alias, armed, delays, django, module_d
 @pytest.fixture(autouse=True)
 def fixup(module_delays: DjangoDelays) -> Iterator[None]:  # noqa: F811
     """What a worker of a Django project does."""
-    made = DjangoWorkerFixup(module_delays.celery).install()
+    made = DjangoWorkerFixup(wiring_of(module_delays).celery).install()
     yield
     signals.task_prerun.disconnect(made.on_task_prerun)
     signals.task_postrun.disconnect(made.on_task_postrun)
@@ -52,7 +54,7 @@ def test_each_thread_closes_its_connection_when_its_row_is_over(
     def work(body: Any) -> None:
         query(alias, used)
 
-    delays.registry._processors.pop("shop.beside", None)
+    wiring_of(delays).registry._processors.pop("shop.beside", None)
     delays.processor("shop.beside", in_flight=2)(work)
     assert {task.status for task in run(delays, "shop.beside")} == {Status.DONE}
     assert threading.get_ident() not in {thread for thread, _ in used}
@@ -68,7 +70,7 @@ def test_coroutines_connections_are_closed_in_the_thread_that_django_makes_them_
     async def work(body: Any) -> None:
         await sync_to_async(query)(alias, used)
 
-    delays.registry._processors.pop("shop.async", None)
+    wiring_of(delays).registry._processors.pop("shop.async", None)
     delays.processor("shop.async")(work)
     assert {task.status for task in run(delays, "shop.async")} == {Status.DONE}
     assert [connection.connection for _, connection in used] == [None] * 6
@@ -86,7 +88,7 @@ def test_a_row_beside_others_completes_in_its_own_transaction(
         with turn, transaction.atomic(alias):
             task.complete(result=str(task.id))
 
-    delays.registry._processors.pop("shop.complete", None)
+    wiring_of(delays).registry._processors.pop("shop.complete", None)
     delays.processor("shop.complete", in_flight=3)(work)
     tasks = run(delays, "shop.complete")
     assert [task.result for task in tasks] == [str(task.id) for task in tasks]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.wiring import wiring_of
+
 pytest.importorskip("flask_sqlalchemy")
 
 from celery import Celery
@@ -63,8 +65,11 @@ def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proj
     """With tables of its own; `project.delays` has an app."""
     project = Project()
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
-    monkeypatch.setattr(project.delays.timer, "arm", project.armed.extend)
-    tables, database = project.delays.store.schema.metadata, project.delays.store.database
+    monkeypatch.setattr(wiring_of(project.delays).timer, "arm", project.armed.extend)
+    tables, database = (
+        wiring_of(project.delays).store.schema.metadata,
+        wiring_of(project.delays).store.database,
+    )
     with database.begin() as connection:
         tables.create_all(connection)
     yield project
@@ -83,8 +88,10 @@ def app_of(project: Project) -> Flask:
 
 def count(project: Project) -> int:
     """The rows that others see."""
-    query = select(func.count()).select_from(project.delays.store.schema.tasks)
-    found: int = project.delays.store.database.alone(lambda c: c.execute(query).scalar_one())
+    query = select(func.count()).select_from(wiring_of(project.delays).store.schema.tasks)
+    found: int = wiring_of(project.delays).store.database.alone(
+        lambda c: c.execute(query).scalar_one()
+    )
     return found
 
 
@@ -106,7 +113,7 @@ def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
 
 
 def test_bodies_are_encrypted_in_the_requests_transaction(project: Project) -> None:
-    app, tables = app_of(project), project.delays.store.schema.tasks
+    app, tables = app_of(project), wiring_of(project.delays).store.schema.tasks
     app.config["DELAYTASKS"]["encryption_keys"] = [new_key()]
     project.delays.init_app(app)
     with app.test_request_context():
@@ -196,8 +203,8 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
     own, joined = Project(), Project(join_session=False)
     for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
         app = project.create_app(sqlite_path("shop"), **settings)
-        with project.delays.store.database.begin() as connection:
-            project.delays.store.schema.metadata.create_all(connection)
+        with wiring_of(project.delays).store.database.begin() as connection:
+            wiring_of(project.delays).store.schema.metadata.create_all(connection)
         with app.app_context():
             project.delays.schedule_delay("order.close", 1, 60)
             project.db.session.rollback()
@@ -212,7 +219,7 @@ def test_of_several_databases_the_requests_session_is_on_its_own(
     urls = [sqlite_path("other"), sqlite_path("shop")]
     app = project.create_app(urls[1], database_url=urls)
     for shard in project.delays.shards:
-        database = project.delays.routes.databases.stores[shard.number].database
+        database = wiring_of(project.delays).router.stores[shard.number].database
         migrations.upgrade(database, shard=shard.number)
     keys = {project.delays.shard_for("order.close", str(n)).number: str(n) for n in range(20)}
     with app.app_context():
@@ -288,14 +295,14 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     )
     app = Flask("shop")
     app.extensions["celery"] = extension
-    assert FlaskDelays(app).celery is extension
-    assert FlaskDelays(Flask("shop"), celery_app=given).celery is given
+    assert wiring_of(FlaskDelays(app)).celery is extension
+    assert wiring_of(FlaskDelays(Flask("shop"), celery_app=given)).celery is given
     app = Flask("shop")
     app.config["CELERY"] = {"broker_url": "memory://made"}
     made = FlaskDelays(app)
-    assert made.celery.main == "shop"
-    assert made.celery.conf.broker_url == "memory://made"
-    assert app.extensions["celery"] is made.celery
+    assert wiring_of(made).celery.main == "shop"
+    assert wiring_of(made).celery.conf.broker_url == "memory://made"
+    assert app.extensions["celery"] is wiring_of(made).celery
     assert app.extensions["delaytasks"] is made
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
@@ -319,17 +326,17 @@ def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
 
     for name in ("one", "two"):
         app = project.create_app(sqlite_path(name), namespace=name)
-        assert str(project.delays.store.database.url) == sqlite_path(name)
+        assert str(wiring_of(project.delays).store.database.url) == sqlite_path(name)
         assert project.delays.settings.namespace == name
-        assert project.delays.celery is app.extensions["celery"]
-        assert project.delays.registry.get("order.close") is not None
+        assert wiring_of(project.delays).celery is app.extensions["celery"]
+        assert wiring_of(project.delays).registry.get("order.close") is not None
 
 
 def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
     project = Project()
     app = project.create_app("sqlite://")
     with app.app_context():
-        project.delays.store.schema.metadata.create_all(project.db.session.connection())
+        wiring_of(project.delays).store.schema.metadata.create_all(project.db.session.connection())
         task = project.delays.schedule_delay("order.close", 1, 60, key="k")
         assert [found.id for found in project.delays.find(tag="order.close")] == [task.id]
         assert project.delays.cancel(tag="order.close", key="k")
@@ -354,7 +361,7 @@ def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_i
     app = Flask("shop")
     app.config["SQLALCHEMY_DATABASE_URI"] = uri
     delays = FlaskDelays(app, celery_app=Celery(broker="memory://", set_as_current=False))
-    assert delays.store.database.url.render_as_string(hide_password=False) == url
+    assert wiring_of(delays).store.database.url.render_as_string(hide_password=False) == url
 
 
 def test_a_relative_sqlite_file_is_where_flask_sqlalchemy_has_it(tmp_path: Path) -> None:
@@ -367,7 +374,7 @@ def test_a_relative_sqlite_file_is_where_flask_sqlalchemy_has_it(tmp_path: Path)
         delays.init_app(app)
     db.init_app(app)
     delays.init_app(app)
-    assert delays.store.database.url.database == str(tmp_path / "shop.sqlite3")
+    assert wiring_of(delays).store.database.url.database == str(tmp_path / "shop.sqlite3")
 
 
 @pytest.mark.parametrize(

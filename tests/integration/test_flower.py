@@ -21,6 +21,7 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
@@ -86,7 +87,7 @@ class Site:
         return {worker["hostname"]: worker for worker in self.get("/workers", json=1)["data"]}
 
     def close(self) -> None:
-        with self.deployment.delays.celery.connection_for_write() as connection:
+        with wiring_of(self.deployment.delays).celery.connection_for_write() as connection:
             if connection.transport.driver_type == "amqp":
                 for name in ("ev", "control.pidbox"):
                     connection.default_channel.exchange_delete(f"{self.token}.{name}")

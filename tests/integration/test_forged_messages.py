@@ -19,6 +19,7 @@ from redis import Redis
 from delaytasks import DelayTask, Status
 from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.timers.eta import RUN
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import SWEEP
 from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
@@ -50,12 +51,12 @@ class Scene:
         self.worker: Process = self.d.worker("-Q", "default", concurrency=1)
 
     def queue(self) -> Any:
-        return self.d.delays.publisher.queue("default")
+        return wiring_of(self.d.delays).publisher.queue("default")
 
     def send(self, messages: list[tuple[Any, Any, str]]) -> None:
         """Body, headers and content type of each."""
         queue = self.queue()
-        with self.d.delays.celery.connection_for_write() as connection:
+        with wiring_of(self.d.delays).celery.connection_for_write() as connection:
             producer = Producer(connection)
             for body, headers, kind in messages:
                 text = body if isinstance(body, (bytes, str)) else json.dumps(body)
@@ -249,8 +250,8 @@ def test_forged_messages_stop_nobody_and_run_nothing(
 
 
 def forge_timer(scene: Scene, redis: Redis, far: DelayTask) -> None:
-    assert scene.d.delays.redis_timer is not None
-    timer = scene.d.delays.redis_timer
+    assert wiring_of(scene.d.delays).redis_timer is not None
+    timer = wiring_of(scene.d.delays).redis_timer
     members = [
         "x",
         "",
@@ -277,5 +278,5 @@ def forge_timer(scene: Scene, redis: Redis, far: DelayTask) -> None:
 def _length(scene: Scene) -> int:
     if scene.redis is not None:
         return int(scene.redis.llen(scene.queue().name))
-    with scene.d.delays.celery.connection_for_write() as connection:
+    with wiring_of(scene.d.delays).celery.connection_for_write() as connection:
         return int(scene.queue()(connection).queue_declare(passive=True).message_count)

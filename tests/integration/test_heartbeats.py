@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks import NewTask
+from delaytasks.wiring import wiring_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
@@ -39,7 +40,7 @@ class Connections(Deployment):
 
     def live(self, alive: list[str], is_over: Callable[[], bool], most_s: float) -> None:
         """Time passes, and these are heard from."""
-        clock = self.delays.clock
+        clock = wiring_of(self.delays).clock
         until = clock.now() + timedelta(seconds=most_s)
         while clock.now() < until and not is_over():
             next_at = clock.now() + timedelta(seconds=EVERY_S)
@@ -49,18 +50,21 @@ class Connections(Deployment):
     def count_messages(self) -> list[int]:
         """How many are sent in this process from now on, one number for each time."""
         sent: list[int] = []
-        send = self.delays.publisher.send
+        send = wiring_of(self.delays).publisher.send
 
         def counting(name: str, queue: str, messages: list[Any]) -> bool:
             sent.append(len(messages))
             return send(name, queue, messages)
 
-        self.delays.publisher.send = counting  # type: ignore[method-assign]
+        wiring_of(self.delays).publisher.send = counting  # type: ignore[method-assign]
         return sent
 
     def worker_events(self) -> dict[str, int]:
         answer = (
-            self.delays.celery.control.inspect([self.node(0)], timeout=10, limit=1).stats() or {}
+            wiring_of(self.delays)
+            .celery.control.inspect([self.node(0)], timeout=10, limit=1)
+            .stats()
+            or {}
         )
         events: dict[str, int] = answer[self.node(0)]["delaytasks"]["events"]
         return events

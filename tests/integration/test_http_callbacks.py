@@ -35,6 +35,7 @@ from delaytasks.storage import migrations
 from delaytasks.webhooks import addresses
 from delaytasks.webhooks.addresses import Guard
 from delaytasks.webhooks.http import HttpCallbacks, retry_after_s
+from delaytasks.wiring import wiring_of
 from tests.recording import delays_on, record, run_now
 from tests.services import free_port
 from tests.webserver import WebServer, answer, drip, hang, pour, reset
@@ -556,7 +557,7 @@ def delays(tmp_path: Path) -> Iterator[DelayTasks]:
         callback_allow="127.0.0.1",
         callback_secrets=SECRETS[0],
     )
-    migrations.upgrade(made.store.database)
+    migrations.upgrade(wiring_of(made).store.database)
     record(made)
     yield made
     made.close()
@@ -571,7 +572,7 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     first = run_now(delays, scheduled)
     assert first.status is Status.NOT_COMPLETE
     assert first.error == "HTTP 500\nbusy"
-    assert 14 < (first.expected_time - delays.clock.now()).total_seconds() <= 15
+    assert 14 < (first.expected_time - wiring_of(delays).clock.now()).total_seconds() <= 15
     web.answers["/paid"] = reset
     second = run_now(delays, scheduled)
     assert second.error is not None
@@ -706,7 +707,7 @@ def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(
     delays = delays_on(
         f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes
     )
-    migrations.upgrade(delays.store.database, "")
+    migrations.upgrade(wiring_of(delays).store.database, "")
     inside, most, lock, all_in = 0, 0, threading.Lock(), threading.Event()
 
     def count(exchange: Any) -> None:

@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from delaytasks import Status
+from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -44,7 +45,7 @@ def test_each_inspection_answers_while_a_chunk_runs(
     said = d.command("inspect", "stats", "-d", d.node(0), "-t", "10")
     assert said.status == 0, f"{said.log()}\n{worker.log()}"
     assert re.search(r'"oldest_chunk": "\d{4}-\d\d-\d\dT', said.log())
-    asked = d.delays.celery.control.inspect([d.node(0)], timeout=10, limit=1)
+    asked = wiring_of(d.delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
 
     def answer(command: str) -> Any:
         [found] = asked._request(command).values()
@@ -73,7 +74,7 @@ def test_a_purge_costs_no_task(open_deployment: Callable[..., Deployment]) -> No
     """`celery purge` empties Celery's own queues, and ours if they are named; what was armed there is found overdue."""
     d = open_deployment(horizon_s=60)
     task = d.schedule(delay=1)
-    queue = d.delays.publisher.queue("default").name
+    queue = wiring_of(d.delays).publisher.queue("default").name
     with Redis.from_url(d.conf["broker_url"]) as redis:
         said = d.command("purge", "-f")
         assert (said.status, redis.llen(queue)) == (0, 1), said.log()

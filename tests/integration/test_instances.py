@@ -14,6 +14,7 @@ import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
 from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import SWEEP
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
@@ -28,8 +29,8 @@ def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
         f"sqlite:///{tmp_path / name}.db",
         **settings,
     )
-    with made.store.database.begin() as connection:
-        made.store.schema.metadata.create_all(connection)
+    with wiring_of(made).store.database.begin() as connection:
+        wiring_of(made).store.schema.metadata.create_all(connection)
     return made
 
 
@@ -49,7 +50,7 @@ def test_two_instances_in_one_process_do_not_touch_each_other(tmp_path: Path) ->
     one.runner().drain("default", [0], 10)
     assert ran == ["one"]
     assert two.get(other).status is delaytasks.Status.NOT_COMPLETE
-    assert one.publisher.queue("default").name == "one.default"
+    assert wiring_of(one).publisher.queue("default").name == "one.default"
     assert one.events.counts["task.scheduled"] == two.events.counts["task.scheduled"] == 1
 
 
@@ -91,9 +92,11 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
     try:
         for d in made:
             migrations.upgrade(
-                d.store.database, d.settings.table_prefix, d.settings.table_schema or None
+                wiring_of(d).store.database,
+                d.settings.table_prefix,
+                d.settings.table_schema or None,
             )
-            d.store.check()
+            wiring_of(d).store.check()
         tasks = [d.schedule_delay("some.tag", n, 60, key="same") for n, d in enumerate(made)]
         for n, d in enumerate(made):
             assert [task.id for task in d.find(tag="some.tag")] == [tasks[n].id]
@@ -101,10 +104,13 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
     finally:
         for d in made:
             migrations.downgrade(
-                d.store.database, d.settings.table_prefix, d.settings.table_schema or None, "base"
+                wiring_of(d).store.database,
+                d.settings.table_prefix,
+                d.settings.table_schema or None,
+                "base",
             )
             d.close()
-        with made[0].store.database.begin() as connection:
+        with wiring_of(made[0]).store.database.begin() as connection:
             connection.execute(text(f"DROP SCHEMA IF EXISTS {schema} CASCADE"))
 
 
@@ -112,7 +118,9 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
     app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
     app.conf.broker_transport_options = {"visibility_timeout": 20}
     with pytest.raises(ConfigError, match="visibility_timeout = 20"):
-        DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon_s=20).check_ready()
+        wiring_of(
+            DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon_s=20)
+        ).checks.check_ready()
 
 
 @pytest.mark.parametrize("house", [2, -1, True, "0"])
@@ -125,9 +133,9 @@ def test_a_schedule_of_its_own_sweeps_houses_that_there_are(tmp_path: Path, hous
     app.conf.beat_schedule = {**entries, "mine": {"task": SWEEP, "schedule": 5, "args": (house,)}}
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", houses=2)
     with pytest.raises(ConfigError, match=r"beat_schedule\['mine'\] .* houses are 0 to 1"):
-        delays.check_settings()
+        wiring_of(delays).checks.check_settings()
     app.conf.beat_schedule = entries
-    delays.check_settings()
+    wiring_of(delays).checks.check_settings()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_eve
     app = Celery(set_as_current=False, broker=url)
     delays = DelayTasks(app, data_dir=str(tmp_path), horizon_s=3600)
     with pytest.raises(ConfigError, match="visibility_timeout = 3600"):
-        delays.check_settings()
+        wiring_of(delays).checks.check_settings()
 
 
 def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_once(

@@ -18,6 +18,7 @@ import pytest
 from kombu import Exchange, Producer
 
 from delaytasks.timers.eta import RUN
+from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -56,8 +57,8 @@ class Scene:
         self, messages: list[tuple[bytes, dict[str, Any]]], queue: str = "", kind: str = JSON
     ) -> None:
         """Bodies and headers, as they are."""
-        ours = self.d.delays.publisher.queue("default")
-        with self.d.delays.celery.connection_for_write() as connection:
+        ours = wiring_of(self.d.delays).publisher.queue("default")
+        with wiring_of(self.d.delays).celery.connection_for_write() as connection:
             producer = Producer(connection)
             for body, headers in messages:
                 producer.publish(
@@ -87,7 +88,7 @@ class Scene:
 
     def close(self) -> None:
         self.d.close()
-        with self.d.delays.celery.connection_for_write() as connection:
+        with wiring_of(self.d.delays).celery.connection_for_write() as connection:
             connection.default_channel.queue_delete(self.own)
 
 
@@ -192,10 +193,10 @@ def test_properties_that_py_amqp_can_not_read_end_no_worker(
 ) -> None:
     """RabbitMQ hands on tables as they are, and delivers again what a worker that ended has not acknowledged."""
     scene = Scene(tmp_path, postgresql_url, rabbitmq_url)
-    for queue in (scene.d.delays.publisher.queue("default").name, scene.own):
+    for queue in (wiring_of(scene.d.delays).publisher.queue("default").name, scene.own):
         message = Raw(b"[[], {}, {}]")
         message.table = table
-        with scene.d.delays.celery.connection_for_write() as connection:
+        with wiring_of(scene.d.delays).celery.connection_for_write() as connection:
             connection.default_channel.basic_publish(message, exchange="", routing_key=queue)
     scene.wait_until_taken_in()
     wait_until(lambda: scene.refused() >= 2, 20, "both to be refused", every_s=0.5)
@@ -207,7 +208,7 @@ def test_properties_that_py_amqp_can_not_read_end_no_worker(
 def test_remote_control_is_not_decompressed(open_scene: Open) -> None:
     scene = open_scene()
     before, bomb = scene.peak(), bzip2_bomb()
-    with scene.d.delays.celery.connection_for_write() as connection:
+    with wiring_of(scene.d.delays).celery.connection_for_write() as connection:
         exchange = Exchange("celery.pidbox", type="fanout", durable=False)
         for _ in range(3):
             headers = {"compression": "bzip2"}
@@ -225,7 +226,9 @@ def test_remote_control_is_not_decompressed(open_scene: Open) -> None:
 def test_celerys_own_queues_are_read_as_ever(open_scene: Open) -> None:
     scene = open_scene()
     args = ["x" * MEGABYTE]
-    scene.d.delays.celery.send_task("no.such.task", args, queue=scene.own, compression="bzip2")
+    wiring_of(scene.d.delays).celery.send_task(
+        "no.such.task", args, queue=scene.own, compression="bzip2"
+    )
     wait_until(
         lambda: "Received unregistered task" in scene.worker.log(), 10, "Celery to take it in"
     )
@@ -275,7 +278,7 @@ def test_headers_of_20_megabytes_are_not_logged(
     text = long if kind == "raw" else json.dumps(message)
     with server.client() as redis:
         for _ in range(3):
-            redis.lpush(scene.d.delays.publisher.queue("default").name, text)
+            redis.lpush(wiring_of(scene.d.delays).publisher.queue("default").name, text)
     scene.wait_until_taken_in()
     assert not scene.worker.ended()
     assert len(scene.worker.log()) < 20_000

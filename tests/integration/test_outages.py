@@ -25,6 +25,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
 from delaytasks.timers.connection_limits import CONNECT_STEP_S
+from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment, Process
@@ -81,7 +82,7 @@ class Line:
         with Celery(
             "reader", broker=self._broker_url, set_as_current=False
         ).connection_for_write() as connection:
-            queue = self.delays.publisher.queue("default")(connection)
+            queue = wiring_of(self.delays).publisher.queue("default")(connection)
             return int(queue.queue_declare(passive=False).message_count)
 
     def close(self) -> None:
@@ -105,7 +106,7 @@ class Line:
         with Celery(
             "reader", broker=self._broker_url, set_as_current=False
         ).connection_for_write() as connection:
-            queue = self.delays.publisher.queue("default")(connection)
+            queue = wiring_of(self.delays).publisher.queue("default")(connection)
             queue.delete()
             queue.exchange.delete()
 
@@ -157,12 +158,12 @@ def test_scheduling_goes_on_without_the_broker(
     assert line.rows() == before + 1
     if broker == "rabbitmq" and outage == "swallow" and is_warm:
         return  # AMQP asks for no answer: the message is gone, and the sweep finds the row when it is overdue
-    assert not delays.timer.is_up
+    assert not wiring_of(delays).timer.is_up
 
     # While somebody tries to connect, and while it rests, nobody waits, and nobody is told again.
     assert seconds(lambda: [delays.schedule_delay("mail", {}, 5) for _ in range(5)]) < LIMIT_S
     wait_until(lambda: line.count("timer.down") == 1, CONNECTS_S, "the broker to be given up")
-    assert not delays.timer.is_up
+    assert not wiring_of(delays).timer.is_up
     assert line.rows() == before + 6
     assert line.count("timer.down") == 1
 
@@ -171,7 +172,7 @@ def test_scheduling_goes_on_without_the_broker(
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
-        return delays.timer.is_up
+        return wiring_of(delays).timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     assert line.count("timer.up") == 1
@@ -248,7 +249,7 @@ def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> 
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
-        return delays.timer.is_up
+        return wiring_of(delays).timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     delays.close()
@@ -271,13 +272,19 @@ def test_a_forked_child_schedules_over_connections_of_its_own(
     accepted = line.broker.accepted
     sessions = {
         backend(engine)
-        for engine in (line.delays.store.database.auto, line.delays.store.database.tx)
+        for engine in (
+            wiring_of(line.delays).store.database.auto,
+            wiring_of(line.delays).store.database.tx,
+        )
     }
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            for engine in (line.delays.store.database.auto, line.delays.store.database.tx):
+            for engine in (
+                wiring_of(line.delays).store.database.auto,
+                wiring_of(line.delays).store.database.tx,
+            ):
                 assert backend(engine) not in sessions
             for _ in range(50):
                 line.delays.schedule_delay("mail", {"from": "child"}, 5)
@@ -292,7 +299,7 @@ def test_a_forked_child_schedules_over_connections_of_its_own(
     assert len({task.id for task in tasks}) == len(tasks) == 102
     assert [task.body for task in tasks].count({"from": "child"}) == 50
     assert line.broker.accepted > accepted
-    assert backend(line.delays.store.database.auto) in sessions, (
+    assert backend(wiring_of(line.delays).store.database.auto) in sessions, (
         "the child closed what is its parent's"
     )
     line.delays.close()  # what waits in the background is sent
@@ -328,7 +335,7 @@ def test_connections_killed_between_calls_are_made_anew(
         lambda: d.find(),
         lambda: d.cancel(failed),
         lambda: d.retry(failed),
-        lambda: d.sweeper.sweep(),
+        lambda: wiring_of(d).sweeper.sweep(),
     ]
     for call in calls:
         assert kill_connections(url) >= 1
@@ -474,7 +481,7 @@ def test_a_statement_that_stands_alone_on_the_callers_connection_has_an_unknown_
             [("mail", {"n": n}, 60) for n in range(rows)], session=session
         )
 
-    engine = create_engine(line.delays.store.database.url, isolation_level="AUTOCOMMIT")
+    engine = create_engine(wiring_of(line.delays).store.database.url, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))
         words = b"COPY " if (database, name) == ("postgresql", "many") else INSERT
@@ -541,7 +548,7 @@ def test_a_connection_that_never_came_about_leaves_no_doubt(
 ) -> None:
     line = connect(database)
     line.warm_up()
-    line.delays.store.close()
+    wiring_of(line.delays).store.close()
     line.database.swallow()
     with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
         line.delays.schedule_delay("mail", {}, 60)
@@ -648,7 +655,7 @@ def test_a_wrong_broker_password_is_not_told(
     line = connect(broker="rabbitmq")
     delays = line.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
     delays.schedule_delay("mail", {}, 5)
-    assert not delays.timer.is_up
+    assert not wiring_of(delays).timer.is_up
     assert line.count("timer.down") + delays.events.counts["timer.down"] == 1
     assert CANARY not in repr(line.seen)
     delays.close()
@@ -656,7 +663,7 @@ def test_a_wrong_broker_password_is_not_told(
 
 def test_a_stuck_pool_of_connections_is_told(connect: Connect) -> None:
     line = connect(pool_size=1)
-    engine = line.delays.store.database.auto
+    engine = wiring_of(line.delays).store.database.auto
     engine.pool._timeout = 0.1  # type: ignore[attr-defined]
     held = [engine.connect() for _ in range(21)]
     with pytest.raises(e.StoreUnavailableError, match="pool_size = 1"):
@@ -685,13 +692,13 @@ def test_a_database_that_is_a_black_hole_holds_up_no_one_who_asks_for_the_time(
 ) -> None:
     line = connect()
     line.warm_up()
-    clock = line.delays.clock
+    clock = wiring_of(line.delays).clock
     line.database.swallow()
     clock.forget()
     measuring = threading.Thread(target=clock.now_us, daemon=True)
     measuring.start()
     wait_until(clock._lock.locked, 5, "a thread to measure")
-    before = line.delays.clock.now_us()
+    before = wiring_of(line.delays).clock.now_us()
     assert seconds(lambda: [clock.certain_now() for _ in range(1000)]) < SLACK_S
     assert clock.now_us() > before
     line.database.heal()
@@ -705,7 +712,7 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
     line = connect(broker="rabbitmq")
     line.warm_up()
     before = line.arrived()
-    mine = line.delays.publisher.queue("bad")
+    mine = wiring_of(line.delays).publisher.queue("bad")
     with Celery(
         "other", broker=line._broker_url, set_as_current=False
     ).connection_for_write() as connection:
@@ -718,7 +725,7 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
         finally:
             other.delete()
             mine.exchange(connection).delete()
-    assert line.delays.timer.is_up
+    assert wiring_of(line.delays).timer.is_up
     assert line.count("queue.refused") == 1
     assert line.count("timer.down") == 0
 
@@ -824,7 +831,7 @@ class Outage:
     def end(self) -> None:
         self.place.broker.reset()  # what was swallowed is lost, with the connections on which it was said
         self.place.broker.heal()
-        self.healed_at = self.place.deployment.delays.clock.now()
+        self.healed_at = wiring_of(self.place.deployment.delays).clock.now()
 
     def longest_s(self) -> float:
         """From when a task was due and its broker back until it ran."""

@@ -24,6 +24,7 @@ from delaytasks.core.errors import (
     InvalidQueueError,
 )
 from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
 from tests.proxy import Proxy, proxy_to
 from tests.recording import delays_on, record, run_now
 from tests.running import Deployment
@@ -68,7 +69,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def new(broker_url: str, **settings: Any) -> DelayTasks:
         settings = {"callback_broker_url": broker_url, "callback_connect_s": 5, **settings}
         delays = delays_on(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **settings)
-        migrations.upgrade(delays.store.database)
+        migrations.upgrade(wiring_of(delays).store.database)
         record(delays)
         made.append(delays)
         return delays
@@ -164,7 +165,7 @@ def test_without_a_setting_the_apps_broker_gets_them(
     make: Make, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     delays = make("")
-    delays.celery.conf.broker_url = rabbitmq_url
+    wiring_of(delays).celery.conf.broker_url = rabbitmq_url
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     assert send(delays, name, BODY).status is Status.DONE
     assert bodies(rabbit, name) == [BODY]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from kombu import Connection
 
+from delaytasks.wiring import wiring_of
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 from tests.services import free_port
@@ -33,7 +34,9 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
     d = Deployment(tmp_path, postgresql_url, other.url)
     try:
         with Connection(home.url) as connection:
-            d.delays.publisher.queue("default")(connection).declare()  # it lives there for good
+            wiring_of(d.delays).publisher.queue("default")(
+                connection
+            ).declare()  # it lives there for good
         first = d.worker()
         d.wait_for([d.schedule()])
         home.crash()
@@ -104,7 +107,7 @@ def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
     nobody = [f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)]
     d = Deployment(tmp_path, postgresql_url, rabbitmq_url, {"broker_url": [*nobody, rabbitmq_url]})
     try:
-        assert d.delays.publisher.send("delaytasks.run", "default", [([[]], {})])
-        assert d.delays.timer.is_up
+        assert wiring_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
+        assert wiring_of(d.delays).timer.is_up
     finally:
         d.close()

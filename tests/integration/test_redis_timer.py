@@ -11,6 +11,7 @@ import pytest
 
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
+from delaytasks.wiring import wiring_of
 from tests.conformance.timer_faults import R1_S, SLACK_S
 from tests.conformance.timers import ran_once
 from tests.proxy import Proxy, proxy_to
@@ -59,7 +60,7 @@ def test_many_that_are_moved_at_once_leave_redis_and_come_to_workers_at_their_ne
     deploy: Deploy,
 ) -> None:
     d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
-    timer = d.delays.redis_timer
+    timer = wiring_of(d.delays).redis_timer
     assert timer is not None
     gone = [d.schedule("test.mail", 60) for _ in range(700)]
     moved = [d.schedule(delay=60) for _ in range(20)]
@@ -107,16 +108,18 @@ def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")
     d.worker()
     tasks: list[DelayTask] = []
-    due = d.delays.clock.now() + timedelta(seconds=0.5)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.5)
     d.delays.schedule_many(
         [NewTask("test.note", {"file": str(d.file)}, when=due)] * 300, on_batch=tasks.extend
     )
     wait_until(mortal.ended, 10, "the worker to be killed")
     d.wait_for(tasks, deadline_s=R1_S + SLACK_S)
     assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in tasks), "each once"
-    timer = d.delays.redis_timer
+    timer = wiring_of(d.delays).redis_timer
     assert timer is not None
     wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")
     if step != "deleted":
-        answers = d.delays.celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
+        answers = (
+            wiring_of(d.delays).celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
+        )
         assert answers[d.node(1)]["delaytasks"]["events"]["entry.returned"] >= 5

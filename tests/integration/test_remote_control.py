@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from delaytasks import Status
+from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -20,7 +21,7 @@ def test_without_remote_control_tasks_run_and_no_message_shuts_a_worker_down(
     try:
         worker, delays = d.worker(ready_s=90), d.delays
         # As a stranger: a worker that takes commands would stop before it runs what is scheduled after them.
-        delays.celery.control.shutdown()
+        wiring_of(delays).celery.control.shutdown()
         tasks = [d.schedule(delay=0.2) for _ in range(3)]
         wait_until(
             lambda: {delays.get(task).status for task in tasks} == {Status.DONE},

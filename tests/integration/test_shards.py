@@ -14,6 +14,7 @@ from sqlalchemy import create_engine, insert, update
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.shards import home_of
+from delaytasks.wiring import wiring_of
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -80,7 +81,7 @@ def run_on_every_shard(site: Site) -> None:
 
 def test_rows_of_other_programs_run_in_every_shard(site: Site) -> None:
     site.worker()
-    for store in site.delays.routes.databases.stores:
+    for store in wiring_of(site.delays).router.stores:
         with store.database.begin() as connection:
             body = f'{{"file": "{site.file}"}}'
             connection.execute(insert(store.schema.tasks).values(id=7, tag=TAG, message_body=body))

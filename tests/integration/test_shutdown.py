@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask, NewTask, Status
+from delaytasks.wiring import wiring_of
 from tests.conformance.timers import ALONE
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
@@ -47,10 +48,10 @@ def asleep(d: Deployment, seconds: float) -> DelayTask:
 def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy, pool: str) -> None:
     """Leases are long, and no sweep comes: only what the worker gives back itself can run elsewhere in time."""
     d = deploy(**ALONE, lease_s=60)
-    d.delays.sweeper.sweep()
+    wiring_of(d.delays).sweeper.sweep()
     worker = d.worker(pool=pool, concurrency=1)
     d.wait_for([d.schedule()])
-    due = d.delays.clock.now() + timedelta(seconds=0.3)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.3)
     # Claimed as one chunk, of which the first row takes its time.
     behind: list[DelayTask] = []
     new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, when=due, priority=9)]

@@ -20,6 +20,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.storage import migrations
 from delaytasks.storage.replication import replication
 from delaytasks.storage.standby_watch import _POSTGRESQL, COMMIT_LIMIT_S
+from delaytasks.wiring import wiring_of
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.recording import delays_on, record
@@ -75,7 +76,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 def delays(server: Server) -> Iterator[DelayTasks]:
     made = delays_on(server.url)
     record(made)
-    migrations.upgrade(made.store.database)
+    migrations.upgrade(wiring_of(made).store.database)
     yield made
     alone(server)
     made.close()
@@ -95,7 +96,9 @@ def sessions(server: Server, delays: DelayTasks) -> int:
         if isinstance(server, PostgresServer)
         else "SELECT count(*) FROM information_schema.processlist WHERE state LIKE 'Waiting for semi-sync%'"
     )
-    return int(delays.store.database.alone(lambda c: c.execute(text(query)).scalar_one()))
+    return int(
+        wiring_of(delays).store.database.alone(lambda c: c.execute(text(query)).scalar_one())
+    )
 
 
 def test_a_call_that_waits_for_a_missing_standby_ends_with_an_unknown_outcome(
@@ -123,11 +126,11 @@ def test_a_worker_that_waits_for_a_missing_standby_claims_again_later(
 ) -> None:
     task = delays.schedule_delay("note", {}, 0)
     without_standby(server)
-    claims = delays.store.claims("w/1", None)
+    claims = wiring_of(delays).store.claims("w/1", None)
     with pytest.raises(StoreUnavailableError):
         in_thread(claims.claim, [Entry(task.id, 0, 0)]).result(BOUND_S)
     alone(server)
-    assert delays.store.tasks.read(task.id).id == task.id
+    assert wiring_of(delays).store.tasks.read(task.id).id == task.id
 
 
 def test_a_statement_that_takes_long_for_another_reason_is_left_alone(
@@ -135,7 +138,7 @@ def test_a_statement_that_takes_long_for_another_reason_is_left_alone(
 ) -> None:
     delays = delays_on(own_postgresql.url)
     slow = text(f"SELECT pg_sleep({COMMIT_LIMIT_S + 3})")
-    done = in_thread(delays.store.database.alone, lambda c: c.execute(slow).all())
+    done = in_thread(wiring_of(delays).store.database.alone, lambda c: c.execute(slow).all())
     assert len(done.result(BOUND_S)) == 1
     delays.close()
 
@@ -153,7 +156,7 @@ def test_a_session_whose_commit_was_confirmed_meanwhile_is_not_ended(postgresql_
 
 def test_nobody_watches_while_nothing_is_in_use(own_postgresql: PostgresServer) -> None:
     delays = delays_on(own_postgresql.url)
-    delays.store.database.alone(lambda c: c.execute(text("SELECT 1")).all())
+    wiring_of(delays).store.database.alone(lambda c: c.execute(text("SELECT 1")).all())
 
     def is_over() -> bool:
         return not any(thread.name == "delaytasks standbys" for thread in threading.enumerate())
@@ -163,11 +166,11 @@ def test_nobody_watches_while_nothing_is_in_use(own_postgresql: PostgresServer) 
 
 
 def test_stats_tells_that_commits_wait(server: Server, delays: DelayTasks) -> None:
-    before = replication(delays.store.database)
+    before = replication(wiring_of(delays).store.database)
     assert before is not None
     assert before.mode == "none"
     without_standby(server)
-    found = replication(delays.store.database)
+    found = replication(wiring_of(delays).store.database)
     assert found is not None
     assert found.mode == "stopped"
     assert "COMMIT waits" in (found.problem or "")
@@ -187,8 +190,8 @@ def test_a_logical_subscriber_is_no_standby(own_postgresql: PostgresServer) -> N
     cursor.start_replication("other", options={"proto_version": "1", "publication_names": "p"})
     delays = delays_on(own_postgresql.url)
     count = text("SELECT count(*) FROM pg_stat_replication")
-    assert delays.store.database.alone(lambda c: c.execute(count).scalar_one()) == 1
-    found = replication(delays.store.database)
+    assert wiring_of(delays).store.database.alone(lambda c: c.execute(count).scalar_one()) == 1
+    found = replication(wiring_of(delays).store.database)
     assert found is not None
     assert found.mode == "none"
     delays.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask, Status
+from delaytasks.wiring import wiring_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
@@ -134,7 +135,10 @@ def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: De
     second = d.worker("-Q", d.settings["namespace"] + ".mail", pool="threads", concurrency=2)
     tasks = schedule(d, 80, seconds=0.1, delay=1)
     wait_until(lambda: len(d.runs()) > 10, 15, "some of them to run")
-    queue, control = d.delays.publisher.queue("default").name, d.delays.celery.control
+    queue, control = (
+        wiring_of(d.delays).publisher.queue("default").name,
+        wiring_of(d.delays).celery.control,
+    )
     assert control.add_consumer(queue, destination=[d.node(1)], reply=True, timeout=10, limit=1)
     time.sleep(2)  # until it knows that it serves the queue; it has met nobody who waits in line
     first.terminate()

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
+from delaytasks.wiring import wiring_of
 from tests.counting import counted
 from tests.running import BROKERS, Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -97,11 +98,11 @@ def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(
     deploy: Deploy, database: str, holds_gil: bool
 ) -> None:
     d = deploy(database, max_lost_leases=3)
-    due = d.delays.clock.now_us() // 1_000_000 + 4
+    due = wiring_of(d.delays).clock.now_us() // 1_000_000 + 4
     body = {"file": str(d.file)}
 
     def all_due(tag: str, count: int, **more: Any) -> list[DelayTask]:
-        delay = max(due - d.delays.clock.now_us() / 1e6, 0)
+        delay = max(due - wiring_of(d.delays).clock.now_us() / 1e6, 0)
         return [d.delays.schedule_delay(tag, {**body, **more}, delay) for _ in range(count)]
 
     neighbours = all_due("limits.none", 20) + all_due("limits.hard", 5)
@@ -147,7 +148,7 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     deploy: Deploy, postgresql_url: str, mysql_url: str
 ) -> None:
     d = deploy([postgresql_url, mysql_url])
-    past, stuck, others = d.delays.clock.now() - timedelta(minutes=1), [], []
+    past, stuck, others = wiring_of(d.delays).clock.now() - timedelta(minutes=1), [], []
     for shard in d.delays.shards:
         rows = []
         for number in range(100):

@@ -8,6 +8,7 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayTask, Status
+from delaytasks.wiring import wiring_of
 from tests.integration.test_worker import Deploy, deploy  # noqa: F401
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -44,7 +45,7 @@ def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
 ) -> None:
     d = deploy(database, broker)
     d.worker(pool=pool)
-    due = d.delays.clock.now() + timedelta(seconds=2)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=2)
     body = {"file": str(d.file), "seconds": 1}
     waiting = [d.delays.schedule_at(WAITS[n % 2], body, due) for n in range(40)]
     together = [

@@ -13,6 +13,7 @@ from sqlalchemy import insert
 
 from delaytasks import Status
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -22,7 +23,7 @@ class WorkerTable(Deployment):
     """Whose loops can be broken."""
 
     def break_loop(self, node: str, loop: str, way: str) -> None:
-        control = self.delays.celery.control
+        control = wiring_of(self.delays).celery.control
         arguments = {"loop": loop, "way": way}
         answers = control.broadcast(
             "break_loop", arguments, destination=[node], reply=True, timeout=10, limit=1
@@ -31,7 +32,7 @@ class WorkerTable(Deployment):
 
     def stats(self, node: str) -> dict[str, Any]:
         """What `celery inspect stats` says of it."""
-        answer = self.delays.celery.control.inspect([node], timeout=10, limit=1).stats()
+        answer = wiring_of(self.delays).celery.control.inspect([node], timeout=10, limit=1).stats()
         found: dict[str, Any] = (answer or {}).get(node, {}).get("delaytasks", {})
         return found
 
@@ -112,7 +113,7 @@ def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(
 
 def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: WorkerTable) -> None:
     workers.worker(concurrency=1)
-    node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
+    node, control, forgotten = workers.node(0), wiring_of(workers.delays).celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
         [answer] = control.broadcast(
@@ -127,7 +128,7 @@ def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(
     workers: WorkerTable,
 ) -> None:
     workers.worker(concurrency=1)
-    node, control, forgotten = workers.node(0), workers.delays.celery.control, 0
+    node, control, forgotten = workers.node(0), wiring_of(workers.delays).celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
         [answer] = control.broadcast(
@@ -144,7 +145,7 @@ def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(
 ) -> None:
     """The one that takes its place has its pipe, and Celery says that it has the chunk."""
     workers.worker(concurrency=1)
-    node, control = workers.node(0), workers.delays.celery.control
+    node, control = workers.node(0), wiring_of(workers.delays).celery.control
     [answer] = control.broadcast(
         "lose_broker", {"kills": True}, destination=[node], reply=True, timeout=10, limit=1
     )

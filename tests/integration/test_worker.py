@@ -16,6 +16,7 @@ from sqlalchemy import insert, text, update
 
 from delaytasks import Status
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.counting import counted
 from tests.running import BROKERS, QUICK, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
@@ -151,7 +152,7 @@ def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(
 ) -> None:
     d = deploy("sqlite", horizon_s=30)
     d.worker()
-    due = d.delays.clock.now() + timedelta(seconds=10)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=10)
     for _ in range(3000):  # a message for each
         d.delays.schedule_at("test.quiet", {}, due)
     near = d.schedule(delay=1)
@@ -182,7 +183,7 @@ def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
     d = deploy(queues={"test.note": "mail"})  # a producer that imports no processors
     name = d.settings["namespace"] + ".{}"
     worker = d.worker("-Q", name.format("mail"))
-    past = d.delays.clock.now() - timedelta(minutes=1)
+    past = wiring_of(d.delays).clock.now() - timedelta(minutes=1)
     common = {"tag": "test.quiet", "message_body": "{}", "expected_time": past}
     overdue = [
         {**common, "queue": queue, "lapses": lapses, "priority": priority}
@@ -217,7 +218,7 @@ def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
 
 def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=60)
-    due = d.delays.clock.now() + timedelta(seconds=4)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=4)
     body = {"file": str(d.file), "seconds": SLOW_S}
     slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
     others = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(9)]
@@ -256,7 +257,7 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neigh
     deploy: Deploy,
 ) -> None:
     d = deploy(max_lost_leases=3, lease_s=5)
-    due = d.delays.clock.now() + timedelta(seconds=4)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=4)
     poison = d.delays.schedule_at("test.abort", {"file": str(d.file)}, due)
     neighbours = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(20)]
     d.worker()
@@ -349,7 +350,7 @@ def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
 
 def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) -> None:
     d = deploy()
-    past = d.delays.clock.now() - timedelta(hours=1)
+    past = wiring_of(d.delays).clock.now() - timedelta(hours=1)
     rows = [{"tag": "test.quiet", "message_body": "{}", "expected_time": past} for _ in range(5000)]
     with d.store.database.begin() as connection:
         connection.execute(insert(d.store.schema.tasks), rows)
@@ -373,7 +374,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
 ) -> None:
     timer = {"timer": "direct"} if pool == "drain" else {}
     d = deploy(database, broker, sweep_s=15, self_sweep_s=15, horizon_s=30, lease_s=60, **timer)
-    now = d.delays.clock.now()
+    now = wiring_of(d.delays).clock.now()
     slow = {"tag": "test.sleep", "message_body": f'{{"file": "{d.file}", "seconds": 12}}'}
     quick = {"tag": "test.quiet", "message_body": "{}"}
     rows = [{**slow, "expected_time": now - timedelta(hours=2)} for _ in range(3)]
@@ -411,7 +412,7 @@ def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_a
     d = deploy(houses=2, horizon_s=3)  # so that the rows come near only later
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
-    due = d.delays.clock.now() + timedelta(seconds=6)
+    due = wiring_of(d.delays).clock.now() + timedelta(seconds=6)
     sleeper = d.schedule("test.sleep", 0, body={"seconds": 4})
     wait_until(d.runs, 10, "the sleeper to begin")
     ids = [1_000_003 * n + 1 for n in range(1, 4)]  # of house 1

@@ -26,6 +26,7 @@ from delaytasks.storage.replication import replication
 from delaytasks.storage.schema import build_schema
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.conftest import settings_for
 from tests.recording import delays_on, record
 from tests.running import ROOT
@@ -172,7 +173,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
 
 def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("worker")
-    delays.check_ready()
+    wiring_of(delays).checks.check_ready()
     ran: list[Any] = []
     delays.processor("good", keep_result=True)(ran.append)
     delays.processor("bad", retry="1h")(lambda body: 1 / 0)
@@ -185,16 +186,16 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
         for tag in ("good", "bad", "nobody")
         for n in range(3)
     ]
-    store = delays.store
+    store = wiring_of(delays).store
     store.workers.seen("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
     delays.shards[0].policies.refresh()
     delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
     for _ in range(3):
-        assert delays.sweeper.sweep(0)
+        assert wiring_of(delays).sweeper.sweep(0)
         delays.runner().drain("default", [0], 50)
     store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
-    store.leases.renew(["w1/1"], delays.clock.now())
+    store.leases.renew(["w1/1"], wiring_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)
     store.workers.bury(0)
     store.sweeps.forget_armed()
@@ -234,7 +235,7 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
     role_tables.admin(f"REVOKE SELECT ON {of}")
     try:
         with pytest.raises(ConfigError, match=rf"(?s)policies cannot be read.*denied.*{table}"):
-            delays.check_ready()
+            wiring_of(delays).checks.check_ready()
     finally:
         role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
         delays.close()
@@ -242,16 +243,18 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
 
 def test_a_console_can_read(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("console")
-    stats = Stats(delays.store.database, delays.store.schema)
+    stats = Stats(wiring_of(delays).store.database, wiring_of(delays).store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
-    assert why(FactReader(delays.store, delays.settings, 15).of(task))[0].code == "future"
+    assert (
+        why(FactReader(wiring_of(delays).store, delays.settings, 15).of(task))[0].code == "future"
+    )
     assert stats.late(3600, 20) == [], "an earlier test may have left due tasks"
-    assert replication(delays.store.database) is not None
+    assert replication(wiring_of(delays).store.database) is not None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
     assert delays.policies() is not None
-    assert delays.store.workers.alive() is not None
+    assert wiring_of(delays).store.workers.alive() is not None
     for call in (lambda: delays.schedule_delay("mail", {}, 5), lambda: delays.pause(tag="mail")):
         with pytest.raises(DelayTaskError):
             call()

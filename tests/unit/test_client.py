@@ -24,35 +24,12 @@ from tests.unit.test_docs import blocks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: Names that delaytasks/worker and delaytasks/cli still use; `wiring_of(delays)` has all of them.
-INTERNAL = {
-    "around",
-    "celery",
-    "check_ready",
-    "check_settings",
-    "clock",
-    "direct_timer",
-    "go_direct",
-    "inline_timer",
-    "own_queues",
-    "processes",
-    "producer",
-    "publisher",
-    "queues",
-    "redis_timer",
-    "registry",
-    "routes",
-    "store",
-    "sweeper",
-    "timer",
-    "transaction_for",
-}
 
 
 def public_names(kind: type = DelayTasks) -> set[str]:
     instance = kind.__new__(kind)
     instance.__init__(None)  # type: ignore[misc]
-    return {name for name in dir(instance) if not name.startswith("_")} - INTERNAL
+    return {name for name in dir(instance) if not name.startswith("_")}
 
 
 def test_delaytasks_is_one_class_with_at_most_32_public_names() -> None:

@@ -335,8 +335,9 @@ def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
     }
     program = (
         "from delaytasks.api import default; from delaytasks.cli.main import main; "
-        "from delaytasks.storage import migrations; migrations.upgrade(default().store.database); "
-        "default().store.workers.seen('w', [], 'prefork', 1, 0); main(['stats', '--json'])"
+        "from delaytasks.storage import migrations; from delaytasks.wiring import wiring_of; "
+        "migrations.upgrade(wiring_of(default()).store.database); "
+        "wiring_of(default()).store.workers.seen('w', [], 'prefork', 1, 0); main(['stats', '--json'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -13,6 +13,7 @@ import delaytasks
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
+from delaytasks.wiring import wiring_of
 from delaytasks.worker import job as jobs
 from delaytasks.worker.job import Job, run_job
 from tests.conftest import open_store
@@ -37,7 +38,7 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTas
     url = f"sqlite:///{tmp_path / 'frames.sqlite3'}"
     open_store(url).close()
     made = delays_on(url)
-    monkeypatch.setattr(jobs, "current_app", made.celery)
+    monkeypatch.setattr(jobs, "current_app", wiring_of(made).celery)
     yield made
     made.close()
 

@@ -19,6 +19,7 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.masking import Secret, mask_secret, mask_url
 from delaytasks.core.settings import load_settings
 from delaytasks.timers.redis_location import redis_location
+from delaytasks.wiring import wiring_of
 
 WORD = "sEcReT-cAnArY"
 SIGNING = "whsec_" + base64.b64encode((WORD * 2).encode()).decode()
@@ -134,7 +135,7 @@ def test_nothing_that_is_reachable_from_delays_shows_a_secret(tmp_path: Path) ->
     before = [repr(vars(delays))]
     assert delays.settings.redis_url == f"redis://:{WORD}@h/0", "it can still be used"
     assert all(WORD in shard.url for shard in delays.shards)
-    assert [store.database.auto.url.password for store in delays.routes.databases.stores] == [
+    assert [store.database.auto.url.password for store in wiring_of(delays).router.stores] == [
         WORD,
         WORD,
     ]

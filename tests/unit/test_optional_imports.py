@@ -16,14 +16,15 @@ OPTIONAL = (
 RUN = """
 from celery import Celery
 from delaytasks import DelayTasks
+from delaytasks.wiring import wiring_of
 done = []
 delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}", **{settings})
 delays.processor("mail")(done.append)
-with delays.store.database.begin() as connection:
-    delays.store.schema.metadata.create_all(connection)
-delays.check_ready()
+with wiring_of(delays).store.database.begin() as connection:
+    wiring_of(delays).store.schema.metadata.create_all(connection)
+wiring_of(delays).checks.check_ready()
 task = delays.schedule_delay("mail", {{"to": "ada"}}, 0)
-delays.sweeper.sweep()
+wiring_of(delays).sweeper.sweep()
 delays.runner().drain("default", [0], 10)
 assert done == [{{"to": "ada"}}] and delays.get(task.id).status.name == "DONE"
 """

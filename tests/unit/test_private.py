@@ -16,6 +16,7 @@ from delaytasks import DelayTasks, embedded
 from delaytasks.core.private_files import make_folder, tighten_data_folder, tighten_folder
 from delaytasks.embedded import broker as broker_module
 from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
 
@@ -54,7 +55,7 @@ def opened(data: Path) -> DelayTasks:
     delays = DelayTasks(
         Celery("private", broker="memory://", set_as_current=False), data_dir=str(data)
     )
-    migrations.upgrade(delays.store.database)
+    migrations.upgrade(wiring_of(delays).store.database)
     return delays
 
 
@@ -63,7 +64,7 @@ def test_the_embedded_database_is_made_private_with_all_its_files(
 ) -> None:
     delays = opened(data)
     delays.schedule_delay("mail", {"card": 1}, 60)
-    with delays.store.database.begin() as connection:
+    with wiring_of(delays).store.database.begin() as connection:
         connection.execute(text("DELETE FROM yb_delay_task_message"))
         assert {path.name for path in data.iterdir()} >= {
             "delays.sqlite3",
@@ -91,8 +92,8 @@ def test_files_that_an_earlier_version_left_open_are_made_private(
         (data / name).touch()
         (data / name).chmod(0o644)
     data.chmod(0o755)
-    DelayTasks(
-        Celery("later", broker="memory://", set_as_current=False), data_dir=str(data)
+    wiring_of(
+        DelayTasks(Celery("later", broker="memory://", set_as_current=False), data_dir=str(data))
     ).store.close()
     assert_private(data)
     assert mode(data) == 0o700

@@ -11,6 +11,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.bootsteps import add_queues
 from delaytasks.worker.processes import logical_queues
 
@@ -65,7 +66,11 @@ def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -
     from delaytasks.core.new_task import NewTask
 
     def queue_of(**options: Any) -> str:
-        return delays.producer.build([NewTask("mail.send", {}, 0, **options)], "reject")[0].queue
+        return (
+            wiring_of(delays)
+            .producer.build([NewTask("mail.send", {}, 0, **options)], "reject")[0]
+            .queue
+        )
 
     assert queue_of() == "sending"
     delays.processor("mail.send", queue="own")(lambda body: None)
@@ -76,8 +81,10 @@ def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -
 def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
     """Our queues of a worker that was started with `-Q chosen`, and all that it consumes from."""
     if chosen:
-        delays.celery.amqp.queues.select(chosen)
-    consumed = add_queues(delays.celery, delays.queues.all(), delays.publisher)
+        wiring_of(delays).celery.amqp.queues.select(chosen)
+    consumed = add_queues(
+        wiring_of(delays).celery, wiring_of(delays).queues.all(), wiring_of(delays).publisher
+    )
     return logical_queues(consumed, delays.settings.namespace), set(consumed)
 
 

@@ -22,6 +22,7 @@ from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
+from delaytasks.wiring import wiring_of
 from delaytasks.worker import redis_poller as redis_poller
 from delaytasks.worker.building import build_runtime
 from tests.proxy import Proxy, proxy_to
@@ -47,19 +48,19 @@ class Post:
         def connect(name: str, redis_url: str) -> DelayTasks:
             app = Celery(name, broker="memory://", set_as_current=False)
             delays = DelayTasks(app, urls, redis_url=redis_url, **settings)
-            assert delays.redis_timer is not None
+            assert wiring_of(delays).redis_timer is not None
             if clocks:
-                delays.redis_timer._clocks = clocks
+                wiring_of(delays).redis_timer._clocks = clocks
             for shard, clock in zip(delays.shards, clocks, strict=False):
                 object.__setattr__(shard, "clock", clock)
             return delays
 
         self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
-        assert producer.redis_timer is not None
-        self.timer: RedisTimer = producer.redis_timer
+        assert wiring_of(producer).redis_timer is not None
+        self.timer: RedisTimer = wiring_of(producer).redis_timer
         self.worker = Worker()
         self.pool = self.worker.pool = Pool()  # type: ignore[assignment, misc]
-        self.delays.processes.queues = ["default"]
+        wiring_of(self.delays).processes.queues = ["default"]
         self.runtime = build_runtime(self.delays, self.worker)
         self.forgotten = 0
         self.runtime.sweep_loops.forget_armed = self._forget  # type: ignore[method-assign]
@@ -80,7 +81,7 @@ class Post:
         redis_poller._poll_loop.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
-        due = self.delays.clock.now_us() + int(in_s * 1e6)
+        due = wiring_of(self.delays).clock.now_us() + int(in_s * 1e6)
         assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
 
     def here(self) -> int:
@@ -161,16 +162,16 @@ def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     hold, take = post.runtime.near_entries.hold, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
-        brought.append((post.delays.clock.now_us(), len(entries)))
+        brought.append((wiring_of(post.delays).clock.now_us(), len(entries)))
         hold(entries)
 
     def note_take(entries: Sequence[Entry]) -> None:
-        began.append(post.delays.clock.now_us())
+        began.append(wiring_of(post.delays).clock.now_us())
         take(entries)
 
     post.runtime.near_entries.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
     post.start()
-    due = post.delays.clock.now_us() + 1_500_000
+    due = wiring_of(post.delays).clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
     ahead = [(at, count) for at, count in brought if count and at < due]
@@ -295,7 +296,7 @@ def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
-    post.delays.processes.queues = ["default", "mail"]
+    wiring_of(post.delays).processes.queues = ["default", "mail"]
     wait_until(lambda: len(post.pool.jobs) == 2, 5, "what waits in it")
     left = 10 - len(post.end_chunk(0.001))
     post.arm(range(11, 12), queue="mail")
@@ -401,7 +402,7 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     before = post.forgotten
     getattr(proxy, how)()
     post.look()
-    wait_until(lambda: not post.delays.timer.is_up, 5, "the flag to go down")
+    wait_until(lambda: not wiring_of(post.delays).timer.is_up, 5, "the flag to go down")
     assert post.runtime.info()["timer_is_up"] is False
     post.end_chunk(0.001)
     post.arm(range(2, 3))
@@ -418,7 +419,7 @@ def test_while_redis_is_down_the_poller_rests_between_two_attempts(
     post: Post, proxy: Proxy
 ) -> None:
     tries: list[float] = []
-    take = post.delays.redis_timer.take  # type: ignore[union-attr]
+    take = wiring_of(post.delays).redis_timer.take  # type: ignore[union-attr]
 
     def noted(*args: Any) -> Any:
         tries.append(monotonic())
@@ -427,22 +428,22 @@ def test_while_redis_is_down_the_poller_rests_between_two_attempts(
     post.start()
     proxy.refuse()
     post.look()
-    wait_until(lambda: not post.delays.timer.is_up, 5, "the flag to go down")
-    post.delays.redis_timer.take = noted  # type: ignore[union-attr, method-assign]
+    wait_until(lambda: not wiring_of(post.delays).timer.is_up, 5, "the flag to go down")
+    wiring_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
     wait_until(lambda: len(tries) >= 3, 10, "three tries")
     assert tries[2] - tries[0] > REST_S
 
 
 def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
     turns = 0
-    take = post.delays.redis_timer.take  # type: ignore[union-attr]
+    take = wiring_of(post.delays).redis_timer.take  # type: ignore[union-attr]
 
     def counted(*args: Any) -> Any:
         nonlocal turns
         turns += 1
         return take(*args)
 
-    post.delays.redis_timer.take = counted  # type: ignore[union-attr, method-assign]
+    wiring_of(post.delays).redis_timer.take = counted  # type: ignore[union-attr, method-assign]
     post.start()
     rests: Callable[[], bool] = lambda: (  # noqa: E731
         post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
@@ -459,7 +460,7 @@ def test_the_listener_subscribes_again_after_a_failed_call(
     post: Post,
 ) -> None:
     post.start()
-    timer = post.delays.redis_timer
+    timer = wiring_of(post.delays).redis_timer
     assert timer is not None
     heard, listen = [], timer.listen
     timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign, func-returns-value]

@@ -21,6 +21,7 @@ from delaytasks.core.clock import ManualClock, monotonic
 from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.building import build_runtime
 from delaytasks.worker.job import Job
 from delaytasks.worker.pool import Pool
@@ -53,8 +54,8 @@ def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
     delays = DelayTasks(
         app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings
     )
-    with delays.store.database.begin() as connection:
-        delays.store.schema.metadata.create_all(connection)
+    with wiring_of(delays).store.database.begin() as connection:
+        wiring_of(delays).store.schema.metadata.create_all(connection)
     return runtime_of(delays)
 
 
@@ -228,7 +229,7 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
 ) -> None:
     name = "runtime" + secrets.token_hex(4)
     runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
-    timer, came, stuck = runtime.celery_worker.delays.redis_timer, [], []
+    timer, came, stuck = wiring_of(runtime.celery_worker.delays).redis_timer, [], []
     assert timer is not None
     take = timer.take
 
@@ -266,7 +267,7 @@ def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresq
     )
     counts, database = (
         at_work.runtime.events.counts,
-        at_work.runtime.celery_worker.delays.store.database,
+        wiring_of(at_work.runtime.celery_worker.delays).store.database,
     )
     try:
         wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
@@ -282,7 +283,9 @@ def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresq
     finally:
         at_work.close()
         with database.begin() as connection:
-            at_work.runtime.celery_worker.delays.store.schema.metadata.drop_all(connection)
+            wiring_of(at_work.runtime.celery_worker.delays).store.schema.metadata.drop_all(
+                connection
+            )
         database.dispose()
         proxy.close()
 
@@ -310,7 +313,7 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        runtime.celery_worker.delays.inline_timer,
+        wiring_of(runtime.celery_worker.delays).inline_timer,
         "arm",
         lambda entries: sent.extend(entries) or True,
     )
@@ -339,7 +342,7 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        runtime.celery_worker.delays.inline_timer,
+        wiring_of(runtime.celery_worker.delays).inline_timer,
         "arm",
         lambda entries: sent.extend(entries) or True,
     )
@@ -381,7 +384,7 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     runtime = runtime_of_two_shards(tmp_path)
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(
-        runtime.celery_worker.delays.inline_timer,
+        wiring_of(runtime.celery_worker.delays).inline_timer,
         "drain",
         lambda queue, priorities, tokens, expires_s, shard: asked.append(
             (queue, list(priorities), shard)
@@ -459,7 +462,7 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
 
     monkeypatch.setattr(runtime.dispatcher._pool._celery_pool, "apply_async", apply_async)
     monkeypatch.setattr(
-        runtime.celery_worker.delays.inline_timer,
+        wiring_of(runtime.celery_worker.delays).inline_timer,
         "arm",
         lambda entries: sent_back.extend(entries) or True,
     )

@@ -47,7 +47,7 @@ class GuardedConsumer:
 
     def __init__(self, folder: Path, **conf: Any) -> None:
         self.runtime = make_runtime(folder)
-        self.app: Celery = self.runtime.celery_worker.delays.celery
+        self.app: Celery = wiring_of(self.runtime.celery_worker.delays).celery
         self.app.conf.update(conf)
         worker = Worker()
         worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state  # type: ignore[attr-defined]

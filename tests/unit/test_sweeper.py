@@ -24,6 +24,7 @@ from delaytasks.core.policies import Policies, Policy
 from delaytasks.maintenance import sweeper as sweeper_module
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage.rows import values_of
+from delaytasks.wiring import wiring_of
 from tests.conftest import open_store, settings_for
 from tests.counting import counted
 from tests.recording import RecordingTimer, delays_on
@@ -592,7 +593,7 @@ def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path
         delays.events.subscribe(
             lambda name, fields, told=told: told.append((name, fields.get("shard")))
         )  # type: ignore[misc]
-        for store in delays.routes.databases.stores:
+        for store in wiring_of(delays).router.stores:
             with store.database.begin() as connection:
                 store.schema.metadata.create_all(connection)
                 connection.execute(insert(store.schema.shards).values(number=store.shard))

@@ -19,6 +19,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, InvalidDelayError
 from delaytasks.processors.registry import Processor, Registry
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.lease_keeper import has_exited
 from delaytasks.worker.time_limits import can_limit_time, check_time_limits, limited
 from tests.waiting import wait_until
@@ -155,7 +156,7 @@ def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", queues={"report.*": "reports"})
     delays.processor("report.daily", soft_time_limit="5m")(lambda body: None)
     delays.processor("report.hourly")(lambda body: None)
-    parts = delays.registry, delays.queues
+    parts = wiring_of(delays).registry, wiring_of(delays).queues
     check_time_limits(*parts, ["default"], thread.TaskPool(1))
     served = ["default", "reports"]
     check_time_limits(*parts, served, prefork.TaskPool(1))

@@ -51,7 +51,7 @@ INTERNALS = (
     Internal("celery.app.amqp.Queues", "worker.bootsteps",
              "_consume_from select_add consume_from",
              "A worker serves all queues of delaytasks, or those that its option -Q names."),
-    Internal("celery.app.amqp.Queues", "app",
+    Internal("celery.app.amqp.Queues", "beat",
              "add",
              "Beat declares the default queue as delaytasks does."),
     Internal("celery.app.base.Celery", "app",

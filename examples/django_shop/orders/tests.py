@@ -7,6 +7,7 @@ from django.test import TestCase, TransactionTestCase
 from delaytasks import find
 from delaytasks.api import default
 from delaytasks.contrib.django.models import DelayTaskRow
+from delaytasks.wiring import wiring_of
 from orders.delays import close_order
 from orders.models import Order
 
@@ -29,7 +30,7 @@ class OrderTest(TestCase):
         assert not DelayTaskRow.objects.exists()
 
     def test_it_is_handed_to_the_broker_after_the_commit(self) -> None:
-        with mock.patch.object(default().timer, "arm") as arm:
+        with mock.patch.object(wiring_of(default()).timer, "arm") as arm:
             with self.captureOnCommitCallbacks(execute=True):
                 self.client.post("/orders")
                 arm.assert_not_called()
@@ -44,7 +45,7 @@ class OrderTest(TestCase):
 
 class CommittedOrderTest(TransactionTestCase):
     def test_an_order_is_committed_with_its_task(self) -> None:
-        with mock.patch.object(default().timer, "arm") as arm:
+        with mock.patch.object(wiring_of(default()).timer, "arm") as arm:
             self.client.post("/orders")
         arm.assert_called_once()
         assert len(find(tag="order.close")) == 1

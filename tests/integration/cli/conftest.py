@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, MODULE, ROOT, Project
 
 
@@ -30,7 +31,7 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
 
 @pytest.fixture
 def shop(bare: Project) -> Project:
-    store = bare.delays.store
+    store = wiring_of(bare.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.create_all(connection)
     return bare

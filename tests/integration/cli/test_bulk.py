@@ -17,6 +17,7 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.scheduling import bulk
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until
 
@@ -43,7 +44,7 @@ def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
 def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     for _ in range(3):
         shop.schedule()
-    shop.delays.store.claims("w", None).claim_due("default", [0], 1)
+    wiring_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
     counted = shop("cancel", "--tag", "ok", "--dry-run")
     assert counted.stdout == "2 tasks would be cancelled\n"
     assert counted.stderr == "left as they are: 1 task (they run)\n"
@@ -57,7 +58,10 @@ def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
         "2031-01-01T00:00:00+00:00"
     }
     wait_until(
-        lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks),
+        lambda: (
+            wiring_of(shop.delays).store.bulk.now()
+            > max(shop.delays.get(t).update_time for t in tasks)
+        ),
         5,
         "time",
     )
@@ -228,7 +232,10 @@ def test_a_shift_that_is_stopped_says_how_to_go_on(
     monkeypatch.setattr(bulk, "STEP", 2)
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
     wait_until(
-        lambda: shop.delays.store.bulk.now() > max(shop.delays.get(t).update_time for t in tasks),
+        lambda: (
+            wiring_of(shop.delays).store.bulk.now()
+            > max(shop.delays.get(t).update_time for t in tasks)
+        ),
         5,
         "time",
     )

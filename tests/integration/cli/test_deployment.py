@@ -18,13 +18,14 @@ from delaytasks.core.shards import home_of
 from delaytasks.storage import migrations
 from delaytasks.storage.stats import Count, Stats
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 from tests.redis_server import RedisServer
 from tests.services import free_port
 
 
 def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
-    store = shop.delays.store
+    store = wiring_of(shop.delays).store
     shop.schedule("ok", 60)
     late = shop.schedule("ok")
     shop.delays.cancel(shop.schedule("ok", 60))
@@ -142,7 +143,7 @@ def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> None:
-    store = shop.delays.store
+    store = wiring_of(shop.delays).store
     shop.schedule()
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-30)))
@@ -152,7 +153,7 @@ def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> No
 
 
 def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
-    store = shop.delays.store
+    store = wiring_of(shop.delays).store
     shop.schedule()
     store.claims("dead", None).claim_due("default", [0], 1)
     assert shop.json("stats")["lapsed"] == 0
@@ -179,7 +180,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
     monkeypatch.setenv("DELAYTASKS_TIMER", "redis")
     monkeypatch.setenv("DELAYTASKS_REDIS_URL", redis.url.replace("://", "://:canary@"))
-    store = bare.delays.store
+    store = wiring_of(bare.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.create_all(connection)
     store.workers.seen("fresh", ["default", "letters"], "prefork", 2, 0)
@@ -258,7 +259,7 @@ def test_db_makes_the_tables_and_takes_them_back(bare: Project) -> None:
     bare.schedule(delay=60)
     assert bare("db", "upgrade").exit_code == 0
     assert len(bare.json("list")["tasks"]) == 1
-    bare.delays.store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
+    wiring_of(bare.delays).store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
     assert bare.json("db", "downgrade", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "current").stdout
 
@@ -303,7 +304,7 @@ def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> N
 
 
 def test_check_finds_rows_that_nobody_will_ever_take(shop: Project) -> None:
-    t = shop.delays.store.schema.tasks
+    t = wiring_of(shop.delays).store.schema.tasks
     far = datetime(9999, 1, 1, tzinfo=timezone.utc)
     rows = [
         {"id": 11, "status": 99},
@@ -315,7 +316,7 @@ def test_check_finds_rows_that_nobody_will_ever_take(shop: Project) -> None:
         {"id": 17},
         {"id": 18, "tag": "deep", "message_body": "[" * 100_000},
     ]
-    with shop.delays.store.database.begin() as connection:
+    with wiring_of(shop.delays).store.database.begin() as connection:
         for row in rows:
             connection.execute(insert(t).values(**{"tag": "ok", "message_body": "{}", **row}))
     shop.delays.processor("deep", schema=dict)(lambda body: None)

@@ -11,6 +11,7 @@ from sqlalchemy import text, update
 
 from delaytasks import Status
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 from tests.services import free_port
 
@@ -84,7 +85,7 @@ def test_drain_runs_only_the_given_queues_and_number(shop: Project) -> None:
 
 def test_drain_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
     task = shop.schedule()
-    store = shop.delays.store
+    store = wiring_of(shop.delays).store
     refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name}
         WHEN NEW.status = {Status.RUNNING:d} BEGIN SELECT RAISE(ABORT, 'not today'); END"""
     with store.database.begin() as connection:
@@ -98,7 +99,7 @@ def test_drain_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
 
 def test_drain_recovers_rows_of_a_dead_worker(shop: Project) -> None:
     task = shop.schedule()
-    store = shop.delays.store
+    store = wiring_of(shop.delays).store
     store.claims("dead", None).claim_due("default", [0], 1)
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))

@@ -14,7 +14,7 @@ from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.encryption import key_rotation as rotation
 from delaytasks.encryption.key_rotation import Rotation
-from delaytasks.wiring import rewire
+from delaytasks.wiring import rewire, wiring_of
 from tests.integration.cli.project import Project
 
 OLD, NEW = new_key(), new_key()
@@ -101,8 +101,10 @@ def test_texts_that_are_not_bound_to_their_task_are_counted_and_bound(
 
 
 def change_all(project: Project, body: str) -> None:
-    with project.delays.store.database.begin() as connection:
-        connection.execute(update(project.delays.store.schema.tasks).values(message_body=body))
+    with wiring_of(project.delays).store.database.begin() as connection:
+        connection.execute(
+            update(wiring_of(project.delays).store.schema.tasks).values(message_body=body)
+        )
 
 
 def test_unreadable_bodies_are_counted(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:

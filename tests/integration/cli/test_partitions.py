@@ -10,6 +10,7 @@ import pytest
 from delaytasks.core.ids import first_id
 from delaytasks.partitions import pruning
 from delaytasks.partitions.table import Partitions
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 
 TASKS = "c_yb_delay_task_message"
@@ -23,8 +24,8 @@ def place(bare: Project, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DELAYTASKS_PURGE_AFTER_S", str(40 * 86400))
     assert bare("db", "upgrade").exit_code == 0
     yield bare
-    with bare.delays.store.database.begin() as connection:
-        bare.delays.store.schema.metadata.drop_all(connection)
+    with wiring_of(bare.delays).store.database.begin() as connection:
+        wiring_of(bare.delays).store.schema.metadata.drop_all(connection)
         for (name,) in connection.exec_driver_sql(
             "SELECT tablename FROM pg_tables WHERE tablename ~ '^c_yb_delay'"
         ).all():
@@ -61,13 +62,13 @@ def test_a_table_is_converted_listed_and_maintained(place: Project) -> None:
 def test_old_partitions_are_dropped_detached_or_kept(
     place: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = place.delays.store.tasks.now()
+    now = wiring_of(place.delays).store.tasks.now()
     with monkeypatch.context() as earlier:
         earlier.setattr(Partitions, "now", lambda _: now - timedelta(days=100))
         _, first, second, *_ = place.json("db", "partitions", "convert", "--ahead", "18", "--yes")[
             "made"
         ]
-    with place.delays.store.database.begin() as connection:
+    with wiring_of(place.delays).store.database.begin() as connection:
         for part, rows in ((first, 1), (second, 2)):
             since = datetime.strptime(part[-8:], "%Y%m%d").replace(tzinfo=timezone.utc)
             for id in range(first_id(since), first_id(since) + rows):

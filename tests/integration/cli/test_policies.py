@@ -10,13 +10,14 @@ from sqlalchemy import insert, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, Project
 
 NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
 
 
 def sweep(shop: Project) -> None:
-    holding = shop.delays.sweeper._holding
+    holding = wiring_of(shop.delays).sweeper._holding
     assert holding is not None
     holding.walk(holding.policies(), lambda: None)
 
@@ -77,7 +78,7 @@ def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Pro
 
 def _put(shop: Project, task: DelayTask, status: Status) -> None:
     """Set the status of a row, as workers would."""
-    store = shop.delays.store
+    store = wiring_of(shop.delays).store
     t = store.schema.tasks
     store.database.alone(
         lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
@@ -126,7 +127,7 @@ def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
 
 
 def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None:
-    p = shop.delays.store.schema.policies
+    p = wiring_of(shop.delays).store.schema.policies
     rows = [
         {
             "kind": "tag",
@@ -137,7 +138,7 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
         }
         for number in range(250)
     ]
-    shop.delays.store.database.alone(lambda c: c.execute(insert(p), rows))
+    wiring_of(shop.delays).store.database.alone(lambda c: c.execute(insert(p), rows))
     first = shop.json("policy", "list")
     assert (len(first["policies"]), first["total"], first["next_page"]) == (100, 250, 2)
     last = shop.json("policy", "list", "--page", "3")

@@ -10,12 +10,13 @@ from sqlalchemy import update
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 
 
 def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
-    task, t = shop.schedule(tag, **options), shop.delays.store.schema.tasks
-    with shop.delays.store.database.begin() as connection:
+    task, t = shop.schedule(tag, **options), wiring_of(shop.delays).store.schema.tasks
+    with wiring_of(shop.delays).store.database.begin() as connection:
         connection.execute(
             update(t).where(t.c.id == task.id).values(expected_time=db_now_plus(-90))
         )
@@ -25,7 +26,7 @@ def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
 def deferred(shop: Project) -> DelayTask:
     task = overdue(shop, "gone")
     shop.delays.runner().run([Entry(task.id, 0, 0)])
-    assert shop.delays.get(task).expected_time > shop.delays.clock.now()
+    assert shop.delays.get(task).expected_time > wiring_of(shop.delays).clock.now()
     return task
 
 
@@ -47,7 +48,7 @@ def test_show_says_why_in_words_and_in_json(shop: Project) -> None:
 
 
 def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project) -> None:
-    shop.delays.store.workers.seen("w", ["default"], "prefork", 2, 0, ["ok"])
+    wiring_of(shop.delays).store.workers.seen("w", ["default"], "prefork", 2, 0, ["ok"])
     task = deferred(shop)
     shown = shop.json("show", str(task.id))
     assert shown["due_time"] < shown["expected_time"]
@@ -68,7 +69,7 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
     deferred(shop)
     for _ in range(2):
         overdue(shop, "mail")
-    shop.delays.store.workers.seen("w", ["default"], "prefork", 2, 0, ["ok"])
+    wiring_of(shop.delays).store.workers.seen("w", ["default"], "prefork", 2, 0, ["ok"])
     found = shop.json("stats")
     assert found["overdue"]["count"] == 3
     late = [(each["queue"], each["tag"], each["tasks"], each["code"]) for each in found["late"]]
@@ -88,7 +89,7 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
 
 def test_stats_names_a_deferral_though_no_worker_publishes_its_tags(shop: Project) -> None:
     deferred(shop)
-    shop.delays.store.workers.seen("w", ["default"], "prefork", 2, 0)
+    wiring_of(shop.delays).store.workers.seen("w", ["default"], "prefork", 2, 0)
     [late] = shop.json("stats")["late"]
     assert (late["code"], late["tag"]) == ("no_processor", "gone")
     assert shop.json("stats")["workers"][0]["tags"] is None
@@ -113,6 +114,6 @@ def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> Non
 
 def test_tasks_that_wait_for_nothing_but_a_free_worker_are_no_warning(shop: Project) -> None:
     overdue(shop)
-    shop.delays.store.workers.seen("w", ["*"], "prefork", 2, 0, ["ok"])
+    wiring_of(shop.delays).store.workers.seen("w", ["*"], "prefork", 2, 0, ["ok"])
     assert shop.json("check")["warnings"] == []
     assert [each["code"] for each in shop.json("stats")["late"]] == ["due"]
