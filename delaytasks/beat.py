@@ -16,7 +16,7 @@ def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> Non
     schedule = celery_app.conf.beat_schedule
     entries = [entry for entry in schedule.values() if entry.get("task") == SWEEP]
     if not entries:
-        for partition in range(settings.houses):
+        for partition in range(settings.sweep_partitions):
             entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (partition,)}
             schedule[f"delaytasks-sweep-{partition}"] = entry
             entries.append(entry)
@@ -33,12 +33,13 @@ def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> Non
 
 def check_sweeps(celery_app: Any, settings: Settings) -> None:
     """Raise `ConfigError` if an entry sweeps a partition that does not exist."""
-    count = settings.houses
+    count = settings.sweep_partitions
     for name, entry in (celery_app.conf.beat_schedule or {}).items():
         partition, *_ = entry.get("args") or (0,)
-        if entry.get("task") == SWEEP and not settings.has_house(partition):
+        if entry.get("task") == SWEEP and not settings.has_sweep_partition(partition):
             raise ConfigError(
-                f"beat_schedule[{name!r}] sweeps house {shown(partition)}, and "
-                f"delaytasks_houses = {count}: houses are 0 to {count - 1}; correct its args, or "
+                f"beat_schedule[{name!r}] sweeps partition {shown(partition)}, and "
+                f"delaytasks_sweep_partitions = {count}: the partitions are 0 to "
+                f"{count - 1}; correct its args, or "
                 "leave the entries to delaytasks"
             )

@@ -285,6 +285,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "celery._state": {
         "_tls": lambda found: hasattr(found, "current_app"),
         "default_app": lambda found: True,  # it is None until an app is the default one
+        "_get_active_apps": lambda found: callable(found) and iter(found()) is not None,
         "_set_current_app": takes("app"),
         "_task_stack": lambda found: takes("task")(found.push) and takes()(found.pop),
     },

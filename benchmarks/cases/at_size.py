@@ -74,7 +74,11 @@ def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
 
     reads: list[tuple[str, Callable[[], object], object]] = [
         ("begin_sweep", lambda: sweeps.begin_sweep(0, 1, 0.0) is not None, True),
-        ("stale_houses", lambda: sweeps.stale_houses(1, settings.self_sweep_s), []),
+        (
+            "stale_sweep_partitions",
+            lambda: sweeps.stale_sweep_partitions(1, settings.self_sweep_s),
+            [],
+        ),
         (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.near(now, until, 0, 1))), NEAR),
         ("priorities, one overdue", lambda: len(sweeps.levels(settings.grace_s)), 1),
         ("priorities, none overdue", lambda: sweeps.levels(DAY_S), []),

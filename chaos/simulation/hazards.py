@@ -21,7 +21,7 @@ ORPHANS_S = 30.0
 ASKS = frozenset(
     (
         "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle "
-        "begin_sweep near mark_armed levels lapse forget_armed stale_houses bury renew release "
+        "begin_sweep near mark_armed levels lapse forget_armed stale_sweep_partitions bury renew release "
         "bring_forward"
     ).split()
 )

@@ -150,7 +150,9 @@ def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
         ("sweep", "last", "armed until"),
         [
             [
-                f"{sweep['shard']}/{sweep['house']}" if has_shards else sweep["house"],
+                f"{sweep['shard']}/{sweep['sweep_partition']}"
+                if has_shards
+                else sweep["sweep_partition"],
                 (_ago(sweep["age_s"]), BAD if sweep["is_late"] else GOOD),
                 sweep["armed_until"],
             ]

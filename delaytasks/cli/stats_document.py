@@ -134,14 +134,14 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
         "sweeps": [
             {
                 "shard": shard.number,
-                "house": swept.house,
+                "sweep_partition": swept.sweep_partition,
                 "age_s": swept.at and age(swept.at),
                 "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
                 "armed_until": show_instant(swept.armed_until)
                 if swept.armed_until and is_armed
                 else None,
             }
-            for swept in numbers.sweeps(settings.houses)
+            for swept in numbers.sweeps(settings.sweep_partitions)
         ],
     }
 

@@ -115,7 +115,9 @@ class Settings:
     self_sweep_s: float = _setting(
         10.0, "time without a sweep after which a worker sweeps by itself, within a second"
     )
-    houses: int = _setting(1, "number of sweep partitions, each with its own share of the table")
+    sweep_partitions: int = _setting(
+        1, "number of sweep partitions, each with its own share of the table"
+    )
     drain_tokens: int = _setting(
         2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"
     )
@@ -149,9 +151,9 @@ class Settings:
                 text = "***" if _SPECS[name].metadata["secret"] else repr(value)
                 raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): {rule}")
 
-    def has_house(self, number: object) -> bool:
+    def has_sweep_partition(self, number: object) -> bool:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""
-        return type(number) is int and 0 <= number < self.houses
+        return type(number) is int and 0 <= number < self.sweep_partitions
 
     def origin(self, name: str) -> str:
         return self.origins.get(name, "default")

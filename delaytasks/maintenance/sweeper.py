@@ -106,7 +106,7 @@ class Sweeper:
         is_first = partition == 0
         if is_first:
             self._attempt("bury", lambda: self._expire_silent_workers(contact_s))
-        partitions, interval_s = self._settings.houses, self._settings.sweep_s * 0.8
+        partitions, interval_s = self._settings.sweep_partitions, self._settings.sweep_s * 0.8
         armed_until = self._sweeps.begin_sweep(partition, partitions, interval_s)
         if armed_until is None:
             return False
@@ -120,7 +120,7 @@ class Sweeper:
             self._attempt("purge", lambda: self._purge_finished(beat))
             self._attempt("audit", self._purge_audit)
             self._attempt("partitions", self._check_table_partitions)
-        self._events.emit("sweep.done", house=partition)
+        self._events.emit("sweep.done", sweep_partition=partition)
         return True
 
     def begin(self, queues: Sequence[str], drain_here: DrainHere) -> None:
@@ -171,7 +171,7 @@ class Sweeper:
             return
         count, end = armed
         # This is written last. A crash before it costs duplicate messages, but leaves no gap.
-        self._sweeps.mark_armed(partition, self._settings.houses, armed_until, end)
+        self._sweeps.mark_armed(partition, self._settings.sweep_partitions, armed_until, end)
         if count:
             self._events.emit("sweep.armed", count=count)
         if self._holding is not None:
@@ -189,7 +189,7 @@ class Sweeper:
             broker is unavailable: the next sweep starts at the same row.
         """
         count, deadline = 0, monotonic() + self._settings.sweep_s
-        partitions = self._settings.houses
+        partitions = self._settings.sweep_partitions
         for entries in self._sweeps.near(since, until, partition, partitions, self._policies):
             beat()
             if self._timer.arm(entries):

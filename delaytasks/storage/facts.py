@@ -31,7 +31,7 @@ class FactReader:
         now, offset_s = self._now()
         policies = self._store.policies.of(task.tag, task.queue)
         limited = any(policy.has_limits for policy in policies)
-        swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.houses)]
+        swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.sweep_partitions)]
         last = min((at for at in swept if at is not None), default=None)
         return Facts(
             task,

@@ -178,13 +178,16 @@ def build_schema(
     sweeps = Table(
         prefix + "yb_delay_sweep",
         metadata,
-        Column("house", Integer, nullable=False, autoincrement=False),
-        Column("houses", Integer, nullable=False, autoincrement=False),
+        # The number of a sweep partition, and how many there are.
+        Column("house", Integer, key="sweep_partition", nullable=False, autoincrement=False),
+        Column("houses", Integer, key="sweep_partitions", nullable=False, autoincrement=False),
         Column("swept_at", UTCDateTime, nullable=False),
         Column("armed_until", UTCDateTime, nullable=False),
         # The timer that holds the tasks up to armed_until.
         Column("timer", String(16), nullable=False, server_default="eta"),
-        PrimaryKeyConstraint("houses", "house", name=conv(prefix + "pk_yb_delay_sweep")),
+        PrimaryKeyConstraint(
+            "sweep_partitions", "sweep_partition", name=conv(prefix + "pk_yb_delay_sweep")
+        ),
         **_MYSQL,
     )
     workers = Table(

@@ -46,7 +46,7 @@ class OverdueCount(NamedTuple):
 class Swept(NamedTuple):
     """The last sweep of one sweep partition; no time if it was never swept."""
 
-    house: int
+    sweep_partition: int
     at: datetime | None
     armed_until: datetime | None
 
@@ -237,13 +237,20 @@ class Stats:
     def _is_live(self) -> ColumnElement[bool]:
         return self._t.c.status.in_([int(status) for status in LIVE])
 
-    def sweeps(self, houses: int) -> list[Swept]:
+    def sweeps(self, sweep_partitions: int) -> list[Swept]:
         """Return the last sweep of each sweep partition, with or without a broker."""
         s = self._s
-        mine = s.c.houses.in_([houses, -houses])
-        query = select(s.c.house, s.c.swept_at, s.c.armed_until).where(mine).order_by(s.c.swept_at)
+        mine = s.c.sweep_partitions.in_([sweep_partitions, -sweep_partitions])
+        query = (
+            select(s.c.sweep_partition, s.c.swept_at, s.c.armed_until)
+            .where(mine)
+            .order_by(s.c.swept_at)
+        )
         found = self._db.alone(lambda c: {row[0]: Swept(*row) for row in c.execute(query)})
-        return [found.get(house, Swept(house, None, None)) for house in range(houses)]
+        return [
+            found.get(sweep_partition, Swept(sweep_partition, None, None))
+            for sweep_partition in range(sweep_partitions)
+        ]
 
     def server(self) -> str:
         """Return the database's kind and version."""

@@ -49,7 +49,9 @@ class SweepQueries:
         self._waitlist = schema.lines
         self._is_paused = is_paused(schema)
 
-    def begin_sweep(self, house: int, houses: int, at_least_s: float) -> datetime | None:
+    def begin_sweep(
+        self, sweep_partition: int, sweep_partitions: int, at_least_s: float
+    ) -> datetime | None:
         """Begin a sweep of one partition.
 
         Returns up to which due time rows were armed, or None if another process has just swept. Any
@@ -58,14 +60,17 @@ class SweepQueries:
         s = self._s
 
         def work(connection: Any) -> datetime | None:
-            mine = and_(s.c.house == house, s.c.houses == self._sign * houses)
+            mine = and_(
+                s.c.sweep_partition == sweep_partition,
+                s.c.sweep_partitions == self._sign * sweep_partitions,
+            )
             found = select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
             row = connection.execute(found).first()
             now: datetime = connection.execute(select(db_now())).scalar_one()
             if row is None:
                 new = {
-                    "house": house,
-                    "houses": self._sign * houses,
+                    "sweep_partition": sweep_partition,
+                    "sweep_partitions": self._sign * sweep_partitions,
                     "swept_at": now,
                     "armed_until": now,
                     "timer": self._timer,
@@ -89,10 +94,16 @@ class SweepQueries:
                 return None  # another process made the first sweep
             raise
 
-    def mark_armed(self, house: int, houses: int, since: datetime, until: datetime) -> None:
+    def mark_armed(
+        self, sweep_partition: int, sweep_partitions: int, since: datetime, until: datetime
+    ) -> None:
         """Record that rows are armed until `until`, unless `forget_armed` was called meanwhile."""
         s = self._s
-        mine = and_(s.c.house == house, s.c.houses == self._sign * houses, s.c.armed_until == since)
+        mine = and_(
+            s.c.sweep_partition == sweep_partition,
+            s.c.sweep_partitions == self._sign * sweep_partitions,
+            s.c.armed_until == since,
+        )
         # No row matches after `forget_armed`, and then the next sweep arms again.
         statement = update(s).where(mine).values(armed_until=until)
         self._db.alone(lambda c: c.execute(statement))
@@ -107,27 +118,35 @@ class SweepQueries:
             )
         )
 
-    def stale_houses(self, houses: int, age_s: float) -> list[int]:
+    def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
         """Return the sweep partitions that were not swept for `age_s` seconds."""
         s = self._s
         # A sweep in the future was made with a clock that has been corrected since.
         lately = and_(s.c.swept_at > db_now_plus(-age_s), s.c.swept_at <= db_now())
-        fresh = select(s.c.house).where(s.c.houses == self._sign * houses, lately)
+        fresh = select(s.c.sweep_partition).where(
+            s.c.sweep_partitions == self._sign * sweep_partitions, lately
+        )
         swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
-        return [house for house in range(houses) if house not in swept]
+        return [
+            sweep_partition
+            for sweep_partition in range(sweep_partitions)
+            if sweep_partition not in swept
+        ]
 
     def near(
         self,
         since: datetime,
         until: datetime,
-        house: int,
-        houses: int,
+        sweep_partition: int,
+        sweep_partitions: int,
         policies: Policies = NO_POLICIES,
     ) -> Iterator[list[Entry]]:
         """Yield waiting rows due in (since, until] that are not paused, by due time, in batches."""
         query = self._near(since, until, policies)
-        if houses > 1:
-            query = query.where((self._t.c.id % _PARTITION_PRIME) % houses == house)
+        if sweep_partitions > 1:
+            query = query.where(
+                (self._t.c.id % _PARTITION_PRIME) % sweep_partitions == sweep_partition
+            )
         for rows in self._db.stream(query, size=1000):
             yield _entries(rows)
 

@@ -79,7 +79,7 @@ def register_tasks(delays: DelayTasks) -> None:
             runner.drain(queue, content.priorities, delays.settings.chunk_max)
 
     def sweep(partition: int | None = None) -> None:
-        every = range(delays.settings.houses)
+        every = range(delays.settings.sweep_partitions)
         for number in every if partition is None else [partition]:
             for shard in delays.shards:
                 shard.sweeper.sweep(number)

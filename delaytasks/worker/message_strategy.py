@@ -84,8 +84,8 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         try:
             args, settings = _arguments(message, body), runtime.settings
             partition = args[0] if args else None
-            if partition is not None and not settings.has_house(partition):
-                raise ValueError(f"partition {partition!r:.20} of {settings.houses}")
+            if partition is not None and not settings.has_sweep_partition(partition):
+                raise ValueError(f"partition {partition!r:.20} of {settings.sweep_partitions}")
         except Exception as error:  # untrusted input may cause any error
             runtime.refused_messages.refuse("sweep", error)
             return

@@ -83,7 +83,7 @@ class SweepLoop:
 
     def request(self, partition: int | None) -> None:
         """Sweep this partition soon, or all partitions."""
-        partitions = range(self._settings.houses) if partition is None else [partition]
+        partitions = range(self._settings.sweep_partitions) if partition is None else [partition]
         with self._lock:
             self._requested.update(partitions)
         self.loop.wake()
@@ -185,11 +185,11 @@ class SweepLoop:
         """Sweep the partitions that no worker has swept for a while."""
         settings, sweeps = self._settings, self._shard.store.sweeps
         has_waited = monotonic() - self._started_at > settings.self_sweep_s
-        for partition in sweeps.stale_houses(settings.houses, self._patience_s):
+        for partition in sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s):
             if has_waited and not self._polls_table:
                 self._events.emit(
                     "sweep.self",
-                    house=partition,
+                    sweep_partition=partition,
                     shard=self._shard.number,
                     remedy="is celery beat running, and does the broker answer?",
                 )

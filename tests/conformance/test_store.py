@@ -1259,8 +1259,10 @@ def test_lapses_are_found_in_bounded_steps(store: Store, claims: Claims) -> None
 # -- sweep ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("houses", [1, 2, 4])
-def test_each_near_row_is_met_once_by_the_houses_together(store: Store, houses: int) -> None:
+@pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
+def test_each_near_row_is_met_once_by_the_houses_together(
+    store: Store, sweep_partitions: int
+) -> None:
     now = store.tasks.now()
     dues = [seconds(now, 10 + n / 1000) for n in range(2500)]
     made = [
@@ -1279,13 +1281,15 @@ def test_each_near_row_is_met_once_by_the_houses_together(store: Store, houses: 
     put(store, Status.CANCELLED, expected_time=seconds(now, 20))
     at_the_end = add(store, expected_time=seconds(now, 30))
     met: Counter[Entry] = Counter()
-    for house in range(houses):
+    for sweep_partition in range(sweep_partitions):
         mine: list[Entry] = []
-        for some in store.sweeps.near(seconds(now, 5), seconds(now, 30), house, houses):
+        for some in store.sweeps.near(
+            seconds(now, 5), seconds(now, 30), sweep_partition, sweep_partitions
+        ):
             assert 0 < len(some) <= 1000
             mine += some
         assert [one.due_us for one in mine] == sorted(one.due_us for one in mine)
-        assert len(mine) > len(made) / houses / 2
+        assert len(mine) > len(made) / sweep_partitions / 2
         met.update(mine)
     assert met == Counter([entry(one) for one in (*made, at_the_end)])
 
@@ -1339,11 +1343,13 @@ def test_a_clock_that_was_set_back_stops_no_sweep_and_what_it_armed_is_armed_aga
     store.sweeps.mark_armed(0, 1, first, seconds(first, 3630))
     with store.database.begin() as connection:
         connection.execute(update(store.schema.sweeps).values(swept_at=seconds(first, 3600)))
-    assert store.sweeps.stale_houses(1, 10) == [0], "nobody could say that it was not swept"
+    assert store.sweeps.stale_sweep_partitions(1, 10) == [0], (
+        "nobody could say that it was not swept"
+    )
     again = store.sweeps.begin_sweep(0, 1, 4.0)
     assert again is not None
     assert abs((store.tasks.now() - again).total_seconds()) < 5
-    assert store.sweeps.stale_houses(1, 10) == []
+    assert store.sweeps.stale_sweep_partitions(1, 10) == []
     assert store.sweeps.begin_sweep(0, 1, 4.0) is None
 
 

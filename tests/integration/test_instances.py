@@ -123,16 +123,21 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
         ).checks.check_ready()
 
 
-@pytest.mark.parametrize("house", [2, -1, True, "0"])
-def test_a_schedule_of_its_own_sweeps_houses_that_there_are(tmp_path: Path, house: Any) -> None:
+@pytest.mark.parametrize("sweep_partition", [2, -1, True, "0"])
+def test_a_schedule_of_its_own_sweeps_houses_that_there_are(
+    tmp_path: Path, sweep_partition: Any
+) -> None:
     app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
     entries = {
         "all": {"task": SWEEP, "schedule": 5},
         "first": {"task": SWEEP, "schedule": 5, "args": (0,)},
     }
-    app.conf.beat_schedule = {**entries, "mine": {"task": SWEEP, "schedule": 5, "args": (house,)}}
-    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", houses=2)
-    with pytest.raises(ConfigError, match=r"beat_schedule\['mine'\] .* houses are 0 to 1"):
+    app.conf.beat_schedule = {
+        **entries,
+        "mine": {"task": SWEEP, "schedule": 5, "args": (sweep_partition,)},
+    }
+    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", sweep_partitions=2)
+    with pytest.raises(ConfigError, match=r"beat_schedule\['mine'\] .* the partitions are 0 to 1"):
         wiring_of(delays).checks.check_settings()
     app.conf.beat_schedule = entries
     wiring_of(delays).checks.check_settings()

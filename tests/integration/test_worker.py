@@ -409,25 +409,25 @@ def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
 def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_all_busy(
     deploy: Deploy,
 ) -> None:
-    d = deploy(houses=2, horizon_s=3)  # so that the rows come near only later
+    d = deploy(sweep_partitions=2, horizon_s=3)  # so that the rows come near only later
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
     due = wiring_of(d.delays).clock.now() + timedelta(seconds=6)
     sleeper = d.schedule("test.sleep", 0, body={"seconds": 4})
     wait_until(d.runs, 10, "the sleeper to begin")
-    ids = [1_000_003 * n + 1 for n in range(1, 4)]  # of house 1
+    ids = [1_000_003 * n + 1 for n in range(1, 4)]  # of sweep_partition 1
     with d.store.database.begin() as connection:
         body = f'{{"file": "{d.file}"}}'
         rows = [
             {"id": id, "tag": "test.note", "message_body": body, "expected_time": due} for id in ids
         ]
         connection.execute(insert(d.store.schema.tasks), rows)
-    wait_until(lambda: "sweep.self house=1" in worker.log(), 10, "the alarm", 0.05)
+    wait_until(lambda: "sweep.self sweep_partition=1" in worker.log(), 10, "the alarm", 0.05)
     d.wait_for([sleeper])
     wait_until(lambda: all(d.delays.get(id).is_finished for id in ids), 15, "the rows to run", 0.05)
     late_us = [int(run[1]) for run in d.runs() if run[1].isdigit()]
     assert max(late_us) < d.settings["grace_s"] * 1e6, "armed in time, not found overdue"
-    assert "sweep.self house=0" not in worker.log(), beat.log()
+    assert "sweep.self sweep_partition=0" not in worker.log(), beat.log()
 
 
 def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:

@@ -74,7 +74,7 @@ def test_a_shape_is_stated_for_each_name_and_for_no_other() -> None:
 
 #: Private names of the standard library, SQLAlchemy and database drivers.
 OTHERS = {
-    "_asdict", "_ddl_if", "_double_percents", "_fields", "_is_autocommit_isolation", "_make",
+    "_asdict", "_ddl_if", "_double_percents", "_fields", "_is_autocommit_isolation", "_make", "_mapping",
     "_name_", "_previous_nested", "_read_timeout", "_replace", "_sock", "_value_",
 }  # fmt: skip
 #: Private names that delaytasks only sets, or has replaced by functions of its own.

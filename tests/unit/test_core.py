@@ -434,13 +434,15 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
     conf = {
         "delaytasks_lease_s": 10,
         "delaytasks_sweep_s": 6,
-        "delaytasks_houses": 2,
+        "delaytasks_sweep_partitions": 2,
         "broker_url": "memory://",
     }
     environ = {"DELAYTASKS_LEASE_S": "20", "DELAYTASKS_SWEEP_S": "7", "PATH": "/bin"}
     settings = load_settings(conf, environ, lease_s=30.0)
-    assert (settings.lease_s, settings.sweep_s, settings.houses) == (30.0, 7.0, 2)
-    origins = [settings.origin(name) for name in ("lease_s", "sweep_s", "houses", "grace_s")]
+    assert (settings.lease_s, settings.sweep_s, settings.sweep_partitions) == (30.0, 7.0, 2)
+    origins = [
+        settings.origin(name) for name in ("lease_s", "sweep_s", "sweep_partitions", "grace_s")
+    ]
     assert origins == ["arguments", "environment", "celery configuration", "default"]
 
 

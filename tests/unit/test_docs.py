@@ -121,9 +121,10 @@ def run_page(page: Path) -> None:
     """Executes the page's blocks, one after another, with the names that their setups may use."""
     from delaytasks.api import default
     from delaytasks.storage import migrations
+    from delaytasks.wiring import wiring_of
 
     def make_tables(delays: Any = None) -> None:
-        for store in (delays or default()).routes.databases.stores:
+        for store in wiring_of(delays or default()).router.stores:
             migrations.upgrade(store.database, shard=store.shard)
 
     url = os.environ["DELAYTASKS_DATABASE_URL"]

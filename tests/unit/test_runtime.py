@@ -424,7 +424,7 @@ def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None
 
 
 def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
-    runtime = runtime_of_two_shards(tmp_path, houses=2)
+    runtime = runtime_of_two_shards(tmp_path, sweep_partitions=2)
     runtime.sweep_loops.request(1)
     assert [one._requested for one in runtime.sweep_loops._sweep_loops] == [{1}, {1}]
 

@@ -188,7 +188,7 @@ def test_no_message_is_too_strange(
     assert all(
         type(queue) is str and len(priorities) <= 100 for queue, priorities, _ in reader.drained
     )
-    assert all(house in (None, 0) for house in reader.sweeps)
+    assert all(sweep_partition in (None, 0) for sweep_partition in reader.sweeps)
 
 
 @fuzz(200)

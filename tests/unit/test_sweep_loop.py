@@ -16,7 +16,7 @@ from delaytasks.worker.sweep_loop import SweepLoop
 class SweepLoopHarness:
     """Notes what the thread asks for; what is in `fails` fails once."""
 
-    def __init__(self, houses: int = 1) -> None:
+    def __init__(self, sweep_partitions: int = 1) -> None:
         self.done: list[str] = []
         self.fails: set[str] = set()
         self.stale: list[int] = []
@@ -25,7 +25,9 @@ class SweepLoopHarness:
         self.events.subscribe(
             lambda name, fields: self.told.append(fields) if name == "loop.failed" else None
         )
-        self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0, timer="eta")
+        self.settings = SimpleNamespace(
+            sweep_partitions=sweep_partitions, sweep_s=5.0, self_sweep_s=10.0, timer="eta"
+        )
         self.processes = SimpleNamespace(queues=["default"])
         self.workers = [{"name": "w1", "started_at": 1}]
         self.published: list[str] = []
@@ -39,7 +41,8 @@ class SweepLoopHarness:
         self.inline_timer = SimpleNamespace(arm=self.brought.append)
         deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
         sweeps = SimpleNamespace(
-            forget_armed=lambda: self.note("forget"), stale_houses=self.stale_houses
+            forget_armed=lambda: self.note("forget"),
+            stale_sweep_partitions=self.stale_sweep_partitions,
         )
         shard: Any = SimpleNamespace(
             number=0,
@@ -47,7 +50,7 @@ class SweepLoopHarness:
             close=lambda: None,
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(
-                sweep=lambda house, *_: self.note(f"sweep {house}"),
+                sweep=lambda sweep_partition, *_: self.note(f"sweep {sweep_partition}"),
                 begin=lambda *_: self.note("begin"),
             ),
             named=lambda what: what,
@@ -73,7 +76,7 @@ class SweepLoopHarness:
         self.note("seen")
         self.published = tags
 
-    def stale_houses(self, houses: int, age_s: float) -> list[int]:
+    def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
         self.note("stale")
         return self.stale
 
@@ -107,7 +110,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 @pytest.fixture
 def place(time: Time) -> SweepLoopHarness:
-    return SweepLoopHarness(houses=3)
+    return SweepLoopHarness(sweep_partitions=3)
 
 
 def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(

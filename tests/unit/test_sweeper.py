@@ -66,11 +66,11 @@ class SweeperHarness:
             )
         return id
 
-    def sweep(self, house: int = 0, timer: Any = None) -> list[int]:
+    def sweep(self, sweep_partition: int = 0, timer: Any = None) -> list[int]:
         """Sweep after the usual time, and return the ids that the sweep armed."""
         before = len(self.timer.armed)
         self.let_pass()
-        assert self.sweeper(timer).sweep(house)
+        assert self.sweeper(timer).sweep(sweep_partition)
         return [entry.id for entry in self.timer.armed[before:]]
 
     def let_pass(self) -> None:
@@ -78,11 +78,11 @@ class SweeperHarness:
         with self.store.database.begin() as connection:
             connection.execute(update(s).values(swept_at=self.clock.now() - timedelta(seconds=60)))
 
-    def armed_until(self, house: int = 0) -> datetime:
+    def armed_until(self, sweep_partition: int = 0) -> datetime:
         s = self.store.schema.sweeps
         with self.store.database.auto.connect() as connection:
             return connection.execute(
-                select(s.c.armed_until).where(s.c.house == house)
+                select(s.c.armed_until).where(s.c.sweep_partition == sweep_partition)
             ).scalar_one()
 
     def near_until(self, in_s: float) -> None:
@@ -445,12 +445,12 @@ def test_a_sweep_right_after_another_one_is_left_out(field: SweeperHarness) -> N
 
 
 def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make) -> None:
-    field = make(houses=3)
+    field = make(sweep_partitions=3)
     ids = [field.row(5) for _ in range(60)]
     lapsed = field.row(-60, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
     field.serve("w1", "default")
     field.row(-60)
-    shares = [field.sweep(house) for house in (1, 2)]
+    shares = [field.sweep(sweep_partition) for sweep_partition in (1, 2)]
     assert field.status(lapsed) is Status.RUNNING
     assert field.timer.drained == []
     shares.insert(0, field.sweep(0))
@@ -458,7 +458,7 @@ def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make)
     assert len(field.timer.drained) == 1
     assert sorted(id for share in shares for id in share) == ids, "each row is in one partition"
     assert min(len(share) for share in shares) >= 10
-    assert [field.sweep(house) for house in range(3)] == [[], [], []]
+    assert [field.sweep(sweep_partition) for sweep_partition in range(3)] == [[], [], []]
 
 
 # -- workers that died ----------------------------------------------------------------------------
@@ -489,7 +489,7 @@ def test_a_worker_that_was_silent_briefly_is_not_expired(field: SweeperHarness) 
 
 def test_a_worker_that_dies_while_a_partition_is_swept_is_not_forgotten(make: Make) -> None:
     """The sweep began before the worker expired, so it must not mark all rows as armed."""
-    field = make(houses=2)
+    field = make(sweep_partitions=2)
     field.serve("w1", "default")
     ids = [field.row(15 + n / 100) for n in range(40)]
     mine = [*field.sweep(0), *field.sweep(1)]
@@ -625,9 +625,12 @@ def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(tmp_path: Path) 
     url = f"sqlite:///{tmp_path / 'here.sqlite3'}"
     field, direct = SweeperHarness(url), open_store(url, timer="direct")
     assert direct.sweeps.begin_sweep(0, 1, 4) is not None
-    assert field.store.sweeps.stale_houses(1, 10) == [0]
+    assert field.store.sweeps.stale_sweep_partitions(1, 10) == [0]
     assert field.store.sweeps.begin_sweep(0, 1, 4) is not None
-    assert (field.store.sweeps.stale_houses(1, 10), direct.sweeps.stale_houses(1, 10)) == ([], [])
+    assert (
+        field.store.sweeps.stale_sweep_partitions(1, 10),
+        direct.sweeps.stale_sweep_partitions(1, 10),
+    ) == ([], [])
     assert direct.sweeps.begin_sweep(0, 1, 4) is None
     direct.close()
     field.store.close()

@@ -45,7 +45,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
         )
     before = shop.json("stats")
     assert before["sweeps"] == [
-        {"shard": 0, "house": 0, "age_s": None, "is_late": True, "armed_until": None}
+        {"shard": 0, "sweep_partition": 0, "age_s": None, "is_late": True, "armed_until": None}
     ]
     store.sweeps.begin_sweep(0, 1, 1)
     found = shop.json("stats")
@@ -213,7 +213,7 @@ def test_config_prints_every_setting_with_its_origin(
     settings = {setting["name"]: setting for setting in found["settings"]}
     assert settings["delaytasks_lease_s"]["value"] == "33.0"
     assert settings["delaytasks_lease_s"]["origin"] == "environment"
-    assert settings["delaytasks_houses"]["origin"] == "default"
+    assert settings["delaytasks_sweep_partitions"]["origin"] == "default"
     assert found["app"] == {"value": "shop", "origin": "command line"}
     assert found["broker"] == {"value": "memory://", "origin": "environment"}
     assert re.search(

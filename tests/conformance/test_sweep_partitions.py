@@ -31,8 +31,8 @@ def near_rows(store: Store, count: int) -> list[int]:
     return sorted(ids)
 
 
-def sweeper(store: Store, houses: int) -> tuple[Sweeper, RecordingTimer]:
-    settings: Any = settings_for("sqlite://", houses=houses)
+def sweeper(store: Store, sweep_partitions: int) -> tuple[Sweeper, RecordingTimer]:
+    settings: Any = settings_for("sqlite://", sweep_partitions=sweep_partitions)
     timer = RecordingTimer()
     return Sweeper(
         settings, store.sweeps, store.workers, Clock(store.tasks.now), timer, Events()
@@ -45,43 +45,50 @@ def let_pass(store: Store) -> None:
         connection.execute(update(s).values(swept_at=store.tasks.now() - timedelta(seconds=60)))
 
 
-def sweep_side_by_side(store: Store, houses: int) -> list[RecordingTimer]:
-    """Two workers for each house, all at once; what was armed in each house."""
-    start = threading.Barrier(2 * houses)
-    pairs = [[sweeper(store, houses) for _ in range(houses)] for _ in range(2)]
+def sweep_side_by_side(store: Store, sweep_partitions: int) -> list[RecordingTimer]:
+    """Two workers for each sweep_partition, all at once; what was armed in each sweep_partition."""
+    start = threading.Barrier(2 * sweep_partitions)
+    pairs = [[sweeper(store, sweep_partitions) for _ in range(sweep_partitions)] for _ in range(2)]
 
-    def sweep(worker: int, house: int) -> bool:
+    def sweep(worker: int, sweep_partition: int) -> bool:
         start.wait(10)
-        return pairs[worker][house][0].sweep(house)
+        return pairs[worker][sweep_partition][0].sweep(sweep_partition)
 
-    with ThreadPoolExecutor(2 * houses) as pool:
+    with ThreadPoolExecutor(2 * sweep_partitions) as pool:
         futures = {
-            (worker, house): pool.submit(sweep, worker, house)
+            (worker, sweep_partition): pool.submit(sweep, worker, sweep_partition)
             for worker in range(2)
-            for house in range(houses)
+            for sweep_partition in range(sweep_partitions)
         }
         did = {place: future.result(30) for place, future in futures.items()}
-    assert [did[0, house] + did[1, house] for house in range(houses)] == [1] * houses, (
-        "one of the two sweeps a house"
-    )
-    return [pairs[0 if did[0, house] else 1][house][1] for house in range(houses)]
+    assert [
+        did[0, sweep_partition] + did[1, sweep_partition]
+        for sweep_partition in range(sweep_partitions)
+    ] == [1] * sweep_partitions, "one of the two sweeps a sweep_partition"
+    return [
+        pairs[0 if did[0, sweep_partition] else 1][sweep_partition][1]
+        for sweep_partition in range(sweep_partitions)
+    ]
 
 
-@pytest.mark.parametrize("houses", [1, 2, 4])
+@pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
 def test_sweeps_side_by_side_arm_each_row_once_and_share_them_evenly(
-    store: Store, houses: int
+    store: Store, sweep_partitions: int
 ) -> None:
     ids = near_rows(store, 2000)
-    shares = [timer.ids for timer in sweep_side_by_side(store, houses)]
+    shares = [timer.ids for timer in sweep_side_by_side(store, sweep_partitions)]
     assert sorted(id for share in shares for id in share) == ids
-    assert min(map(len, shares)) > 0.8 * len(ids) / houses
+    assert min(map(len, shares)) > 0.8 * len(ids) / sweep_partitions
     let_pass(store)
-    assert [timer.ids for timer in sweep_side_by_side(store, houses)] == [[]] * houses, (
-        "and not again"
-    )
+    assert [timer.ids for timer in sweep_side_by_side(store, sweep_partitions)] == [
+        []
+    ] * sweep_partitions, "and not again"
 
 
 def test_no_row_is_missed_when_the_number_of_houses_changes(store: Store) -> None:
     ids = near_rows(store, 200)
-    for houses in (2, 4, 1):
-        assert sorted(id for timer in sweep_side_by_side(store, houses) for id in timer.ids) == ids
+    for sweep_partitions in (2, 4, 1):
+        assert (
+            sorted(id for timer in sweep_side_by_side(store, sweep_partitions) for id in timer.ids)
+            == ids
+        )
