@@ -28,7 +28,8 @@ def upgrade(prefix: str = "", schema: str | None = None) -> None:
         op.add_column(policies, sa.Column("next_start", INSTANT), schema=schema)
     if op.get_context().as_sql or ddl.lacks(op, policies, schema, ["turn"]):
         op.add_column(policies, sa.Column("turn", sa.String(255)), schema=schema)
-    if lines not in ddl.tables(op, schema):
+    # The table has another name since revision 0011.
+    if not {lines, prefix + "yb_delay_waitlist"} & ddl.tables(op, schema):
         op.create_table(
             lines,
             sa.Column("queue", sa.String(100), nullable=False),

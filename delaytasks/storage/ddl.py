@@ -62,6 +62,18 @@ def drop_index(op: Operations, name: str, table: str, schema: str | None) -> Non
         op.drop_index(name, table, schema=schema)
 
 
+def rename_table(op: Operations, prefix: str, before: str, after: str, schema: str | None) -> None:
+    """Rename a table, and on PostgreSQL its primary key, unless that was done before."""
+    context = op.get_context()
+    if not context.as_sql and prefix + before not in tables(op, schema):
+        return
+    op.rename_table(prefix + before, prefix + after, schema=schema)
+    if context.dialect.name == "postgresql":
+        table = quoted(op, prefix + after, schema)
+        old, new = f"{prefix}pk_{before}", f"{prefix}pk_{after}"
+        op.execute(f'ALTER TABLE {table} RENAME CONSTRAINT "{old}" TO "{new}"')
+
+
 def drop_columns(op: Operations, name: str, schema: str | None, columns: Iterable[str]) -> None:
     with op.batch_alter_table(name, schema=schema) as batch:
         for column in columns:

@@ -264,7 +264,7 @@ def build_schema(
         **_MYSQL,
     )
     lines = Table(
-        prefix + "yb_delay_line",
+        prefix + "yb_delay_waitlist",
         metadata,
         Column("queue", String(QUEUE_LENGTH), nullable=False),
         Column("tag", String(TAG_LENGTH), nullable=False),
@@ -284,7 +284,7 @@ def build_schema(
             "due",
             "task_id",
             "version",
-            name=conv(prefix + "pk_yb_delay_line"),
+            name=conv(prefix + "pk_yb_delay_waitlist"),
         ),
         **_MYSQL,
     )

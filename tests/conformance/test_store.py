@@ -1616,7 +1616,7 @@ def plans(store: Store, work: Callable[[], object]) -> str:
 
 def assert_no_scan(shown: str) -> None:
     # An index that is read from its begin is looked into for its first value.
-    line = "(?!plan_yb_delay_line using|plan_yb_delay_line USING)"
+    line = "(?!plan_yb_delay_waitlist using|plan_yb_delay_waitlist USING)"
     assert not re.search(
         rf"Seq Scan on plan_|SCAN {line}plan_|ALL on plan_|index on {line}plan_", shown
     ), shown

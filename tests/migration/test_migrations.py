@@ -232,7 +232,7 @@ def test_the_statements_for_frameworks_create_the_same_tables(database: Database
         "worker",
         "policy",
         "policy_change",
-        "line",
+        "waitlist",
     ):
         assert _shape(database, "f_yb_delay_" + name) == _shape(
             database, PREFIX + "yb_delay_" + name

@@ -286,8 +286,8 @@ def test_no_role_has_more_privileges_than_documented(role_tables: RoleTables) ->
             for privilege, statement in STATEMENTS.items():
                 may = role_tables.may(role, statement.format(table=table, column=column))
                 assert may == ((role, privilege, table) in granted), (role, privilege, table)
-        assert not role_tables.may(role, "DROP TABLE yb_delay_line")
-        assert not role_tables.may(role, "ALTER TABLE yb_delay_line ADD COLUMN x INTEGER")
+        assert not role_tables.may(role, "DROP TABLE yb_delay_waitlist")
+        assert not role_tables.may(role, "ALTER TABLE yb_delay_waitlist ADD COLUMN x INTEGER")
         assert not role_tables.may(role, "CREATE TABLE made_without_privilege (x INTEGER)")
 
 
