@@ -228,7 +228,12 @@ class GuardStep(bootsteps.Step):
         self._runtime.refuse("message", error)
         if not message.acknowledged:
             passed_on = self._consumer.connection_errors + self._consumer.channel_errors
-            message.ack_log_error(logger, (*passed_on, *OF_DATA))
+            # kombu would log the whole tag.
+            logged = tuple(kind for kind in passed_on if not issubclass(kind, OF_DATA))
+            try:
+                message.ack_log_error(logger, logged)
+            except OF_DATA:
+                pass  # the tag is malformed, so the broker has recorded nothing under it
 
     def _is_ours(self, message: Any) -> bool:
         """Return whether the message was in a queue of delaytasks.
