@@ -293,9 +293,10 @@ class Publisher:
                     "workers find its tasks in the table"
                 )
             elif WRONG_TYPE in error:
+                prefix = (self._app.conf.broker_transport_options or {}).get("global_keyprefix", "")
                 remedy = (
-                    f"the key {target.name} in Redis is not a list: delete it; meanwhile its tasks "
-                    "run late"
+                    f"the key {prefix}{target.name} in Redis is not a list: delete it; meanwhile "
+                    "its tasks run late"
                 )
             else:
                 remedy = (
