@@ -215,6 +215,7 @@ CONSUMER: dict[str, Shape] = {
     "on_decode_error": takes("message", "exc"),
     "ensure_connected": takes("connection"),
     "on_connection_error_after_connected": takes("exc"),
+    "on_ready": takes(),
     "blueprint": lambda found: takes("parent")(found.start),
     "steps": are_steps,
     "connection_errors": is_a(tuple),

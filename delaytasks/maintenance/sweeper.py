@@ -231,7 +231,8 @@ class Sweeper:
         if serving[ALL_QUEUES]:
             self._send_drains(others, serving, beat, drain_here)
         elif others:  # no worker would receive the messages, and they would accumulate
-            remedy = "start a worker that serves it (-Q)"
+            prefix = self._settings.namespace
+            remedy = f"start a worker that serves it: celery worker -Q {prefix}.QUEUE"
             self._events.emit(
                 "queue.unserved", count=len(others), queue=_first(list(others)), remedy=remedy
             )

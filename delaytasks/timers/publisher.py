@@ -65,7 +65,7 @@ class Publisher:
 
     def __init__(self, app: Any, namespace: str, limit_s: float, events: Events) -> None:
         self._app = app
-        self._namespace = namespace
+        self.namespace = namespace
         self._limit_s = limit_s
         self._events = events
         self._broker = Availability(
@@ -94,7 +94,7 @@ class Publisher:
 
     def queue(self, name: str) -> Queue:
         """Return the broker's queue for a logical queue."""
-        full = f"{self._namespace}.{name}"
+        full = f"{self.namespace}.{name}"
         kind = self._app.conf.get("task_default_queue_type", "classic")
         arguments = None if kind == "classic" else {"x-queue-type": kind}
         return Queue(
@@ -280,18 +280,19 @@ class Publisher:
         is_new = queue not in self._refused
         self._refused[queue] = monotonic() + REFUSED_QUEUE_REST_S
         if is_new:
-            remedy = _remedy(error, target.name)
+            prefix = (self._app.conf.broker_transport_options or {}).get("global_keyprefix", "")
+            remedy = _remedy(error, target.name, prefix)
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
 
 
-def _remedy(error: str, name: str) -> str:
+def _remedy(error: str, name: str, prefix: str) -> str:
     if is_home_node_down(error):
         return (
             f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
             "(task_default_queue_type); meanwhile workers find its tasks in the table"
         )
     if WRONG_TYPE in error:
-        return f"the key {name} in Redis is not a list: delete it; meanwhile its tasks run late"
+        return f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run late"
     return (
         f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
         "it: correct the setting, or delete the queue while no worker runs; its tasks run late"

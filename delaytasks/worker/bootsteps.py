@@ -14,6 +14,7 @@ from celery import bootsteps
 from celery.utils.log import get_logger
 from celery.worker import state
 
+from delaytasks.core.inputs import is_queue
 from delaytasks.core.task import DEFAULT_QUEUE
 from delaytasks.core.text import one_line
 from delaytasks.timers.eta import RUN
@@ -148,10 +149,19 @@ def add_queues(app: Any, names: Collection[str], publisher: Publisher) -> Collec
     # and two fifths of the time to receive a message. Ours are acknowledged on receipt. On AMQP,
     # the messages in this worker's socket would be lost at every stop without acknowledgements.
     needs_no_acks = app.connection_for_read().transport.driver_type == "redis"
-    for name in {DEFAULT_QUEUE, *names}:
+    # The app may declare queues of its own. Any other chosen name may be one that only calls name.
+    declared = {app.conf.task_default_queue, *_names(app.conf.task_queues)}
+    prefix = publisher.namespace + "."
+    asked = {name.removeprefix(prefix) for name in chosen or () if name not in declared}
+    for name in {DEFAULT_QUEUE, *names, *filter(is_queue, asked)}:
         queue = publisher.queue(name)
         if chosen is None or queue.name in chosen or name in chosen:
             queue.no_ack = needs_no_acks
             queues.select_add(queue)
     consumed: Collection[str] = queues.consume_from
     return consumed
+
+
+def _names(task_queues: Any) -> set[str]:
+    """Return the names of the queues in Celery's setting, which is a mapping or an iterable."""
+    return {getattr(queue, "name", queue) for queue in task_queues or ()}

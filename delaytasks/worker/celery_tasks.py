@@ -41,6 +41,10 @@ class CarrierTask(Task):
     def apply_async(self, *args: Any, producer: Any = None, **options: Any) -> Any:
         with self.app.producer_or_acquire(producer) as sender:
             options |= {"event_dispatcher": _NoEvents, "producer": _Uncompressed(sender)}
+            options["serializer"] = "json"
+            if queue := options.get("queue"):
+                # A route or an annotation of the app may name another exchange and key.
+                options |= {"exchange": "", "routing_key": getattr(queue, "name", queue)}
             return super().apply_async(*args, **options)
 
 

@@ -143,9 +143,8 @@ def _celery_app(path: str | None) -> Any:
     current = _state._tls.current_app or _state.default_app
     if current is not None:
         return current
-    made = Celery(
-        str(settings.ROOT_URLCONF).partition(".")[0] if settings.ROOT_URLCONF else "django"
-    )
+    urls = getattr(settings, "ROOT_URLCONF", None)  # a project without views need not have it
+    made = Celery(str(urls).partition(".")[0] if urls else "django")
     made.config_from_object("django.conf:settings", namespace="CELERY")
     made.autodiscover_tasks()
     return made

@@ -117,7 +117,7 @@ INTERNALS = (
              "on_unknown_message on_unknown_task on_invalid_task on_decode_error",
              "Celery logs the whole message here; delaytasks refuses it."),
     Internal("celery.worker.consumer.Consumer", "worker.celery_compat.reconnecting",
-             "ensure_connected on_connection_error_after_connected blueprint steps",
+             "ensure_connected on_connection_error_after_connected blueprint steps on_ready",
              "The event loop turns while another thread connects to the broker."),
     Internal("celery.worker.consumer.Consumer", "worker.celery_compat.redis_guard",
              "connection_errors channel_errors",

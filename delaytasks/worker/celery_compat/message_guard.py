@@ -13,6 +13,7 @@ from typing import Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
+from kombu.serialization import prepare_accept_content
 from kombu.transport import virtual
 
 from delaytasks.worker.celery_compat.broker_errors import DATA_ERRORS, is_broker_error
@@ -37,6 +38,8 @@ HEADER_FRAME = 2
 HEADER_FRAME_BYTES = 12
 #: The names of the queues of remote control end like this.
 PIDBOX_SUFFIX = ".celery.pidbox"
+#: The encodings that Celery itself writes. Python's codecs include `bz2_codec` and `zlib_codec`.
+ENCODINGS = ("utf-8", "binary")
 
 Strip = Callable[[Any, float], str | None]
 
@@ -57,6 +60,13 @@ class GuardStep(bootsteps.Step):
         #: The reason why the current message is refused.
         self._reason: str | None = None
         self._redis: RedisGuard | None = None
+        conf = consumer.app.conf
+        #: The queues from which gossip reads the events of other workers begin like this.
+        self._events_prefix = f"{conf.event_queue_prefix}."
+        #: The content types of remote control and events, for Celery reads other ones as text.
+        self._accepted = prepare_accept_content(
+            {*(conf.accept_content or ()), conf.event_serializer, "json"}
+        )
         # A step that starts after the connection would be too late: Celery's steps that declare
         # queues may start before it.
         connect = consumer.connect
@@ -128,7 +138,7 @@ class GuardStep(bootsteps.Step):
         take_in: Callable[..., Any]
         if queue.startswith(self._runtime.settings.namespace + "."):
             take_in = partial(self._take_in, queue)
-        elif queue.endswith(PIDBOX_SUFFIX):
+        elif queue.endswith(PIDBOX_SUFFIX) or queue.startswith(self._events_prefix):
             take_in = self._take_in_control
         else:
             return consume(queue, *args, **options)
@@ -148,14 +158,27 @@ class GuardStep(bootsteps.Step):
             self._queue = self._reason = None
 
     def _take_in_control(self, strip: Strip, callback: Callable[[Any], Any], raw: Any) -> Any:
-        """Refuse a compressed message of remote control, which never compresses its own.
+        """Refuse a message of remote control, or an event, that is compressed or of another form.
 
-        Messages of remote control need no acknowledgement.
+        Celery never compresses these messages, and they need no acknowledgement.
         """
-        reason = strip(raw, math.inf)
+        reason = strip(raw, math.inf) or self._unreadable(raw)
         if reason is None:
             return callback(raw)
         return self._runtime.refused_messages.refuse("control", ValueError(reason))
+
+    def _unreadable(self, raw: Any) -> str | None:
+        """Return why Celery cannot have sent this content."""
+        if isinstance(raw, dict):
+            kind, encoding = raw.get("content-type"), raw.get("content-encoding")
+        else:
+            properties = getattr(raw, "properties", {})
+            kind, encoding = properties.get("content_type"), properties.get("content_encoding")
+        if kind not in list(self._accepted):  # `kind` may be unhashable
+            return f"content type {kind!r:.40}"
+        if encoding and encoding not in ENCODINGS:
+            return f"content encoding {encoding!r:.40}"
+        return None
 
     # -- after the transport has decoded a message ------------------------------------------------
 
@@ -203,7 +226,12 @@ class GuardStep(bootsteps.Step):
         self._runtime.refused_messages.refuse("message", error)
         if not message.acknowledged:
             passed_on = self._consumer.connection_errors + self._consumer.channel_errors
-            message.ack_log_error(logger, (*passed_on, *DATA_ERRORS))
+            # kombu would log the whole tag.
+            logged = tuple(kind for kind in passed_on if not issubclass(kind, DATA_ERRORS))
+            try:
+                message.ack_log_error(logger, logged)
+            except DATA_ERRORS:
+                pass  # the tag is malformed, so the broker has recorded nothing under it
 
     def _is_ours(self, message: Any) -> bool:
         """Return whether the message was in a queue of delaytasks.

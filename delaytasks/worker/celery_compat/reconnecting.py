@@ -5,6 +5,7 @@ Until then the worker runs rows from the table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,6 +29,19 @@ logger = get_logger(__name__)
 #: grow by two seconds each time, up to thirty.
 RECONNECT_PAUSE_S = 4
 
+#: RabbitMQ's codes for a queue or exchange that a worker cannot use, each with the remedy.
+REFUSED_REMEDIES = {
+    403: "give the broker's user its rights again, or end the exclusive consumer",
+    404: "bring its RabbitMQ node back, or create what is missing",
+    405: "delete it while no worker runs: it belongs to one connection only",
+    406: (
+        "delete it while no worker runs, or correct the setting: it exists with another type or "
+        "other arguments"
+    ),
+}
+MEANWHILE = "; until then this worker works from the table"
+_REFUSED_NAME = re.compile(r"(?:queue|exchange) '([^']*)'")
+
 
 class ReconnectStep(bootsteps.Step):
     """Replaces the methods of Celery's consumer that start it and that connect to the broker."""
@@ -38,9 +52,12 @@ class ReconnectStep(bootsteps.Step):
         super().__init__(consumer, **kwargs)
         consumer.ensure_connected = partial(self._connect, consumer, consumer.ensure_connected)
         self._lacks_queue = False
+        #: The queue or exchange that RabbitMQ has refused.
+        self._refused: str | None = None
         blueprint = getattr(consumer, "blueprint", None)
         if blueprint is not None:
             blueprint.start = partial(self._start, consumer, blueprint.start)
+            consumer.on_ready = partial(self._report_ready, consumer, consumer.on_ready)
             lost = consumer.on_connection_error_after_connected
             consumer.on_connection_error_after_connected = partial(
                 close_in_background, consumer, lost
@@ -67,14 +84,33 @@ class ReconnectStep(bootsteps.Step):
         try:
             start(parent)
         except consumer.channel_errors as error:
-            if not is_home_node_down(error):
+            if not self._is_refusal(consumer, error):
                 raise
-            # The queue is intact, and it comes back with its node. Celery ends the worker after an
-            # error of this kind, but not after a lost connection.
+            # The queue comes back with its node, or an operator repairs it. Celery ends the worker
+            # after an error of this kind, but not after a lost connection.
             self._lacks_queue = True
-            raise ConnectionResetError(
-                f"{error}; until then this worker works from the table"
-            ) from error
+            raise ConnectionResetError(f"{error}{MEANWHILE}") from error
+
+    def _is_refusal(self, consumer: Any, error: BaseException) -> bool:
+        """Return whether RabbitMQ refuses a queue or an exchange, and report which one."""
+        code, name = getattr(error, "reply_code", None), _REFUSED_NAME.search(str(error))
+        if code not in REFUSED_REMEDIES or name is None:
+            return is_home_node_down(error)
+        self._refused = name[1]
+        remedy = REFUSED_REMEDIES[code] + MEANWHILE
+        delays = consumer.controller.delays_runtime.delays
+        delays.events.emit("queue.blocked", key=name[1], code=code, error=str(error), remedy=remedy)
+        for queue in delays.processes.queues:
+            # This worker reads no queue now. A sweep that cannot send drain tokens drains the
+            # queue in its own worker.
+            delays.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
+        return True
+
+    def _report_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
+        refused, self._refused = self._refused, None
+        if refused is not None:
+            consumer.controller.delays_runtime.delays.events.emit("queue.unblocked", key=refused)
+        on_ready()
 
 
 def _set_up_in_background(step: Any, start: Callable[[Any], None], consumer: Any) -> None:

@@ -44,6 +44,8 @@ class RedisGuard:
         #: When reading began again, by key that was blocked.
         self._retried: dict[str, float] = {}
         self._asked_at = 0.0
+        #: Redis has this before each key (`global_keyprefix`).
+        self._prefix = ""
 
     def guard(self, channel: Any) -> None:
         """Replace the functions with which kombu reads this channel.
@@ -57,6 +59,7 @@ class RedisGuard:
             connection = channel.subclient.connection
             return connection is not None and bool(connection.can_read(timeout=0))
 
+        self._prefix = channel.global_keyprefix
         handlers = channel.handlers
         handlers["BRPOP"] = partial(self._read_queues, channel, handlers["BRPOP"])
         handlers["LISTEN"] = partial(self.read, handlers["LISTEN"], has_more)
@@ -65,7 +68,9 @@ class RedisGuard:
         client.parse_response = partial(self._parse, channel, client.parse_response)
         # A worker needs neither: only producers that use an exchange read bindings, and Celery
         # ignores the length that a declaration returns.
-        channel._queue_bind = partial(self._attempt, "_kombu.binding.*", channel._queue_bind)
+        channel._queue_bind = partial(
+            self._attempt, f"{self._prefix}_kombu.binding.*", channel._queue_bind
+        )
         channel._size = partial(self._attempt, "", channel._size, fallback=0)
         self._guard_acknowledgements(channel)
 
@@ -121,7 +126,7 @@ class RedisGuard:
             for key, since in list(self._retried.items()):
                 if self._asked_at > since and key not in self._blocked.get(channel, ()):
                     del self._retried[key]
-                    self._runtime.events.emit("queue.unblocked", key=key)
+                    self._runtime.events.emit("queue.unblocked", key=self._prefix + key)
 
     # -- queues -----------------------------------------------------------------------------------
 
@@ -216,7 +221,8 @@ class RedisGuard:
         qos = channel.qos
         if not hasattr(qos, "restore_by_tag"):
             return  # ack_emulation is off
-        attempt = partial(self._attempt, f"{channel.unacked_key}, {channel.unacked_index_key}")
+        keys = [self._prefix + key for key in (channel.unacked_key, channel.unacked_index_key)]
+        attempt = partial(self._attempt, ", ".join(keys))
         base = virtual.QoS
         append, ack, reject, by_tag = qos.append, qos.ack, qos.reject, qos.restore_by_tag
 
@@ -268,7 +274,7 @@ class RedisGuard:
         self._runtime.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
 
     def _report_blocked(self, key: str, queue: str, reason: str) -> None:
-        self._report(key, reason)
+        self._report(self._prefix + key, reason)
         runtime = self._runtime
         prefix = runtime.settings.namespace + "."
         if key == queue and queue.startswith(prefix):

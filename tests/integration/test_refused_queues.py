@@ -1,0 +1,83 @@
+"""One AMQP command may put another queue or exchange where a worker's is.
+
+Workers stay alive, log what is wrong, run due tasks from the table, and use the queue again when it
+is repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from tests.running import Deployment, Process
+from tests.waiting import SLACK_S, wait_until
+
+Command = Callable[[Any, str], None]
+
+
+def redeclare(channel: Any, name: str) -> None:
+    channel.queue_delete(name)
+    channel.queue_declare(name, durable=True, auto_delete=False, arguments={"x-max-length": 5})
+
+
+def consume_exclusively(channel: Any, name: str) -> None:
+    channel.queue_delete(name)
+    channel.queue_declare(name, durable=True, auto_delete=False)
+    channel.basic_consume(name, exclusive=True, callback=lambda message: None)
+
+
+def redeclare_exchange(channel: Any, name: str) -> None:
+    channel.queue_delete(name)  # so that workers declare both again
+    channel.exchange_delete(name)
+    channel.exchange_declare(name, "fanout", durable=True, auto_delete=False)
+
+
+def delete(channel: Any, name: str) -> None:
+    channel.queue_delete(name)
+    channel.exchange_delete(name)
+
+
+@pytest.fixture
+def deployment(tmp_path: Path, postgresql_url: str, rabbitmq_url: str) -> Iterator[Deployment]:
+    d = Deployment(tmp_path, postgresql_url, rabbitmq_url)
+    yield d
+    d.close()
+
+
+def goes_on(d: Deployment, worker: Process) -> None:
+    d.wait_for([d.schedule(delay=n / 2) for n in range(2)], deadline_s=20 + d.r1_s() + SLACK_S)
+    assert not worker.ended()
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [(redeclare, 406), (consume_exclusively, 403), (redeclare_exchange, 406)]
+)
+def test_a_running_and_a_starting_worker_survive_a_refused_queue(
+    deployment: Deployment, rabbitmq_url: str, command: Command, code: int
+) -> None:
+    d = deployment
+    first = d.worker()
+    goes_on(d, first)  # in its first 0.1 s Celery ignores that its consumer is cancelled
+    name = wiring_of(d.delays).publisher.queue("default").name
+    with Connection(rabbitmq_url) as connection:
+        command(connection.default_channel, name)
+        wait_until(lambda: "queue.blocked" in first.log(), 20, lambda: first.log())
+        line = next(line for line in first.log().splitlines() if "queue.blocked" in line)
+        assert f"key={name!r}" in line
+        assert f"code={code}" in line
+        assert "remedy=" in line
+        second = d.begin_worker()
+        wait_until(lambda: "queue.blocked" in second.log(), 30, lambda: second.log())
+        goes_on(d, first)
+        first.terminate()
+        assert first.status == 0
+        goes_on(d, second)
+        assert second.log().count("queue.blocked") <= 2, "it is not told at each try"
+    with Connection(rabbitmq_url) as connection:
+        delete(connection.default_channel, name)
+    wait_until(lambda: "queue.unblocked" in second.log(), 20, lambda: second.log())
+    goes_on(d, second)
