@@ -182,9 +182,8 @@ class OutcomeRules:
         return self._schedule_retry(task, began, self._text(reason), wait_s, reason)
 
     def _defer_s(self, task: DelayTask) -> float:
-        now = self._clock.now()
-        waited_s = (now - (task.create_time or now)).total_seconds() - task.delay_s
-        return min(max(waited_s / 10, DEFER_MIN_S), DEFER_MAX_S)
+        late_s = (self._clock.now() - task.due).total_seconds()
+        return min(max(late_s / 10, DEFER_MIN_S), DEFER_MAX_S)
 
     def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
         self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)
