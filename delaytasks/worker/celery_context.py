@@ -19,7 +19,14 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.batch import Batch, Work
 from delaytasks.execution.executor import End, Ended, ends_process
-from delaytasks.worker.current_task import CurrentTask, refusal_of, retry_of
+from delaytasks.processors import event_loop
+from delaytasks.worker.current_task import (
+    CurrentTask,
+    TaskInContext,
+    refusal_of,
+    retry_of,
+    row_in_context,
+)
 from delaytasks.worker.task_signals import has_receivers, result_of, state_of, tell_end
 from delaytasks.worker.time_limits import limited
 
@@ -106,6 +113,7 @@ class CeleryTaskContext:
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
         self._stages = _Stages()
+        event_loop.at_start(_show_coroutines)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -127,6 +135,7 @@ class CeleryTaskContext:
         error: BaseException | None
         body, error = _body_of(work, task)
         request = RowRequest(task, body, self._hostname)
+        row_in_context.set((sender, request))
         kept = self._stages.kept
         stage = kept or Stage()
         stage.show(sender, request)
@@ -215,6 +224,11 @@ class CeleryTaskContext:
         sender.bind(self._app)
         self._tasks[work.tag] = sender
         return sender
+
+
+def _show_coroutines() -> None:
+    """Make `celery.current_task` available to the coroutines of this thread's event loop."""
+    _task_stack.push(TaskInContext())
 
 
 def _body_of(work: Work, task: DelayTask) -> tuple[Any, Exception | None]:
