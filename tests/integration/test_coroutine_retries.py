@@ -1,4 +1,4 @@
-"""A worker's coroutines see Celery's current task, and the lazy results of processors fail their tasks."""
+"""A worker's coroutines see Celery's current task, and lazy results fail their tasks."""
 
 from __future__ import annotations
 

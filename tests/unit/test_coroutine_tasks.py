@@ -1,4 +1,4 @@
-"""`celery.current_task` in `async def` processors, whose rows share the thread of the event loop."""
+"""`celery.current_task` in `async def` processors, whose rows share one thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task that no processor can run here is tried again after a tenth of its lateness, within bounds."""
+"""A task that cannot run here is tried again after a tenth of its lateness, within bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A processor whose code would not run is refused, or its task fails: it is never recorded as DONE."""
+"""A task is not DONE if the code of its processor did not run."""
 
 from __future__ import annotations
 
