@@ -30,8 +30,7 @@ NO_TIME_LIMITS = "this worker's pool can not keep time limits, tag="
 #: The codes of these reasons, for programs.
 DEFERRALS = {NO_PROCESSOR: "no_processor", NO_KEY: "no_key", NO_TIME_LIMITS: "no_time_limits"}
 
-#: A task that cannot run here is tried again after a tenth of the time that it has waited, within
-#: these bounds.
+#: A task that cannot run here is tried again after a tenth of its lateness, within these bounds.
 DEFER_MIN_S, DEFER_MAX_S = 5.0, 600.0
 
 

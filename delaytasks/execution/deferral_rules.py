@@ -103,7 +103,7 @@ class DeferralRules:
     def _wait_s(self, task: DelayTask) -> float:
         """Return a tenth of the time that the task has been overdue, within bounds."""
         now = self._clock.now()
-        overdue_s = (now - (task.create_time or now)).total_seconds() - task.delay_s
+        overdue_s = (now - task.due).total_seconds()
         return min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
 
     def _after(self, wait_s: float) -> datetime:

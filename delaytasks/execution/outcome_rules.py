@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from types import AsyncGeneratorType, GeneratorType
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidInputError, InvalidScheduleError, TaskStateError
+from delaytasks.core.errors import (
+    InvalidInputError,
+    InvalidOutcomesError,
+    InvalidScheduleError,
+    TaskStateError,
+)
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait, encode_body
 from delaytasks.core.interfaces import Settlement
@@ -15,6 +21,9 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import storable, traceback_text
 from delaytasks.execution.task_run import MAX_RESULT_BYTES, LeaseEndsError, TaskRun
 from delaytasks.processors.registry import Processor
+
+#: The code of these values runs only during an iteration over them.
+_LAZY = (GeneratorType, AsyncGeneratorType, map, filter)
 
 
 class OutcomeRules:
@@ -83,6 +92,12 @@ class OutcomeRules:
             reason = value.reason or "failed by its processor"
             return self._failed(task, began, self._text(reason), reason)
         result = value.result if isinstance(value, Done) else value
+        if isinstance(result, _LAZY) or hasattr(type(result), "__await__"):
+            raise InvalidOutcomesError(
+                f"the processor of {task.tag!r} returned an object of type "
+                f"{type(result).__name__}, whose code does not run by itself: iterate over it or "
+                "await it in the processor, and return None, a value or an outcome"
+            )
         kept = self._kept(task, result) if processor.keep_result and result is not None else None
         return Settlement(task, "succeed", began, result=kept)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from types import CoroutineType
 from typing import Any
@@ -23,6 +23,7 @@ class EventLoop:
     """
 
     def __init__(self) -> None:
+        self._at_start: list[Callable[[], None]] = []
         self.after_fork()
         reset_in_child(self)
 
@@ -46,10 +47,20 @@ class EventLoop:
             raise error
         return value
 
+    def at_start(self, call: Callable[[], None]) -> None:
+        """Call it once in the thread of each event loop, before the coroutines that follow."""
+        with self._lock:
+            if call not in self._at_start:
+                self._at_start.append(call)
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(call)
+
     def _started(self) -> asyncio.AbstractEventLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                for call in self._at_start:
+                    self._loop.call_soon(call)
                 threading.Thread(
                     target=self._loop.run_forever, name="delaytasks-async", daemon=True
                 ).start()
@@ -66,6 +77,7 @@ async def _into(answer: Future[Result], coroutine: Coroutine[Any, Any, Any]) -> 
 
 _of_process = EventLoop()
 result_of = _of_process.result_of
+at_start = _of_process.at_start
 
 
 def awaited(value: Any) -> Any:

@@ -138,6 +138,7 @@ class Registry:
                     f"tag {tag!r} has the processor {_name(known.function)} already; give "
                     f"{_name(function)} another"
                 )
+            _refuse_generator_function(function)
             slots = _slots(function, in_flight, soft_s is not None or hard_s is not None)
             wants_task = _wants_task(function, options.get("batch") is not None)
             self._processors[tag] = describe(
@@ -223,6 +224,16 @@ def _slots(
             "use timeouts instead"
         )
     return ASYNC_SLOTS if is_async and in_flight is None else in_flight
+
+
+def _refuse_generator_function(function: Callable[..., Any]) -> None:
+    """Raise an error for a function whose call would run none of its code."""
+    for called in (function, type(function).__call__):
+        if inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+            raise TypeError(
+                f"{_name(function)} contains `yield`, so a call of it would run none of its code: "
+                "a processor is a function or an `async def` function that ends with `return`"
+            )
 
 
 def _wants_task(function: Callable[..., Any], is_batch: bool) -> bool:

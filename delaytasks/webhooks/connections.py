@@ -29,6 +29,8 @@ from delaytasks.core.clock import monotonic
 MAX_OPEN_CONNECTIONS = 100
 #: A receiver may send this number of interim responses (status 1xx) before the final one.
 MAX_INTERIM_RESPONSES = 10
+#: Responses with these statuses end after their headers, whatever the headers announce.
+_WITHOUT_BODY = (http.client.NO_CONTENT, http.client.NOT_MODIFIED)
 #: The time at which the current exchange of this thread must have ended.
 deadline: ContextVar[float] = ContextVar("deadline")
 
@@ -113,6 +115,7 @@ class _Response(http.client.HTTPResponse):
             self.will_close
             or self.status == http.client.SWITCHING_PROTOCOLS
             or not self._is_framed()
+            or (self.status in _WITHOUT_BODY and self._announces_body())
         )
 
     def _is_framed(self) -> bool:
@@ -125,6 +128,10 @@ class _Response(http.client.HTTPResponse):
         return not lengths or (
             len(lengths) == 1 and re.fullmatch("[0-9]{1,18}", lengths[0]) is not None
         )
+
+    def _announces_body(self) -> bool:
+        """Return whether the headers announce bytes that the receiver may still send."""
+        return "Transfer-Encoding" in self.headers or self.headers.get("Content-Length", "0") != "0"
 
 
 class _CheckedReuse:

@@ -22,7 +22,14 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.batch import Batch, Work
 from delaytasks.execution.executor import End, Ended, ends_process
-from delaytasks.worker.current_task import CurrentTask, refusal_of, retry_of
+from delaytasks.processors import event_loop
+from delaytasks.worker.current_task import (
+    CurrentTask,
+    TaskInContext,
+    refusal_of,
+    retry_of,
+    row_in_context,
+)
 from delaytasks.worker.task_signals import has_receivers, result_of, send_end, state_of
 from delaytasks.worker.time_limits import limited
 
@@ -120,6 +127,7 @@ class CeleryTaskContext:
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
         self._stacks = _ThreadStacks()
+        event_loop.at_start(_show_coroutines)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -138,6 +146,7 @@ class CeleryTaskContext:
         error: BaseException | None
         body, error = _body_of(work, task)
         request = RowRequest(task, body, self._hostname)
+        row_in_context.set((sender, request))
         kept = self._stacks.kept
         stack = kept or CurrentStack()
         stack.show(sender, request)
@@ -231,6 +240,11 @@ class CeleryTaskContext:
         sender.bind(self._app)
         self._tasks[work.tag] = sender
         return sender
+
+
+def _show_coroutines() -> None:
+    """Make `celery.current_task` available to the coroutines of this thread's event loop."""
+    _task_stack.push(TaskInContext())
 
 
 def _body_of(work: Work, task: DelayTask) -> tuple[Any, Exception | None]:

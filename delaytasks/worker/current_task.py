@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any
 
 from celery import Task
+from celery.app.task import Context
 from celery.exceptions import MaxRetriesExceededError, Retry, TaskPredicate
 from celery.utils.time import maybe_make_aware
 
@@ -21,6 +24,10 @@ _INSTEAD = (
     "delaytasks instead"
 )
 
+#: The Celery task and the request of the row that runs in this context.
+row_in_context: ContextVar[tuple[Any, Any]] = ContextVar("row_in_context")
+_NO_ROW = (SimpleNamespace(name=None, request=Context()), None)
+
 
 class CurrentTask(Task):
     """The Celery task of one tag. It is not in the app's registry, so no message can call it.
@@ -31,6 +38,14 @@ class CurrentTask(Task):
 
     abstract = True
     processor: Any = None
+
+    @property
+    def request(self) -> Any:
+        """The request of the row, which a coroutine has in its context and not on its thread."""
+        sender, in_context = row_in_context.get(_NO_ROW)
+        if sender is self and self.request_stack.top is None:
+            return in_context
+        return super().request
 
     def retry(
         self,
@@ -78,6 +93,13 @@ class CurrentTask(Task):
             f"{self.name!r} is the tag of a delayed task, and no Celery task that a message can "
             f"call: use schedule_delay({self.name!r}, body, delay)"
         )
+
+
+class TaskInContext:
+    """Celery's current task in the event loop, whose thread runs the coroutines of many rows."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(row_in_context.get(_NO_ROW)[0], name)
 
 
 def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:

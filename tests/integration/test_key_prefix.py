@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from kombu import Connection
 
+from delaytasks.wiring import wiring_of
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 

@@ -134,7 +134,8 @@ def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(
     with (
         d.store.database.begin() as connection
     ):  # as if the deploy took an hour: they are put off for six minutes
-        connection.execute(update(t).values(create_time=db_now_plus(-3600)))
+        an_hour_ago = db_now_plus(-3600)
+        connection.execute(update(t).values(create_time=an_hour_ago, expected_time=an_hour_ago))
     (tmp_path / "release_before.py").touch()
     d.conf["imports"] = ["release_before"]
     old = d.worker()

@@ -55,7 +55,7 @@ def test_remote_control_and_events_are_not_decompressed_by_their_encoding(
                 connection.drain_events(timeout=5)
     assert [message.payload for message in taken] == [{"method": "ping"}]
     assert reader.refused == 5
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 def test_remote_control_in_a_serializer_that_the_app_accepts_is_read(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_remote_control_in_a_serializer_that_the_app_accepts_is_read(tmp_path: P
     assert guard._unreadable(raw) is None
     amqp = SimpleNamespace(properties={"content_type": "application/data"})
     assert guard._unreadable(amqp) == "content type 'application/data'"
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 class RefusingChannel(Channel):
@@ -85,7 +85,7 @@ def test_a_refused_message_with_a_malformed_delivery_tag_is_not_logged(
     assert reader.refused == 3
     assert [r for r in caplog.records if "ack" in r.getMessage()] == []
     assert len(caplog.records) <= 1, "refused messages are logged once a minute"
-    reader.runtime.delays.close()
+    reader.runtime.celery_worker.delays.close()
 
 
 # -- queues --------------------------------------------------------------------------------------

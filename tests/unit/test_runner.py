@@ -322,7 +322,8 @@ def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
     bench: RunnerHarness, age_s: float, wait_s: float
 ) -> None:
     task = bench.schedule("nobody")
-    bench.change(task, create_time=bench.clock.now() - timedelta(seconds=age_s))
+    since = bench.clock.now() - timedelta(seconds=age_s)
+    bench.change(task, create_time=since, expected_time=since)
     before = bench.clock.now()
     bench.run(bench.now(task))
     after = bench.now(task)
