@@ -6,8 +6,9 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import delete, exc, insert, select, update
+from sqlalchemy import delete, exc, insert, or_, select, update
 
+from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
@@ -67,11 +68,15 @@ class WorkerTable:
         self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
     def bury(self, silent_s: float) -> list[str]:
-        """Some of the workers that were not seen for so long; each is reported once."""
+        """Some of the workers that were not seen for so long; each is reported once.
+
+        A worker whose `seen_at` is as far in the future counts as silent, too, because no live
+        worker wrote it.
+        """
         w = self._w
 
         def work(connection: Any) -> list[str]:
-            stale = w.c.seen_at < db_now_plus(-silent_s)
+            stale = or_(w.c.seen_at < db_now_plus(-silent_s), w.c.seen_at > db_now_plus(silent_s))
             names = (
                 connection.execute(select(w.c.name).where(stale).order_by(w.c.name).limit(BURIED))
                 .scalars()
@@ -89,7 +94,15 @@ class WorkerTable:
         w = self._w
         rows = self._db.alone(lambda c: c.execute(select(w).order_by(w.c.name)).mappings().all())
         return [
-            {**row, "queues": json.loads(row["queues"]), "tags": _tags_of(row["tags"])}
+            {
+                **row,
+                # SQLite stores values of any type.
+                "pool": str(row["pool"]),
+                "concurrency": _number(row["concurrency"]),
+                "clock_offset_us": _number(row["clock_offset_us"]),
+                "queues": _queues_of(row["queues"]),
+                "tags": _tags_of(row["tags"]),
+            }
             for row in rows
         ]
 
@@ -102,8 +115,29 @@ def _published(tags: Collection[str] | None) -> str | None:
     return text if len(text.encode()) <= MOST_TAG_BYTES else None
 
 
-def _tags_of(text: str | None) -> frozenset[str] | None:
+def _tags_of(text: object) -> frozenset[str] | None:
+    tags = _strings(text)
+    return None if tags is None else frozenset(tags)
+
+
+def _queues_of(text: object) -> list[str]:
+    """Return the queues that a worker serves; none if another program wrote something else."""
+    return [
+        name
+        for name in _strings(text) or ()
+        if name == ALL_QUEUES or (len(name) <= QUEUE_LENGTH and is_queue(name))
+    ]
+
+
+def _strings(text: object) -> list[str] | None:
+    """Return the strings of a JSON list, or None if the text is anything else."""
     try:
-        return None if text is None else frozenset(map(str, json.loads(text)))
-    except (ValueError, TypeError, RecursionError):  # another program's
+        found = json.loads(text)  # type: ignore[arg-type]
+    except (ValueError, TypeError, RecursionError):
         return None
+    is_list = isinstance(found, list) and all(isinstance(each, str) for each in found)
+    return found if is_list else None
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -29,7 +29,7 @@ class Members:
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
             if worker["pool"].startswith(DIRECT)
-            and (now - worker["seen_at"]).total_seconds() < SILENT_SWEEPS * sweep_s
+            and abs((now - worker["seen_at"]).total_seconds()) < SILENT_SWEEPS * sweep_s
         ]
         if known != self._known:
             self._known, self._parts = known, {}
