@@ -85,7 +85,9 @@ class Room:
         )
 
     def for_key(self, key: str) -> int:
-        return ANY if self.per_key is None or not key else self.per_key - self.running.get(key, 0)
+        if self.per_key is None or not key:
+            return ANY
+        return max(self.per_key - self.running.get(key, 0), 0)
 
     @property
     def full_keys(self) -> list[str]:

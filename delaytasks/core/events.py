@@ -67,6 +67,7 @@ _LEVELS = {
     "queue.unblocked": logging.INFO,
     "partitions.ending": logging.WARNING,
     "policy.changed": logging.INFO,
+    "policy.ignored": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
     "loop.restarted": logging.ERROR,

@@ -8,6 +8,7 @@ from typing import Any
 from sqlalchemy import and_, bindparam, func, literal_column, select, update
 
 from delaytasks.core.capacity import Room, StartPace
+from delaytasks.core.policies import is_limit, is_rate
 from delaytasks.core.states import Status
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
@@ -35,13 +36,16 @@ class CapacityQueries:
         """Asked for with the policy locked."""
         if policy is None:
             return Room()
-        room = Room(per_key=policy.key_concurrency)
-        if policy.concurrency is not None or policy.key_concurrency is not None:
-            query = self._running if policy.key_concurrency is None else self._running_by_key
+        # Another program may have stored limits that cannot be kept: they are none.
+        concurrency = policy.concurrency if is_limit(policy.concurrency) else None
+        per_key = policy.key_concurrency if is_limit(policy.key_concurrency) else None
+        room = Room(per_key=per_key)
+        if concurrency is not None or per_key is not None:
+            query = self._running if per_key is None else self._running_by_key
             room.running = dict(on.execute(query, {"tag": policy.name}).all())
-        if policy.concurrency is not None:
-            room.places = max(policy.concurrency - sum(room.running.values()), 0)
-        if policy.rate is not None:
+        if concurrency is not None:
+            room.places = max(concurrency - sum(room.running.values()), 0)
+        if policy.rate is not None and is_rate(policy.rate, policy.rate_period_s):
             room.keep_pace(*self._pace(on, policy))
         if policy.is_paused:
             room.places = 0
