@@ -116,7 +116,7 @@ def check_number(found: int | None, shard: int, url: URL) -> None:
         where = mask_url(url.render_as_string(hide_password=True))
         raise ConfigError(
             f"{where} is shard {found}, and stands at place {shard} of delaytasks_database_url: a shard keeps its "
-            "place, and a new one comes last; bring the list into its old order"
+            "place, and a new one comes last; give each process the whole list, in its old order"
         )
 
 
