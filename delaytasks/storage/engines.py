@@ -21,6 +21,7 @@ from sqlalchemy import (
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.storage.database_addresses import SEVERAL_HOSTS
+from delaytasks.storage.driver_errors import mark_as_connecting
 from delaytasks.storage.fork_gate import gate
 from delaytasks.storage.types import nearest
 
@@ -52,6 +53,7 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         # are the caller's session's alone, but the time can be asked.
         engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
         event.listen(engine, "connect", _sqlite_connect)
+        event.listen(engine, "handle_error", _tell_connecting_from_asking)
         event.listen(engine, "checkout", gate.enter)
         event.listen(engine, "checkin", gate.leave)
         if not autocommit:
@@ -170,6 +172,7 @@ def _tell_connecting_from_asking(context: ExceptionContext) -> None:
     """Where no connection came about nothing was asked, so no outcome is unknown."""
     if context.connection is None:
         context.is_disconnect = False
+        mark_as_connecting(context.original_exception)
 
 
 def _rested(_connection: Any, record: Any) -> None:
