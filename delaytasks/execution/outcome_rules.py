@@ -78,12 +78,13 @@ class OutcomeRules:
 
     def no_time_limits(self, task: DelayTask) -> Settlement:
         """Another worker may be able to keep those of its tag."""
-        error = (
+        why = (
             f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue {task.queue}"
         )
         wait_s = self._defer_s(task)
+        due = self._after(wait_s)
         self._events.emit("task.no_time_limits", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return _deferred(task, error, self._after(wait_s))
+        return _deferred(task, defer_until(why, due), due)
 
     def of_error(
         self, processor: Processor, task: DelayTask, began: datetime, error: BaseException

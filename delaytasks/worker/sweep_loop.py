@@ -129,7 +129,8 @@ class SweepLoop:
     def _bring_forward(self) -> None:
         """What others put off since they had no processor for it need not wait for us."""
         delays = self._delays
-        tags = [processor.tag for processor in delays.registry]
+        keeps_all = delays.processes.keeps_time_limits
+        tags = [each.tag for each in delays.registry if keeps_all or not each.has_time_limits]
         queues = None if ALL_QUEUES in delays.processes.queues else delays.processes.queues
         entries = self._shard.store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
         if entries:

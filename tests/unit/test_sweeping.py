@@ -26,7 +26,7 @@ class DatabaseAddress:
             lambda name, fields: self.told.append(fields) if name == "loop.failed" else None
         )
         self.settings = SimpleNamespace(houses=houses, sweep_s=5.0, self_sweep_s=10.0, timer="eta")
-        self.processes = SimpleNamespace(queues=["default"])
+        self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
         self.workers = [{"name": "w1", "started_at": 1}]
         self.published: list[str] = []
         workers = SimpleNamespace(
