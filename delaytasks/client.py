@@ -1255,7 +1255,9 @@ class DelayTasks:
 
     def _database_now(self, insists: bool) -> datetime:
         """Read the time of the first database; `insists` repeats a failed statement."""
-        return self._wiring.store.tasks.now(insists)
+        store = self._wiring.store
+        store.check_number_once(insists)
+        return store.tasks.now(insists)
 
     def _ambient_transaction(self) -> Transaction | None:
         """Return the transaction of a call without `session=`."""

@@ -121,7 +121,8 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
             {
                 "name": worker["name"],
                 "age_s": age(worker["seen_at"]),
-                "is_alive": age(worker["seen_at"]) <= SILENT_SWEEPS * settings.sweep_s,
+                "is_alive": abs((now - worker["seen_at"]).total_seconds())
+                <= SILENT_SWEEPS * settings.sweep_s,
                 "up_s": age(worker["started_at"]),
                 "pool": worker["pool"],
                 "concurrency": worker["concurrency"],

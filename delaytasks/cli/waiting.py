@@ -82,6 +82,14 @@ def warnings_of(delays: DelayTasks) -> list[str]:
                     f"in the queue {late['queue']}: {late['why']}"
                 )
         try:
+            unusable = list(shard.policies.current().unusable.values())
+        except StoreError:
+            unusable = []  # the late tasks have reported it
+        warnings += [
+            f"{where}the limits of {each.kind} {each.name} are not kept: {each.unusable}"
+            for each in unusable
+        ]
+        try:
             found = replication_of(shard)
         except StoreError as error:
             warnings.append(f"{where}its replication is unknown: {error}")

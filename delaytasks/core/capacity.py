@@ -94,7 +94,7 @@ class Capacity:
     def for_key(self, key: str) -> int:
         if self.key_limit is None or not key:
             return UNLIMITED
-        return self.key_limit - self.running.get(key, 0)
+        return max(self.key_limit - self.running.get(key, 0), 0)
 
     @property
     def full_keys(self) -> list[str]:

@@ -67,6 +67,7 @@ _LEVELS = {
     "queue.unblocked": logging.INFO,
     "partitions.ending": logging.WARNING,
     "policy.changed": logging.INFO,
+    "policy.ignored": logging.WARNING,
     "worker.lost": logging.WARNING,
     "loop.failed": logging.ERROR,
     "loop.restarted": logging.ERROR,
@@ -84,6 +85,8 @@ class Events:
         self._subscribers: list[Subscriber] = [Repeats(log_event)]
         #: By loop and stage, what was said of the last attempt that failed.
         self._told: dict[tuple[str, str], str] = {}
+        #: The loops and stages whose last attempt found a database that answers and cannot work.
+        self._unable: set[tuple[int | None, str, str]] = set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
@@ -116,14 +119,34 @@ class Events:
                 self._told.clear()
             self._told[loop, stage] = text
             cause = error if is_new or is_outage(error) else None
-            self.emit("loop.failed", loop=loop, stage=stage, error=text, cause=cause)
+            fields: dict[str, Any] = {"loop": loop, "stage": stage, "error": text, "cause": cause}
+            if self._is_reported(error, loop, stage, is_new):
+                fields["is_logged"] = True
+            self.emit("loop.failed", **fields)
             return False
+        if self._unable:
+            for each in list(self._unable):
+                if each[1:] == (loop, stage):
+                    self._unable.discard(each)
         return True
+
+    def _is_reported(self, error: Exception, loop: str, stage: str, is_new: bool) -> bool:
+        """Return whether the log has the state of a database that answers and cannot work.
+
+        Each stage of each loop meets that state, and the error names the stage's own statement.
+        """
+        if not (isinstance(error, StoreUnavailableError) and error.is_unable):
+            return False
+        subject = error.shard, loop, stage
+        others = any(shard == error.shard for shard, _, _ in list(self._unable))
+        is_reported = others and not (subject in self._unable and is_new)
+        self._unable.add(subject)
+        return is_reported
 
 
 class _About(Events):
     def __init__(self, events: Events, fields: dict[str, Any]) -> None:
-        self.counts, self._told = events.counts, events._told
+        self.counts, self._told, self._unable = events.counts, events._told, events._unable
         self._events = events
         self._fields = fields
 

@@ -27,6 +27,7 @@ class Unchanged(Enum):
 UNCHANGED = Unchanged.UNCHANGED
 K = TypeVar("K", bound=Hashable)
 MAX_LIMIT = 1_000_000_000
+MIN_PERIOD_S = 0.001
 MAX_PERIOD_S = 31 * 86_400.0
 _RATE = re.compile(r"\s*([0-9]{1,10})\s*/\s*(.{1,40}?)\s*", re.ASCII)
 
@@ -104,9 +105,19 @@ class Policy:
         return self.applied_version == self.version
 
     @property
+    def unusable(self) -> str | None:
+        """The limits of another program that no worker can keep. They are taken for no limit."""
+        names = ["concurrency", "key_concurrency"]
+        found = [f"{n} = {shown(v)}" for n in names if not is_limit(v := getattr(self, n))]
+        if not is_rate(self.rate, self.rate_period_s):
+            period = f"rate_period_s = {shown(self.rate_period_s)}"
+            found.append(f"rate = {shown(self.rate)}, {period}")
+        return ", ".join(found) or None
+
+    @property
     def rate_text(self) -> str | None:
-        """The rate in the form that `parse_rate` reads."""
-        if self.rate is None or self.rate_period_s is None:
+        """The rate in the form that `parse_rate` reads; None if it is unusable."""
+        if self.rate is None or self.rate_period_s is None or self.unusable:
             return None
         period = show_duration(self.rate_period_s)
         return f"{self.rate}/{period[1:] if re.fullmatch('1[a-z]+', period) else period}"
@@ -168,13 +179,22 @@ class Policies:
         self.limited: dict[str, Policy] = {}
         #: The policies whose rows are not all paused or resumed yet.
         self.unapplied: dict[tuple[Kind, str], Policy] = {}
+        #: The policies with limits that no worker can keep.
+        self.unusable: dict[tuple[Kind, str], Policy] = {}
         self._add(all)
 
     def changed(self, policies: Iterable[Policy], number: int) -> Policies:
         """Return a copy with these policies in the place of those of the same names."""
         new = copy(self)
         new.number = number
-        for name in ("_by_name", "paused_tags", "paused_queues", "limited", "unapplied"):
+        for name in (
+            "_by_name",
+            "paused_tags",
+            "paused_queues",
+            "limited",
+            "unapplied",
+            "unusable",
+        ):
             setattr(new, name, copy(getattr(self, name)))
         new._add(policies)
         return new
@@ -190,6 +210,7 @@ class Policies:
             if policy.kind == "tag":
                 _set(self.limited, policy.name, policy if policy.has_limits else None)
             _set(self.unapplied, name, None if policy.is_applied else policy)
+            _set(self.unusable, name, policy if policy.unusable else None)
         times = (
             policy.update_time
             for policy in self._by_name.values()
@@ -241,6 +262,23 @@ def check_limit(limit: object, what: str) -> int | None:
     return int(limit)
 
 
+def is_limit(limit: object) -> bool:
+    """Return whether a stored limit can be kept. SQLite stores values of any type."""
+    return limit is None or isinstance(limit, int)
+
+
+def is_rate(rate: object, period_s: object) -> bool:
+    """Return whether a stored rate is none at all, or one that `parse_rate` could have returned."""
+    if rate is None:
+        return True
+    return (
+        isinstance(rate, int)
+        and rate >= 1
+        and isinstance(period_s, (int, float))
+        and MIN_PERIOD_S <= period_s <= MAX_PERIOD_S  # False for NaN
+    )
+
+
 def parse_rate(text: object) -> tuple[int | None, float | None]:
     """Parse `"100/s"`, `"30/m"` or `"1000/1h30m"` into a number and seconds; None is no limit."""
     if text is None:
@@ -254,6 +292,6 @@ def parse_rate(text: object) -> tuple[int | None, float | None]:
         seconds = parse_duration("1" + period if period[0].isalpha() else period).total_seconds()
     except InvalidDelayError:
         raise InvalidPolicyError(f"{rule}, not {shown(text)}") from None
-    if not 0.001 <= seconds <= MAX_PERIOD_S:
+    if not MIN_PERIOD_S <= seconds <= MAX_PERIOD_S:
         raise InvalidPolicyError(f"the period of a rate is 1 ms to 31 days, not {shown(period)}")
     return check_limit(int(match[1]), "a rate"), seconds

@@ -10,7 +10,7 @@ from delaytasks.core.durations import show_duration
 from delaytasks.core.encryption import PREFIX, is_encrypted, name_in
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Late
-from delaytasks.core.policies import Policy
+from delaytasks.core.policies import Policy, is_limit
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import DEFERRALS, last_line
@@ -170,7 +170,8 @@ def _limited(facts: Facts) -> Iterator[Reason]:
 def _is_at_limit(facts: Facts, limited: Policy) -> bool:
     task = facts.task
     is_due = task.status is Status.NOT_COMPLETE and task.expected_time <= facts.now
-    return is_due and facts.running >= (limited.concurrency or 2**63)
+    limit = limited.concurrency if is_limit(limited.concurrency) else None
+    return is_due and facts.running >= (limit or 2**63)
 
 
 def _limits(policy: Policy, facts: Facts) -> str:
@@ -182,7 +183,7 @@ def _limits(policy: Policy, facts: Facts) -> str:
         texts.append(
             f"{policy.key_concurrency} of the key {key} may run, and {facts.running_of_key} do"
         )
-    if policy.rate is not None:
+    if policy.rate_text is not None:
         texts.append(f"its rate is {policy.rate_text}")
     return "; ".join(texts) or "its capacity is used"
 

@@ -97,8 +97,9 @@ class DeferralRules:
             f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue {task.queue}"
         )
         wait_s = self._wait_s(task)
+        due = self._after(wait_s)
         self._events.emit("task.no_time_limits", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return _deferred(task, error, self._after(wait_s))
+        return _deferred(task, defer_until(error, due), due)
 
     def _wait_s(self, task: DelayTask) -> float:
         """Return a tenth of the time that the task has been overdue, within bounds."""

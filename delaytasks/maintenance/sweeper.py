@@ -17,7 +17,7 @@ from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Entry, Lapsed, Timer
-from delaytasks.core.policies import NO_POLICIES
+from delaytasks.core.policies import NO_POLICIES, Kind
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import Beat, Late, OverdueQueues
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
@@ -72,6 +72,7 @@ class Sweeper:
         self._events = events
         self._holding = pause_sweeper
         self._policies = NO_POLICIES
+        self._reported_limits: set[tuple[Kind, str]] = set()
         self._overdue = OverdueQueues(sweeps, settings.grace_s)
         self._partitions_checked_at = float("-inf")
 
@@ -156,6 +157,21 @@ class Sweeper:
     def _read_policies(self) -> None:
         if self._holding is not None:
             self._policies = self._holding.policies()
+            self._report_unusable_limits()
+
+    def _report_unusable_limits(self) -> None:
+        unusable = self._policies.unusable
+        for name in unusable.keys() - self._reported_limits:
+            policy = unusable[name]
+            remedy = "set it again: delaytasks policy set"
+            self._events.emit(
+                "policy.ignored",
+                kind=policy.kind,
+                policy=policy.name,
+                limits=policy.unusable,
+                remedy=remedy,
+            )
+        self._reported_limits = set(unusable)
 
     # -- rows due within the horizon --------------------------------------------------------------
 

@@ -63,6 +63,7 @@ class SingleRouter:
         """Return the task that a call names; look a key up."""
         if isinstance(name, tuple):
             tag, key = name
+            self._check_number(transaction)
             id = self._store.tasks.id_of_key(tag, key, _executor(transaction))
             if id is None:
                 raise TaskNotFoundError(
@@ -87,6 +88,7 @@ class SingleRouter:
     ) -> bool:
         due, on = self._shard.producer.due_of(delay), _executor(transaction)
         if isinstance(name, tuple):
+            self._check_number(transaction)
             return self._store.touches.touch_key(*name, due, on)
         return self._store.touches.touch(id_of(name), due, on)
 
@@ -108,9 +110,15 @@ class SingleRouter:
         transaction: Transaction | None,
     ) -> set[str]:
         """Return the keys whose tasks still wait."""
+        self._check_number(transaction)
         ids = self._store.touches.ids_of_keys(tag, keys, _executor(transaction))
         touched = self.touch_many(ids.values(), delay, transaction)
         return {key for key, id in ids.items() if id in touched}
+
+    def _check_number(self, transaction: Transaction | None) -> None:
+        """Raise `ConfigError` if the database is one of several shards: it lacks some keys."""
+        if transaction is None:  # a caller's transaction may need no connection of our own
+            self._store.check_number_once()
 
     def check_shard(self, task: DelayTask, transaction: Transaction | None) -> None:
         """Do nothing: a session is on the only database."""

@@ -11,6 +11,7 @@ from typing import Any
 from sqlalchemy import and_, bindparam, func, literal_column, select, update
 
 from delaytasks.core.capacity import Capacity, StartPace
+from delaytasks.core.policies import is_limit, is_rate
 from delaytasks.core.states import Status
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
@@ -39,13 +40,16 @@ class CapacityQueries:
         """Return the free capacity of the tag whose policy is locked."""
         if policy is None:
             return Capacity()
-        capacity = Capacity(key_limit=policy.key_concurrency)
-        if policy.concurrency is not None or policy.key_concurrency is not None:
-            query = self._running if policy.key_concurrency is None else self._running_by_key
+        # Another program may have stored limits that cannot be kept. They count as no limits.
+        concurrency = policy.concurrency if is_limit(policy.concurrency) else None
+        key_limit = policy.key_concurrency if is_limit(policy.key_concurrency) else None
+        capacity = Capacity(key_limit=key_limit)
+        if concurrency is not None or key_limit is not None:
+            query = self._running if key_limit is None else self._running_by_key
             capacity.running = dict(on.execute(query, {"tag": policy.name}).all())
-        if policy.concurrency is not None:
-            capacity.slots = max(policy.concurrency - sum(capacity.running.values()), 0)
-        if policy.rate is not None:
+        if concurrency is not None:
+            capacity.slots = max(concurrency - sum(capacity.running.values()), 0)
+        if policy.rate is not None and is_rate(policy.rate, policy.rate_period_s):
             capacity.limit_rate(*self._pace(on, policy))
         if policy.is_paused:
             capacity.slots = 0

@@ -16,7 +16,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.encryption import MARK_LENGTH, PREFIX, PREFIXES, marks_of
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import MOVES, Status, following
-from delaytasks.core.text import NO_KEY, NO_PROCESSOR, is_deferred_until
+from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
 from delaytasks.storage.database import Database
 from delaytasks.storage.rows import listing, next_version
 from delaytasks.storage.schema import Schema
@@ -44,6 +44,7 @@ class DeferredRows:
         # horizon.
         is_why = or_(
             t.c.error_stack.startswith(NO_PROCESSOR),
+            t.c.error_stack.startswith(NO_TIME_LIMITS),
             and_(t.c.error_stack.startswith(NO_KEY), self._is_readable()),
         )
         is_deferred = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)

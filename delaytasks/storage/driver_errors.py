@@ -41,6 +41,9 @@ _UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
 _UNSURE_MYSQL = {1180}
 _UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
 
+#: The attribute of a driver's error that was raised while connecting.
+_CONNECTING = "delaytasks_was_connecting"
+
 #: MySQL's errors about values that its driver does not classify as such. Their texts quote the
 #: values.
 _VALUES_MYSQL = {1062, 1264, 1292, 1366, 1406, 3140, 4025}
@@ -77,13 +80,26 @@ def first_cause(error: exc.DBAPIError) -> exc.DBAPIError:
     return before if isinstance(before, exc.DBAPIError) else error
 
 
+def mark_as_connecting(driver_error: BaseException) -> None:
+    """Remember that no connection came about, so that no statement was refused."""
+    driver_error.__dict__[_CONNECTING] = True
+
+
+def _is_connecting(error: exc.DBAPIError) -> bool:
+    return getattr(error.orig, _CONNECTING, False) and not is_conflict(error)
+
+
 def is_disconnect(error: exc.DBAPIError) -> bool:
-    return error.connection_invalidated or (
-        isinstance(error, (exc.OperationalError, exc.InterfaceError))
-        and _sqlstate(error) in (None, "57P03", "53300")
-        and not is_conflict(error)
-        and not _is_sqlite(error)
-        and not _is_mysql_answer(error)
+    return (
+        error.connection_invalidated
+        or _is_connecting(error)
+        or (
+            isinstance(error, (exc.OperationalError, exc.InterfaceError))
+            and _sqlstate(error) in (None, "57P03", "53300")
+            and not is_conflict(error)
+            and not _is_sqlite(error)
+            and not _is_mysql_answer(error)
+        )
     )
 
 

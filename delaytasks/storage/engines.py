@@ -21,6 +21,7 @@ from sqlalchemy import (
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.storage.database_addresses import SEVERAL_HOSTS
+from delaytasks.storage.driver_errors import mark_as_connecting
 from delaytasks.storage.fork_gate import gate
 from delaytasks.storage.types import nearest
 
@@ -54,6 +55,7 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         # connection can return the time.
         engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
         event.listen(engine, "connect", _sqlite_connect)
+        event.listen(engine, "handle_error", _connecting_sent_nothing)
         event.listen(engine, "checkout", gate.enter)
         event.listen(engine, "checkin", gate.leave)
         if not autocommit:
@@ -178,6 +180,7 @@ def _connecting_sent_nothing(context: ExceptionContext) -> None:
     """If connecting fails, no statement was sent, so no outcome is unknown."""
     if context.connection is None:
         context.is_disconnect = False
+        mark_as_connecting(context.original_exception)
 
 
 def _mark_returned(_connection: Any, record: Any) -> None:

@@ -56,7 +56,7 @@ class FactReader:
         found = []
         for row in self._store.workers.alive():
             age_s = max((at - row["seen_at"]).total_seconds(), 0.0)
-            is_alive = age_s <= self._silent_s
+            is_alive = abs((at - row["seen_at"]).total_seconds()) <= self._silent_s
             found.append(WorkerFacts(row["name"], is_alive, age_s, row["queues"], row["tags"]))
         return found
 

@@ -117,7 +117,8 @@ def check_number(found: int | None, shard: int, url: URL) -> None:
         where = mask_url(url.render_as_string(hide_password=True))
         raise ConfigError(
             f"{where} is shard {found}, but has position {shard} in delaytasks_database_url: "
-            "a shard keeps its position, and a new one comes last; restore the old order"
+            "a shard keeps its position, and a new one comes last; give each process the whole "
+            "list, in its old order"
         )
 
 

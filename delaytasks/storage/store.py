@@ -15,7 +15,7 @@ from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
-from delaytasks.storage.driver_errors import REMEDY
+from delaytasks.storage.driver_errors import REMEDY, TRIES
 from delaytasks.storage.inspection import Inspection
 from delaytasks.storage.leases import Leases
 from delaytasks.storage.migrations import check_charset, check_number, number_of
@@ -54,6 +54,7 @@ class Store:
         self.holding = PausedRows(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s
+        self._is_number_checked = False
 
     def claims(self, worker: str, ip: int | None, limited: Limited = dict) -> Claims:
         return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
@@ -88,6 +89,24 @@ class Store:
             raise ConfigError(
                 f"shard {self.shard}, {self._where()}, does not know its number yet; {REMEDY}"
             )
+
+    def check_number_once(self, insists: bool = True) -> None:
+        """`ConfigError` if the database has another number; asked once in this process."""
+        if self._is_number_checked:
+            return
+
+        def ask() -> int | None:
+            with self.database.auto.connect() as connection:
+                return number_of(connection, self.schema)
+
+        try:
+            found = self.database.run(ask, tries=TRIES if insists else 1)
+        except StoreUnavailableError:
+            raise
+        except StoreError:
+            found = None  # the role may not read the table
+        check_number(found, self.shard, self.database.url)
+        self._is_number_checked = True
 
     def _where(self) -> str:
         return mask_url(str(self.database.url.render_as_string(hide_password=True)))

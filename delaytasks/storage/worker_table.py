@@ -7,8 +7,9 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from sqlalchemy import delete, exc, insert, select, update
+from sqlalchemy import delete, exc, insert, or_, select, update
 
+from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
@@ -69,11 +70,15 @@ class WorkerTable:
         self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
     def bury(self, silent_s: float) -> list[str]:
-        """Remove some workers that were silent for `silent_s` seconds. Each is returned once."""
+        """Remove some workers that were silent for `silent_s` seconds. Each is returned once.
+
+        A worker whose `seen_at` is as far in the future counts as silent, too, because no live
+        worker wrote it.
+        """
         w = self._w
 
         def work(connection: Any) -> list[str]:
-            stale = w.c.seen_at < db_now_plus(-silent_s)
+            stale = or_(w.c.seen_at < db_now_plus(-silent_s), w.c.seen_at > db_now_plus(silent_s))
             names = (
                 connection.execute(
                     select(w.c.name).where(stale).order_by(w.c.name).limit(EXPIRED_PER_SWEEP)
@@ -92,7 +97,15 @@ class WorkerTable:
     def alive(self) -> list[dict[str, Any]]:
         w = self._w
         return [
-            {**row._mapping, "queues": json.loads(row.queues), "tags": _tags_of(row.tags)}
+            {
+                **row._mapping,
+                # SQLite stores values of any type.
+                "pool": str(row.pool),
+                "concurrency": _number(row.concurrency),
+                "clock_offset_us": _number(row.clock_offset_us),
+                "queues": _queues_of(row.queues),
+                "tags": _tags_of(row.tags),
+            }
             for row in self._db.rows(select(w).order_by(w.c.name))
         ]
 
@@ -105,8 +118,29 @@ def _published(tags: Collection[str] | None) -> str | None:
     return text if len(text.encode()) <= MAX_TAG_BYTES else None
 
 
-def _tags_of(text: str | None) -> frozenset[str] | None:
+def _tags_of(text: object) -> frozenset[str] | None:
+    tags = _strings(text)
+    return None if tags is None else frozenset(tags)
+
+
+def _queues_of(text: object) -> list[str]:
+    """Return the queues that a worker serves; none if another program wrote something else."""
+    return [
+        name
+        for name in _strings(text) or ()
+        if name == ALL_QUEUES or (len(name) <= QUEUE_LENGTH and is_queue(name))
+    ]
+
+
+def _strings(text: object) -> list[str] | None:
+    """Return the strings of a JSON list, or None if the text is anything else."""
     try:
-        return None if text is None else frozenset(map(str, json.loads(text)))
-    except (ValueError, TypeError, RecursionError):  # another program's row
+        found = json.loads(text)  # type: ignore[arg-type]
+    except (ValueError, TypeError, RecursionError):
         return None
+    is_list = isinstance(found, list) and all(isinstance(each, str) for each in found)
+    return found if is_list else None
+
+
+def _number(value: object) -> int:
+    return value if isinstance(value, int) else 0

@@ -164,11 +164,12 @@ class SweepLoop:
         return [processor.tag for processor in self._registry]
 
     def _bring_forward(self) -> None:
-        """Bring forward the rows that other workers deferred because they had no processor."""
+        """Bring forward the rows that other workers deferred, and that this one can run."""
         served = self._processes.queues
         queues = None if ALL_QUEUES in served else served
-        deferred_rows = self._shard.store.deferred_rows
-        entries = deferred_rows.bring_forward(self._tags(), queues, DEFER_MAX_S)
+        keeps_all = self._processes.keeps_time_limits
+        tags = [each.tag for each in self._registry if keeps_all or not each.has_time_limits]
+        entries = self._shard.store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
         if entries:
             self._events.emit("task.brought_forward", count=len(entries), shard=self._shard.number)
             self._timer.arm(entries)

@@ -31,7 +31,7 @@ class WorkerShares:
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
             if worker["pool"].startswith(DIRECT)
-            and (now - worker["seen_at"]).total_seconds() < SILENT_SWEEPS * sweep_s
+            and abs((now - worker["seen_at"]).total_seconds()) < SILENT_SWEEPS * sweep_s
         ]
         if known != self._workers:
             self._workers, self._parts = known, {}

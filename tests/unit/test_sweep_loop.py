@@ -28,7 +28,7 @@ class SweepLoopHarness:
         self.settings = SimpleNamespace(
             sweep_partitions=sweep_partitions, sweep_s=5.0, self_sweep_s=10.0, timer="eta"
         )
-        self.processes = SimpleNamespace(queues=["default"])
+        self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
         self.workers = [{"name": "w1", "started_at": 1}]
         self.published: list[str] = []
         workers = SimpleNamespace(

@@ -1,0 +1,73 @@
+"""Rows that were deferred since no worker could keep the time limits of their tag."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from delaytasks import DelayTasks, Status
+from delaytasks.core.text import is_deferred_until
+from delaytasks.execution.deferral_rules import DeferralRules
+from delaytasks.processors.registry import Registry
+from delaytasks.wiring import wiring_of
+from delaytasks.worker.sweep_loop import SweepLoop
+from tests.conformance.test_putoffs import bring
+from tests.recording import RecordingTimer
+
+
+def defer(delays: DelayTasks) -> Any:
+    """Defer a row, as a worker with threads does."""
+    task = delays.schedule_delay("limited", {}, 0)
+    claims = wiring_of(delays).store.claims("w", None)
+    [claimed] = claims.claim_due("default", [0], 1)
+    wiring = wiring_of(delays)
+    rules = DeferralRules(delays.settings, wiring.clock, delays.events, Registry(), False)
+    assert claims.settle([rules._no_time_limits(claimed)])
+    found = delays.get(task)
+    assert (found.status, found.expected_time > wiring_of(delays).clock.now()) == (
+        Status.NOT_COMPLETE,
+        True,
+    )
+    return found
+
+
+def test_a_worker_that_keeps_time_limits_brings_them_forward(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    task = defer(delays)
+    assert is_deferred_until(task.error, task.expected_time)
+    assert bring(delays, "other") == []
+    assert bring(delays, "limited") == [task.id]
+    assert delays.get(task).expected_time < task.expected_time
+
+
+def test_a_rescheduled_row_keeps_its_time(delays: DelayTasks, timer: RecordingTimer) -> None:
+    task = defer(delays)
+    delays.reschedule(task, 60)
+    assert bring(delays, "limited") == []
+
+
+def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    delays.processor("limited", time_limit=60)(lambda body: None)
+    task = defer(delays)
+    wiring_of(delays).processes.queues = ["default"]
+    loop = SweepLoop(
+        delays.shards[0],
+        delays.settings,
+        delays.events,
+        wiring_of(delays).processes,
+        wiring_of(delays).registry,
+        wiring_of(delays).inline_timer,
+        dispatcher=SimpleNamespace(),  # type: ignore[arg-type]
+        pool=None,
+        hostname="w",
+        polls_table=False,
+    )
+    wiring_of(delays).processes.keeps_time_limits = False
+    loop._bring_forward()
+    assert delays.get(task).version == task.version
+    wiring_of(delays).processes.keeps_time_limits = True
+    loop._bring_forward()
+    assert delays.get(task).version > task.version

@@ -1,0 +1,114 @@
+"""Rows of the worker table that another program wrote."""
+
+from __future__ import annotations
+
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from sqlalchemy import insert, update
+
+from delaytasks import DelayTasks
+from delaytasks.cli import stats_document
+from delaytasks.storage.facts import FactReader
+from delaytasks.storage.store import Store
+from delaytasks.worker.worker_shares import WorkerShares
+from tests.recording import RecordingTimer
+
+STRANGE = [
+    "x",
+    "5",
+    "null",
+    '"default"',
+    '{"default": 1}',
+    '[["x"]]',
+    "[null, 5]",
+    '["default", 5]',
+    "[" * 100_000,
+    "",
+]
+#: Names that are strings, but that no database could look up.
+BAD_NAMES = ['["\\u0000", "default"]', '["\\ud800", "default"]', f'["{"x" * 5000}", "default"]']
+FAR = datetime(2099, 1, 1, tzinfo=timezone.utc)
+
+
+def add_worker(store: Store, name: str, **values: Any) -> None:
+    store.workers.seen(name, ["default"], "prefork", 2, 0, ["mail"])
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        connection.execute(update(w).where(w.c.name == name).values(values))
+
+
+def add_overdue_row(store: Store, queue: str = "default") -> None:
+    past = datetime(2020, 1, 1, tzinfo=timezone.utc)
+    row = {"tag": "mail", "message_body": "{}", "expected_time": past, "queue": queue}
+    with store.database.begin() as connection:
+        connection.execute(insert(store.schema.tasks).values(row))
+
+
+def sweep(delays: DelayTasks) -> list[str]:
+    """Sweep, and return the stages that failed."""
+    failed: list[str] = []
+    delays.events.subscribe(
+        lambda name, fields: failed.append(fields["error"]) if name == "loop.failed" else None
+    )
+    delays.shards[0].sweeper.sweep()
+    return failed
+
+
+def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = stats_document._numbers(delays, delays.shards[0])["workers"]
+    return found
+
+
+@pytest.mark.parametrize("queues", STRANGE, ids=lambda text: text[:20])
+def test_strange_queues_of_a_worker_do_not_keep_overdue_rows_from_the_others(
+    store: Store, delays: DelayTasks, timer: RecordingTimer, queues: str
+) -> None:
+    store.workers.seen("good", ["default"], "prefork", 2, 0)
+    add_worker(store, "strange", queues=queues)
+    add_overdue_row(store)
+    delays.shards[0].sweeper._timer = timer
+    assert sweep(delays) == []
+    assert [queue for queue, _, _ in timer.drained] == ["default"]
+    assert [worker["queues"] for worker in workers_of_stats(delays)] == [["default"], []]
+    assert [w.queues for w in FactReader(store, delays.settings, 60).workers()] == [["default"], []]
+
+
+@pytest.mark.parametrize("queues", BAD_NAMES, ids=["NUL", "surrogate", "long"])
+def test_a_queue_name_that_cannot_be_stored_is_ignored(
+    store: Store, delays: DelayTasks, timer: RecordingTimer, queues: str
+) -> None:
+    add_worker(store, "strange", queues=queues)
+    add_overdue_row(store)
+    delays.shards[0].sweeper._timer = timer
+    assert sweep(delays) == []
+    assert [queue for queue, _, _ in timer.drained] == ["default"]
+
+
+def test_values_of_other_types_do_not_stop_the_workers(store: Store, delays: DelayTasks) -> None:
+    if store.database.url.get_backend_name() != "sqlite":
+        pytest.skip("only SQLite stores values of any type")
+    store.workers.seen("strange", ["default"], "prefork", 2, 0)
+    with store.database.begin() as connection:
+        connection.exec_driver_sql(
+            "UPDATE s_yb_delay_worker SET queues = x'00', pool = x'00', concurrency = 'x', "
+            "clock_offset_us = 'x', tags = x'00'"
+        )
+    add_overdue_row(store)
+    assert sweep(delays) == []
+    [worker] = workers_of_stats(delays)
+    assert (worker["queues"], worker["concurrency"], worker["tags"]) == ([], 0, None)
+
+
+def test_a_worker_that_was_seen_in_the_future_is_lost(store: Store, delays: DelayTasks) -> None:
+    store.workers.seen("good", ["default"], "prefork", 2, 0)
+    add_worker(store, "strange", seen_at=FAR, pool="direct/prefork")
+    assert [w["is_alive"] for w in workers_of_stats(delays)] == [True, False]
+    facts = FactReader(store, delays.settings, 60)
+    assert [worker.is_alive for worker in facts.workers()] == [True, False]
+    members = WorkerShares("me")
+    members.learn(store.workers.alive(), store.tasks.now(), delays.settings.sweep_s)
+    assert members._workers == []
+    assert store.workers.bury(60) == ["strange"]
+    assert [worker["name"] for worker in store.workers.alive()] == ["good"]
