@@ -42,6 +42,7 @@ from delaytasks.webhooks.queue import QueueMessages
 from delaytasks.wiring import Closable, ProcessorContext, Router, Wiring
 
 if TYPE_CHECKING:
+    from delaytasks.encryption.cipher import Cipher
     from delaytasks.timers.redis import RedisTimer
     from delaytasks.worker.processes import Processes
 
@@ -64,7 +65,8 @@ def build_wiring(
     settings = load_settings(celery_app.conf, os.environ, **arguments)
     if not settings.database_url:
         tighten_data_folder(Path(settings.data_dir))
-    stores = [Store(url, settings, number) for number, url in enumerate(urls_of(settings))]
+    cipher = _make_cipher(settings)
+    stores = [Store(url, settings, number, cipher) for number, url in enumerate(urls_of(settings))]
     clock = Clock(ask_now)
     clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
 
@@ -190,6 +192,14 @@ class _Timers(NamedTuple):
     direct: DirectTimer | None
     redis: RedisTimer | None
     closables: Sequence[Closable]
+
+
+def _make_cipher(settings: Settings) -> Cipher | None:
+    if not settings.encryption_keys:
+        return None
+    from delaytasks.encryption.cipher import Cipher  # loads cryptography
+
+    return Cipher(settings.encryption_keys)
 
 
 def _make_timers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection, exc, inspect
@@ -34,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class Store:
-    def __init__(self, url: str, settings: Settings, shard: int = 0) -> None:
+    def __init__(
+        self, url: str, settings: Settings, shard: int = 0, cipher: Cipher | None = None
+    ) -> None:
         self.shard = shard
         self.database = Database(
             url, settings.pool_size, shard if len(settings.database_url) > 1 else None
         )
-        self.schema = build_schema(
-            settings.table_prefix, settings.table_schema, shard, _cipher(settings.encryption_keys)
-        )
+        self.schema = build_schema(settings.table_prefix, settings.table_schema, shard, cipher)
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
@@ -113,14 +112,6 @@ class Store:
 
     def close(self) -> None:
         self.database.dispose()
-
-
-def _cipher(keys: Sequence[str]) -> Cipher | None:
-    if not keys:
-        return None
-    from delaytasks.encryption.cipher import Cipher  # loads cryptography
-
-    return Cipher(keys)
 
 
 def _column_names(connection: Connection, table: str, schema: str | None) -> set[str]:

@@ -1,0 +1,152 @@
+"""docs/architecture.md shows the packages and the path of a task as the code has them.
+
+`python -m tests.unit.test_architecture` draws docs/img/architecture.svg again from the import graph.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/architecture.md").read_text()
+PICTURE = ROOT / "docs/img/architecture.svg"
+BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 46, 22, 44, 12
+#: Packages of data files and of entry points, which nothing of interest imports.
+LEFT_OUT = {"__main__", "py"}
+
+Edges = dict[str, set[str]]
+
+
+def package_imports() -> Edges:
+    """Return for each package of delaytasks the packages that its modules import when they run."""
+    graph = grimp.build_graph("delaytasks", exclude_type_checking_imports=True)
+    edges: Edges = {}
+    for module in graph.modules:
+        importer = _package_of(module)
+        imported = map(_package_of, graph.find_modules_directly_imported_by(module))
+        edges.setdefault(importer, set()).update(set(imported) - {importer, "delaytasks"})
+    for name in LEFT_OUT | {"delaytasks"}:
+        edges.pop(name, None)
+    return edges
+
+
+def _package_of(module: str) -> str:
+    return [*module.split("."), module][1]
+
+
+def depths(edges: Edges) -> dict[str, int]:
+    """Return the length of the longest chain of imports below each package."""
+    found: dict[str, int] = {}
+
+    def depth(name: str) -> int:
+        if name not in found:
+            found[name] = 1 + max((depth(below) for below in edges[name]), default=-1)
+        return found[name]
+
+    for name in edges:
+        depth(name)
+    return found
+
+
+def necessary(edges: Edges) -> Edges:
+    """Return the edges that no longer chain of edges implies."""
+
+    def reachable(name: str) -> set[str]:
+        return {name}.union(*(reachable(below) for below in edges[name]))
+
+    return {
+        name: {one for one in below if not any(one in reachable(o) for o in below - {one})}
+        for name, below in edges.items()
+    }
+
+
+def purpose(name: str) -> str:
+    path = ROOT / "delaytasks" / name
+    source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    return (ast.get_docstring(ast.parse(source)) or "").split("\n")[0]
+
+
+def picture() -> str:
+    """Draw the packages as boxes; each one imports only boxes below it."""
+    edges = package_imports()
+    rows: dict[int, list[str]] = {}
+    for name, depth in sorted(depths(edges).items()):
+        rows.setdefault(depth, []).append(name)
+    columns = max(map(len, rows.values()))
+    width = 2 * MARGIN + columns * (BOX_WIDTH + GAP_X) - GAP_X
+    height = 2 * MARGIN + len(rows) * (BOX_HEIGHT + GAP_Y) - GAP_Y
+    corners = {
+        name: (
+            (width - len(names) * (BOX_WIDTH + GAP_X) + GAP_X) // 2 + at * (BOX_WIDTH + GAP_X),
+            MARGIN + (max(rows) - depth) * (BOX_HEIGHT + GAP_Y),
+        )
+        for depth, names in rows.items()
+        for at, name in enumerate(names)
+    }
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="15">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for name, below in sorted(necessary(edges).items()):
+        x, y = corners[name]
+        for other in sorted(below):
+            to_x, to_y = corners[other]
+            parts.append(
+                f'<path d="M{x + BOX_WIDTH // 2} {y + BOX_HEIGHT} '
+                f"C{x + BOX_WIDTH // 2} {y + BOX_HEIGHT + GAP_Y} "
+                f'{to_x + BOX_WIDTH // 2} {to_y - GAP_Y} {to_x + BOX_WIDTH // 2} {to_y}" '
+                'fill="none" stroke="#8a94a6" stroke-width="1.3"/>'
+            )
+    for name, (x, y) in sorted(corners.items()):
+        parts.append(
+            f'<g><title>{escape(purpose(name))}</title><rect x="{x}" y="{y}" width="{BOX_WIDTH}" '
+            f'height="{BOX_HEIGHT}" rx="6" fill="#eef3fb" stroke="#3d5a99"/><text '
+            f'x="{x + BOX_WIDTH // 2}" y="{y + 28}" text-anchor="middle">{escape(name)}</text></g>'
+        )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def test_the_picture_of_the_packages_is_that_of_the_imports() -> None:
+    assert PICTURE.read_text() == picture(), "run: python -m tests.unit.test_architecture"
+
+
+def test_each_package_is_described() -> None:
+    described = set(re.findall(r"^\| `(\w+)/?` ", PAGE, re.MULTILINE))
+    assert described == set(package_imports())
+
+
+PATH = PAGE.partition("## The path of a task")[2].partition("## ")[0]
+STEPS = re.findall(r"`([\w/]+\.py)` `([\w.]+)\(\)`", PATH)
+
+
+def test_the_path_of_a_task_has_at_most_25_files() -> None:
+    assert 10 < len({path for path, _ in STEPS}) <= 25
+
+
+@pytest.mark.parametrize(("path", "function"), STEPS)
+def test_each_step_of_the_path_exists(path: str, function: str) -> None:
+    tree = ast.parse((ROOT / "delaytasks" / path).read_text())
+    found = {
+        (f"{outer.name}." if isinstance(outer, ast.ClassDef) else "") + inner.name
+        for outer in [tree, *tree.body]
+        if isinstance(outer, (ast.Module, ast.ClassDef))
+        for inner in outer.body
+        if isinstance(inner, ast.FunctionDef)
+    }
+    assert function in found
+
+
+def test_each_other_file_that_the_page_names_exists() -> None:
+    for path in re.findall(r"`([a-z_/]+\.py)`", PAGE):
+        assert (ROOT / "delaytasks" / path).is_file(), path
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())
