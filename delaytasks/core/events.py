@@ -1,4 +1,4 @@
-"""One stream of events; logs, counters and Flower subscribe to it."""
+"""The stream of events, to which the log, the counters and Flower subscribe."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ Subscriber = Callable[[str, dict[str, Any]], None]
 
 logger = logging.getLogger("delaytasks")
 
-#: Fields of other types are for subscribers.
+#: Types of fields that the log shows. Fields of other types are for subscribers only.
 _SHOWN = (str, int, float, BaseException)
 
-#: The stages of loops whose last error is remembered.
+#: The number of stages whose last error is remembered.
 MOST_TOLD = 200
-#: A traceback in the log is at most so long.
+#: The longest traceback in the log.
 MOST_TRACEBACK_BYTES = 16 * 1024
 OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
-#: While a database is away these come again and again, so that they are for debugging: `store.down` says it once.
-#: If the database answers, but cannot do what is asked, nothing else says so.
+#: Events that repeat while a database is unavailable. They are logged at DEBUG then, because
+#: `store.down` reports the outage once. If the database answers but cannot execute statements, only
+#: these events report it.
 _BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
 
-#: Events that somebody should read; all others are for counters and debugging.
+#: The levels of the events that an operator should read. All others are logged at DEBUG.
 _LEVELS = {
     "task.failed": logging.ERROR,
     "task.done": logging.INFO,
@@ -78,21 +79,22 @@ _LEVELS = {
 
 
 class Events:
-    """Counts every event and hands it to the subscribers; a subscriber that fails harms nobody."""
+    """Counts every event and passes it to the subscribers. An error of a subscriber is logged."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._subscribers: list[Subscriber] = [Repeats(log_event)]
-        #: By loop and stage, what was said of the last attempt that failed.
+        #: The text of the last error, by loop and stage.
         self._told: dict[tuple[str, str], str] = {}
-        #: The loops and stages whose last attempt found a database that answers and cannot work.
+        #: The shards, loops and stages whose last attempt found a database that answers, but cannot
+        #: execute statements.
         self._unable: set[tuple[int | None, str, str]] = set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
 
     def about(self, **fields: Any) -> Events:
-        """The same stream, for one who adds these fields to each event."""
+        """Return a view of this stream that adds `fields` to each event."""
         return _About(self, fields)
 
     def emit(self, name: str, count: int = 1, **fields: Any) -> None:
@@ -106,9 +108,10 @@ class Events:
                 logger.exception("a subscriber failed on %s", name)
 
     def attempt(self, loop: str, stage: str, work: Callable[[], object]) -> bool:
-        """One stage of a loop, whose failure is told and keeps no other stage from its work.
+        """Run one stage of a loop; return whether it succeeded.
 
-        The traceback only of an error that is not the stage's last one: it may be the same each second, for hours.
+        A failure emits `loop.failed` and does not stop the following stages. An error that repeats
+        the last one of the stage has no traceback, because it may repeat each second for hours.
         """
         try:
             work()
@@ -131,9 +134,9 @@ class Events:
         return True
 
     def _is_reported(self, error: Exception, loop: str, stage: str, is_new: bool) -> bool:
-        """Return whether the log has the state of a database that answers and cannot work.
+        """Return whether the log already reports that the database cannot execute statements.
 
-        Each stage of each loop meets that state, and the error names the stage's own statement.
+        Each stage of each loop meets this state, with an error that names its own statement.
         """
         if not (isinstance(error, StoreUnavailableError) and error.is_unable):
             return False
@@ -158,13 +161,13 @@ class _About(Events):
 
 
 def log_event(name: str, fields: dict[str, Any]) -> None:
-    """One line, and the traceback of the exception that is the field `cause`, or else `error`."""
+    """Log one line, with the traceback of the field `cause` or, without it, of `error`."""
     level, cause = _LEVELS.get(name, logging.DEBUG), fields.get("cause", fields.get("error"))
     if fields.get("is_logged") or (name in _BY_OUTAGE and is_outage(cause)):
         level = logging.DEBUG
     if not logger.isEnabledFor(level):
         return
-    # repr keeps CR, LF and ANSI sequences of strangers inside one escaped line.
+    # repr escapes CR, LF and ANSI sequences in untrusted text, so the entry stays one line.
     said = {
         key: value
         for key, value in fields.items()
@@ -178,21 +181,20 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
     record = logger.makeRecord(
         logger.name, level, __file__, 0, "%s %s", (name, shown), info, "log_event"
     )
-    record.exc_text = _traceback(
-        cause
-    )  # what formatters show; trackers such as Sentry take the exception itself
+    # Formatters show this text. Trackers such as Sentry use the exception itself.
+    record.exc_text = _traceback(cause)
     logger.handle(record)
 
 
-#: The text of the last error of the database that each of `_BY_OUTAGE` was logged with.
+#: The text of the last database error with which each event of `_BY_OUTAGE` was logged.
 _outage_texts: dict[str, str] = {}
 
 
 def _is_repeated_outage(name: str, cause: BaseException) -> bool:
-    """Whether the event was logged with the same error of the database last.
+    """Return whether the last entry of this event has the same database error.
 
-    Such an error comes again with each turn of a loop and with each chunk, so only the first one
-    has its traceback.
+    Such an error repeats in each turn of a loop and in each chunk, so only the first has a
+    traceback.
     """
     if name not in _BY_OUTAGE or not isinstance(cause, OUTAGES):
         return False
@@ -203,7 +205,7 @@ def _is_repeated_outage(name: str, cause: BaseException) -> bool:
 
 
 def is_outage(error: object) -> bool:
-    """Whether `store.down` reports this error, too."""
+    """Return whether `store.down` reports this error, too."""
     return isinstance(error, OUTAGES) and not getattr(error, "is_unable", False)
 
 
@@ -211,11 +213,11 @@ def _repr(value: object) -> str:
     try:
         return f"{value!r:.300}"
     except Exception:
-        return f"<{type(value).__name__}>"  # strangers' exceptions
+        return f"<{type(value).__name__}>"  # an exception of user code may have no valid repr
 
 
 def _traceback(error: BaseException) -> str:
-    """Bounded, and indented, so that no line that a stranger's text brings looks like one of the log's own."""
+    """Return the traceback, shortened and indented, so that untrusted text cannot imitate a log entry."""
     text = traceback_text(error, MOST_TRACEBACK_BYTES)
     escaped = "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text

@@ -79,7 +79,7 @@ def check_limit(limit: object) -> int:
 
 
 def check_queue(queue: object) -> str:
-    """Check a queue name. RabbitMQ limits its bytes, and the filesystem transport uses it in paths."""
+    """Check a queue name. RabbitMQ limits its length, and the file transport uses it in paths."""
     name = _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
     if not is_queue(name):
         raise InvalidQueueError(

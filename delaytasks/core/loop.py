@@ -1,4 +1,4 @@
-"""A thread that takes one turn after another, goes on whatever a turn raises, and can be replaced by a fresh one."""
+"""A thread that repeats one call, continues after errors, and can be replaced by a new thread."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events, is_outage
 
-#: After a turn that failed.
+#: The rest after a turn that failed.
 FAILED_REST_S = 1.0
-#: A machine may be busy: nothing is stuck sooner.
+#: The shortest time after which a turn counts as stuck, because a machine may be busy.
 LEAST_STUCK_S = 2.0
 
 
 class ReplacedError(BaseException):
-    """Ends a turn whose loop goes on without it; nothing that goes on after errors may hold it up."""
+    """Ends a turn of a thread that was replaced.
+
+    It is no `Exception`, so that code which continues after errors does not catch it.
+    """
 
 
 class Life:
@@ -25,7 +28,7 @@ class Life:
 
     def __init__(self, run: Callable[[Life], None], name: str) -> None:
         self.wake = threading.Event()
-        #: When the turn that is under way began, or last made progress; None while the loop rests.
+        #: When the current turn began, or last made progress. None while the loop rests.
         self.began: float | None = None
         self.thread = threading.Thread(
             target=run, args=(self,), name=f"delaytasks-{name}", daemon=True
@@ -33,11 +36,14 @@ class Life:
 
 
 class Loop:
-    """`turn` answers how long to rest after it: None is until somebody calls `wake`.
+    """Calls `turn` again and again in a thread of its own.
 
-    A turn that shows no progress for `stuck_s` is stuck. No thread can be killed, so a stuck one is left alone: a
-    fresh one goes on in its place, after `reconnect`, since what the old one waits for may be a connection on which
-    nobody answers any more. The old one can begin no turn, and ends with the one it is in, or at its next `beat`.
+    `turn` returns the seconds to rest after it, or None to rest until `wake` is called.
+
+    A turn without progress for `stuck_s` seconds is stuck. Python cannot kill a thread, so `look`
+    starts a new one, which first calls `reconnect`: the old thread may wait for a connection whose
+    other side no longer answers. The old thread begins no further turn. It ends after its current
+    turn, or at its next `beat`.
     """
 
     def __init__(
@@ -58,9 +64,10 @@ class Loop:
         self.is_running = False
         self._turned_at: float | None = None
         self._restarts = 0
-        #: What was said of the last turn that failed.
+        #: The text of the last error.
         self._told = ""
-        #: Each in a row is given twice the time, so that a database that is slow does not get ever more threads.
+        #: Factor of `stuck_s`. It doubles with each restart, so that a slow database does not cause
+        #: more and more threads.
         self._patience = 1
 
     def start(self) -> None:
@@ -69,12 +76,12 @@ class Loop:
             self._begin(self._run)
 
     def wake(self) -> None:
-        """Do the next turn now."""
+        """Start the next turn without a further rest."""
         if self._life is not None:
             self._life.wake.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Waits for the turn that is under way."""
+        """Stop after the current turn, and wait up to `timeout_s` seconds for its end."""
         with self._lock:
             self.is_running = False
         if self._life is not None:
@@ -82,7 +89,7 @@ class Loop:
             self._life.thread.join(timeout_s)
 
     def beat(self) -> None:
-        """Called by a long turn when it makes progress; ends it when it was replaced."""
+        """Report progress of a long turn. Raises `ReplacedError` if the thread was replaced."""
         with self._lock:
             life = self._life
             if life is not None:
@@ -91,7 +98,7 @@ class Loop:
                 life.began = monotonic()
 
     def look(self) -> None:
-        """Puts a fresh thread into the place of one that is dead or stuck."""
+        """Replace the thread if it is dead or stuck."""
         with self._lock:
             life = self._life
             if life is None or not self.is_running:
@@ -136,12 +143,12 @@ class Loop:
             except BaseException as error:
                 self._tell(error)
                 if not isinstance(error, Exception):
-                    return  # somebody wants this thread to end
+                    return  # SystemExit and the like are meant to end this thread
             if self._is_resting(life):
                 life.wake.wait(rest_s)
 
     def _tell(self, error: BaseException) -> None:
-        """The traceback only of an error that is not that of the turn before: it may be the same for hours."""
+        """Emit `loop.failed`. A repeated error, which may repeat for hours, has no traceback."""
         text = f"{type(error).__name__}: {error}"
         cause = error if text != self._told or is_outage(error) else None
         self._told = text

@@ -292,7 +292,10 @@ def _remedy(error: str, name: str, prefix: str) -> str:
             "(task_default_queue_type); meanwhile workers find its tasks in the table"
         )
     if WRONG_TYPE in error:
-        return f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run late"
+        return (
+            f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run "
+            "late"
+        )
     return (
         f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
         "it: correct the setting, or delete the queue while no worker runs; its tasks run late"

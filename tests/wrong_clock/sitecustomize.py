@@ -1,5 +1,7 @@
-"""In a Python process under libfaketime, whose clock_nanosleep fails for the monotonic clock: Python sleeps by
-`select`, as it did before 3.11."""
+"""Makes Python sleep by `select`, as it did before 3.11, in processes under libfaketime.
+
+There, clock_nanosleep fails for the monotonic clock.
+"""
 
 import select
 import time
