@@ -217,7 +217,7 @@ def _repr(value: object) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback, shortened and indented, so that it cannot imitate an entry of the log."""
+    """Return the traceback, shortened and indented, so that it cannot imitate a log entry."""
     text = traceback_text(error, MOST_TRACEBACK_BYTES)
     escaped = "".join(
         c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text
