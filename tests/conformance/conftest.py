@@ -1,4 +1,4 @@
-"""What several suites on each database begin with."""
+"""Fixtures that several conformance suites share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A backlog is worked off chunk by chunk, each from where the last one ended, and nothing in it is left behind."""
+"""Workers process a backlog chunk by chunk.
+
+Each chunk starts where the last one ended, and no row is left behind.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from delaytasks.storage.store import Store
 
 
 def make(store: Store, *ids: int, priority: int = 0) -> None:
-    """Due in the order of their ids, long ago."""
+    """Insert tasks that became due long ago, in the order of their ids."""
     now = store.tasks.now()
     for id in ids:
         due = now - timedelta(hours=1) + timedelta(seconds=id)

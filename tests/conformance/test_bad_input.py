@@ -1,4 +1,5 @@
-"""What callers and other programs may hand in: each kind of nonsense has its own error, and nothing is half done."""
+"""Invalid input from callers and other programs: each kind raises its own error, and no call is
+half done."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ SQL = "x'; DROP TABLE s_yb_delay_task_message; -- %s %(a)s :id \\ \" ?"
 
 
 class RefusingClient:
-    """A `DelayTasks` on empty tables, and what has become of them."""
+    """A `DelayTasks` on empty tables that checks the side effects of refused calls."""
 
     def __init__(self, url: str, store: Store, **changes: Any) -> None:
         self.delays = delays_on(url, table_prefix="s_", **changes)
@@ -41,7 +42,7 @@ class RefusingClient:
         self._store = store
 
     def traces(self) -> tuple[int, ...]:
-        """Rows of each table, and messages sent."""
+        """Return the number of rows of each table and the number of messages sent."""
         tables = self._store.schema.metadata.sorted_tables
         with self._store.database.auto.connect() as connection:
             counts = [
@@ -70,7 +71,7 @@ class RefusingClient:
         return task
 
     def insert(self, **values: Any) -> int:
-        """A row by another program, and its id."""
+        """Insert a row as another program would, and return its id."""
         t = self._store.schema.tasks
         with self._store.database.begin() as connection:
             made = connection.execute(
@@ -99,7 +100,7 @@ def place(make: Callable[..., RefusingClient]) -> RefusingClient:
     return make()
 
 
-# -- when -----------------------------------------------------------------------------------------
+# -- due times ------------------------------------------------------------------------------------
 
 
 class Unsayable:
@@ -148,7 +149,7 @@ def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: RefusingClient) ->
     at = datetime(2030, 1, 1, tzinfo=UTC)
     for max_wait in [*BAD_DELAYS, 0, "0s", "soon"]:
         if max_wait == "5":
-            continue  # 5 seconds, as an option's text says it
+            continue  # the text "5" is a valid option: 5 seconds
         for call in (
             lambda **more: place.delays.schedule_delay("mail", {}, 5, key="k", **more),
             lambda **more: place.delays.schedule_at("mail", {}, at, key="k", **more),
@@ -502,7 +503,7 @@ def test_enums_are_what_they_stand_for(place: RefusingClient) -> None:
         id=Level.ID,
     )
     assert (task.tag, task.key, task.priority, task.id) == ("mail", "the key", 9, 4711)
-    # Plain ones: a driver may write a subclass as it says itself, "Name.MAIL".
+    # The values must have plain types. A driver may write a subclass by its `str()`, "Name.MAIL".
     assert [type(value) for value in (task.tag, task.key, task.priority, task.id)] == [
         str,
         str,
@@ -654,7 +655,8 @@ def test_the_same_id_again_is_harmless_and_arms_it_again(place: RefusingClient) 
     before = place.traces()
     again = place.delays.schedule_delay("mail", {"n": 2}, 60, id=4711)
     assert (again.id, again.body, again.expected_time) == (4711, {"n": 1}, first.expected_time)
-    # The caller does so when the first call's end is unknown: its row may never have been armed.
+    # A caller repeats an id if the result of the first call is unknown, so the row may not be
+    # armed.
     assert place.traces() == (*before[:-1], before[-1] + 1)
     place.delays.cancel(4711)
     place.delays.schedule_delay("mail", {"n": 2}, 0, id=4711)
@@ -662,7 +664,7 @@ def test_the_same_id_again_is_harmless_and_arms_it_again(place: RefusingClient) 
     assert place.delays.get(4711).status is Status.CANCELLED
 
 
-# -- moves ----------------------------------------------------------------------------------------
+# -- status changes -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -702,7 +704,7 @@ def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None
         place.delays.reschedule(waits, 5, version=0)
 
 
-# -- questions ------------------------------------------------------------------------------------
+# -- queries --------------------------------------------------------------------------------------
 
 
 def test_a_page_is_bounded(place: RefusingClient) -> None:
@@ -718,7 +720,7 @@ def test_a_status_that_does_not_exist_is_refused(place: RefusingClient) -> None:
 
 
 BAD_CURSORS = ["", "x", "====", "MTIz", "YTpi", "😀", "\ud800", "MTox\n;", 5, b"MTox", ["x"]]
-#: Well made, but of numbers that no row has: 10^30:1, 1:10^30, 1:-10^30.
+#: These cursors are well formed, but no row has their numbers: 10^30:1, 1:10^30, 1:-10^30.
 BAD_CURSORS += [
     "MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox",
     "MToxMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw",
@@ -884,7 +886,7 @@ def near_window(place: RefusingClient) -> tuple[datetime, datetime]:
     return now, now + timedelta(seconds=30)
 
 
-# -- anything at all ------------------------------------------------------------------------------
+# -- random input ---------------------------------------------------------------------------------
 
 storable = st.text(
     st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=40
@@ -898,7 +900,7 @@ json_bodies = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(storable, inner, max_size=5),
     max_leaves=30,
 )
-#: Things that JSON can not say, anywhere in a body.
+#: Values that JSON cannot represent, anywhere in a body.
 junk = st.one_of(
     st.binary(),
     st.sets(st.integers(), min_size=1),
@@ -974,7 +976,7 @@ def test_any_json_comes_back_exactly(place: RefusingClient, bodies: list[Any]) -
 
 
 def same(left: Any, right: Any) -> bool:
-    """Equal also in what == overlooks: 1, 1.0 and True, 0.0 and -0.0."""
+    """Compare by `repr()`, because == treats 1, 1.0 and True as equal, and 0.0 and -0.0 too."""
     return repr(left) == repr(right)
 
 

@@ -1,4 +1,4 @@
-"""Many tasks cancelled, rescheduled and retried by what they have in common; on every database."""
+"""Bulk cancel, reschedule and retry of tasks that match a filter, on every database."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FAR = 7 * 86400.0
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps and windows of a few rows."""
+    """Make steps and windows only a few rows long."""
     monkeypatch.setattr(engine_bulk, "STEP", 3)
     monkeypatch.setattr(engine_bulk, "BUSY_S", 0.2)
     monkeypatch.setattr(store_bulk, "WINDOW", 4)
@@ -55,7 +55,7 @@ def schedule(
 
 
 def pass_a_moment(delays: DelayTasks) -> None:
-    """Until what was scheduled is older than now, for a clock that counts milliseconds."""
+    """Wait until scheduled tasks are older than now on a clock that counts milliseconds."""
     now = wiring_of(delays).store.bulk.now()
     wait_until(
         lambda: wiring_of(delays).store.bulk.now() > now + timedelta(milliseconds=2),
@@ -65,7 +65,7 @@ def pass_a_moment(delays: DelayTasks) -> None:
 
 
 def put(store: Store, task: DelayTask, **values: Any) -> DelayTask:
-    """As if it had come so far."""
+    """Write `values` into the row of `task`, and return the task."""
     t = store.schema.tasks
     with store.database.begin() as connection:
         connection.execute(update(t).where(t.c.id == task.id).values(**values))
@@ -118,7 +118,7 @@ def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
 
 
 def test_a_key_that_another_task_has_by_now_stays_with_it(store: Store, delays: DelayTasks) -> None:
-    """A replaced task that ran, and waits again because another program put it back."""
+    """The replaced task ran, and another program set it back to waiting."""
     old = put(store, schedule(delays, key="k"), status=int(Status.RUNNING))
     new = schedule(delays, key="k", on_conflict="replace", queue="other")
     put(store, old, status=int(Status.NOT_COMPLETE))
@@ -126,7 +126,7 @@ def test_a_key_that_another_task_has_by_now_stays_with_it(store: Store, delays: 
     assert delays.get(tag="mail", key="k").id == new.id
 
 
-# -- which ----------------------------------------------------------------------------------------
+# -- filters --------------------------------------------------------------------------------------
 
 NOON = datetime(2031, 1, 31, 12, tzinfo=timezone.utc)
 
@@ -329,7 +329,7 @@ def test_a_shift_that_was_stopped_goes_on_without_shifting_twice(delays: DelayTa
 def test_a_task_that_is_met_twice_is_shifted_once(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was paused while the tasks were looked for: met among those that wait, and among those that are held."""
+    """The task was paused during the search, so both the waiting and the paused rows contain it."""
     tasks = [schedule(delays) for _ in range(5)]
     pass_a_moment(delays)
     matching = store_bulk.Bulk.matching
@@ -396,7 +396,7 @@ def test_it_goes_in_small_steps_and_tells_of_each(delays: DelayTasks) -> None:
     at = wiring_of(delays).clock.now() + timedelta(days=1)
     tasks = [
         delays.schedule_at("mail", n, at) for n in range(5)
-    ]  # at the very same time: more than a window
+    ]  # all are due at the same instant, and exceed one window
     tasks += [schedule(delays, key=f"k{n}") for n in range(8)]
     seen: list[BulkResult] = []
     assert counts(delays.cancel_many(tag="mail", on_progress=seen.append)) == (13, 13, 0)
@@ -486,7 +486,8 @@ from delaytasks.scheduling import bulk
 from tests.recording import delays_on
 bulk.STEP = 3
 delays = delays_on(sys.argv[1], table_prefix="s_")
-delays.cancel_many(tag="mail", on_progress=lambda result: result.changed == 6 and os.kill(os.getpid(), 9))
+delays.cancel_many(tag="mail", on_progress=lambda result: \
+result.changed == 6 and os.kill(os.getpid(), 9))
 """
 
 
@@ -522,7 +523,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
 ) -> None:
     url = store.database.url
     if url.host is None:
-        return  # SQLite: there is no answer that could be lost
+        return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
     beside = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
     timer = record(beside)
@@ -552,7 +553,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
     proxy.close()
 
 
-# -- beside others --------------------------------------------------------------------------------
+# -- concurrent transactions ----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("small")
@@ -562,7 +563,7 @@ def test_what_somebody_has_locked_gets_a_second_chance_and_is_never_waited_for(
     store: Store, delays: DelayTasks, is_released: bool, locks: str
 ) -> None:
     if store.database.url.get_backend_name() == "sqlite":
-        return  # one writer at a time there
+        return  # SQLite has one writer at a time
     tasks = [schedule(delays, key=f"k{n}") for n in range(7)]
     t, k = store.schema.tasks, store.schema.keys
     query = (
@@ -673,7 +674,7 @@ def test_old_audit_rows_are_purged_by_their_last_sign_of_life(
 def test_a_step_that_was_committed_before_somebody_stopped_us_is_counted(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C comes at any moment."""
+    """Ctrl-C may arrive at any moment."""
     for _ in range(5):
         schedule(delays)
 

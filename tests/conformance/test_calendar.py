@@ -1,5 +1,5 @@
-"""Hours that come twice or never, and the day that comes every four years: what is stored is UTC, whatever the time
-zone of the process, and nothing is due early."""
+"""Hours that occur twice or never, and leap days: rows store UTC in every process time zone, and
+no task is due early."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def bench(
         (
             datetime(2028, 3, 26, 2, 30, tzinfo=BERLIN),
             utc(2028, 3, 26, 1, 30),
-        ),  # there is no such hour
-        (utc(2028, 3, 12, 7, 30), utc(2028, 3, 12, 7, 30)),  # 2:30 in New York, which there is not
+        ),  # Berlin skips this hour
+        (utc(2028, 3, 12, 7, 30), utc(2028, 3, 12, 7, 30)),  # New York skips 2:30
         (utc(2028, 2, 29, 23, 59, 59, 999_999), utc(2028, 2, 29, 23, 59, 59, 999_999)),
         (utc(2029, 2, 28, 23, 59, 59), utc(2029, 2, 28, 23, 59, 59)),
     ],
@@ -64,7 +64,7 @@ def test_an_instant_is_stored_as_it_is(bench: RunnerHarness, when: datetime, due
     [
         (utc(2028, 2, 28, 23, 59, 59), 1, utc(2028, 2, 29)),
         (utc(2028, 2, 29, 12), 365 * 86400, utc(2029, 2, 28, 12)),
-        (utc(2028, 3, 25, 12), 86400, utc(2028, 3, 26, 12)),  # 13:00 in Berlin, and then 14:00
+        (utc(2028, 3, 25, 12), 86400, utc(2028, 3, 26, 12)),  # 13:00 in Berlin, then 14:00
         (utc(2028, 12, 31, 23, 59, 59), 1, utc(2029, 1, 1)),
     ],
 )

@@ -1,4 +1,4 @@
-"""What `cancel` answers, by id and by key, without a session and with one; on every database."""
+"""The answers of `cancel`, by id and by key, with and without a session, on every database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ by_name = pytest.mark.parametrize("name", NAMES, ids=["id", "key"])
 
 
 class CancelCaller:
-    """One `DelayTasks`, whose calls are made with a session or without one."""
+    """Call one `DelayTasks` with a session or without one."""
 
     def __init__(
         self, delays: DelayTasks, session: Callable[[], AbstractContextManager[Session | None]]
@@ -162,7 +162,8 @@ def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: CancelCall
 def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
     place: CancelCaller, store: Store, database_url: str
 ) -> None:
-    """The flow of the docs: the cancel is part of the transaction that writes the payment."""
+    """This is the flow of the docs: the cancel is part of the transaction that writes the
+    payment."""
     engine = create_engine(database_url)
     place.schedule()
     claim(store)
@@ -177,7 +178,7 @@ def test_the_payment_of_a_customer_who_pays_while_the_order_closes_is_kept(
 def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
     place: CancelCaller, store: Store, database_url: str
 ) -> None:
-    """MySQL reads as of the transaction's start, and must not tell that there is no such task."""
+    """MySQL reads a snapshot of the transaction's start, but `cancel` must still find the task."""
     if not database_url.startswith(("mysql", "postgresql")):
         pytest.skip(
             "SQLite is not asked again: in memory every connection has a database of its own"

@@ -1,4 +1,5 @@
-"""A processor that completes its task in its own transaction: the effect and DONE are there together, or neither."""
+"""A processor completes its task in its own transaction: the effect and DONE are committed
+together or not at all."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def test_the_effect_and_done_are_one_transaction(bench: RunnerHarness, begin: An
         with begin(bench) as session:
             session.execute(insert(credits).values(task=1))
             task.complete(session, result={"credited": 1})
-            # Nobody else sees it yet.
+            # No other transaction sees the result yet.
         assert bench.now(task).status is Status.DONE
 
     processes(bench, work)
@@ -216,7 +217,7 @@ def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_bein
 
     def note(settlements: Any) -> None:
         settled.extend(each.task.id for each in settlements)
-        if bench.store.database.can.begins_late:  # SQLite lets one writer in at a time
+        if bench.store.database.can.begins_late:  # SQLite has one writer at a time
             sessions[0].close()
 
     bench.claims.before_settle = note

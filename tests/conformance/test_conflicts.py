@@ -1,4 +1,5 @@
-"""Deadlocks, serialization failures and lock timeouts: what is tried again, how often, and what it is in the end."""
+"""Deadlocks, serialization failures and lock timeouts: the number of retries, and the final
+error."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tests.conftest import open_store
 from tests.counting import counted
 from tests.waiting import wait_until
 
-#: A serialization failure, a deadlock, a lock that was not to be had in time. SQLite has none: it waits.
+#: Serialization failure, deadlock and lock timeout. SQLite raises none of them, because it waits.
 CONFLICTS = [
     ("postgresql", "40001"),
     ("postgresql", "40P01"),
@@ -34,7 +35,7 @@ PREFIX = "conflict_"
 
 
 class Table:
-    """A table in which the database itself raises conflicts, as often as it is told."""
+    """A table on which a trigger raises a given number of conflicts."""
 
     def __init__(self, url: str, code: str) -> None:
         self.store = open_store(url, table_prefix=PREFIX)
@@ -59,7 +60,7 @@ class Table:
 
     @property
     def left(self) -> int:
-        """How many are still to come."""
+        """Return how many conflicts the trigger still raises."""
         found = (
             f"SELECT last_value - 1 FROM {PREFIX}left"
             if self._is_postgresql
@@ -68,7 +69,7 @@ class Table:
         return int(self.store.database.alone(lambda c: c.execute(text(found)).scalar_one()))
 
     def _on_postgresql(self, code: str) -> tuple[list[str], list[str]]:
-        """A sequence counts what is rolled back, too."""
+        """Count with a sequence, because a rollback does not undo it."""
         name = self.store.schema.tasks.name
         return [
             f"CREATE SEQUENCE {PREFIX}left INCREMENT -1 MINVALUE 1 MAXVALUE 1000 START 1",
@@ -87,7 +88,7 @@ class Table:
         ]
 
     def _on_mysql(self, code: str) -> tuple[list[str], list[str]]:
-        """MyISAM knows no transactions: what it counted stays."""
+        """Count in a MyISAM table, because MyISAM has no transactions to roll back."""
         name = self.store.schema.tasks.name
         raising = f"""BEGIN IF (SELECT n FROM {PREFIX}left) > 0 THEN
             UPDATE {PREFIX}left SET n = n - 1;
@@ -160,7 +161,8 @@ def test_what_meets_conflicts_is_tried_five_times(
 def test_who_meets_a_stranger_in_a_deadlock_gets_through(
     database: str, request: pytest.FixtureRequest
 ) -> None:
-    """The stranger locks two rows in the other order than we do; the database picks whom it breaks off."""
+    """The other transaction locks the two rows in reverse order, and the database chooses the
+    victim."""
     store = open_store(request.getfixturevalue(f"{database}_url"), table_prefix=PREFIX)
     t, claims = store.schema.tasks, store.claims("w", None)
     for id in (1, 2):
@@ -174,7 +176,7 @@ def test_who_meets_a_stranger_in_a_deadlock_gets_through(
                 settling = pool.submit(claims.settle, ends)
                 wait_until(lambda: is_locked(store, 1), 5, "us to have the first row")
                 stranger.execute(update(t).where(t.c.id == 1).values(priority=1))
-        except DBAPIError as error:  # it was the stranger's turn
+        except DBAPIError as error:  # the database chose the other transaction as the victim
             if "deadlock" not in str(error).lower():
                 raise
         assert settling.result(10) == {1, 2}

@@ -1,4 +1,4 @@
-"""`max_wait`: who replaces a task again and again puts it off for so long, and no longer; on every database."""
+"""`max_wait` limits how long repeated replacements can defer a task, on every database."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer, delays_on, record
 
-#: Long ago, so that what is due by this clock is due by the database's.
+#: This date is in the past, so tasks due by this clock are also due by the database's clock.
 START = datetime(2020, 1, 1, tzinfo=timezone.utc)
 _keys = itertools.count()
 
 
 class Editor:
-    """Edits a document, which is indexed 2 s after the last edit, and 30 s after the first one at the latest."""
+    """Edit a document whose index task runs 2 s after the last edit, and at most 30 s after the
+    first."""
 
     def __init__(self, store: Store, url: str) -> None:
         self.delays: DelayTasks = delays_on(url, table_prefix="s_")
@@ -70,7 +71,7 @@ def test_edits_put_the_task_off_until_the_longest_wait_is_over(editor: Editor) -
     ) * 1_000_000
 
 
-#: Seconds since the edit before, delay, longest wait.
+#: Each edit has the seconds since the previous edit, the delay, and `max_wait`.
 edits = st.lists(
     st.tuples(st.floats(0, 50), st.floats(0, 50), st.none() | st.floats(0.001, 100)),
     min_size=1,
@@ -142,7 +143,7 @@ def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(
     assert editor.delays.get(ran).status is Status.NOT_COMPLETE
     assert due_s(editor.edit(after_s=10)) == 12
     assert due_s(editor.edit(after_s=24)) == 35, "30 s after the run began"
-    with store.database.begin() as connection:  # another program's
+    with store.database.begin() as connection:  # as another program writes it
         connection.execute(
             update(t).values(
                 execution_time=None, create_time=datetime.max.replace(tzinfo=timezone.utc)
@@ -154,7 +155,7 @@ def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(
 def test_a_task_that_could_not_run_in_time_stays_overdue_however_often_it_is_replaced(
     editor: Editor,
 ) -> None:
-    """So the sweep finds it, though each message for it is stale when it arrives."""
+    """The sweep finds the task, although each message for it is stale on arrival."""
     for _ in range(10):
         task = editor.edit(after_s=20)
     assert due_s(task) == 20 + 30

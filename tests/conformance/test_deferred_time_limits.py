@@ -1,4 +1,4 @@
-"""Rows that were deferred since no worker could keep the time limits of their tag."""
+"""Rows that were deferred because no worker could enforce the time limits of their tag."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.recording import RecordingTimer
 
 
 def defer(delays: DelayTasks) -> Any:
-    """Defer a row, as a worker with threads does."""
+    """Defer a row as a worker with threads does."""
     task = delays.schedule_delay("limited", {}, 0)
     claims = wiring_of(delays).store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)

@@ -1,4 +1,4 @@
-"""A primary that became a replica: connections that lead to it are given up, and new ones are made."""
+"""After a primary becomes a replica, the pools drop their connections to it and open new ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.recording import delays_on, record
 
-#: What makes a session refuse writes, as the server of a former primary does.
+#: These statements make a session refuse writes, like the server of a former primary.
 READ_ONLY = {
     "postgresql": "SET default_transaction_read_only = on",
     "mysql": "SET SESSION TRANSACTION READ ONLY",
@@ -22,7 +22,7 @@ READ_ONLY = {
 
 
 class Cluster:
-    """New connections lead to the former primary until another server is promoted."""
+    """A cluster whose new connections lead to the former primary until `is_promoted` is set."""
 
     def __init__(self, delays: DelayTasks) -> None:
         self._database = wiring_of(delays).store.database
@@ -38,7 +38,7 @@ class Cluster:
             connection.commit()
 
     def demote(self) -> None:
-        """Fill both pools with connections to what becomes the former primary."""
+        """Fill both pools with connections to the server that becomes the former primary."""
         self._database.dispose()
         self.is_promoted = False
         for engine in (self._database.auto, self._database.tx):

@@ -27,7 +27,7 @@ def bench(store: Store) -> RunnerHarness:
 def deferred(
     bench: RunnerHarness, tag: str = "new", **options: object
 ) -> tuple[DelayTask, datetime]:
-    """A task that a worker without its processor has deferred, and when it was due."""
+    """Return a task that a worker without its processor has deferred, and its first due time."""
     task = bench.schedule(tag, **options)
     due = task.expected_time
     bench.run(task)
@@ -37,7 +37,7 @@ def deferred(
 
 
 def make_due(bench: RunnerHarness, task: DelayTask) -> DelayTask:
-    """The next try of a deferred task, without the wait."""
+    """Make the deferred task due without a wait."""
     bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
     return bench.now(task)
 
@@ -100,7 +100,7 @@ def test_a_limit_on_time_that_the_pool_cannot_keep_keeps_the_due_time(store: Sto
 
 
 def test_a_lost_lease_keeps_the_due_time(bench: RunnerHarness) -> None:
-    """The attempt ended because of the worker, and the task did not ask for another time."""
+    """The attempt ended because of the worker, and the task did not request another due time."""
 
     def loses_its_lease(body: object) -> None:
         raise LeaseEndsError("its lease ends", 1)

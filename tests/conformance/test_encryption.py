@@ -1,4 +1,4 @@
-"""Bodies and results that are encrypted in the table, on each database."""
+"""Encrypted bodies and results in the table, on each database."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Open = Callable[..., DelayTasks]
 
 @pytest.fixture
 def open_with(store: Store, database_url: str) -> Iterator[Open]:
-    """A process that has these keys."""
+    """Return a function that opens a process with the given keys."""
     made: list[DelayTasks] = []
 
     def open(*keys: str, **settings: Any) -> DelayTasks:
@@ -42,7 +42,7 @@ def open_with(store: Store, database_url: str) -> Iterator[Open]:
 
 
 def stored(store: Store) -> list[tuple[str, str | None]]:
-    """Body and result, as they are in the table."""
+    """Return each body and result as the table stores them."""
     names = (literal_column("message_body"), literal_column("result"))
     with store.database.begin() as connection:
         query = select(*names).select_from(store.schema.tasks).order_by(store.schema.tasks.c.id)
@@ -64,7 +64,7 @@ def are_sealed(store: Store, key: str = NEW) -> bool:
     )
 
 
-# -- in -------------------------------------------------------------------------------------------
+# -- encryption -----------------------------------------------------------------------------------
 
 
 def one(delays: DelayTasks) -> None:
@@ -157,7 +157,7 @@ def test_no_body_and_no_result_is_in_the_table_as_it_is(
     assert stored(store)
     assert are_sealed(store)
     assert "cAnArY" not in repr(stored(store))
-    # One that is encrypted twice looks another way each time.
+    # The same body has a different ciphertext each time.
     assert len({body for body, _ in stored(store)}) == len(stored(store))
     assert all("cAnArY" in json.dumps(task.body) for task in delays.find())
 
@@ -181,7 +181,7 @@ def test_a_task_that_is_scheduled_again_after_an_unknown_outcome_is_the_same(
     assert delays.schedule_delay("mail", BODY, 60, id=id).body_json == first.body_json
 
 
-# -- out ------------------------------------------------------------------------------------------
+# -- decryption -----------------------------------------------------------------------------------
 
 
 def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) -> None:
@@ -207,7 +207,7 @@ def test_plain_rows_and_encrypted_ones_live_side_by_side(store: Store, open_with
     before, got = open_with().schedule_delay("mail", [1], 0), list[Any]()
     delays = open_with(NEW)
     delays.schedule_delay("mail", [2], 0)
-    with store.database.begin() as connection:  # another program
+    with store.database.begin() as connection:  # as another program writes it
         connection.execute(insert(store.schema.tasks).values(tag="mail", message_body="[3]"))
     assert sorted(task.body for task in delays.find()) == [[1], [2], [3]]
     delays.processor("mail")(got.append)
@@ -235,7 +235,7 @@ def test_plain_in_the_first_place_stores_nothing_encrypted_and_reads_what_is(
     assert stored(store)[1][0] == "5"
 
 
-# -- keys that are missing ------------------------------------------------------------------------
+# -- missing keys ---------------------------------------------------------------------------------
 
 
 def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(
@@ -353,9 +353,8 @@ def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Ope
     change(wiring_of(delays).store, stranger, message_body=f"{PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
-        f"encrypted with key {key_name(NEW)}, which is here, and changed since, or another task's": [
-            damaged.id
-        ],
+        f"encrypted with key {key_name(NEW)}, "
+        "which is here, and changed since, or another task's": [damaged.id],
         "begins with aesgcm: or fernet: and names no key: no process can read it": [stranger.id],
     }
 
@@ -379,13 +378,13 @@ def test_check_names_tasks_whose_key_is_missing(open_with: Open) -> None:
     [found] = delays.check()
     assert (found.tag, found.tasks, found.ids) == ("mail", 1, [task.id])
     assert (
-        found.problem
-        == f"encrypted with key {key_name(OLD)}, which delaytasks_encryption_keys does not have here"
+        found.problem == f"encrypted with key {key_name(OLD)}, "
+        "which delaytasks_encryption_keys does not have here"
     )
     assert not list(open_with(NEW, OLD).check())[1:], "only that there is no processor"
 
 
-# -- tokens in another place ----------------------------------------------------------------------
+# -- tokens copied to another row -----------------------------------------------------------------
 
 
 def test_a_body_that_was_moved_to_another_row_does_not_run_there(

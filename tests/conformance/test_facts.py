@@ -1,4 +1,4 @@
-"""The facts that decide why a task has not run, as each database has them."""
+"""The facts that explain why a task has not run, as each database reports them."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from tests.recording import RecordingTimer
 
 @pytest.fixture
 def tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
-    """Some due at one instant, in two queues and of two tags; in the order of their due times."""
+    """Return tasks of two queues and two tags in the order of their due times; some times are
+    equal."""
     now = wiring_of(delays).clock.now()
     tags, queues = ("a", "b"), ("default", "other")
     made = [

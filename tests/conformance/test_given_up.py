@@ -1,4 +1,4 @@
-"""Rows that failed because their workers died under them are found, on each database."""
+"""Rows that failed because their workers died can be found, on each database."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
 
 
 class Heard:
-    """In the place of `TaskEvents`."""
+    """Record calls in place of `TaskEvents`."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[int, str | None]] = []

@@ -1,4 +1,4 @@
-"""A shard is added: processes that know it and processes that do not work on the same keys at the same time."""
+"""Processes that know a new shard and processes that do not know it share the same keys."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def module_shards(shard_urls: list[str], request: pytest.FixtureRequest) -> Iter
 
 
 class Growth(NamedTuple):
-    """From one database to two, or from two to three, as processes that do not know it and those that do see it."""
+    """A deployment that grows from one database to two, or from two to three.
+
+    `new` knows the added shard, and `old` does not.
+    """
 
     shards: Several
     old: DelayTasks
     new: DelayTasks
-    #: A key that moves from `home` to the new shard.
+    #: `key` moves from the shard `home` to the added shard.
     key: str
     home: int
     added: int
@@ -55,7 +58,7 @@ class Growth(NamedTuple):
 
     @property
     def live(self) -> list[tuple[int, int]]:
-        """(id, shard) of each."""
+        """Return (id, shard) of each live task of the key."""
         return [(task.id, task.shard) for task in self.shards.live(self.key)]
 
 
@@ -69,7 +72,7 @@ def growth(module_shards: Several, request: pytest.FixtureRequest) -> Growth:
     return Growth(module_shards, old, new, key, home, before)
 
 
-# -- a task that was there before -----------------------------------------------------------------
+# -- a task from before the shard was added -------------------------------------------------------
 
 
 def test_a_task_that_was_there_is_found_and_keeps_its_key_and_its_place(growth: Growth) -> None:
@@ -100,7 +103,7 @@ def test_a_task_that_runs_is_replaced_by_one_in_the_new_shard(growth: Growth) ->
         growth.schedule(growth.new)
 
 
-# -- a task in the new shard ----------------------------------------------------------------------
+# -- a task in the added shard --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_conflict", ["reject", "keep", "replace"])
@@ -142,7 +145,7 @@ def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -
 
 
 def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(growth: Growth) -> None:
-    """Somebody thought its reservation dead, and removed it."""
+    """Another process considered the reservation abandoned and removed it."""
     home = growth.shards.stores[growth.home]
     key_owners = growth.new.shards[growth.home].store.tasks.key_owners
     point, taken = key_owners.point, []
@@ -161,7 +164,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
     assert growth.live == [(taken[0].id, growth.home)]
 
 
-# -- retried --------------------------------------------------------------------------------------
+# -- retries --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["while it grows", "afterwards"])
@@ -264,24 +267,24 @@ def test_a_task_in_its_old_place_is_not_replaced_behind_a_sessions_back(growth: 
     assert growth.new.get(was.id).version == 0
 
 
-# -- all at once ----------------------------------------------------------------------------------
+# -- concurrent calls -----------------------------------------------------------------------------
 
 
 class Race:
-    """Calls on one key, all at the same moment."""
+    """Make several calls on one key simultaneously."""
 
     def __init__(self, growth: Growth, views: list[DelayTasks]) -> None:
         self.growth = growth
         self._views = views
         self._chance = random.Random(f"{growth.added}")
         self._barrier = threading.Barrier(6, timeout=60)
-        #: The shard of each task that was made.
+        #: Maps the id of each scheduled task to its shard.
         self.places: dict[int, int] = {}
         self.answers: Counter[str] = Counter()
 
     def run(self, key: str, acts: list[str], rounds: int = 4) -> None:
         with ThreadPoolExecutor(self._barrier.parties) as pool:
-            for _ in range(rounds):  # free, taken by either, given up again
+            for _ in range(rounds):  # the key is free, then taken, then free again
                 chosen = self._chance.choices(acts, k=self._barrier.parties)
                 calls = [
                     pool.submit(self._call, self._chance.choice(self._views), act, key)
@@ -346,7 +349,7 @@ def test_tasks_that_are_retried_where_they_are_never_share_their_key_with_new_on
     race.check("retry", "keep", "replace", "cancel")
 
 
-# -- the end --------------------------------------------------------------------------------------
+# -- after the change -----------------------------------------------------------------------------
 
 
 def test_once_homes_know_what_stays_elsewhere_nobody_asks_at_old_ones(growth: Growth) -> None:

@@ -1,4 +1,5 @@
-"""Limits on each database: who may start, who waits in line, and who is next."""
+"""Limits on each database: which tasks may start, which ones wait, and the order of the
+waitlist."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ class LimitedRunnerHarness(RunnerHarness):
         self.store.policies.set("tag", tag, limits, "a test")
 
     def claim(self, *tasks: DelayTask) -> list[DelayTask]:
-        """As a worker that runs them for a while."""
+        """Claim tasks like a worker that runs them for a while."""
         return self.claims.claim([self.entry(task) for task in tasks])
 
     def admit(self, limit: int = 100, tag: str = "note") -> list[DelayTask]:
@@ -133,7 +134,7 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
     bench.registry.processor("other")(bench.ran.append)
     for _ in range(20):
         bench.schedule("other", body="other")
-    monkeypatch.setattr(runner, "ABANDONED_S", 0)  # else a second passes first
+    monkeypatch.setattr(runner, "ABANDONED_S", 0)  # otherwise a second must pass first
     report = bench.runner.drain("default", [0], 5)
     assert (report.is_full, report.lines) == (True, (WaitlistState("default", "note", None),))
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
@@ -312,7 +313,7 @@ def test_who_leaves_the_line_does_not_run(
         move(bench, task)
     bench.limit(concurrency=2)
     admitted = bench.admit()
-    if not admitted:  # a few are looked at together
+    if not admitted:  # one call examines only a few rows
         admitted = bench.admit() or bench.admit()
     assert [task.body for task in admitted] == [14]
     assert bench.in_line() == 0
@@ -321,7 +322,7 @@ def test_who_leaves_the_line_does_not_run(
 
 def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedRunnerHarness) -> None:
     if bench.store.database.url.get_backend_name() == "sqlite":
-        return  # who writes has it all
+        return  # SQLite has one writer at a time
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(3)]
     bench.claim(tasks[0])

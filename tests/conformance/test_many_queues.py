@@ -1,4 +1,5 @@
-"""Thousands of queue names: a sweep asks about a bounded number of them, and each has its turn; on every database."""
+"""Thousands of queue names: a sweep queries a bounded number of them, and each one is swept in
+turn, on every database."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ from delaytasks.timers.eta import read_message
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 
-#: Statements that a sweep may use for each queue that it asks about.
+#: A sweep may use this number of statements for each queue that it queries.
 EACH = 8
 MANY = 12 * MOST_OTHERS
 
@@ -86,7 +87,7 @@ class Site:
 
     @contextmanager
     def counted(self) -> Iterator[list[str]]:
-        """The statements that are sent meanwhile."""
+        """Yield the list of statements that are sent inside the block."""
         seen: list[str] = []
 
         def note(*given: Any) -> None:
@@ -214,7 +215,8 @@ def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site)
 
 
 def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(site: Site) -> None:
-    """Another program may write any number into the column; our own priorities must not wait behind those."""
+    """Another program may write any number into the column, and our own priorities must not wait
+    behind those numbers."""
     others = [*range(100, 100 + 2 * MAX_PRIORITIES), *range(-2 * MAX_PRIORITIES, 0)]
     site.priorities("default", 0, 4, *others)
     site.serve("w1", "default")
@@ -260,7 +262,10 @@ def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
 def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each queue needs a message of its own. The next sweep goes on where this one ended, without a gap."""
+    """Each queue needs its own message.
+
+    The next sweep continues where this one ended, without a gap.
+    """
     site.rows(*names(1200), in_s=20)
     site.rows(*names(1200), in_s=25)
     ids = {

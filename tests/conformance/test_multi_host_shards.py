@@ -1,4 +1,5 @@
-"""Shards whose URLs name several hosts, and look the same: the database says which shard a session is on."""
+"""Shards whose URLs name several hosts and look the same: the database reports which shard a
+session uses."""
 
 from __future__ import annotations
 
@@ -16,7 +17,10 @@ SCHEMAS = ("first_shard", "second_shard")
 
 @pytest.fixture
 def shards(postgresql_url: str) -> Iterator[Several]:
-    """Two shards with the same hosts, ports and name: each has a schema of its own in one database."""
+    """Yield two shards with equal hosts, ports and names.
+
+    Each one has its own schema in one database.
+    """
     place = make_url(postgresql_url)
     port = place.port or 5432
     engine = create_engine(postgresql_url)

@@ -1,5 +1,5 @@
-"""Rows that another program wrote, with anything that a column takes: none of them stops a worker or a sweep, or harms
-the rows beside it."""
+"""Rows with arbitrary column values from another program: none of them stops a worker or a
+sweep, or harms other rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAST = {
 }
 DONE, WAITS, FAILED = Status.DONE, Status.NOT_COMPLETE, Status.FAILED
 
-#: What some columns hold, as SQL, and what becomes of the row.
+#: Column values as SQL, and the expected status of the row.
 EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
     ({"expected_time": "'0001-01-01'"}, DONE),
     ({"expected_time": "'0999-12-31'", "lapses": "1"}, DONE),
@@ -152,7 +152,7 @@ def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
 
 
 def put(on: Connection, table: str, values: dict[str, str]) -> None:
-    # `%%`: two of the drivers would take it for a parameter.
+    # Two of the drivers would read a single `%` as the start of a parameter.
     words = (
         values
         if on.dialect.name == "sqlite"
@@ -199,7 +199,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
             connection.exec_driver_sql("SET sql_mode = %s", (mode,))
 
     for _ in range(3):
-        # Nobody ever arms what is in a queue that is none.
+        # No process arms a row whose queue name is invalid.
         named = [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense]
         work_off(store, delays, named if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
@@ -207,7 +207,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
         "nothing is tried again at once"
     )
 
-    # Each good one once; and whoever pages sees each row once.
+    # Each valid row ran once, and the pages show each row once.
     assert sorted(id for id in ran if id in good) == sorted(good)
     by_id, cursor = {}, None
     for _ in range(100):
@@ -232,7 +232,8 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
         "what nobody will ever take, somebody can know of"
     )
 
-    # What people may do to it ends well, or in an error of ours that is not the database's.
+    # Each operator call succeeds or raises one of our errors, never an error of the database
+    # driver.
     calls: list[Callable[[int], Any]] = [
         delays.get,
         delays.attempts,
@@ -257,7 +258,7 @@ def levels(store: Store) -> list[int]:
 
 
 def work_off(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
-    """As a worker does it, by messages that name rows and by the table."""
+    """Process the rows like a worker: from messages that name them, and from the table."""
     assert delays.shards[0].sweeper.sweep(0)
     delays.runner().run([Entry(id, 0, 0) for id in ids])
     while delays.runner().drain("default", levels(store), 30).claimed:
@@ -276,7 +277,7 @@ def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(
     store: Store, database_url: str
 ) -> None:
     if store.database.url.get_backend_name() != "postgresql":
-        return  # the other drivers hand out what they can not read
+        return  # the other drivers return values that they cannot parse
     delays = delays_on(database_url, table_prefix="s_")
     row = {"id": "5", "tag": "'mail'", "message_body": "'{}'", "expected_time": "'0044-03-15 BC'"}
     with store.database.begin() as connection:

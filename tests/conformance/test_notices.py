@@ -1,4 +1,5 @@
-"""What a database tells of tasks that are scheduled for soon, where it can: at the commit, and to who can hear it."""
+"""Notifications of tasks that are due soon, on databases that support them: the listeners
+receive them at the commit."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def listener(delays: DelayTasks) -> Iterator[Listener]:
 
 
 def heard(listener: Listener, delays: DelayTasks) -> list[Entry]:
-    """All that was told until now."""
+    """Return all entries that the listener received so far."""
     wiring_of(delays).store.notices.tell(["end"])
     payloads: list[str] = []
     wait_until(
@@ -144,11 +145,11 @@ def test_no_other_timer_costs_a_notice(
         other.close()
 
 
-# -- ears -----------------------------------------------------------------------------------------
+# -- listeners ------------------------------------------------------------------------------------
 
 
 class Hearing:
-    """An ear, and what it told."""
+    """A notify listener that records its calls."""
 
     def __init__(self, delays: DelayTasks) -> None:
         self.entries: list[Entry] = []
@@ -222,7 +223,8 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
     tell = Notices.tell
 
     def elsewhere(notices: Notices, payloads: Any, on: Any = None) -> None:
-        """As if its LISTEN were on another connection of the server's than the one it waits on."""
+        """Drop the notice, like a server connection other than the one that the listener waits
+        on."""
 
     monkeypatch.setattr(Notices, "tell", elsewhere)
     wait_until(lambda: "notices.down" in hearing.told, 10, "it to notice")
@@ -242,7 +244,7 @@ def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str],
 
 
 def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
-    """On each database; the first ones of many."""
+    """Each database returns the first of many waiting tasks."""
     delays = delays_on(
         store.database.url.render_as_string(hide_password=False), table_prefix="s_", timer="direct"
     )

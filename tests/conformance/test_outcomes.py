@@ -1,4 +1,4 @@
-"""How runs end, on each database: ladders, outcomes, attempts."""
+"""How attempts end, on each database: retry schedules, outcomes, attempts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def bench(store: Store) -> RunnerHarness:
 
 
 def run_again(bench: RunnerHarness, task: DelayTask) -> DelayTask:
-    """Once more, as if its time had come."""
+    """Make the task due, run it again, and return it."""
     bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
     bench.run(bench.now(task))
     return bench.now(task)
@@ -311,7 +311,7 @@ def test_a_task_that_is_retried_while_it_would_be_purged_keeps_its_attempts(
     for each in (task, other):
         bench.change(each, expected_time=old, update_time=old)
     sweeps = bench.store.sweeps
-    lock_all = sweeps._keys.lock_all  # comes between looking and deleting
+    lock_all = sweeps._keys.lock_all  # runs between the read and the delete
 
     def retried_meanwhile(on: Any, tasks: Any) -> Any:
         t = bench.store.schema.tasks

@@ -1,4 +1,5 @@
-"""The suite of the store once more, on a table in partitions: its tasks' ids fall into different ones."""
+"""Run the store suite again on a partitioned table, with ids that belong to different
+partitions."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def partitioned(postgresql_url: str) -> Iterator[Store]:
 
 @pytest.fixture
 def store(partitioned: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """Of five ids one falls into the first partition, three into later ones, and one into the default."""
+    """Return a store whose ids cycle through the first, three later, and the default partition."""
     now = partitioned.tasks.now()
     bases = itertools.cycle(
         [0, *(first_id(now + timedelta(days=days)) for days in (15, 22, 24, 1000))]

@@ -1,4 +1,7 @@
-"""Partitions come and go, and nothing that waits, runs or ended lately goes with them. PostgreSQL only."""
+"""Adding and dropping partitions keeps all waiting, running and recently ended rows.
+
+PostgreSQL only.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ TASKS = PREFIX + "yb_delay_task_message"
 
 
 def turns(partitions: Partitions, what: str, is_granted: bool) -> list[Any]:
-    """`what`, for each one who has the turn to make partitions, or waits for it."""
+    """Return `what` of each session that holds the partition lock, or waits for it."""
     query = f"""SELECT {what} FROM pg_locks WHERE locktype = 'advisory' AND granted = :is_granted
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())
         AND objid::bigint = hashtext(:name)::bigint & 4294967295"""
@@ -48,7 +51,7 @@ def turns(partitions: Partitions, what: str, is_granted: bool) -> list[Any]:
 
 
 def meet_others(partitions: Partitions, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever changes something first goes on when so many others want to as well."""
+    """Delay the first change until `count` other sessions wait for the lock."""
     in_turn, calls = partitions.in_turn, itertools.count()
 
     def after_others_came(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
@@ -62,7 +65,8 @@ def meet_others(partitions: Partitions, count: int, monkeypatch: pytest.MonkeyPa
 
 
 class ConvertedTable:
-    """A table that was converted ten weeks ago, with a partition for each of the weeks that followed the next one."""
+    """A table that was converted ten weeks ago, with weekly partitions from the following week
+    on."""
 
     def __init__(self, url: str) -> None:
         self.store = open_store(url, table_prefix=PREFIX)
@@ -72,7 +76,7 @@ class ConvertedTable:
         self._count = 0
 
     def at(self, when: timedelta, work: Callable[[Partitions], Any]) -> Any:
-        """As if it were another time."""
+        """Call `work` with a clock that is moved by `when`."""
         partitions = Partitions(self.store.database, PREFIX)
         partitions.now = lambda: self.now + when  # type: ignore[method-assign]
         return work(partitions)
@@ -84,7 +88,7 @@ class ConvertedTable:
         ended: timedelta | None = None,
         **row: Any,
     ) -> DelayTask:
-        """A row that was made so long ago, and was due and last touched then, or when it ended."""
+        """Insert a row of the given age. It was due and last changed at that age, or at `ended`."""
         self._count += 1
         made = task(self.store, id=first_id(self.now - age) + self._count)
         touched = self.now - (age if ended is None else ended)
@@ -100,7 +104,7 @@ class ConvertedTable:
         return replace(made, status=status, version=values["version"])
 
     def fill(self, count: int, when: datetime, status: Status) -> None:
-        """Many rows of that time."""
+        """Insert `count` rows that are due at `when`."""
         self.run(
             f"INSERT INTO {TASKS} (id, tag, message_body, status, expected_time, update_time) "
             f"SELECT {first_id(when) + 1000} + n, 'mail', '{{}}', {status:d}, '{when}', '{when}' "
@@ -113,7 +117,7 @@ class ConvertedTable:
             return list(result.all()) if result.returns_rows else []
 
     def rows(self) -> dict[int, tuple[str, Any]]:
-        """Where each row is, and all of it."""
+        """Return the partition and all columns of each row."""
         found = self.run(f"SELECT tableoid::regclass::text AS place, * FROM {TASKS} ORDER BY id")
         return {row.id: (row.place.removeprefix(TASKS), row[1:]) for row in found}
 
@@ -128,7 +132,8 @@ class ConvertedTable:
 
     @contextmanager
     def upon(self, words: str, one: DelayTask, work: Callable[[], object]) -> Iterator[None]:
-        """`work` once, as soon as a statement with these words is done for the partition of this task."""
+        """Call `work` once, after the first statement that contains `words` and the partition of
+        `one`."""
         place = self.rows()[one.id][0]
 
         def look(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -213,7 +218,7 @@ def test_partitions_are_made_once_however_many_ask_for_them(
 def test_what_was_made_is_made_though_the_turn_was_lost(
     field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server or a pooler may end the connection that only keeps others waiting."""
+    """A server or a pooler may close the connection that only holds the lock."""
     in_turn, ended = field.partitions.in_turn, []
 
     def and_then_it_is_lost(work: Callable[[Any], list[str]], *otherwise: str) -> list[str]:
@@ -235,7 +240,7 @@ def test_another_length_begins_where_the_last_one_ends(field: ConvertedTable) ->
 def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(
     field: ConvertedTable,
 ) -> None:
-    """Nobody made partitions for weeks."""
+    """No process created partitions for weeks."""
     late = 8 * WEEK
     one = field.put(-late, Status.NOT_COMPLETE)
     assert field.places() == ["_default"]
@@ -244,7 +249,7 @@ def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(
     assert made == [f"{TASKS}_p{edge:%Y%m%d}", f"{TASKS}_p{edge + WEEK:%Y%m%d}"]
     assert field.places() == ["_default"]
     assert field.store.tasks.cancel(one.id) is not None
-    # Where a task of a period to come is in the default partition already, so are the others.
+    # If the default partition has a task of a future period, that period gets no partition.
     field.put(-late - 5 * WEEK)
     edge += 2 * WEEK
     made = field.at(late, lambda partitions: partitions.extend(WEEK, 6))
@@ -290,7 +295,7 @@ def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: ConvertedT
 
 @pytest.mark.parametrize("status", [*LIVE, Status.of(9)], ids=str)
 def test_what_is_not_finished_is_moved_as_it_is(field: ConvertedTable, status: Status) -> None:
-    """All of the row, also what another program added to the table."""
+    """The move copies the whole row, including columns that another program added to the table."""
     for more in ("note text", "twice bigint GENERATED ALWAYS AS (version * 2) STORED"):
         field.run(f"ALTER TABLE {TASKS} ADD COLUMN {more}")
     field.put(6 * WEEK)
@@ -321,7 +326,7 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Conver
     long_ago = field.put(6 * WEEK, Status.FAILED, ended=5 * WEEK)
     lately = field.put(6 * WEEK, Status.FAILED, ended=2 * WEEK)
     late = field.put(6 * WEEK, Status.DONE, update_time=field.now - DAY)
-    # Cancelled early; it counts from its due time.
+    # The task was cancelled early, so its age counts from its due time.
     due = field.put(6 * WEEK, Status.CANCELLED, expected_time=field.now - DAY)
     field.drop()
     assert list(field.rows()) == sorted([lately.id, late.id, due.id])
@@ -361,8 +366,8 @@ def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_sta
     young = field.put(DAY, task_key="y")
     k = field.store.schema.keys
     with field.store.database.begin() as connection:
-        # As another program leaves them, the mark of a table that was here before us, and a pointer to a task in
-        # another database.
+        # Another program left the first three rows. The others are the mark of a table that
+        # existed before the upgrade, and a pointer to a task in another database.
         pairs = [
             ("mail", "f", finished.id),
             ("mail", "w", waits.id),
@@ -405,7 +410,7 @@ def test_what_must_stay_is_found_by_an_index_while_everybody_waits(field: Conver
     assert field.places() == ["_default"]
 
 
-# -- while others work ----------------------------------------------------------------------------
+# -- concurrent changes ---------------------------------------------------------------------------
 
 
 def test_a_task_that_runs_meanwhile_settles(field: ConvertedTable) -> None:
@@ -458,9 +463,8 @@ def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: ConvertedTable) -
     failed = field.put(6 * WEEK, Status.FAILED, task_key="k")
     k = field.store.schema.keys
     with field.store.database.begin() as connection:
-        connection.execute(
-            insert(k).values(tag="mail", task_key="k", task_id=failed.id)
-        )  # another program has failed it
+        # Another program failed the task and left its key.
+        connection.execute(insert(k).values(tag="mail", task_key="k", task_id=failed.id))
     with field.upon(
         f"FROM {k.name} JOIN", failed, lambda: field.store.tasks.retry(failed.id, field.now)
     ):
@@ -486,8 +490,8 @@ def _drop_all(field: ConvertedTable) -> None:
 
 @pytest.fixture(scope="module", params=["no", "quiet"])
 def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[ConvertedTable]:
-    """Six partitions of finished rows, with no statistics, or with those of a quiet time; then much is due in the last
-    one."""
+    """Yield six partitions of finished rows without statistics, or with statistics from a quiet
+    period. Afterwards, many rows of the last partition become due."""
     made = ConvertedTable(postgresql_url)
     for name in made.names():
         made.run(f"ALTER TABLE {TASKS}{name} SET (autovacuum_enabled = off)")
@@ -502,7 +506,7 @@ def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[Con
 
 
 def filled(field: ConvertedTable) -> set[str]:
-    """The partitions that have rows: it makes no difference how one without any is read."""
+    """Return the partitions that have rows, because the plan for an empty one does not matter."""
     return {row[0] for row in field.run(f"SELECT DISTINCT tableoid::regclass::text FROM {TASKS}")}
 
 
@@ -532,7 +536,8 @@ def test_a_claim_by_id_looks_for_rows_in_their_partition_alone(planned: Converte
 
 
 def test_the_slow_path_reads_no_more_than_it_takes(planned: ConvertedTable) -> None:
-    """Merging the hot indexes of all partitions; those where nothing waits are empty."""
+    """The query merges the hot indexes of all partitions, and those without waiting rows are
+    empty."""
     store, claims = planned.store, planned.store.claims("w", None)
     for work in (
         lambda: claims.claim_due("default", [0], 5),

@@ -33,7 +33,7 @@ HOUR = 3600.0
 
 
 class CrashError(BaseException):
-    """As if the process had died."""
+    """Stands for the death of the process."""
 
 
 def find_it_away(*_: Any) -> list[Any]:
@@ -41,7 +41,7 @@ def find_it_away(*_: Any) -> list[Any]:
 
 
 class PolicyHarness:
-    """Tasks on a database, with sweeps and runs at the test's word."""
+    """Tasks on a database, with sweeps and runs that the test starts."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -52,15 +52,13 @@ class PolicyHarness:
         self.timer: RecordingTimer = self.delays.shards[0].sweeper._timer  # type: ignore[assignment]
 
     def process(self) -> DelayTasks:
-        """Another process on the same tables."""
+        """Open another process on the same tables."""
         made = delays_on(self.url, table_prefix=PREFIX)
         timer = record(made)
         [shard] = made.shards
         holding: Any = shard.sweeper._holding
         shard.sweeper._timer = holding._timer = timer
-        holding._budget_s = (
-            60  # a walk comes to its end, though the machine stands still for seconds
-        )
+        holding._budget_s = 60  # the pass completes even if the machine stalls for seconds
         for tag in ("mail", "sms"):
             made.processor(tag)(self.ran.append)
         self.others.append(made)
@@ -125,7 +123,7 @@ def session_field(database_url: str) -> Iterator[PolicyHarness]:
 
 @pytest.fixture
 def field(session_field: PolicyHarness) -> Iterator[PolicyHarness]:
-    """A fresh process on empty tables."""
+    """Yield a fresh process on empty tables."""
     empty(session_field.store)
     made = PolicyHarness(session_field.url)
     yield made
@@ -134,7 +132,7 @@ def field(session_field: PolicyHarness) -> Iterator[PolicyHarness]:
 
 @pytest.fixture
 def small_steps(field: PolicyHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row at a time, and one step in a sweep."""
+    """Limit each step to one row, and each sweep to one step."""
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 2)
     monkeypatch.setattr(engine_holding, "STEP", 1)
     monkeypatch.setattr(field.delays.shards[0].sweeper._holding, "_budget_s", -1)
@@ -182,7 +180,8 @@ def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> No
     wiring_of(field.delays).store.workers.seen("w", ["default", "slow"], "solo", 1, 0)
     field.delays.pause(queue="slow")
     field.sweep()
-    for queue in ("slow", "default"):  # behind the walk
+    # The pause sweeper has already passed the due times of these rows.
+    for queue in ("slow", "default"):
         field.add("mail", -60, queue=queue)
     field.sweep()
     assert [queue for queue, *_ in field.timer.drained] == ["default"]
@@ -190,7 +189,7 @@ def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> No
 
 def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
-    field.sweep()  # the walk is over
+    field.sweep()  # the pass has ended
     late = [field.add(in_s=60 + n) for n in range(3)]
     near = field.add("sms", 60)
     t = field.store.schema.tasks
@@ -477,7 +476,7 @@ def test_what_is_held_that_nobody_pauses_is_released(field: PolicyHarness) -> No
 
 def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: PolicyHarness) -> None:
     if field.store.database.url.get_backend_name() == "sqlite":
-        return  # its writers lock everything: nobody else's sweep runs meanwhile
+        return  # SQLite locks the database for each writer, so no other sweep runs
     locked, free = field.add(), field.add()
     field.delays.pause(tag="mail")
     field.sweep()
@@ -494,7 +493,7 @@ def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: Polic
     assert field.delays.policies() == []
 
 
-# -- in steps, by several, with deaths ------------------------------------------------------------
+# -- steps, several processes and crashes ---------------------------------------------------------
 
 
 def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(
@@ -583,7 +582,7 @@ def test_two_workers_that_walk_at_once_harm_nothing(field: PolicyHarness) -> Non
     assert (field.held(), moved) == ([], 3000), "each row was held once and released once"
 
 
-# -- what else may be done to what is held --------------------------------------------------------
+# -- other moves of paused rows -------------------------------------------------------------------
 
 
 def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: PolicyHarness) -> None:
@@ -617,7 +616,7 @@ def test_purging_leaves_what_is_held(field: PolicyHarness) -> None:
     assert field.statuses(task) == ["HELD"]
 
 
-# -- the policy -----------------------------------------------------------------------------------
+# -- policies -------------------------------------------------------------------------------------
 
 
 def test_doing_it_twice_changes_nothing(field: PolicyHarness) -> None:
@@ -743,7 +742,7 @@ def test_a_crowd_at_one_instant_is_walked_to_its_end(
 
 @pytest.fixture(scope="module", params=["no statistics", "good statistics"])
 def planned(request: pytest.FixtureRequest, database_url: str) -> Iterator[Store]:
-    """Many rows that ran, many that are held and overdue, many that wait."""
+    """Yield many finished rows, many paused and overdue rows, and many waiting rows."""
     made = open_store(database_url, table_prefix="plan_")
     now, t = made.tasks.now(), made.schema.tasks
     is_postgresql = made.database.url.get_backend_name() == "postgresql"
@@ -803,15 +802,15 @@ def test_rows_are_held_and_released_by_their_ids(planned: Store) -> None:
             r"plan_yb_delay_task_message_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown
         ), shown
         assert "plan_idx" not in shown, shown
-        assert_no_scan(
-            re.sub(r"on plan_yb_delay_policy|SCAN plan_yb_delay_policy", "", shown)
-        )  # which are few
+        # The policy table has few rows.
+        assert_no_scan(re.sub(r"on plan_yb_delay_policy|SCAN plan_yb_delay_policy", "", shown))
 
 
 def test_claims_meet_nothing_that_is_held(planned: Store) -> None:
     if planned.database.url.get_backend_name() != "postgresql":
-        return  # there the status comes first in the index of all rows
-    with planned.database.auto.connect() as connection:  # dead entries are no backlog
+        return  # the other databases have the status first in the index of all rows
+    # Remove dead index entries, because they do not count as a backlog.
+    with planned.database.auto.connect() as connection:
         connection.exec_driver_sql("VACUUM plan_yb_delay_task_message")
     with planned.database.tx.connect() as connection:
         query = (

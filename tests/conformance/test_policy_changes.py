@@ -1,4 +1,5 @@
-"""Workers read the policies that changed, and miss no change: neither late, nor deleted, nor an older release's."""
+"""Workers read changed policies and miss no change: no late commit, no deletion, and no write of
+an older release."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ MANY = 3000
 
 
 class TablePoller:
-    """A process that reads policies; it notes what each read brings."""
+    """A process that reads policies and records the result of each read."""
 
     def __init__(self, store: Store) -> None:
         self.reads: list[Changes] = []
@@ -58,7 +59,7 @@ def table(store: Store) -> PolicyTable:
 
 
 def write(store: Store, count: int, **values: Any) -> None:
-    """Policies that were there before anybody counted changes."""
+    """Insert policies from before changes were counted."""
     rows = [
         {"kind": "tag", "name": f"p{number:05}", "is_paused": False, "concurrency": 5, "version": 1}
         | values
@@ -91,7 +92,7 @@ def test_a_read_brings_what_changed_and_not_all_policies(
 def test_a_change_that_is_committed_late_is_read_as_well(
     store: Store, table: PolicyTable, reader: TablePoller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later change of another policy must not become visible before it."""
+    """A later change of another policy must not become visible before this change."""
     set_limit(table, "first", 1)
     reader.cache.refresh()
     has_number, may_commit = threading.Event(), threading.Event()
@@ -236,13 +237,14 @@ def test_a_server_that_lacks_the_last_changes_is_read_as_a_whole(
 def test_a_server_that_made_as_many_other_changes_is_told_apart(
     store: Store, table: PolicyTable, reader: TablePoller
 ) -> None:
-    """After a failover that lost changes, the number, the count and the versions may be the same by chance."""
+    """After a failover that lost changes, the number, the count and the versions may be equal by
+    chance."""
     set_limit(table, "mail", 1)
     set_limit(table, "sms", 1)
     before = reader.cache.refresh(checks=True).stamp
     p = store.schema.policies
     with store.database.begin() as connection:
-        # SQLite counts milliseconds: this must not be the one of the change before.
+        # SQLite counts milliseconds, so this time must differ from the time of the previous change.
         changed = {"concurrency": 2, "update_time": db_now_plus(1)}
         connection.execute(update(p).where(p.c.name == "mail").values(changed))
     assert reader.cache.refresh(checks=True).limited["mail"].concurrency == 2
@@ -289,7 +291,7 @@ def test_without_policies_all_stamps_are_the_same(reader: TablePoller) -> None:
 
 
 class Walker:
-    """What the sweep does about policies."""
+    """The part of the sweep that applies policies."""
 
     def __init__(self, store: Store) -> None:
         settings = settings_for(store.database.url.render_as_string(hide_password=False))
@@ -324,7 +326,7 @@ def paused(store: Store) -> Store:
 
 
 def test_a_sweep_knows_near_rows_of_forty_thousand_paused_tags(paused: Store) -> None:
-    """More than some drivers take as parameters."""
+    """This is more than some drivers accept as parameters."""
     now = paused.tasks.now()
     rows = [
         {

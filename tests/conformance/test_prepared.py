@@ -1,4 +1,4 @@
-"""What PostgreSQL parses and plans once for each connection."""
+"""Statements that PostgreSQL parses and plans once for each connection."""
 
 from __future__ import annotations
 

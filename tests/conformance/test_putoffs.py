@@ -1,4 +1,4 @@
-"""Rows that were put off since nobody had a processor for their tag."""
+"""Rows that were deferred because no worker had a processor for their tag."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recording import RecordingTimer
 
 
 def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
-    """As an old worker leaves them."""
+    """Return deferred tasks as an older worker leaves them."""
     tasks = [delays.schedule_delay(tag, n, 0, **options) for n in range(count)]
     assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).ran == count
     found = [delays.get(task) for task in tasks]
@@ -65,9 +65,8 @@ def test_what_waits_for_its_own_time_does_not_move(
     with wiring_of(delays).store.database.begin() as other:
         t = wiring_of(delays).store.schema.tasks
         other.execute(select(t).where(t.c.id == held.id).with_for_update()).all()
-        if (
-            wiring_of(delays).store.database.url.get_backend_name() != "sqlite"
-        ):  # which locks the whole database
+        # SQLite locks the whole database.
+        if wiring_of(delays).store.database.url.get_backend_name() != "sqlite":
             assert bring(delays, "new") == [stays.id]
     expected = {near.id: near.expected_time}
     expected |= {id: delays.get(id).expected_time for id in (moved.id, touched.id)}

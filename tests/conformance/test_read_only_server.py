@@ -1,4 +1,5 @@
-"""A PostgreSQL that answers and takes no writes is one line of the log, not one for each stage."""
+"""A PostgreSQL server that answers but refuses writes is logged one time, not once for each
+stage."""
 
 from __future__ import annotations
 
@@ -38,8 +39,8 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
         for stage, work in stages.items():
             events.about(shard=0).attempt("sweep", stage, work)
     assert len(lines(caplog)) == 1
-    assert events.counts["loop.failed"] >= 6  # subscribers get each of them
-    for stage in stages:  # it takes writes again
+    assert events.counts["loop.failed"] >= 6  # subscribers receive each failure
+    for stage in stages:  # the server accepts writes again
         assert events.attempt("sweep", stage, lambda: None)
     events.attempt("sweep", "seen", stages["seen"])
     assert len(lines(caplog)) == 2
@@ -59,4 +60,4 @@ def test_another_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
         events.attempt("sweep", "seen", lambda reason=reason: fail(reason))  # type: ignore[misc]
     assert len(lines(caplog)) == 2
     events.attempt("sweep 1", "seen", lambda: fail("read-only", 1))
-    assert len(lines(caplog)) == 3  # another database
+    assert len(lines(caplog)) == 3  # another database is logged on its own

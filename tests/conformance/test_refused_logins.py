@@ -1,4 +1,4 @@
-"""A database that lets nobody in is away, as one whose server does not answer."""
+"""A database that refuses logins counts as unavailable, like a server that does not answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def refused(url: str, what: str, tmp_path: Path) -> str:
     """Return a URL whose connections the database refuses."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
-        return f"sqlite:///{tmp_path}"  # a folder
+        return f"sqlite:///{tmp_path}"  # the path is a folder, not a file
     changed = {
         "user": parsed.set(username="nobody_of_this_name", password="wrong"),
         "database": parsed.set(database="no_database_of_this_name"),

@@ -1,4 +1,4 @@
-"""Rows that come to need another key, on each database."""
+"""Rows that must be encrypted with another key, on each database."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rotation_of(delays: DelayTasks) -> Rotation:
 
 
 def moved(store: Store) -> list[Any]:
-    """What tells that a row was moved."""
+    """Return the columns that change when a row is moved."""
     t = store.schema.tasks.c
     with store.database.begin() as connection:
         return list(
@@ -87,7 +87,7 @@ def test_finished_tasks_and_their_results_only_when_that_is_asked(
     old.processor("mail", keep_result=True)(lambda body: body)
     done = run_now(old, old.schedule_delay("mail", BODY, 60))
     old.schedule_delay("mail", BODY, 60)
-    change(store, done, message_body="7")  # only its result needs the key
+    change(store, done, message_body="7")  # only the result needs the key
     delays = open_with(NEW, OLD)
     assert rotation_of(delays).needs(ALL) == (Counter({OF_OLD: 1}), Counter({OF_OLD: 1, "": 1}))
     assert rotate(delays) == (1, 0)
@@ -186,11 +186,11 @@ def test_what_was_put_off_for_a_key_and_needs_it_no_more_is_brought_forward(
     assert ([entry.id for entry in entries], worker.get(task).status) == ([task.id], Status.DONE)
 
 
-# -- from the form that is not bound --------------------------------------------------------------
+# -- the earlier form without binding -------------------------------------------------------------
 
 
 def unbind(store: Store, task: Any, key: str = OLD) -> str:
-    """The row as a version that did not bind tokens left it. Returns its body."""
+    """Write the row as an older version that did not bind tokens, and return its body."""
     token = f"fernet:{key_name(key)}:{Fernet(key).encrypt(dump_json(task.body).encode()).decode()}"
     change(store, task, message_body=token)
     return token

@@ -26,7 +26,7 @@ def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour
 
     bench.registry.processor("lock")(lock)
     locking = bench.schedule("lock")
-    # SQLite locks the whole database: what nobody can settle runs again.
+    # SQLite locks the whole database, so tasks that no worker can settle run again.
     others = (
         [bench.schedule() for _ in range(4)]
         if store.database.url.get_backend_name() != "sqlite"

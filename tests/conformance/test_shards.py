@@ -1,4 +1,4 @@
-"""Several databases as one: two of PostgreSQL and one of MariaDB together."""
+"""Several databases used as one: two of PostgreSQL, and one of MariaDB or MySQL."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def schedule_at(delays: DelayTasks, shard: int, delay: float = 60) -> DelayTask:
     return delays.schedule_delay(TAG, {"n": 1}, delay, key=key_at(shard))
 
 
-# -- where a task goes ----------------------------------------------------------------------------
+# -- shard selection ------------------------------------------------------------------------------
 
 
 @given(st.text(max_size=20), st.text(max_size=20), st.integers(1, 31))
@@ -141,7 +141,7 @@ def test_one_bad_task_keeps_its_whole_lot_from_every_shard(
     assert [shards.count(shard) for shard in SHARDS] == [0, 0, 0]
 
 
-# -- every verb finds its shard -------------------------------------------------------------------
+# -- each call finds the shard of its task --------------------------------------------------------
 
 
 @pytest.fixture(params=SHARDS)
@@ -151,7 +151,7 @@ def shard(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(params=["id", "task", "key"])
 def name(request: pytest.FixtureRequest) -> Callable[[DelayTask], dict[str, Any]]:
-    """The ways to name a task."""
+    """Return a function that names a task by its id, by the task itself, or by its key."""
     ways: dict[str, Callable[[DelayTask], dict[str, Any]]] = {
         "id": lambda task: {"task": task.id},
         "task": lambda task: {"task": task},
@@ -318,7 +318,7 @@ def test_pages_merge_all_shards_in_order_without_loss(shards: Several, delays: D
 
 @pytest.fixture
 def session(shards: Several) -> Iterator[Session]:
-    """On the second shard."""
+    """Yield a session on the second shard."""
     engine = create_engine(shards.urls[1])
     with Session(engine) as made:
         yield made
@@ -385,7 +385,7 @@ def test_a_session_on_none_of_the_shards_is_refused(delays: DelayTasks) -> None:
         delays.schedule_delay(TAG, None, 60, session=session)
 
 
-# -- the list -------------------------------------------------------------------------------------
+# -- the list of URLs -----------------------------------------------------------------------------
 
 
 def test_a_list_in_another_order_is_refused_with_the_remedy(shards: Several) -> None:

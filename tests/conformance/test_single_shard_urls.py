@@ -21,7 +21,7 @@ CALLS: dict[str, Callable[[DelayTasks], object]] = {
 
 @pytest.fixture
 def numbered(store: Store) -> Store:
-    """The database of shard 1."""
+    """Return the database of shard 1."""
     with store.database.begin() as connection:
         connection.execute(insert(store.schema.shards).values(number=1))
     return store

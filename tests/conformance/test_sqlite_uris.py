@@ -1,4 +1,4 @@
-"""An SQLite database that is named by a `file:` URI."""
+"""An SQLite database whose URL is a `file:` URI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One suite for the store on every database."""
+"""The suite of the store, on every database."""
 
 from __future__ import annotations
 
@@ -53,12 +53,15 @@ from tests.conftest import open_store, settings_for
 from tests.counting import counted
 from tests.proxy import Proxy
 
-NASTY = "tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., 'quotes' \"double\", %s :name, 😀 ünï, <b>&"
+NASTY = (
+    "tab\there, line\nbreak, return\rhere, back\\slash, \\N, \\., "
+    "'quotes' \"double\", %s :name, 😀 ünï, <b>&"
+)
 _ids = itertools.count(1_000_000)
 
 
 def task(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
-    """A task due so many seconds from now, not yet written."""
+    """Return an unwritten task that is due `due_s` seconds from now."""
     now = store.tasks.now()
     values: dict[str, Any] = {
         "id": next(_ids),
@@ -80,7 +83,7 @@ def add(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
 
 
 def put(store: Store, status: Status, **fields: Any) -> DelayTask:
-    """A row in this status, whatever moves lead there."""
+    """Insert a row directly with this status."""
     made = task(store, **fields)
     with store.database.begin() as connection:
         row = {
@@ -104,7 +107,7 @@ def entry(made: DelayTask) -> Entry:
 
 
 def lapse_all(store: Store, tasks: Sequence[DelayTask], max_lost_leases: int = 5) -> int:
-    """As if the leases of these tasks had ended."""
+    """End the leases of these tasks, and return how many rows the sweep released."""
     t = store.schema.tasks
     with store.database.begin() as connection:
         over = seconds(store.tasks.now(), -1)
@@ -115,7 +118,7 @@ def lapse_all(store: Store, tasks: Sequence[DelayTask], max_lost_leases: int = 5
 
 
 def beside(store: Store, url: str) -> Store:
-    """Another store on the same tables."""
+    """Return another store on the same tables."""
     prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
     return Store(url, settings_for(url, table_prefix=prefix))
 
@@ -202,7 +205,10 @@ def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(
 
 
 def stored_as(store: Store, task: DelayTask) -> Sequence[Any]:
-    """The row's words: SQLite takes a value of any type for a column, and compares instants as texts."""
+    """Return the columns as text.
+
+    SQLite accepts a value of any type, and compares instants as text.
+    """
     t = store.schema.tasks
     columns = [cast(column, String(1000)) for column in t.c if column.name != "id"]
     with store.database.begin() as connection:
@@ -251,7 +257,7 @@ def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
 
 def test_many_tasks_of_which_one_id_exists_are_all_left_out(store: Store) -> None:
     old, body = add(store), json.dumps("x" * 900_000)
-    # By several statements where there is no COPY.
+    # Databases without COPY need several statements for this size.
     made = [task(store, body_json=body) for _ in range(5)] + [task(store) for _ in range(150)]
     assert not store.tasks.insert_many([*made, replace(old, body_json='"other"'), task(store)])
     assert counted(store)[Status.NOT_COMPLETE] == 1
@@ -411,7 +417,8 @@ def test_a_key_names_its_only_live_task_however_replacing_and_settling_meet(
     store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if store.database.url.get_backend_name() == "postgresql":
-        # A deadlock would be tried again and go unnoticed, but for the second that each costs.
+        # Without this patch, a retry would hide a deadlock, apart from the second that each retry
+        # takes.
         monkeypatch.setattr(Database, "run", lambda self, work, *_, **__: work())
     made = [task(store, key="order-1") for _ in range(30)]
     ended = threading.Event()
@@ -485,7 +492,7 @@ def test_find_answers_by_each_of_its_questions(store: Store, claims: Claims) -> 
 
 def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> None:
     now = seconds(store.tasks.now(), 1000)
-    # Many rows of one instant, so that the cursor must count ids as well as times.
+    # Many rows have the same due time, so the cursor must compare ids and times.
     resting = [add(store, expected_time=seconds(now, n // 4)) for n in range(20)]
     moving = [add(store, expected_time=seconds(now, n)) for n in range(5)]
     seen: list[int] = []
@@ -615,11 +622,11 @@ def test_a_move_that_meets_its_own_first_try_is_done_or_unknown_and_never_refuse
 ) -> None:
     url = store.database.url
     if url.host is None:
-        return  # SQLite: there is no answer that could be lost
+        return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
     other = beside(store, proxy.url(url.render_as_string(hide_password=False)))
     made = put(store, Status.FAILED if name == "retry" else Status.NOT_COMPLETE)
-    other.tasks.cancel(add(store).id)  # so that the connection is there
+    other.tasks.cancel(add(store).id)  # opens the connection
     proxy.cut_answer(rb"COMMIT(?!TED)")
     if name == "cancel":
         left = other.tasks.cancel(made.id, version=0)
@@ -721,7 +728,7 @@ def test_a_row_that_somebody_has_locked_is_passed_over_not_waited_for(
     store: Store, claims: Claims
 ) -> None:
     if store.database.url.get_backend_name() == "sqlite":
-        return  # one writer at a time: there are no row locks to meet
+        return  # SQLite has one writer at a time and no row locks
     locked, free = add(store), add(store)
     with ThreadPoolExecutor(1) as pool, store.database.begin() as connection:
         assert store.tasks._moves.locked(connection, locked.id) is not None
@@ -738,7 +745,7 @@ def test_claim_due_takes_the_highest_priority_first_then_the_oldest(
     high_new, high_old = add(store, -5.0, priority=9), add(store, -6.0, priority=9)
     add(store, -60.0, queue="elsewhere")
     add(store, 60.0)
-    add(store, -60.0, priority=5)  # not among the priorities that were asked for
+    add(store, -60.0, priority=5)  # a priority that the claim does not request
     assert [one.id for one in claims.claim_due("default", [0, 9], 3)] == [
         high_old.id,
         high_new.id,
@@ -801,7 +808,7 @@ def test_messages_that_name_the_same_rows_run_each_once(store: Store) -> None:
 
     with ThreadPoolExecutor(4) as pool:
         claimed = Counter(id for share in pool.map(work, range(4)) for id in share)
-    # What one skipped because another had it locked may stay for the slow path; nothing runs twice.
+    # A row that a claim skipped because of a lock may wait for the slow path. No task runs twice.
     assert set(claimed.values()) == {1}
     rest = {one.id for one in store.claims("last", None).claim_due("default", [0], 1000)}
     assert set(claimed) | rest == {one.id for one in made}
@@ -809,7 +816,7 @@ def test_messages_that_name_the_same_rows_run_each_once(store: Store) -> None:
 
 
 def test_a_row_that_is_named_many_times_is_claimed_once(store: Store, claims: Claims) -> None:
-    """Two messages had it, and both fell due."""
+    """Two messages contained the task, and both became due."""
     made = [add(store) for _ in range(3)]
     named = [entry(one) for one in made]
     assert sorted(one.id for one in claims.claim([*named, *named, named[0]])) == sorted(
@@ -860,7 +867,7 @@ def test_any_error_text_is_stored_as_it_is(store: Store, claims: Claims, error: 
 def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -> None:
     made = [task(store, key="k" if n == 150 else None) for n in range(200)]
     store.tasks.insert_many(made)
-    error = ("时'\\" * 13_107)[:32_768]  # 64 KB, and twice as long once each layer has quoted it
+    error = ("时'\\" * 13_107)[:32_768]  # 64 KB, and twice that size after both layers quote it
     claimed = claims.claim([entry(one) for one in made])
     assert claims.settle([Settlement(one, "fail", error=error) for one in claimed]) == {
         one.id for one in made
@@ -933,7 +940,7 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
         claimed = [row for one in made for row in claims.claim_alone(one.id, 0)]
         settle([Settlement(one, **end) for one, end in zip(claimed, ends, strict=True)])
         rows = [read(store, one.id) for one in made]
-        # Where nobody says when it began, it is the moment of its claim.
+        # If the settlement has no start time, the attempt starts at its claim.
         same = {"id": 0, "create_time": now, "update_time": now}
         return [
             replace(row, **same, **({"execution_time": now} if n == 0 else {}))
@@ -973,7 +980,7 @@ def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_begi
     claimed = claims.claim([*map(entry, made), entry(waiting)._replace(version=4)])
     assert {one.id for one in claimed} == {one.id for one in made}
     begins = {one.id: seconds(now, -n) for n, one in enumerate(made)}
-    # Of the last one nobody says when it began.
+    # The settlement of the last task has no start time.
     ends = [
         Settlement(one, "succeed", None if one.id == made[-1].id else begins[one.id])
         for one in claimed
@@ -1064,10 +1071,10 @@ def test_a_lease_is_renewed_for_what_these_processes_claimed(store: Store, claim
     assert store.leases.renew(["worker-1"], before) == 1
     assert read(store, mine.id).lease_until > seconds(before, 59)  # type: ignore[operator]
     assert read(store, theirs.id).lease_until == before
-    # What was claimed before, by a process that lost it on the way, must end.
+    # A row that was claimed before this instant, and that the process lost, is not renewed.
     assert store.leases.renew(["worker-1"], seconds(store.tasks.now(), 1)) == 0
     assert store.leases.renew(["worker-2", "worker-3"], before) == 1
-    # Unless it is named, by a process that knows that it runs it still.
+    # A lease is renewed if a process still runs the task and names it.
     later = seconds(store.tasks.now(), 1)
     assert store.leases.renew(["worker-1"], later, [mine.id, theirs.id]) == 1
     assert store.leases.renew(["worker-1"], before, [mine.id]) == 1
@@ -1084,7 +1091,7 @@ def test_a_renewed_lease_keeps_the_version_that_the_worker_holds(
 
 @pytest.fixture
 def owner(store: Store) -> Iterator[Connection]:
-    """A caller's transaction that stays open."""
+    """Yield a caller's transaction that stays open."""
     with store.database.tx.connect() as connection, connection.begin() as transaction:
         yield connection
         if transaction.is_active:
@@ -1092,7 +1099,7 @@ def owner(store: Store) -> Iterator[Connection]:
 
 
 def has_row_locks(store: Store) -> bool:
-    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time there
+    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time
 
 
 def test_leases_are_renewed_beside_a_row_that_somebody_has_locked(
@@ -1135,7 +1142,8 @@ def test_a_settlement_waits_for_a_lock_only_for_a_while(
     claimed = other.claims("worker-2", None).claim([entry(plain), entry(key)])
     for one in claimed:
         store.tasks._moves.locked(owner, one.id)
-    for one in claimed:  # on its own, and in a transaction with its key
+    # One settlement stands alone, and one shares a transaction with its key.
+    for one in claimed:
         with pytest.raises(StoreUnavailableError, match="stayed busy"):
             other.claims("worker-2", None).settle([Settlement(one, "succeed")])
     owner.get_transaction().rollback()  # type: ignore[union-attr]
@@ -1274,7 +1282,7 @@ def test_each_near_row_is_met_once_by_the_houses_together(
         for n in range(100)
     ]
     store.tasks.insert_many(made)
-    # Not among them: at the window's start, beyond it, past, not waiting.
+    # Excluded rows: at the start of the window, after its end, in the past, and not waiting.
     add(store, expected_time=seconds(now, 5))
     add(store, expected_time=seconds(now, 31))
     add(store, -5.0)
@@ -1297,7 +1305,7 @@ def test_each_near_row_is_met_once_by_the_houses_together(
 def test_a_near_stream_may_be_left_half_read(store: Store) -> None:
     now = store.tasks.now()
     store.tasks.insert_many([task(store, expected_time=seconds(now, 10)) for _ in range(2500)])
-    for _ in range(30):  # more often than the pool has connections
+    for _ in range(30):  # more calls than the pool has connections
         assert len(next(iter(store.sweeps.near(now, seconds(now, 30), 0, 1)))) == 1000
 
 
@@ -1305,7 +1313,8 @@ def test_levels_are_the_queues_and_priorities_with_late_rows(store: Store) -> No
     assert store.sweeps.levels(1.0) == []
     late, early, soon = -5, 60, -0.1
     for queue, priority, due_s in (
-        ("a", 0, late), ("a", 9, late), ("b", 3, late), ("b", 4, soon), ("c", 0, early), ("d", 1, late),
+        ("a", 0, late), ("a", 9, late), ("b", 3, late),
+        ("b", 4, soon), ("c", 0, early), ("d", 1, late),
     ):  # fmt: skip
         for _ in range(3):
             add(store, due_s, queue=queue, priority=priority)
@@ -1325,7 +1334,7 @@ def test_one_of_two_sweeps_at_once_is_let_through(store: Store) -> None:
         assert sorted(pool.map(sweep, range(2))) == [
             False,
             True,
-        ]  # the very first one makes the row
+        ]  # the first sweep inserts the row
         s = store.schema.sweeps
         with store.database.begin() as connection:
             connection.execute(update(s).values(swept_at=seconds(store.tasks.now(), -5)))
@@ -1427,11 +1436,12 @@ def test_purging_takes_the_keys_that_name_what_is_purged_and_no_others(store: St
     finished, moved = keyed(store, create_time=old), add(store, create_time=old, key="moved")
     t, live = store.schema.tasks, task(store, key="moved")
     store.tasks.insert_keyed(live, "reject")
-    # Its tag and key, each with the other's of the two that go, name the live one.
+    # The live task has the tag of one purged task and the key of the other.
     other, _ = store.tasks.insert_keyed(
         task(store, tag="sms", key="moved", create_time=old), "reject"
     )
-    with store.database.begin() as connection:  # another program finished them, and left their keys
+    # Another program finished these tasks and left their keys.
+    with store.database.begin() as connection:
         done = update(t).where(t.c.id.in_([finished.id, moved.id, other.id]))
         connection.execute(done.values(status=int(Status.DONE), expected_time=old, update_time=old))
     assert store.sweeps.purge(500, 100) == 3
@@ -1497,8 +1507,9 @@ def test_a_row_with_the_missions_columns_alone_is_a_good_task(store: Store, clai
     with store.database.begin() as connection:
         connection.execute(
             text(
-                f"INSERT INTO {table} (tag, message_body, status, version, delay_time, expected_time, create_time, "
-                "update_time) VALUES ('mail', '{}', 0, 0, 5, :past, :past, :past)"
+                f"INSERT INTO {table} (tag, message_body, status, version, delay_time, "
+                "expected_time, create_time, update_time) "
+                "VALUES ('mail', '{}', 0, 0, 5, :past, :past, :past)"
             ),
             {"past": seconds(store.tasks.now(), -60).strftime("%Y-%m-%d %H:%M:%S")},
         )
@@ -1525,7 +1536,7 @@ def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
 
 @pytest.fixture(scope="module")
 def unanalysed(database_url: str) -> Iterator[Store]:
-    """Many finished rows, some that wait, and statistics that know nothing of them."""
+    """Yield many finished rows and some waiting rows that the statistics do not include."""
     store = open_store(database_url, table_prefix="plan_")
     now = store.tasks.now()
     rows = [
@@ -1548,8 +1559,11 @@ def unanalysed(database_url: str) -> Iterator[Store]:
 
 @pytest.fixture(scope="module")
 def analysed(database_url: str) -> Iterator[Store]:
-    """Many finished rows and many that wait, as the statistics know. They know nothing of which rows are which: here
-    all that is finished is past, and nearly all that waits is not."""
+    """Yield many finished and many waiting rows with statistics.
+
+    The statistics do not relate columns: here all finished rows are in the past, and nearly all
+    waiting rows are not.
+    """
     store = open_store(database_url, table_prefix="plan_")
     now = store.tasks.now()
     store.tasks.insert_many(
@@ -1573,7 +1587,7 @@ run_prepared = Prepared.__call__
 
 
 def plans(store: Store, work: Callable[[], object]) -> str:
-    """What the database would do for each statement of `work`."""
+    """Return the query plan of each statement of `work`."""
     seen: list[tuple[str, Any]] = []
 
     def note(
@@ -1597,9 +1611,9 @@ def plans(store: Store, work: Callable[[], object]) -> str:
     words = {"sqlite": "EXPLAIN QUERY PLAN "}.get(store.database.url.get_backend_name(), "EXPLAIN ")
     found: list[Any] = []
     for sql, given in seen:
-        # Where the plan of a prepared statement is kept.
+        # Use a connection that keeps the plan of a prepared statement.
         with store.database.auto.connect() as connection:
-            if store.database.can.prepare:  # the others must do without that help
+            if store.database.can.prepare:  # the others need a good plan without this
                 connection.exec_driver_sql(
                     f"SET enable_seqscan = {'off' if sql.startswith('EXECUTE') else 'on'}"
                 )
@@ -1607,7 +1621,7 @@ def plans(store: Store, work: Callable[[], object]) -> str:
             if store.database.can.prepare:
                 connection.exec_driver_sql("SET enable_seqscan = off")
     if store.database.url.get_backend_name() == "mysql":
-        # The keys that were possible are no news.
+        # Leave out the possible keys, because only the key in use matters.
         return "\n".join(
             f"{row['type']} on {row['table']} using {row['key']}" for row in found if row["table"]
         )
@@ -1615,7 +1629,7 @@ def plans(store: Store, work: Callable[[], object]) -> str:
 
 
 def assert_no_scan(shown: str) -> None:
-    # An index that is read from its begin is looked into for its first value.
+    # A scan of this index from its start only reads the first value.
     line = "(?!plan_yb_delay_waitlist using|plan_yb_delay_waitlist USING)"
     assert not re.search(
         rf"Seq Scan on plan_|SCAN {line}plan_|ALL on plan_|index on {line}plan_", shown
@@ -1641,7 +1655,8 @@ def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(
 def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(
     database_url: str,
 ) -> None:
-    """Where no plan is kept, as behind some poolers: the index of all that waits or runs looks cheap then."""
+    """Without a kept plan, as with some poolers, the index of all waiting and running rows looks
+    cheap."""
     store = open_store(database_url, table_prefix="stale_")
     backend, table = store.database.url.get_backend_name(), store.schema.tasks.name
     now, claimed = store.tasks.now(), list[DelayTask]()
@@ -1740,9 +1755,8 @@ def assert_finds_without_scan(store: Store) -> None:
     some = [task(store, expected_time=seconds(now, n - 5000), key=f"k{n}") for n in range(100)]
     t = store.schema.tasks
     with store.database.begin() as connection:
-        connection.execute(
-            t.delete().where(t.c.task_key.is_not(None))
-        )  # other tests have the same table
+        # Other tests use the same table.
+        connection.execute(t.delete().where(t.c.task_key.is_not(None)))
     store.tasks.insert_many(some)
     claims = store.claims("w", None)
     failed = claims.claim([entry(one) for one in some[:50]])
@@ -1792,7 +1806,7 @@ def test_in_a_large_table_counts_are_those_of_the_planner(
 
 def test_due_rows_are_found_without_reading_those_that_wait(unanalysed: Store) -> None:
     if unanalysed.database.url.get_backend_name() != "postgresql":
-        return  # the others have no clock that an index can not be searched by
+        return  # the clocks of the other databases can be used with an index
     claims = unanalysed.claims("w", None)
     for work in (
         lambda: claims.claim_due("default", [0], 50),
@@ -1806,9 +1820,8 @@ def test_the_sweep_reads_near_and_old_rows_by_their_time(unanalysed: Store) -> N
     works: list[Callable[[], object]] = [
         lambda: list(unanalysed.sweeps.near(now, seconds(now, 30), 0, 1))
     ]
-    if (
-        unanalysed.database.url.get_backend_name() != "postgresql"
-    ):  # which reads so small a table as a whole
+    # PostgreSQL reads such a small table as a whole.
+    if unanalysed.database.url.get_backend_name() != "postgresql":
         works.append(lambda: unanalysed.sweeps.purge(60, 100))
     for work in works:
         shown = plans(unanalysed, work)
@@ -1832,8 +1845,8 @@ def test_many_are_found_by_their_status_and_due_time_window_by_window(
             shown = plans(store, lambda some=windows: list(itertools.islice(some, 2)))
             assert_no_scan(shown)
             used = re.findall("plan_idx_([a-z_]+)", shown.lower())
-            # MySQL may take the other one, where it knows that a window is as narrow there. Within a window PostgreSQL
-            # may go through the few rows that have a key.
+            # MySQL may use the other index if it estimates that a window is as narrow there.
+            # PostgreSQL may read the few rows with a key inside a window.
             in_order = "expectedtime_status" if move == "retry" else "yb_delay_hot"
             assert used[0] == in_order, shown
             assert used.count(in_order) + used.count("yb_delay_key") >= 3, shown

@@ -1,4 +1,4 @@
-"""Limits that another program stored, and that no worker can keep."""
+"""Limits from another program that no worker can apply."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer
 
-#: SQL of `rate`, `rate_period_s`; and the databases that can store it.
+#: `rate` and `rate_period_s` as SQL, and the databases that can store them.
 RATES = [
     ("0", "1", "postgresql mysql sqlite"),
     ("-5", "1", "postgresql mysql sqlite"),
@@ -48,7 +48,7 @@ def run_one(delays: DelayTasks) -> Status:
 
 
 def look(delays: DelayTasks) -> list[str]:
-    """Look at the policies as `policy list`, `stats` and `check` do; return the warnings."""
+    """Read the policies like `policy list`, `stats` and `check`, and return the warnings."""
     for policy in delays.policies():
         _row(policy), _limits(policy), policy.as_json()
     stats_document._numbers(delays, delays.shards[0])

@@ -27,7 +27,7 @@ STRANGE = [
     "[" * 100_000,
     "",
 ]
-#: Names that are strings, but that no database could look up.
+#: These names are strings, but no database can look them up.
 BAD_NAMES = ['["\\u0000", "default"]', '["\\ud800", "default"]', f'["{"x" * 5000}", "default"]']
 FAR = datetime(2099, 1, 1, tzinfo=timezone.utc)
 

@@ -1,4 +1,4 @@
-"""House numbers: sweeps side by side share one table, on each database."""
+"""Sweep partitions: concurrent sweeps share one table, on each database."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from tests.recording import RecordingTimer
 
 
 def near_rows(store: Store, count: int) -> list[int]:
-    """The ids of rows that are due within the horizon; half of the ids are ours, half are a database's."""
+    """Insert rows that are due within the horizon, and return their ids.
+
+    We make half of the ids, and the other half look like ids of a database.
+    """
     now, make_id = store.tasks.now(), IdMaker(wall_ms)
     ids = [make_id() if n % 2 else 1000 + n // 2 for n in range(count)]
     due = [now + timedelta(seconds=10 + n / count) for n in range(count)]
@@ -46,7 +49,8 @@ def let_pass(store: Store) -> None:
 
 
 def sweep_side_by_side(store: Store, sweep_partitions: int) -> list[RecordingTimer]:
-    """Two workers for each sweep_partition, all at once; what was armed in each sweep_partition."""
+    """Run two workers for each sweep partition simultaneously, and return the timer of each
+    partition."""
     start = threading.Barrier(2 * sweep_partitions)
     pairs = [[sweeper(store, sweep_partitions) for _ in range(sweep_partitions)] for _ in range(2)]
 

@@ -1,4 +1,5 @@
-"""Timeouts that are pushed away, one or many: later only, no version, no message; on every database."""
+"""Touch one or many tasks: due times only move later, without a new version or message, on every
+database."""
 
 from __future__ import annotations
 
@@ -31,11 +32,11 @@ def set_status(store: Store, task: DelayTask, status: Status) -> None:
 
 
 def lateness(delays: DelayTasks, task: DelayTask) -> float:
-    """By how much it is later now."""
+    """Return by how many seconds the due time moved later."""
     return (delays.get(task).expected_time - task.expected_time).total_seconds()
 
 
-# -- which ----------------------------------------------------------------------------------------
+# -- filters --------------------------------------------------------------------------------------
 
 
 def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(
@@ -93,7 +94,7 @@ def test_keys_that_changed_hands_after_the_transaction_began_name_the_tasks_that
 
 
 def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: DelayTasks) -> None:
-    """The recipe for heartbeats: nobody keeps a list of what was scheduled."""
+    """The heartbeat recipe needs no list of scheduled tasks."""
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
         gone = delays.touch_many(tag="lost", keys=alive, delay=60)
@@ -136,7 +137,7 @@ def test_nothing_is_sent_for_what_is_touched(delays: DelayTasks, timer: Recordin
     assert (len(timer.armed), timer.disarmed) == (armed, [])
 
 
-# -- how ------------------------------------------------------------------------------------------
+# -- effects --------------------------------------------------------------------------------------
 
 
 def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
@@ -172,14 +173,14 @@ def test_many_are_a_few_statements_however_many(
 
 @pytest.fixture
 def owner(store: Store) -> Iterator[Connection]:
-    """Somebody else's transaction, which stays open."""
+    """Yield another caller's transaction that stays open."""
     with store.database.tx.connect() as connection:
         yield connection
         connection.rollback()
 
 
 def has_row_locks(store: Store) -> bool:
-    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time there
+    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time
 
 
 def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting(
@@ -231,7 +232,7 @@ def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
 def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(
     delays: DelayTasks,
 ) -> None:
-    """A deadlock in a caller's transaction is an error, so it would be seen."""
+    """A deadlock in a caller's transaction raises an error, so this test would fail."""
     tasks = [schedule(delays, key=f"k{n}") for n in range(40)]
 
     def touch(number: int) -> int:

@@ -1,4 +1,5 @@
-"""`session=`: the row is part of the caller's transaction, and is armed when that is committed; on every database."""
+"""`session=`: the row is part of the caller's transaction, and its commit arms the task, on
+every database."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.recording import RecordingTimer, delays_on, record
 
 
 class Shop:
-    """The caller: an engine and a session of its own, on the same database."""
+    """A caller with its own engine and session on the same database."""
 
     def __init__(self, url: str, store: Store) -> None:
         self.delays: DelayTasks = delays_on(url, table_prefix="s_")
@@ -46,7 +47,7 @@ class Shop:
         return self.delays.schedule_delay("mail", {"n": 1}, delay, session=session, **options)
 
     def seen(self) -> set[int]:
-        """The ids that others see."""
+        """Return the ids that other transactions see."""
         with self._store.database.auto.connect() as connection:
             return set(connection.execute(select(self._store.schema.tasks.c.id)).scalars())
 
@@ -63,7 +64,7 @@ class Shop:
 
     @contextmanager
     def joined(self) -> Iterator[tuple[Connection, Session]]:
-        """A session in a transaction that somebody else began."""
+        """Yield a session that joins an outer transaction."""
         with self.engine.connect() as connection:
             outer = connection.begin()
             yield connection, Session(connection, join_transaction_mode="create_savepoint")
@@ -74,7 +75,7 @@ class Shop:
 def own_engine(url: str, **options: Any) -> Engine:
     engine = create_engine(url, **options)
     if engine.dialect.name == "sqlite":
-        # As SQLAlchemy's documentation tells those who want savepoints with SQLite.
+        # SQLAlchemy's documentation recommends this for savepoints with SQLite.
         event.listen(
             engine, "connect", lambda connection, _: setattr(connection, "isolation_level", None)
         )
@@ -265,7 +266,7 @@ def test_a_session_in_somebody_elses_transaction_waits_for_the_outer_end(shop: S
 def test_two_sessions_in_turns_keep_their_tasks_apart(shop: Shop) -> None:
     one, other = shop.session(), shop.session()
     first = shop.schedule(one)
-    if shop.engine.dialect.name != "sqlite":  # which has one writer at a time
+    if shop.engine.dialect.name != "sqlite":  # SQLite has one writer at a time
         shop.schedule(other)
     other.rollback()
     one.commit()
@@ -319,7 +320,7 @@ def test_a_connections_row_is_seen_and_armed_with_its_commit(shop: Shop) -> None
         assert (shop.seen(), shop.timer.ids) == (set(), [])
         connection.commit()
         connection.commit()
-        shop.schedule(connection)  # and never committed
+        shop.schedule(connection)  # the caller never commits this row
     assert (shop.seen(), shop.timer.ids) == ({task.id}, [task.id])
     assert rolled_back.id not in shop.seen()
 
@@ -335,7 +336,7 @@ def test_a_message_sent_just_before_the_commit_leaves_it_time_to_end(shop: Shop)
 
 def test_what_a_connections_savepoint_takes_back_is_neither_a_row_nor_armed(shop: Shop) -> None:
     with shop.engine.connect() as connection:
-        with connection.begin_nested() as early:  # set before we ever saw the connection
+        with connection.begin_nested() as early:  # set before delaytasks first used the connection
             shop.schedule(connection)
             early.rollback()
         before = shop.schedule(connection)
@@ -380,7 +381,7 @@ def test_a_connection_in_autocommit_arms_at_once(shop: Shop, database_url: str) 
 def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_an_id_is_taken(
     shop: Shop, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "MAX_TEXT", 100_000)  # by several statements where there is no COPY
+    monkeypatch.setattr(rows, "MAX_TEXT", 100_000)  # databases without COPY use several statements
     with shop.engine.begin() as connection:
         old = shop.schedule(connection)
     builder = wiring_of(shop.delays).producer._builder
@@ -400,7 +401,7 @@ def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_
 def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
     shop: Shop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With ids that had to be made anew, since one was taken."""
+    """One id was taken, so the builder made new ids."""
     with shop.engine.begin() as connection:
         old = shop.schedule(connection)
     tasks, builder = wiring_of(shop.delays).store.tasks, wiring_of(shop.delays).producer._builder
@@ -471,13 +472,13 @@ def test_an_async_session_is_given_as_its_sync_session(store: Store, database_ur
             await session.run_sync(lambda s: delays.schedule_many([("mail", {}, 5)], session=s))
             assert timer.ids == []
             await session.commit()
-            # Outside of run_sync no driver can wait, and the error says so.
+            # Outside of run_sync no driver can wait, and the error message explains this.
             for given in (session, session.sync_session):
                 with pytest.raises(
                     SessionUnusableError, match=r"await session\.run_sync\(lambda session: "
                 ):
                     schedule(given)
-            gc.collect()  # what was not awaited is complained of here
+            gc.collect()  # unawaited coroutines cause warnings here
             await session.rollback()
         async with engine.connect() as connection:
             third = await connection.run_sync(schedule)
@@ -622,7 +623,7 @@ def test_a_task_is_scheduled_and_cancelled_in_one_transaction(shop: Shop) -> Non
     assert shop.keys() == 0
 
 
-# -- transactions that can not be used ------------------------------------------------------------
+# -- unusable transactions ------------------------------------------------------------------------
 
 
 def every_call(
@@ -655,7 +656,7 @@ def test_a_transaction_that_failed_is_refused_and_nothing_sent(shop: Shop) -> No
                 with pytest.raises(SessionUnusableError, match="aborted"):
                     call()
             place.rollback()
-            assert shop.schedule(place).id  # after that it is as good as new
+            assert shop.schedule(place).id  # the session is usable again after the rollback
             place.rollback()
     assert (shop.seen(), shop.timer.ids) == ({task.id, failed.id}, [])
 
@@ -670,12 +671,12 @@ READ_ONLY = {
 def test_a_read_only_transaction_is_refused_and_nothing_sent(shop: Shop, database_url: str) -> None:
     task, failed = (shop.delays.schedule_delay("mail", {}, 100) for _ in range(2))
     shop.set_status(failed, Status.FAILED)
-    engine = own_engine(database_url)  # its connections stay read-only
+    engine = own_engine(database_url)  # the connections of this engine stay read-only
     for number in range(7):
         with Session(engine) as session:
             session.execute(text(READ_ONLY[engine.dialect.name]))
             if engine.dialect.name == "mysql":
-                session.commit()  # it counts from the next transaction on
+                session.commit()  # the setting applies from the next transaction
             with pytest.raises(SessionUnusableError):
                 every_call(shop, task, failed, session)[number]()
             session.rollback()
@@ -716,7 +717,7 @@ def test_a_deadlock_in_the_callers_transaction_is_told_and_not_tried_again(shop:
     assert int(answers[0].split()[1]) in shop.seen()
     assert int(answers[1].split()[1]) not in shop.seen() | set(shop.timer.ids)
     assert len(shop.timer.ids) == 3
-    # Each reads and locks two rows once: four reads, though one of them ended in the deadlock.
+    # Each call reads and locks two rows once: four reads, although one call ended in the deadlock.
     assert len(statements) == 4
 
 
@@ -751,14 +752,15 @@ def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Shop) -
     assert canary not in str(caught.value)
 
 
-# -- SQLite as its driver comes -------------------------------------------------------------------
+# -- SQLite with the driver's defaults ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("what", ["one", "keyed", "many"])
 def test_a_rollback_takes_all_back_on_sqlite_as_its_driver_comes(
     store: Store, database_url: str, what: str
 ) -> None:
-    """Python's driver begins a transaction with the first INSERT only; a savepoint before it would commit."""
+    """Python's driver begins a transaction at the first INSERT, so an earlier savepoint would
+    commit."""
     delays = delays_on(database_url, table_prefix="s_")
     timer = record(delays)
     engine = create_engine(database_url)
@@ -795,13 +797,13 @@ def test_a_retry_that_is_refused_leaves_nothing_in_the_callers_transaction(shop:
     assert shop.delays.get(tag="mail", key="order-1").id == now.id
 
 
-# -- drivers of the caller's ----------------------------------------------------------------------
+# -- the caller's drivers -------------------------------------------------------------------------
 
 
 def test_a_key_is_taken_once_though_the_driver_counts_no_inserts(
     shop: Shop, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with psycopg 3 and asyncpg, where SQLAlchemy reads the count of an INSERT only if it is asked to."""
+    """SQLAlchemy with psycopg 3 or asyncpg reads the row count of an INSERT only on request."""
     monkeypatch.setattr(inserts, "_is_psycopg2", lambda on: False)
 
     def counted(self: Any) -> int:

@@ -1,4 +1,5 @@
-"""What every timer must do when brokers, Redis and workers fail: nothing is lost, nothing runs twice."""
+"""Failures of brokers, Redis and workers that every timer must survive: no task is lost, and no
+task runs twice."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ from tests.proxy import proxy_to
 from tests.redis_server import RedisServer
 from tests.running import BROKERS, QUICK, Deployment
 
-#: The grace, a sweep and the way to a worker: when the slow path has what the timer lost.
+#: The slow path runs a task that the timer lost within the grace period, one sweep and the
+#: delivery.
 R1_S = QUICK["grace_s"] + QUICK["sweep_s"] + 2
-#: The machine's own share, when it is busy.
+#: Allowance for a busy machine.
 SLACK_S = 5
 
 
 class Rig:
-    """A deployment whose broker, and the Redis that the timer may have besides, can go away or lose what they hold."""
+    """A deployment whose broker and optional timer Redis can become unreachable or lose their
+    data."""
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class Rig:
             proxy.heal()
 
     def lose(self) -> None:
-        """All that waits in the broker and in the timer's Redis."""
+        """Delete all messages in the broker and all entries in the timer's Redis."""
         d = self.deployment
         with wiring_of(d.delays).celery.connection_for_write() as connection:
             queue = wiring_of(d.delays).publisher.queue("default")(connection)
@@ -116,11 +119,11 @@ class TimersUnderFaults:
         self, make: Make
     ) -> None:
         d = make(**ALONE).deployment
-        wiring_of(d.delays).sweeper.sweep()  # the last one for a minute
+        wiring_of(d.delays).sweeper.sweep()  # the next sweep is a minute later
         early = [d.schedule() for _ in range(10)]
         first = d.worker()
         later = [d.schedule(delay=3) for _ in range(20)]
-        ran_once(d, [*early, d.schedule()])  # its message came after theirs
+        ran_once(d, [*early, d.schedule()])  # sent after their messages
         first.terminate()
         d.worker()
         ran_once(d, later)
@@ -128,8 +131,8 @@ class TimersUnderFaults:
     def test_what_a_killed_worker_held_runs_by_the_next_sweep(self, make: Make) -> None:
         d = make().deployment
         first = d.worker()
-        held = [d.schedule(delay=3) for _ in range(20)]  # long enough that none runs when it dies
-        ran_once(d, [d.schedule()])  # its message came after theirs
+        held = [d.schedule(delay=3) for _ in range(20)]  # due only after the worker is killed
+        ran_once(d, [d.schedule()])  # sent after their messages
         first.kill()
         assert messages(d) == [], (
             "acknowledged on receipt: no timeout of a broker's has anything to deliver again"
@@ -167,7 +170,8 @@ class TimersUnderFaults:
         far = burst(d, "test.note", 250, due_s=3600, body={})
         assert waiting() == []
         t = d.store.schema.tasks
-        with d.store.database.begin() as connection:  # as if it were an hour later
+        # Simulate that an hour passed.
+        with d.store.database.begin() as connection:
             connection.execute(update(t).values(expected_time=db_now_plus(60)))
         wiring_of(d.delays).sweeper.sweep()
         found = waiting()
@@ -176,7 +180,7 @@ class TimersUnderFaults:
 
 
 def messages(d: Deployment) -> list[list[int]]:
-    """Takes what waits in the broker: the ids of each message."""
+    """Take all waiting messages from the broker, and return the ids of each message."""
     found = []
     with wiring_of(d.delays).celery.connection_for_write() as connection:
         queue = wiring_of(d.delays).publisher.queue("default")(connection)
@@ -187,7 +191,10 @@ def messages(d: Deployment) -> list[list[int]]:
 
 
 def unacknowledged(d: Deployment) -> int:
-    """What Redis would deliver again after its visibility timeout; brokers that see a connection end already have."""
+    """Return how many messages Redis would redeliver after its visibility timeout.
+
+    Brokers that detect a closed connection have already redelivered them.
+    """
     with wiring_of(d.delays).celery.connection_for_write() as connection:
         channel = connection.default_channel
         return (
@@ -196,7 +203,7 @@ def unacknowledged(d: Deployment) -> int:
 
 
 def slots(timer: RedisTimer) -> list[list[int]]:
-    """The ids that wait in each slot."""
+    """Return the ids that wait in each slot."""
     members = [
         timer.link.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")
     ]

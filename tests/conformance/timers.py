@@ -1,4 +1,7 @@
-"""What every timer must do on every broker: `test_timers_on_….py` runs it, with real workers."""
+"""The conformance suite of every timer on every broker.
+
+`test_timers_on_….py` runs it with real workers.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,10 @@ from tests.running import BROKERS, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 TIMERS = ["eta", "redis"]
-#: A caller's transaction, after it has scheduled.
+#: A caller's transaction stays open for this time after it has scheduled.
 OPEN_S = 60.0 if IS_LONG else 0.5
-#: With these nothing but the timer can bring a task in time: no sweep, and nothing late that is left to the table.
+#: With these settings only the timer can run a task in time: no sweep runs, and no late task is
+#: left to the table.
 ALONE: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "grace_s": 30, "horizon_s": 120}
 
 
@@ -53,7 +57,7 @@ def read(d: Deployment, tasks: Iterable[DelayTask]) -> list[Row]:
 
 
 def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) -> list[Row]:
-    """The rows of tasks that ran in time, each once and none early."""
+    """Return the rows of tasks after each one ran once, in time and not early."""
 
     def is_over() -> bool:
         return all(row.status == Status.DONE for row in read(d, tasks))
@@ -70,7 +74,7 @@ def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) 
 def burst(
     d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
 ) -> list[DelayTask]:
-    """Scheduled together, all due at one instant."""
+    """Schedule tasks together, all due at the same instant."""
     due, tasks = wiring_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
     d.delays.schedule_many(
         (NewTask(tag, when=due, **options) for _ in range(count)), on_batch=tasks.extend
@@ -90,7 +94,7 @@ def entry(task: DelayTask, **changes: Any) -> Entry:
 
 
 class Timers:
-    """Tests share two workers, of which one serves another queue as well, with a single process."""
+    """Tests share two workers. One of them also serves another queue with a single process."""
 
     broker: ClassVar[str]
 
@@ -111,7 +115,7 @@ class Timers:
             request.getfixturevalue(fixture),
         )
         deployment = Deployment(*place, conf, **settings)
-        wiring_of(deployment.delays).sweeper.sweep()  # the last one for a minute
+        wiring_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later
         queue = deployment.settings["namespace"] + ".{}"
         deployment.worker("-Q", queue.format("default"))
         deployment.worker("-Q", queue.format("default") + "," + queue.format("mail"), concurrency=1)
@@ -131,9 +135,8 @@ class Timers:
     def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(self, d: Deployment) -> None:
         waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
         for task in waiting:
-            wiring_of(d.delays).timer.arm(
-                [entry(task)]
-            )  # also as if each had been scheduled by itself
+            # Also arm each task on its own, as if it had been scheduled alone.
+            wiring_of(d.delays).timer.arm([entry(task)])
         ran_once(d, [d.schedule(delay=0.3)])
         assert d.status(waiting[0]) is Status.NOT_COMPLETE
 
@@ -192,7 +195,7 @@ class Timers:
     def test_a_task_that_is_committed_after_its_due_time_runs_then(self, d: Deployment) -> None:
         with Session(d.store.database.tx) as session:
             task = d.schedule(delay=0.1, session=session)
-            time.sleep(OPEN_S)  # nothing is to happen meanwhile
+            time.sleep(OPEN_S)  # waits to show that nothing happens
             assert wiring_of(d.delays).clock.now() > task.expected_time
             session.commit()
         began = time.monotonic()
@@ -212,7 +215,7 @@ class Timers:
         ran_once(d, low + high)
         order = [run[0] for run in d.runs()]
         first = sorted(low + high, key=lambda task: order.index(str(task.id)))[:20]
-        # A few that were already on their way to the process may come before.
+        # A few tasks that were already on their way to the process may run earlier.
         assert sum(task.priority == 8 for task in first) >= 15, order
 
     def test_tasks_reach_only_workers_that_serve_their_queue(self, d: Deployment) -> None:
@@ -265,7 +268,7 @@ class Timers:
 
 
 def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
-    """What anybody may write into our queue."""
+    """Publish messages that any program could write into our queue."""
     id, version, due_us, now_us = (
         near.id,
         near.version,
@@ -278,12 +281,12 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
         [[[[1, 2]]], {}, {}],
         [[[[-1, 0, 0, 0]]], {}, {}],
         [[[["1", 0, 0, 0]]], {}, {}],
-        [[[[id, version + 7, due_us, 0]]], {}, {}],  # another version
-        [[[[id, version, now_us, 0]]], {}, {}],  # not due
+        [[[[id, version + 7, due_us, 0]]], {}, {}],  # a different version
+        [[[[id, version, now_us, 0]]], {}, {}],  # not yet due
         [[[[far.id, far.version, now_us, 0]]], {}, {}],
         [[[[2**62, 0, now_us, 0]]], {}, {}],  # no such row
         [[[[1, 0, 0, 0]] * 5000], {}, {}],
-        [[[[id, version, 2**62, 0]]], {}, {}],  # a time that nobody can say
+        [[[[id, version, 2**62, 0]]], {}, {}],  # a time that no datetime can represent
         [[[[id, version, due_us + 10**15, 0]]], {}, {}],  # far beyond the horizon
         [[[[id, version, 0, 10**30]]], {}, {}],
         [[[], {"drain": "all"}], {}, {}],
@@ -303,7 +306,7 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
 
 
 def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
-    """What anybody may add to our slots, due together with what is near: some to each."""
+    """Add entries that any program could write to our slots, due together with `near`."""
     due_ms = -(-to_us(near.expected_time) // 1000)
     members = [
         "",
