@@ -42,8 +42,8 @@ ODD = [
     "https://user@partner.example/", "https://user:pw@partner.example/",
     "https://partner.example\\@10.0.0.1/", "https://partner.example#@10.0.0.1",
     "https:/partner.example", "https:partner.example", "//partner.example",
-    "https://partner.example/a b", "https://partner.example/\r\nX: y", "https://partner.example/é",
-    " https://a.example", "https://partner.example:0/", "https://partner.example:65536/",
+    "https://partner.example/a b", "https://partner.example/\r\nX: y",
+    "https://partner.example/é",    " https://a.example", "https://partner.example:0/", "https://partner.example:65536/",
     "https://partner.example:/", "https://", "",
     # These URLs do not use HTTP.
     "file:///etc/passwd", "ftp://partner.example/", "gopher://partner.example/", "javascript:alert(1)",

@@ -4,8 +4,8 @@ A Python block after `<!-- runs -->` is executed. All blocks of a page run in on
 SQLite file and an in-memory broker. A comment that begins with `<!-- setup` adds code that a reader
 already has. A diff block that runs is executed as it is after the change.
 
-`python -m tests.unit.test_docs` writes the tables between `<!-- generated: … -->` and `<!-- end
--->`.
+`python -m tests.unit.test_docs` writes the tables, which start with `<!-- generated: … -->` and
+stop with `<!-- end -->`.
 """
 
 from __future__ import annotations
