@@ -43,10 +43,11 @@ ODD = [
     "https://partner.example\\@10.0.0.1/", "https://partner.example#@10.0.0.1",
     "https:/partner.example", "https:partner.example", "//partner.example",
     "https://partner.example/a b", "https://partner.example/\r\nX: y",
-    "https://partner.example/é",    " https://a.example", "https://partner.example:0/", "https://partner.example:65536/",
-    "https://partner.example:/", "https://", "",
+    "https://partner.example/é", " https://a.example", "https://partner.example:0/",
+    "https://partner.example:65536/", "https://partner.example:/", "https://", "",
     # These URLs do not use HTTP.
-    "file:///etc/passwd", "ftp://partner.example/", "gopher://partner.example/", "javascript:alert(1)",
+    "file:///etc/passwd", "ftp://partner.example/", "gopher://partner.example/",
+    "javascript:alert(1)",
     # These values are not text.
     None, 7, b"https://partner.example/",
 ]  # fmt: skip
