@@ -1,4 +1,7 @@
-"""Code as a user writes it; mypy must find exactly these types. Never run."""
+"""Use the API as a user's code does; mypy must infer exactly these types.
+
+No test runs this module.
+"""
 
 from __future__ import annotations
 

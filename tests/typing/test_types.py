@@ -1,4 +1,4 @@
-"""The API's types, as a user's mypy sees them."""
+"""The API has the types that mypy reports for a user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benches on SQLite files of a test's own."""
+"""Provide test harnesses, each with its own SQLite file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The addresses to which callbacks may go."""
+"""Callbacks are sent only to addresses that the guard allows."""
 
 from __future__ import annotations
 
@@ -21,34 +21,40 @@ PUBLIC = [
     "https://1.2.3.4a/",
 ]
 NOT_PUBLIC = [
-    "127.0.0.1", "127.1.2.3", "10.0.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
-    "0.1.2.3", "192.0.0.8", "192.0.2.1", "198.18.0.1", "198.51.100.1", "203.0.113.7", "224.0.0.1", "239.1.1.1",
-    "240.0.0.1", "255.255.255.255", "[::]", "[::1]", "[::ffff:127.0.0.1]", "[::ffff:93.184.216.34]", "[::7f00:1]",
-    "[64:ff9b::7f00:1]", "[64:ff9b:1::1]", "[2002:7f00:1::]", "[2001:0:1::1]", "[2001:db8::1]", "[fc00::1]",
+    "127.0.0.1", "127.1.2.3", "10.0.0.1", "172.31.255.255", "192.168.1.1", "169.254.169.254",
+    "100.64.0.1", "0.0.0.0", "0.1.2.3", "192.0.0.8", "192.0.2.1", "198.18.0.1", "198.51.100.1",
+    "203.0.113.7", "224.0.0.1", "239.1.1.1", "240.0.0.1", "255.255.255.255", "[::]", "[::1]",
+    "[::ffff:127.0.0.1]", "[::ffff:93.184.216.34]", "[::7f00:1]", "[64:ff9b::7f00:1]",
+    "[64:ff9b:1::1]", "[2002:7f00:1::]", "[2001:0:1::1]", "[2001:db8::1]", "[fc00::1]",
     "[fd00:ec2::254]", "[fe80::1]", "[fec0::1]", "[ff02::1]", "[100::1]", "[5f00::1]",
 ]  # fmt: skip
 ODD = [
-    # Spellings of addresses that only some programs accept.
-    "https://0x7f.1", "https://0x7f000001", "https://017700000001", "https://2130706433", "https://127.1",
-    "https://127.0.0.01", "https://1.2.3.0x4", "https://127.0.0.1.", "https://[::1%25eth0]", "https://[127.0.0.1]",
-    # Names that are invalid or not public.
-    "https://localhost", "https://LOCALHOST:8080/", "https://foo.localhost", "https://redis", "https://partner.example.",
-    "https://.example", "https://a..example", "https://-a.example", "https://" + "a" * 64 + ".example",
-    "https://bücher.example", "https://①②⑦.⓪.⓪.①", "https://exa\u00admple.com",
-    # Programs disagree about the host.
-    "https://user@partner.example/", "https://user:pw@partner.example/", "https://partner.example\\@10.0.0.1/",
-    "https://partner.example#@10.0.0.1", "https:/partner.example", "https:partner.example", "//partner.example",
-    "https://partner.example/a b", "https://partner.example/\r\nX: y", "https://partner.example/é", " https://a.example",
-    "https://partner.example:0/", "https://partner.example:65536/", "https://partner.example:/", "https://", "",
-    # Not HTTP.
-    "file:///etc/passwd", "ftp://partner.example/", "gopher://partner.example/", "javascript:alert(1)",
-    # Not text.
+    # Only some programs accept these spellings of addresses.
+    "https://0x7f.1", "https://0x7f000001", "https://017700000001", "https://2130706433",
+    "https://127.1", "https://127.0.0.01", "https://1.2.3.0x4", "https://127.0.0.1.",
+    "https://[::1%25eth0]", "https://[127.0.0.1]",
+    # These names are invalid or not public.
+    "https://localhost", "https://LOCALHOST:8080/", "https://foo.localhost", "https://redis",
+    "https://partner.example.", "https://.example", "https://a..example", "https://-a.example",
+    "https://" + "a" * 64 + ".example", "https://bücher.example", "https://①②⑦.⓪.⓪.①",
+    "https://exa\u00admple.com",
+    # Programs disagree about the host of these URLs.
+    "https://user@partner.example/", "https://user:pw@partner.example/",
+    "https://partner.example\\@10.0.0.1/", "https://partner.example#@10.0.0.1",
+    "https:/partner.example", "https:partner.example", "//partner.example",
+    "https://partner.example/a b", "https://partner.example/\r\nX: y",
+    "https://partner.example/é", " https://a.example", "https://partner.example:0/",
+    "https://partner.example:65536/", "https://partner.example:/", "https://", "",
+    # These URLs do not use HTTP.
+    "file:///etc/passwd", "ftp://partner.example/", "gopher://partner.example/",
+    "javascript:alert(1)",
+    # These values are not text.
     None, 7, b"https://partner.example/",
 ]  # fmt: skip
 
 
 def guard(*allow: str, **names: list[str]) -> Guard:
-    """Return a guard that resolves these names only; underscores are dots."""
+    """Return a guard that resolves only these names. An underscore in a name stands for a dot."""
     known = {name.replace("_", "."): addresses for name, addresses in names.items()}
 
     def resolve(host: str, port: int) -> list[str]:

@@ -1,6 +1,6 @@
-"""docs/architecture.md shows the packages and the path of a task as the code has them.
+"""docs/architecture.md shows the packages and the path of a task as they are in the code.
 
-`python -m tests.unit.test_architecture` draws docs/img/architecture.svg again from the import graph.
+`python -m tests.unit.test_architecture` redraws docs/img/architecture.svg from the import graph.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
 PICTURE = ROOT / "docs/img/architecture.svg"
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 46, 22, 44, 12
-#: Packages of data files and of entry points, which nothing of interest imports.
+#: No package of interest imports these packages of data files and entry points.
 LEFT_OUT = {"__main__", "py"}
 
 Edges = dict[str, set[str]]
 
 
 def package_imports() -> Edges:
-    """Return for each package of delaytasks the packages that its modules import when they run."""
+    """Return for each package of delaytasks the packages that its modules import at run time."""
     graph = grimp.build_graph("delaytasks", exclude_type_checking_imports=True)
     edges: Edges = {}
     for module in graph.modules:
@@ -55,7 +55,7 @@ def depths(edges: Edges) -> dict[str, int]:
 
 
 def necessary(edges: Edges) -> Edges:
-    """Return the edges that no longer chain of edges implies."""
+    """Return the edges that are not implied by a longer chain of edges."""
 
     def reachable(name: str) -> set[str]:
         return {name}.union(*(reachable(below) for below in edges[name]))
@@ -73,7 +73,7 @@ def purpose(name: str) -> str:
 
 
 def picture() -> str:
-    """Draw the packages as boxes; each one imports only boxes below it."""
+    """Draw the packages as boxes. Each package imports only packages below its box."""
     edges = package_imports()
     rows: dict[int, list[str]] = {}
     for name, depth in sorted(depths(edges).items()):

@@ -1,4 +1,4 @@
-"""`./dev audit` never takes silence for an answer."""
+"""`./dev audit` fails if the advisory database is unavailable or gives an unexpected answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be away is told of once for each change, and left alone after a failure."""
+"""Availability reports each change of a service once, and a failure begins a rest."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_success_ends_the_rest() -> None:
 
 def test_threads_that_find_out_together_tell_once() -> None:
     class Watched(Availability):
-        """Whose state another thread may look at between a look and a change."""
+        """Let another thread run between the read of the state and its change."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             if name == "is_up":

@@ -1,4 +1,4 @@
-"""The background timer arms entries together, without a wait, across forks and failures."""
+"""The background timer arms entries in batches without blocking, across forks and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 
 
 class SlowTimer:
-    """Records each call, and does not return while `gate` is closed."""
+    """Record each call, and block the call while `gate` is closed."""
 
     def __init__(self) -> None:
         self.calls: list[list[Entry]] = []
@@ -253,10 +253,11 @@ def test_a_fork_while_the_thread_sends_leaves_the_child_a_working_timer(
         slow.gate = threading.Event()
         slow.gate.set()
         timer.arm([entry(2, 0)])
+        # The parent sent the first entry before the fork.
         return timer.flush(5) and slow.ids == [
             1,
             2,
-        ]  # the first one is the parent's, from before the fork
+        ]
 
     assert in_child(work) == 0
     slow.gate.set()
@@ -279,7 +280,8 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
     assert has_it.wait(5)
 
     def work() -> bool:
-        signal.alarm(5)  # otherwise a failure would wait forever
+        # Without the alarm, a failure would block the test forever.
+        signal.alarm(5)
         timer.arm([entry(2, 0)])
         return timer.flush(5) and slow.ids == [2]
 

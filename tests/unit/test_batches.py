@@ -1,4 +1,4 @@
-"""Tasks that their processor gets together, and says for each how it ended."""
+"""A batch processor receives several tasks together and returns an outcome for each of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Work = Callable[[list[DelayTask]], Any]
 
 
 def run(bench: RunnerHarness, work: Work, count: int = 4, **options: Any) -> list[DelayTask]:
-    """Each as it is afterwards; their bodies are 0, 1, 2, …"""
+    """Run `count` tasks whose bodies are 0, 1, 2, …, and return each task as stored afterwards."""
     bench.registry.processor("batch", **{"batch": 100, **options})(work)
     tasks = [bench.schedule("batch", body) for body in range(count)]
     bench.run(*tasks)
@@ -36,7 +36,7 @@ def statuses(tasks: list[DelayTask]) -> list[str]:
     return [task.status.name for task in tasks]
 
 
-# -- what it gets ---------------------------------------------------------------------------------
+# -- the tasks that a batch processor receives ----------------------------------------------------
 
 
 def test_a_batch_is_called_once_for_as_many_tasks_as_it_takes(bench: RunnerHarness) -> None:
@@ -134,7 +134,7 @@ def test_a_function_with_other_arguments_is_refused() -> None:
             Registry().processor("batch", batch=10)(function)
 
 
-# -- what it returns ------------------------------------------------------------------------------
+# -- the outcomes that a batch processor returns --------------------------------------------------
 
 OUTCOMES = [None, Done(), Retry(after="5m"), Snooze("30m"), Cancel("closed"), Fail("no")]
 ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
@@ -220,7 +220,7 @@ def test_results_are_kept_each_with_its_task(bench: RunnerHarness) -> None:
     assert [task.result for task in tasks] == ["first", 7]
 
 
-# -- what else a run is ---------------------------------------------------------------------------
+# -- other properties of a run --------------------------------------------------------------------
 
 
 def test_each_of_its_tasks_may_be_completed_and_no_other(bench: RunnerHarness) -> None:

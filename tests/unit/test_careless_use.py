@@ -1,4 +1,4 @@
-"""Hostile messages and careless settings: workers and beat work as without them."""
+"""Hostile messages and careless settings do not disturb workers or beat."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.unit.test_strange_messages import Channel, GuardedConsumer
 def test_remote_control_and_events_are_not_decompressed_by_their_encoding(
     tmp_path: Path, name: str
 ) -> None:
-    """For a content type without a decoder, kombu uses the codec that the message names."""
+    """If kombu has no decoder for a content type, it uses the codec that the message names."""
     reader, taken = GuardedConsumer(tmp_path), []
     queue, bomb = Queue(name), bz2.compress(b"\0" * 1_000_000)
     with Connection("memory://") as connection:
@@ -142,13 +142,14 @@ def test_a_sweep_message_arrives_whatever_the_app_says_of_all_tasks(conf: dict[s
         bound = queue(connection.default_channel)
         bound.declare()
         bound.purge()
-        app.tasks[SWEEP].apply_async((0,), queue=queue.name)  # as beat does
+        # Beat sends the same message.
+        app.tasks[SWEEP].apply_async((0,), queue=queue.name)
         message = bound.get(no_ack=True, accept=["json"])
         assert message is not None
         assert message.payload[0] == [0]
 
 
-# -- what is logged ------------------------------------------------------------------------------
+# -- log output ----------------------------------------------------------------------------------
 
 
 def test_the_remedy_for_a_key_that_is_no_list_has_the_keys_prefix() -> None:

@@ -1,4 +1,4 @@
-"""What Celery shows of a row while its processor runs."""
+"""Celery exposes the row whose processor is running."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def look(seen: Seen) -> Callable[[Any], None]:
 
 
 def end(value: object, error: BaseException | None) -> Sequence[Ended]:
-    """Every row that does not raise has succeeded."""
+    """Settle a row as succeeded unless its processor raised an error."""
     if error is not None:
         raise error
     return [Ended(Settlement(task_of(0), "succeed"), value)]

@@ -1,4 +1,4 @@
-"""The undocumented names of Celery and its libraries that delaytasks uses are as it needs them."""
+"""The undocumented names of Celery and its libraries behave as delaytasks requires."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def worker() -> Iterator[Worker]:
 
 
 def attribute(worker: Worker, owner: str, name: str) -> Any:
-    """Return what `owner` has by this name; `AttributeError` if it has nothing."""
+    """Return the attribute `name` of `owner`, or raise `AttributeError` if it does not exist."""
     made = worker.of(owner)
     if made is not None:
         # py-amqp connects when this attribute is read.
@@ -74,10 +74,10 @@ def test_a_shape_is_stated_for_each_name_and_for_no_other() -> None:
 
 #: Private names of the standard library, SQLAlchemy and database drivers.
 OTHERS = {
-    "_asdict", "_ddl_if", "_double_percents", "_fields", "_is_autocommit_isolation", "_make", "_mapping",
-    "_name_", "_previous_nested", "_read_timeout", "_replace", "_sock", "_value_",
+    "_asdict", "_ddl_if", "_double_percents", "_fields", "_is_autocommit_isolation", "_make",
+    "_mapping", "_name_", "_previous_nested", "_read_timeout", "_replace", "_sock", "_value_",
 }  # fmt: skip
-#: Private names that delaytasks only sets, or has replaced by functions of its own.
+#: delaytasks only sets these private names, or replaces them with its own functions.
 SET_ONLY = {"_brpop_sent_at", "_on_connection_disconnect", "_raw"}
 
 

@@ -1,4 +1,4 @@
-"""Celery's own ways to end a task, used in a processor: they work, or the error says what to return instead."""
+"""Celery's own ways to end a task work in a processor, or raise an error with the alternative."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CELERYS_WAIT = timedelta(seconds=180)
 
 @pytest.fixture
 def app() -> Celery:
-    """Whoever publishes a message gets an error: there is no such broker."""
+    """Return an app whose broker does not exist, so that publishing a message fails."""
     return Celery(broker="memory://nowhere", set_as_current=False)
 
 
@@ -36,7 +36,7 @@ def bench(make: Make, app: Celery) -> RunnerHarness:
 def run(
     bench: RunnerHarness, function: Callable[[], Any], attempts: int = 0, **options: Any
 ) -> DelayTask:
-    """The task as it is after its run, of which there were so many before."""
+    """Run a task that has already had `attempts` attempts, and return the stored task."""
     bench.registry.processor("celery", **options)(lambda given: function())
     task = bench.schedule("celery", {"n": 1})
     bench.change(task, attempts=attempts)

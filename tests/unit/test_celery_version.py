@@ -1,4 +1,4 @@
-"""An installed Celery that is too old or not tested is reported, with the versions that work."""
+"""A Celery version that is too old or untested is reported, with the versions that work."""
 
 from __future__ import annotations
 

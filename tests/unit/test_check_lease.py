@@ -1,4 +1,4 @@
-"""A processor that takes long is told before its lease ends, without a question to the database."""
+"""`check_lease` informs a long processor before its lease ends, without a database query."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEASE_S = 60
 
 
 class Watch:
-    """The monotonic clock as a run sees it, and when leases were renewed last."""
+    """The monotonic clock of a run, and the time of the last lease renewal."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
@@ -52,7 +52,8 @@ def test_it_is_told_when_two_renewals_have_failed_and_not_before(
 
     @bench.registry.processor("long")
     def work(body: object, task: DelayTask) -> None:
-        for _ in range(3):  # as long as it is renewed
+        # The loop renews the lease in each turn.
+        for _ in range(3):
             watch.renewed, watch.now = watch.now, watch.now + LEASE_S / 2
             task.check_lease()
         for after_s in (LEASE_S * 2 / 3, LEASE_S * 2 / 3 + 1):

@@ -1,4 +1,4 @@
-"""The time box: one thread for all chunks of a process."""
+"""One thread ends the time boxes of all chunks of a process."""
 
 from __future__ import annotations
 

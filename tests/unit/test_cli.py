@@ -1,4 +1,4 @@
-"""The command line without a database: how it prints, refuses and helps."""
+"""The command line prints, refuses and explains commands without a database."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Terminal]:
-    """Call it in the test: until then stdout is pytest's business."""
+    """Return a function that replaces stdout.
+
+    Call it in the test, because pytest uses stdout before.
+    """
 
     def begin() -> Terminal:
         screen = Terminal()

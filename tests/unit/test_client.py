@@ -1,4 +1,4 @@
-"""The public API: its names, its docstrings, and the way from a call to the INSERT statement."""
+"""The public API: its names, its docstrings, and the path from a call to the INSERT statement."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _used_names(page: Path) -> Iterator[tuple[int, str, str]]:
             continue
         try:
             tree = ast.parse(block.text)
-        except SyntaxError:  # an excerpt; other tests of the documentation report wrong code
+        # The block is an excerpt. Other tests of the documentation report invalid code.
+        except SyntaxError:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module == "delaytasks":
@@ -100,11 +101,11 @@ def test_the_documentation_uses_public_names_only(page: Path) -> None:
     assert not wrong
 
 
-# -- the way to the INSERT statement --------------------------------------------------------------
+# -- the path to the INSERT statement -------------------------------------------------------------
 
 
 def own_frames() -> list[str]:
-    """The functions of delaytasks on the stack, the outermost first."""
+    """Return the functions of delaytasks on the call stack, the outermost first."""
     found: list[str] = []
     frame = inspect.currentframe()
     while frame is not None:

@@ -1,4 +1,4 @@
-"""What COPY is given, part by part."""
+"""COPY receives its text in parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _CopyText
 
 
 class Interruption(BaseException):
-    """Of a time limit."""
+    """Simulate the exception of a time limit."""
 
 
 def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
@@ -43,7 +43,8 @@ def test_an_interruption_that_waited_while_the_driver_was_busy_is_kept() -> None
         raise Interruption
 
     text = _CopyText(rows(10))
-    # All of it in C, as in the driver: the signal comes during the first call, and is told of in the second one.
+    # Both calls run in C, as in the driver. The signal arrives during the first call, and Python
+    # runs its handler during the second call.
     calls = [partial(sum, range(20_000_000)), partial(text.read, 8192)]
     before = signal.signal(signal.SIGALRM, interrupt)
     try:

@@ -1,4 +1,4 @@
-"""Values and rules: ids, clock, text, settings, moves."""
+"""Values and rules: ids, the clock, text, settings and moves."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ def test_ids_of_one_millisecond_are_all_different() -> None:
     make = IdMaker(lambda: EPOCH_MS)
     ids = [make() for _ in range(2**COUNTER_BITS)]
     assert len(set(ids)) == len(ids)
-    assert all(
-        0 <= id < 2**COUNTER_BITS for id in ids
-    )  # the counter starts anywhere and does not run over
+    # The counter starts at a random value and does not overflow.
+    assert all(0 <= id < 2**COUNTER_BITS for id in ids)
 
 
 def test_ids_of_many_threads_are_all_different() -> None:
@@ -61,7 +60,7 @@ def test_ids_of_many_threads_are_all_different() -> None:
         return [make() for _ in range(500)]
 
     with ThreadPoolExecutor(8) as pool:
-        for _ in range(20):  # its first ids, too
+        for _ in range(20):  # The first ids of each IdMaker must differ, too.
             ids = [id for made in pool.map(some, [IdMaker(lambda: EPOCH_MS)] * 8) for id in made]
             assert len(set(ids)) == 4000
 
@@ -79,7 +78,8 @@ def test_a_forked_child_makes_other_ids_than_its_parent() -> None:
         shares = pool.map(_make_some, range(4), chunksize=1)
     shares.append(_make_some(0))
     starts = {share[0] for share in shares}
-    # Each starts anywhere in 131,072: all five at the same place happens once in 10^20.
+    # Each share starts at a random value below 131,072. All five start at the same value only once
+    # in 10^20 runs.
     assert len(starts) > 1
     assert all(b - a == 1 or b == 0 for share in shares for a, b in itertools.pairwise(share))
 
@@ -102,7 +102,7 @@ def test_an_invalid_id_is_refused(given: Any) -> None:
 
 
 class FakeTime:
-    """The host's two clocks; the wall clock may be wrong, and be set."""
+    """The host's two clocks. The wall clock may be wrong and may be set."""
 
     def __init__(self) -> None:
         self.at = 1000.0
@@ -122,13 +122,14 @@ class FakeTime:
 
 
 class FakeDatabase:
-    """Its clock is right, and its answers take a while."""
+    """A database with a correct clock, whose answers take some time."""
 
     def __init__(self, host: FakeTime) -> None:
         self.host, self.asked, self.insisted, self.is_up = host, 0, 0, True
         self.meanwhile: Callable[[], object] = lambda: None
         self.trips = [0.0]
-        self.ahead_s = 0.0  # how long the host slept
+        # The database's clock gained this time while the host slept.
+        self.ahead_s = 0.0
 
     def now(self, insists: bool = False) -> datetime:
         self.asked += 1
@@ -174,7 +175,7 @@ def test_a_step_of_the_hosts_clock_makes_no_difference(host: FakeTime, step: flo
     host.wall += step
     host.advance(1)
     assert clock.now_us() - before == pytest.approx(1e6, abs=10)
-    host.advance(100)  # measured again
+    host.advance(100)  # the clock measures again
     assert apart(clock, host) < 1e-5
 
 
@@ -209,7 +210,7 @@ def test_while_the_database_is_unavailable_the_clock_continues_and_asks_again(
     assert apart(clock, host) < 1e-5
     asked = database.asked
     clock.now_us()
-    assert database.asked == asked  # not at every look
+    assert database.asked == asked  # the clock does not ask the database at every call
     database.is_up = True
     host.advance(2)
     clock.now_us()
@@ -220,10 +221,11 @@ def test_a_failure_that_took_long_is_followed_by_a_rest_too(host: FakeTime) -> N
     database = FakeDatabase(host)
     clock = Clock(database.now, refresh_s=60)
     clock.now_us()
+    # The connection attempt times out after five seconds.
     database.is_up, database.meanwhile = (
         False,
         lambda: host.advance(5),
-    )  # a connection that times out
+    )
     host.advance(61)
     for _ in range(20):
         clock.now_us()
@@ -269,7 +271,7 @@ def test_without_inline_refreshes_only_refresh_if_due_measures(host: FakeTime) -
     assert database.asked == 6
     database.is_up = False
     host.advance(61)
-    clock.refresh_if_due()  # its failure is no failure of the loop that calls it
+    clock.refresh_if_due()  # a failed refresh raises no error in the calling loop
     assert apart(clock, host) < 1e-5
 
 
@@ -290,14 +292,15 @@ def test_after_the_host_slept_the_certain_time_is_measured_again(
     database = FakeDatabase(host)
     clock = Clock(database.now, refreshes_inline=refreshes_inline)
     assert clock.certain_now() == right(host)
-    host.wall += 8 * 3600  # the monotonic clock stood still, the database's did not
+    # While the host slept, its monotonic clock stood still and the database's clock continued.
+    host.wall += 8 * 3600
     database.ahead_s = 8 * 3600
     assert clock.certain_now() == right(host) + timedelta(hours=8)
     host.wall += 3600
     database.ahead_s = 9 * 3600
     clock.refresh_if_due()
     assert clock.now() == right(host) + timedelta(hours=9)
-    host.wall += 0.4  # a clock is set right by such steps now and then
+    host.wall += 0.4  # time synchronization makes such steps now and then
     asked = database.asked
     clock.certain_now()
     assert database.asked == asked
@@ -542,8 +545,8 @@ PREFIXED = "delaytasks_"
         ("queues", {"mail.*": "a b"}),
         ("queues", None),
         ("database_url", ["sqlite://", ""]),
-        ("horizon_s", 1e12),  # no date is so far away
-        ("shards_before", 1),  # of one
+        ("horizon_s", 1e12),  # no date is that far away
+        ("shards_before", 1),  # there is only one shard
         ("shards_before", 0),
     ],
 )

@@ -1,4 +1,4 @@
-"""`celery.current_task` in `async def` processors, whose rows share one thread."""
+"""`celery.current_task` is correct in `async def` processors, whose rows share one thread."""
 
 from __future__ import annotations
 

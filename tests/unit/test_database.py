@@ -1,4 +1,4 @@
-"""What the store makes of a driver's errors, and how it tries again."""
+"""The store classifies a driver's errors and retries the statement where that is safe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECRET = "s3cr3t-canary"
 
 
 class DriverError(Exception):
-    """As a driver raises it."""
+    """Stand for an exception of a database driver."""
 
 
 def error(
@@ -51,7 +51,7 @@ def sqlite_error(text: str, kind: type[exc.DBAPIError] = exc.OperationalError) -
     )
 
 
-# -- servers that can not work --------------------------------------------------------------------
+# -- servers that cannot work ---------------------------------------------------------------------
 
 UNABLE = [
     *(
@@ -94,7 +94,7 @@ def test_what_is_wrong_with_the_statement_is_refused() -> None:
 
 
 def raising(*failures: Exception) -> Callable[[], Any]:
-    """Raises these one after the other, and the last one again and again."""
+    """Return a function that raises these errors in order, and then repeats the last one."""
     left = list(failures)
 
     def work() -> Any:
@@ -105,7 +105,7 @@ def raising(*failures: Exception) -> Callable[[], Any]:
 
 @pytest.fixture
 def tight(tmp_path: Path) -> Iterator[tuple[Store, list[int]]]:
-    """A store whose database may have so many pages."""
+    """Yield a store and the limit of its database's pages, which a test can lower."""
     pages = [100_000]
     store = open_store(f"sqlite:///{tmp_path / 'tight.sqlite3'}")
     for engine in (store.database.auto, store.database.tx):
@@ -127,7 +127,7 @@ def test_a_full_disk_leaves_nothing_half_done_and_passes(tight: tuple[Store, lis
     store.tasks.insert(tasks[0])
     claims = store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)
-    pages[0] = 1  # no more than there are
+    pages[0] = 1  # SQLite does not reduce the limit below the current number of pages.
     with pytest.raises(StoreUnavailableError, match="full"):
         store.tasks.insert_many(tasks[1:])
     with pytest.raises(StoreUnavailableError, match="full"):
@@ -189,7 +189,10 @@ def test_connections_to_a_server_that_takes_no_writes_are_not_used_again(
 
 
 def test_galera_commit_that_failed_may_have_been_done() -> None:
-    """1180: the node lost its cluster during COMMIT, and the other nodes may have the transaction."""
+    """Error 1180 is ambiguous if the node lost its cluster during COMMIT.
+
+    The other nodes may have the transaction.
+    """
     unsure = error(1180, "Got error 6 during COMMIT")
     with pytest.raises(OutcomeUnknownError, match=r"during COMMIT.*look at task 7"):
         Database("sqlite://").run(raising(unsure), 7)
@@ -205,7 +208,7 @@ def test_a_transaction_that_lost_against_another_one_is_tried_again(code: int) -
     assert Database("sqlite://").run(lambda: raising(failures.pop())() if failures else 7) == 7
 
 
-# -- outcomes that nobody knows -------------------------------------------------------------------
+# -- unknown outcomes -----------------------------------------------------------------------------
 
 
 def lost() -> exc.DBAPIError:

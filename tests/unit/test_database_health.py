@@ -1,4 +1,4 @@
-"""What a worker knows of its databases: outages, uninterrupted contact, and slow writes."""
+"""A worker tracks outages, uninterrupted contact and slow writes of its databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task that cannot run here is tried again after a tenth of its lateness, within bounds."""
+"""A task that cannot run here is retried after a tenth of its lateness, within limits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TWO_DAYS = timedelta(days=2)
 
 
 def wait_s(bench: RunnerHarness, task: DelayTask) -> float:
-    """Return the time until the next try."""
+    """Return the time until the next attempt, in seconds."""
     return (bench.now(task).expected_time - bench.clock.now()).total_seconds()
 
 
@@ -26,7 +26,7 @@ def made_long_ago(bench: RunnerHarness, tag: str = "unknown", **options: object)
 
 
 def make_due(bench: RunnerHarness, task: DelayTask, late_s: float) -> DelayTask:
-    """Move the due time, as a reschedule, a touch, a retry or a snooze does."""
+    """Move the due time as a reschedule, a touch, a retry or a snooze does."""
     bench.change(task, expected_time=bench.clock.now() - timedelta(seconds=late_s))
     return bench.now(task)
 

@@ -1,4 +1,4 @@
-"""The dispatcher with a pool that keeps jobs until the test ends them."""
+"""Test the dispatcher with a pool that keeps each job until the test ends the job."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.waiting import wait_until
 
 
 class Pool:
-    """Two processes that end a job when they are told to."""
+    """A pool of two processes, whose jobs end when a test calls `end`."""
 
     limit = 2
 
@@ -137,7 +137,8 @@ def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.drain("default", [0])
-    bench.pool.end(Report(10, 10, 0.01, is_full=True))  # it is deep: both processes are at it
+    # The queue has a backlog, so both processes drain it.
+    bench.pool.end(Report(10, 10, 0.01, is_full=True))
     grace_s = Settings().grace_s
     assert bench.dispatcher.grace_s("default") == grace_s + BACKLOG_WAIT_S
     assert bench.dispatcher.grace_s("mail") == grace_s
@@ -185,7 +186,7 @@ def test_fresh_tasks_and_a_backlog_take_turns() -> None:
 def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_being_asked(
     hands: Hands,
 ) -> None:
-    """Until one of them finds the queue empty. Each look doubles the number of processes at most."""
+    """Each look at most doubles the number of processes, until a process finds the queue empty."""
     bench = DispatcherHarness()
     bench.pool.limit = 8
     bench.dispatcher.drain("default", [0])
@@ -231,7 +232,7 @@ def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it
     bench.dispatcher.pump()
     slow = bench.pool.jobs.pop(0)
     bench.pool.end(Report(0))
-    bench.pool.limit = 1  # the slow chunk has it
+    bench.pool.limit = 1  # the slow chunk occupies the only process
     bench.dispatcher.drain("default", [0])
     assert bench.pool.jobs == []
     slow[1](Report(3, 1, 12.0))
@@ -294,7 +295,7 @@ def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
 
 
 class Processes:
-    """What a test's pool says of its processes, of which some are ended."""
+    """Simulate the process list of a pool, and record the processes that the dispatcher ends."""
 
     def __init__(
         self, bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, *pids: int
@@ -353,7 +354,7 @@ def test_a_pool_without_processes_of_its_own_ends_none(
 
 
 class Sent:
-    """A job in the books of billiard's pool, of which no process has said that it began."""
+    """A job that is registered in billiard's pool and that no process has started yet."""
 
     def __init__(self, books: dict[int, Any], written_to: Any) -> None:
         self._cache, self._job, self._books = books, len(books), books
@@ -368,7 +369,7 @@ def process_of(pid: int, is_alive: bool = True) -> Any:
     return SimpleNamespace(pid=pid, inqW_fd=pid + 100, _is_alive=lambda: is_alive)
 
 
-#: Where the pool says that a chunk is, and whether it is there.
+#: The process to which the pool wrote a chunk, and whether the chunk reached that process.
 WRITTEN = [
     pytest.param(process_of(1), True, id="to one that was there"),
     pytest.param(process_of(1, is_alive=False), False, id="to one that died"),
@@ -402,9 +403,8 @@ def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no
     assert len(bench.dispatcher.in_flight) == (2 if is_written else 1)
     bench.dispatcher.take(bench.entries(5, start=100))
     assert len(bench.pool.jobs) == (2 if is_written else 3)
-    bench.pool.end(
-        Report(10, 10, 0.05)
-    )  # it comes after all, or its process is long at something else
+    # The report arrives after all, or the process was busy with another job for a long time.
+    bench.pool.end(Report(10, 10, 0.05))
     assert bench.events.counts["chunk.failed"] == 0
 
 
@@ -419,7 +419,7 @@ def test_a_job_arrives_in_its_process_as_it_was_sent() -> None:
 
 def test_a_job_has_no_limits_of_celerys(bench: DispatcherHarness) -> None:
     class Result:
-        """As billiard has it for a job that is on its way."""
+        """Simulate billiard's result object of a job that has not ended."""
 
         _on_timeout_set, _timeout, _soft_timeout = print, 3.0, 2.0
 
@@ -458,7 +458,7 @@ def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: Dispatc
 
 
 def test_chunks_are_made_in_the_order_in_which_rows_were_written(bench: DispatcherHarness) -> None:
-    """As far as entries come together: who is alone waits behind those that were there."""
+    """Entries that arrive together are sorted. A later entry waits behind earlier ones."""
     bench.dispatcher.take(bench.entries(20))
     now = bench.clock.now_us()
     ids = list(range(101, 141))
@@ -522,7 +522,7 @@ def test_work_that_a_chunk_found_after_the_close_is_left_to_others(
 def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close(
     bench: DispatcherHarness,
 ) -> None:
-    """Otherwise they would reach a timing wheel that has been emptied and does not turn any more."""
+    """A closed dispatcher would pass them to a timing wheel that is empty and no longer turns."""
     closed: list[bool] = []
     closing: list[threading.Thread] = []
 
@@ -533,7 +533,7 @@ def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close
     def hold(entries: Sequence[Entry]) -> None:
         closing.append(threading.Thread(target=close))
         closing[0].start()
-        closing[0].join(0.2)  # it waits for the chunk's end
+        closing[0].join(0.2)  # `close` waits for the end of the chunk
         bench.held += entries
         assert not closed, "what is held now would be lost"
 
@@ -569,7 +569,7 @@ def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
 
 
 class Hands:
-    """A clock for what a lane measures, turned by hand."""
+    """Replace the monotonic clock of the shard queues by one that a test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
@@ -676,7 +676,7 @@ def test_entries_of_a_shard_that_is_not_known_yet_are_left_to_others() -> None:
     assert (bench.dispatcher.waiting, bench.pool.jobs) == (0, [])
 
 
-# -- processors that take many rows at once -------------------------------------------------------
+# -- batch processors -----------------------------------------------------------------------------
 
 
 def test_rows_of_one_batch_stay_together_although_other_processes_are_free(

@@ -1,9 +1,11 @@
-"""What the documentation shows is so: its code runs, its commands and settings exist, its tables are those of the code.
+"""The documentation agrees with the code: examples run, commands and settings exist.
 
-In a page, `<!-- runs -->` before a Python block has it executed, all of a page in one process, on an SQLite file and a
-broker in memory; a comment that begins with `<!-- setup` brings what a reader has already. A diff block that runs is
-executed as it is after the change. The tables between
-`<!-- generated: … -->` and `<!-- end -->` are written by `python -m tests.unit.test_docs`.
+A Python block after `<!-- runs -->` is executed. All blocks of a page run in one process, on an
+SQLite file and an in-memory broker. A comment that begins with `<!-- setup` adds code that a reader
+already has. A diff block that runs is executed as it is after the change.
+
+`python -m tests.unit.test_docs` writes the tables, which start with `<!-- generated: … -->` and
+stop with `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from delaytasks.core.states import MOVES, Status
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-#: Stands in the pages for the reader's own database.
+#: The pages use this URL for the reader's own database.
 DATABASE_URL = "postgresql://localhost/shop"
 SHELLS = {"sh", "bash", "console"}
 
 
 class Block(NamedTuple):
-    """A piece of code in a page; `line` is where it begins."""
+    """A piece of code in a page, which begins at `line`."""
 
     language: str
     text: str
@@ -104,7 +106,7 @@ def test_the_blocks_of_a_page_that_say_so_run(name: str, tmp_path: Path) -> None
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Of a process with an SQLite file of its own, and a broker in its memory."""
+    """Return the environment of a process with its own SQLite file and an in-memory broker."""
     return {
         **{
             key: value
@@ -118,7 +120,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def run_page(page: Path) -> None:
-    """Executes the page's blocks, one after another, with the names that their setups may use."""
+    """Execute the page's blocks in order, with the names that their setups may use."""
     from delaytasks.api import default
     from delaytasks.storage import migrations
     from delaytasks.wiring import wiring_of
@@ -131,16 +133,15 @@ def run_page(page: Path) -> None:
     names: dict[str, Any] = {"__name__": "docs", "database_url": url, "make_tables": make_tables}
     for block in blocks(page):
         if block.runs:
-            text = "\n" * (block.line - 1) + block.text.replace(
-                DATABASE_URL, url
-            )  # tracebacks name the page's lines
+            # Empty lines before the block make tracebacks show the page's line numbers.
+            text = "\n" * (block.line - 1) + block.text.replace(DATABASE_URL, url)
             exec(compile(text, str(page), "exec", dont_inherit=True), names)
 
 
-# -- tests, commands, settings, links --------------------------------------------------------------------
+# -- tests, commands, settings, links -------------------------------------------------------------
 
 
-#: As `transaction/test_docs.py::test_each_test_that_is_named_exists`.
+#: An example is `transaction/test_docs.py::test_each_test_that_is_named_exists`.
 _KINDS = "unit|integration|conformance|reliability|migration|property"
 NAMED = re.compile(rf"`(?:tests/)?((?:{_KINDS})/[\w/]+\.py)(?:::(\w+))?`")
 
@@ -182,7 +183,7 @@ def _check_command(words: list[str], where: str) -> None:
 
 
 def _check_click(command: click.Command, words: list[str], where: str) -> None:
-    """Follows the words into subcommands; an option must be one of the command's."""
+    """Follow the words into subcommands. Each option must belong to its command."""
     context = click.Context(command)
     while words:
         word = words.pop(0)
@@ -202,7 +203,8 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
         elif isinstance(command, click.Group):
             inner = command.get_command(context, word)
             if command.name == "celery" and word == "flower":
-                return  # there only where Flower is installed
+                # The command exists only where Flower is installed.
+                return
             assert inner is not None, f"{where}: {command.name} has no command {word}"
             command, context = inner, click.Context(inner)
 
@@ -232,13 +234,13 @@ def test_each_link_inside_the_project_leads_somewhere(name: str) -> None:
 
 
 def _anchor(heading: str) -> str | None:
-    """As GitHub and MkDocs make them."""
+    """Return the anchor that GitHub and MkDocs make for a heading, or None for other lines."""
     if not heading.startswith("#"):
         return None
     return re.sub(r"[^\w\- ]", "", heading.lstrip("#").strip().lower()).replace(" ", "-")
 
 
-# -- tables that the code knows -------------------------------------------------------------------
+# -- tables generated from the code ---------------------------------------------------------------
 
 
 def settings_table() -> str:
@@ -338,7 +340,8 @@ def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
         "from delaytasks.api import default; from delaytasks.cli.main import main; "
         "from delaytasks.storage import migrations; from delaytasks.wiring import wiring_of; "
         "migrations.upgrade(wiring_of(default()).store.database); "
-        "wiring_of(default()).store.workers.seen('w', [], 'prefork', 1, 0); main(['stats', '--json'])"
+        "wiring_of(default()).store.workers.seen('w', [], 'prefork', 1, 0); "
+        "main(['stats', '--json'])"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -375,7 +378,7 @@ def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
     [cancellation] = [sql for sql in shown if sql.startswith("UPDATE")]
     try:
         with store.database.begin() as connection:
-            # A colon is SQLAlchemy's sign for a parameter.
+            # SQLAlchemy reads an unescaped colon as the start of a parameter.
             connection.execute(text(insertion.replace("yb_", "docs_yb_").replace(":", "\\:")))
         [task] = store.tasks.find(None, None, None, None, None, None, 10)
         assert (task.tag, task.body, task.delay_s) == ("order.close", {"order": 7}, 1800)

@@ -110,7 +110,7 @@ def test_a_duration_is_shown_by_its_two_largest_units(seconds: float, shown: str
 @given(st.integers(0, 10**9))
 def test_a_shown_duration_can_be_typed_again(seconds: int) -> None:
     again = parse_duration(show_duration(seconds)).total_seconds()
-    # The omitted rest is less than one of the second unit, for example less than a day of 1w.
+    # The omitted rest is less than one of the second unit. For example, 1w omits less than a day.
     assert again <= seconds <= again * 8 / 7
 
 

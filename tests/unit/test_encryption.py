@@ -1,4 +1,4 @@
-"""Keys, what they are called, and what is said of them."""
+"""Test encryption keys, their names, and the errors and messages about them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from delaytasks.storage.types import LATEST
 from tests.fuzzing import json_like
 
 A, B = new_key(), new_key()
-#: Column, id and tag.
+#: A column, an id and a tag.
 PLACE = (BODY, 7, "mail")
 
 
@@ -100,7 +100,7 @@ def test_any_tag_of_another_program_can_be_bound() -> None:
 
 
 def unbound(key: str, text: str) -> str:
-    """As versions before tokens were bound encrypted it."""
+    """Encrypt a text without binding it to its place, as early versions did."""
     return f"fernet:{key_name(key)}:{Fernet(key).encrypt(text.encode()).decode()}"
 
 

@@ -1,4 +1,4 @@
-"""The list of failpoints, and orders to fail."""
+"""Test the list of failpoints and the orders to fail."""
 
 from __future__ import annotations
 

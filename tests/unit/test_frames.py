@@ -1,4 +1,4 @@
-"""The path of a task from a job of the pool to its processor is short enough to read."""
+"""The path of a task from a job of the pool to its processor has few stack frames."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Frames = list[str]
 
 
 def own_frames() -> Frames:
-    """Return the functions of the package that have led here."""
+    """Return the functions of the package on the call stack."""
     return [
         f"{Path(frame.filename).stem}.{frame.name}"
         for frame in traceback.extract_stack()
@@ -63,7 +63,8 @@ def test_a_job_calls_a_processor_within_six_frames(
     assert delays.get(task).status is Status.DONE
     [frames] = seen
     assert len(frames) <= MAX_FRAMES, frames
-    if mode != "in_flight":  # which begins in a thread of its own
+    # A row in flight begins in its own thread.
+    if mode != "in_flight":
         assert frames[0] == "job.run_job"
 
 

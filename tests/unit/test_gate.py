@@ -1,4 +1,4 @@
-"""A child that is forked while a thread uses SQLite can use it too."""
+"""A child that is forked while a thread uses SQLite can use SQLite, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
     threading.Timer(0.3, ends.set).start()
     child = os.fork()
     if child == 0:
-        signal.alarm(5)  # it would wait for 30 seconds
+        signal.alarm(5)  # without the alarm, a blocked child would wait for 30 seconds
         database.alone(lambda c: c.execute(text("INSERT INTO t VALUES (2)")))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -97,8 +97,9 @@ def test_a_redis_url_that_is_wrong_is_not_shown(url: str) -> None:
 
 
 def everything(start: object) -> Iterable[tuple[str, object]]:
-    """The attributes of our objects, and what is in their containers, with the way there."""
-    seen: dict[int, object] = {}  # kept, or another object could get the id of one that is gone
+    """Yield the attributes of our objects and the items of their containers, each with its path."""
+    # Keep each visited object, because a new object could get the id of a deleted one.
+    seen: dict[int, object] = {}
     left: list[tuple[str, object]] = [("delays", start)]
     while left:
         way, found = left.pop()

@@ -1,4 +1,4 @@
-"""What `import delaytasks` loads in a process that schedules: nothing that only other commands or databases need."""
+"""`import delaytasks` loads only the modules that a process needs to schedule tasks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-#: Alembic and what it brings, the ORM, dialects, HTTP, the command line, frameworks, optional packages.
+#: Alembic and its dependencies, the ORM, dialects, HTTP, the command line, frameworks, and optional
+#: packages.
 OTHERS = (
     "alembic",
     "mako",
@@ -29,7 +30,7 @@ OTHERS = (
     "delaytasks.embedded",
     "delaytasks.execution.runner",
 )
-#: What is loaded with the first call that schedules, or looks something up.
+#: The first call that schedules or looks up a task loads these modules.
 WITH_THE_FIRST_CALL = (
     "delaytasks.composition",
     "delaytasks.operations",
@@ -60,8 +61,14 @@ with contextlib.redirect_stdout(io.StringIO()):
 
 
 def loaded_by(code: str, others: tuple[str, ...] = OTHERS) -> set[str]:
-    """Those of `others` that a fresh interpreter has after `code` and did not have after `import celery`."""
-    script = f"import sys, celery, sqlalchemy\nbefore = set(sys.modules)\n{code}\nprint(*(set(sys.modules) - before))"
+    """Return the modules of `others` that `code` loads in a fresh interpreter.
+
+    Modules that `import celery` and `import sqlalchemy` load do not count.
+    """
+    script = (
+        f"import sys, celery, sqlalchemy\nbefore = set(sys.modules)\n{code}\n"
+        "print(*(set(sys.modules) - before))"
+    )
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )

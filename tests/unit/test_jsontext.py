@@ -1,4 +1,4 @@
-"""JSON is the same text to whoever reads it, with and without orjson."""
+"""JSON text is the same for each reader, with and without orjson."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Colour(str, Enum):
 
 
 class Odd(str, Enum):
-    """Its value is not its text."""
+    """An enum whose value differs from its text."""
 
     A = "a"
 
@@ -68,7 +68,7 @@ def test_both_write_the_same(value: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 class Sly(dict[str, Any]):
-    """What it shows is not what it holds."""
+    """A dictionary whose `items` method hides its content."""
 
     def items(self) -> Any:
         return [("shown", 1)]

@@ -1,4 +1,4 @@
-"""Ladders: rungs, their text, and which one an error climbs."""
+"""Retry schedules: their retry delays, their text, and which schedule an error selects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loops go on whatever happens in them; one that is dead or stuck gets a fresh thread."""
+"""A loop continues after failures. A dead or stuck loop gets a fresh thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 
 class Time:
-    """As monotonic time, set by hand."""
+    """A replacement for `monotonic`, which a test sets."""
 
     def __init__(self) -> None:
         self.at = 1000.0
@@ -29,7 +29,10 @@ class Time:
 
 
 class Work:
-    """What a loop does: the next turn is in `plan`, and none is nothing but a note of the thread that took it."""
+    """The function of a loop. The next turn calls `plan`, if a test has set one.
+
+    Each turn records its thread in `threads`.
+    """
 
     def __init__(self, stuck_s: float = 10.0) -> None:
         self.threads: list[threading.Thread] = []
@@ -55,7 +58,7 @@ class Work:
         self.reconnected.append(threading.current_thread())
 
     def take_turn(self, plan: Callable[[], None] | None = None) -> threading.Thread:
-        """A turn that does so; the thread that takes it."""
+        """Take one turn that calls `plan`, and return the thread of that turn."""
         turns, self.plan = len(self.threads), plan
         self.loop.wake()
         wait_until(lambda: len(self.threads) > turns, 5, "the next turn", 0.001)
@@ -200,7 +203,7 @@ def test_a_loop_at_rest_is_not_stuck(work: Work, time: Time) -> None:
 def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(work: Work, time: Time) -> None:
     work.take_turn(work.hang)
     time.at += 11
-    work.plan = work.hang  # the fresh one's first turn
+    work.plan = work.hang  # the fresh thread hangs in its first turn
     work.loop.look()
     wait_until(lambda: work.reconnected and work.plan is None, 5, "the fresh thread", 0.001)
     time.at += 19
@@ -239,7 +242,7 @@ def test_nobody_is_stuck_because_the_whole_process_stood_still(work: Work, time:
 
 
 def tracebacks(caplog: pytest.LogCaptureFixture) -> list[bool]:
-    """For each logged event, whether it has a traceback."""
+    """Return for each logged event whether it has a traceback."""
     return [record.exc_info is not None for record in caplog.records]
 
 

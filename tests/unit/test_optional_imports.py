@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Packages and modules that a deployment with one database, without encryption and partitions, does not need.
+#: A deployment with one database, without encryption and partitions, does not need these modules.
 OPTIONAL = (
     "cryptography",
     "delaytasks.encryption",
@@ -31,7 +31,10 @@ assert done == [{{"to": "ada"}}] and delays.get(task.id).status.name == "DONE"
 
 
 def imported_by_a_run(path: Path, settings: dict[str, object]) -> set[str]:
-    """Schedule, sweep and run a task in a fresh interpreter. Return the optional modules that it has imported."""
+    """Schedule, sweep and run a task in a fresh interpreter.
+
+    Return the optional modules that the interpreter has imported.
+    """
     script = f"{RUN.format(path=path, settings=settings)}\nimport sys\nprint(*sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120

@@ -1,4 +1,4 @@
-"""The page and the pictures of `./dev bench --peers`, from what such a run writes."""
+"""The page and the pictures of `./dev bench --peers` are made from the results of such a run."""
 
 from __future__ import annotations
 

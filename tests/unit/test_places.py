@@ -1,4 +1,4 @@
-"""Which URLs lead to the same database."""
+"""Different URLs of the same database are recognized."""
 
 from __future__ import annotations
 

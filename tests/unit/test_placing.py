@@ -1,4 +1,4 @@
-"""Which shard a task goes to while some are down."""
+"""A task is stored in an available shard while other shards are down."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ShardSelectionHarness:
         return self.shard_selection.run(self.shard_selection.of(ANY, None), self.work)
 
     def first(self, times: int = 60) -> set[int]:
-        """The shards that are the first choice now."""
+        """Return the shards that are the first choice now."""
         return {self.shard_selection.any()[0] for _ in range(times)}
 
 
@@ -105,7 +105,7 @@ def test_what_is_only_busy_is_not_down(bench: ShardSelectionHarness) -> None:
 
 
 def test_it_is_the_shard_that_is_down_which_is_left_out(bench: ShardSelectionHarness) -> None:
-    """A key that moves is asked for in two shards."""
+    """A key that moves is looked up in two shards."""
 
     def need_both(shard: int) -> int:
         raise StoreUnavailableError("shard 0 can not be reached", 0)

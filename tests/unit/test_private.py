@@ -39,7 +39,7 @@ def mode(path: Path) -> int:
 
 
 def modes(folder: Path) -> dict[str, int]:
-    """Those of a folder and all that is in it."""
+    """Return the modes of a folder and of everything in it."""
     return {
         str(path.relative_to(folder.parent)): mode(path) for path in (folder, *folder.rglob("*"))
     }

@@ -1,4 +1,4 @@
-"""The proxy of the tests breaks what it is told to break, and nothing else."""
+"""The proxy of the tests breaks only the connections that a test selects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def may_commit() -> threading.Event:
 
 @pytest.fixture
 def proxy(may_commit: threading.Event) -> Iterator[Proxy]:
-    """In front of a server that says everything twice, and thinks about a COMMIT until it may."""
+    """Yield a proxy of a server that repeats each message.
+
+    The server answers a COMMIT only after `may_commit` is set.
+    """
     server = socket.create_server(("127.0.0.1", 0))
 
     def answer(connection: socket.socket) -> None:

@@ -1,4 +1,7 @@
-"""A broker that refuses one queue still gets the messages of the others. On a broker in memory."""
+"""If a broker refuses one queue, it still receives the messages of the others.
+
+The tests use an in-memory broker.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
 
 
 class Refused(Queue):
-    """Answers as RabbitMQ does if the queue exists with other arguments."""
+    """A queue that answers as RabbitMQ does if the queue exists with other arguments."""
 
     def declare(self, *arguments: Any, **options: Any) -> Any:
         if self.routing_key in RefusedPublisher.refused:
@@ -83,7 +86,7 @@ def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
     RefusedPublisher.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
     assert publisher.sends_to("bad")
     monkeypatch.setattr(RefusedPublisher, "refused", frozenset({"refusal.bad"}))
-    publisher.close()  # the queue is declared again
+    publisher.close()  # afterwards, the publisher declares the queue again
     assert not publisher.sends_to("bad")
     RefusedPublisher.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
     assert not publisher.sends_to("bad")

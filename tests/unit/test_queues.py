@@ -1,4 +1,4 @@
-"""Which queue a task goes to, whoever schedules it, and which queues a worker serves."""
+"""A task has the same queue for each caller, and a worker serves the queues that it selects."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -
 
 
 def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
-    """Our queues of a worker that was started with `-Q chosen`, and all that it consumes from."""
+    """Return our queues of a worker that runs with `-Q chosen`, and all queues that it consumes."""
     if chosen:
         wiring_of(delays).celery.amqp.queues.select(chosen)
     consumed = add_queues(

@@ -1,4 +1,4 @@
-"""A worker tries often, and for long enough, to reach its broker."""
+"""A worker tries frequently, and for a sufficient time, to reach its broker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOWHERE = "redis://127.0.0.1:{port}/0"
 
 
 class Clock:
-    """Stands still, except in `sleep`."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    with socket.socket() as bound:  # bound, but not listening
+    with socket.socket() as bound:  # the socket is bound, but does not listen
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
 

@@ -1,4 +1,4 @@
-"""The Redis poller of a worker, on a real Redis, with a pool whose chunks the test ends."""
+"""Test a worker's Redis poller on a real Redis, with a pool whose chunks the test ends."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Post:
     """A worker's runtime, and the timer of another process."""
 
     def __init__(self, folder: Path, url: str, proxy: Proxy, clocks: Sequence[Clock] = ()) -> None:
-        """On one database, or on one for each of these clocks."""
+        """Use one database, or one database for each of `clocks`."""
         settings: dict[str, Any] = {
-            "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60, "horizon_s": 200,
-            "self_sweep_s": 120, "publish_limit_s": 2,
+            "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60,
+            "horizon_s": 200, "self_sweep_s": 120, "publish_limit_s": 2,
         }  # fmt: skip
 
         urls = [f"sqlite:///{folder / f'{number}.db'}" for number in range(len(clocks) or 1)]
@@ -85,13 +85,13 @@ class Post:
         assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
 
     def here(self) -> int:
-        """How many entries came to this worker and did not leave it."""
+        """Return how many entries this worker has received and not passed on."""
         return self.runtime.dispatcher.waiting + sum(
             len(job.entries) for job, _, _ in self.pool.jobs
         )
 
     def left(self) -> tuple[int, int]:
-        """How many wait in Redis, and how many are on their way."""
+        """Return how many entries wait in Redis, and how many are in transit."""
         counts = self.timer.counts(["default"])
         assert counts is not None
         return counts["default"]
@@ -104,7 +104,7 @@ class Post:
         return [entry.id for entry in job.entries]
 
     def end_all(self, count: int) -> list[int]:
-        """Chunk by chunk, until so many rows have come."""
+        """End one chunk after another until `count` rows have run."""
         ran: list[int] = []
 
         def all_ran() -> bool:
@@ -154,7 +154,7 @@ def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
 def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ahead_ms = 1000  # for machines that are busy
+    ahead_ms = 1000  # busy machines need this much time
     for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []

@@ -13,7 +13,7 @@ from delaytasks.core.events import _LEVELS, MOST_TOLD, Events
 
 
 class Log:
-    """What was logged, by a clock that is set."""
+    """Record the logged events. The test sets the clock `now`."""
 
     now = 1000.0
 

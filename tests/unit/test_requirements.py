@@ -1,4 +1,4 @@
-"""What an installation may have at least is free of the vulnerabilities that are known."""
+"""The minimum versions of our dependencies have no known vulnerability."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from tests.running import ROOT
 
-#: The version in which the last known vulnerability that concerns us was repaired.
+#: The versions that repaired the last known vulnerability that concerns delaytasks.
 REPAIRED = {
-    "cryptography": "46.0.5",  # CVE-2026-26007; CVE-2024-12797 before
-    "django": "5.2.11",  # CVE-2026-1207 and others; 4.2, 5.0 and 5.1 get no repairs any more
+    "cryptography": "46.0.5",  # CVE-2026-26007, and CVE-2024-12797 before
+    "django": "5.2.11",  # CVE-2026-1207 and others. Django 4.2, 5.0 and 5.1 get no more fixes.
     "flask": "3.1.3",  # CVE-2026-27205
     "jinja2": "3.1.6",  # CVE-2025-27516
     "orjson": "3.11.6",  # CVE-2025-67221

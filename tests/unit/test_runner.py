@@ -1,4 +1,4 @@
-"""Claim, run, settle: what becomes of a chunk's rows, on SQLite."""
+"""Claim, run and settle the rows of a chunk on SQLite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 
-#: By which a tenth of an age may be off that was not quite what it was meant to be.
+#: The tolerance for retry delays, which depend on the time of the measurement.
 MOMENT = timedelta(seconds=0.2)
 
 
@@ -164,7 +164,8 @@ def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(
 def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: RunnerHarness) -> None:
     bench.registry.processor("hard", time_limit=60)(bench.ran.append)
     tasks = [bench.schedule(body="first"), bench.schedule("hard", "second")]
-    failures = iter([StoreError("refused")] * 2)  # also when it is tried by itself
+    # The second error is for the settlement of the single row.
+    failures = iter([StoreError("refused")] * 2)
 
     def fail(settlements: Sequence[Settlement]) -> None:
         for error in failures:
@@ -263,7 +264,7 @@ def test_a_chunk_within_its_box_gives_nothing_back(bench: RunnerHarness) -> None
 def test_nothing_is_started_when_the_lease_may_be_over(make: Make) -> None:
     bench = make(lease_s=0.2, chunk_time_box_s=0.1)
     tasks = [bench.schedule() for _ in range(3)]
-    # The claim's answer took longer than the lease.
+    # The answer to the claim took longer than the lease.
     bench.claims.after_claim = lambda: threading.Event().wait(0.3) and None
     report = bench.run(*tasks)
     assert (report.ran, bench.ran) == (0, [])
@@ -357,7 +358,7 @@ def test_a_deploy_that_brings_the_processor_runs_the_row(bench: RunnerHarness) -
     assert (bench.ran, bench.statuses([task]), bench.now(task).error) == ([7], ["DONE"], None)
 
 
-# -- rows that lapsed before ----------------------------------------------------------------------
+# -- rows with a lost lease -----------------------------------------------------------------------
 
 
 def test_rows_that_lapsed_before_run_alone(bench: RunnerHarness) -> None:
@@ -447,7 +448,7 @@ def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
     assert bench.statuses([*tasks, abandoned_row, other_queue]) == ["DONE"] * 7 + ["NOT_COMPLETE"]
 
 
-# -- entries that the claim does not get ----------------------------------------------------------
+# -- entries that the claim does not return -------------------------------------------------------
 
 
 def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: RunnerHarness) -> None:

@@ -1,4 +1,4 @@
-"""The loops of the worker's main process, and the entries that it holds."""
+"""The loops of the worker's main process, and the entries that the process holds."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.waiting import wait_until
 
 
 class Worker:
-    """As much of Celery's worker as the runtime uses."""
+    """Simulate the parts of Celery's worker that the runtime uses."""
 
     hostname = "w@test"
     delays: Any = None
@@ -49,7 +49,7 @@ class Worker:
 
 
 def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
-    """On the database of this URL, or on an SQLite file in this folder."""
+    """Return a runtime on the database of this URL, or on an SQLite file in this folder."""
     app = Celery("test", broker="memory://", set_as_current=False)
     delays = DelayTasks(
         app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings
@@ -60,7 +60,7 @@ def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
 
 
 def runtime_of_two_shards(folder: Path, **settings: Any) -> WorkerRuntime:
-    """On databases that have no tables."""
+    """Return a runtime on two databases that have no tables."""
     app = Celery("test", broker="memory://", set_as_current=False)
     return runtime_of(
         DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings)
@@ -74,7 +74,7 @@ def runtime_of(delays: DelayTasks) -> WorkerRuntime:
 
 
 class AtWork:
-    """A runtime that has started, and the restarts of its loops."""
+    """A runtime that has started, and a record of its restarted loops."""
 
     def __init__(self, runtime: WorkerRuntime) -> None:
         self.runtime = runtime
@@ -91,7 +91,7 @@ class AtWork:
         return next(loop for loop in self.runtime.watchdog.loops if loop.name == name)
 
     def break_loop(self, name: str, way: Callable[[], None]) -> None:
-        """Its next turn begins so."""
+        """Make the next turn of the loop call `way` first."""
         loop = self.loop(name)
         turn = loop._turn
 
@@ -120,7 +120,7 @@ class AtWork:
 
 @pytest.fixture
 def at_work(tmp_path: Path) -> Iterator[AtWork]:
-    # No Redis is asked as long as no queue is served.
+    # A worker that serves no queue does not connect to Redis.
     at_work = AtWork(make_runtime(tmp_path, timer="redis", redis_url="redis://127.0.0.1:1/0"))
     yield at_work
     at_work.close()
@@ -160,7 +160,8 @@ def test_each_loop_that_dies_is_started_again(at_work: AtWork, name: str) -> Non
     assert at_work.takes_turns(name)
 
 
-#: The longest that each may be stuck, in seconds. A lease of a minute is renewed after 20 s: time for two more tries.
+#: The longest time that each loop may be stuck, in seconds. A lease of a minute is renewed after 20
+#: seconds, which leaves time for two more attempts.
 BOUNDS = {
     "wheel": 2,
     "leases": 10,
@@ -178,7 +179,8 @@ def test_each_loop_that_is_stuck_is_replaced(
 ) -> None:
     at_work.break_loop(name, at_work.hang)
     monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + BOUNDS[name])
-    # The watchdog and the watch look after each other: who was only late for a moment may be replaced as well.
+    # The watchdog and the watch loop check each other, so one that was late for a moment may be
+    # replaced, too.
     wait_until(
         lambda: {"loop": name, "reason": "stuck"} in at_work.restarts, 10, "it to be replaced"
     )
@@ -188,7 +190,7 @@ def test_each_loop_that_is_stuck_is_replaced(
 def test_a_call_that_takes_long_is_not_done_twice(
     at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A solo pool runs its processors in it."""
+    """A solo pool runs its processors in this loop."""
     at_work.break_loop("calls", at_work.hang)
     monkeypatch.setattr(loop_module, "monotonic", lambda: monotonic() + 100_000)
     at_work.runtime.watchdog.check()
@@ -361,7 +363,7 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
 def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or they would run what is paused."""
+    """Without the policies, the chunks would run paused tasks."""
     runtime = make_runtime(tmp_path)
     runtime.celery_worker.delays.pause(tag="test.note")
     sent: list[Job] = []
@@ -438,7 +440,7 @@ def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
 
 
 class Forgotten:
-    """A chunk's word from the pool, which has forgotten it, and no process has it."""
+    """The pool's result of a chunk that the pool forgot and that no process received."""
 
     _cache: dict[int, Any] = {}
     _job = 1

@@ -1,4 +1,4 @@
-"""What a processor's schema makes of bodies, and what it refuses."""
+"""A processor's schema converts valid bodies and refuses invalid ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Order:
 
 
 class Model:
-    """As pydantic's models are called; the library itself is not needed."""
+    """A class with the interface of pydantic's models, because the tests do not need pydantic."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -1,4 +1,4 @@
-"""Rows whose processors wait: side by side in one process, in threads and on an event loop."""
+"""Rows run concurrently in one process, in threads and on an event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.waiting import wait_until
 
 
 class ForkGate:
-    """Holds whoever comes until it is opened, and counts them."""
+    """Block each caller until the gate is open, and count the callers."""
 
     def __init__(self) -> None:
         self.is_open = threading.Event()
@@ -50,7 +50,7 @@ def gate() -> Iterator[ForkGate]:
     made.is_open.set()
 
 
-# -- places ---------------------------------------------------------------------------------------
+# -- slots ----------------------------------------------------------------------------------------
 
 
 def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(
@@ -115,7 +115,7 @@ def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> N
     assert thread_slots.take("c", 5, 0)
 
 
-# -- how they end ---------------------------------------------------------------------------------
+# -- how concurrent rows end ----------------------------------------------------------------------
 
 
 def test_each_row_ends_by_itself(bench: RunnerHarness) -> None:
@@ -162,7 +162,7 @@ def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: 
     assert len(bench.timer.armed) == 3
 
 
-# -- rows that run on -----------------------------------------------------------------------------
+# -- rows that outlast their chunk ----------------------------------------------------------------
 
 
 def test_a_row_that_waits_for_long_holds_up_neither_its_neighbours_ends_nor_the_next_chunk(
@@ -192,7 +192,7 @@ def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
     settled: list[int] = []
     bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, *tasks)  # no place is free
+        running = pool.submit(bench.run, *tasks)  # the rows occupy all slots
         try:
             wait_until(
                 lambda: bench.runner._chunks._thread_slots.free("wait", 20) == 0, 5, "all to run"
@@ -299,7 +299,7 @@ def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
     assert [fields["loop"] for fields in bench.named("loop.failed")] == ["concurrent calls"]
 
 
-# -- how many a chunk has -------------------------------------------------------------------------
+# -- the size of a chunk --------------------------------------------------------------------------
 
 
 def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(
@@ -338,7 +338,7 @@ def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_to
         until = monotonic() + 10
         while most < awaited and monotonic() < until:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.02)  # one more would show
+        await asyncio.sleep(0.02)  # an additional row would start in this time
         inside -= 1
 
     bench.registry.processor("async")(work)
@@ -431,7 +431,7 @@ def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: RunnerHar
     assert ran == ["fine"]
 
 
-# -- beside time limits ---------------------------------------------------------------------------
+# -- rows with time limits ------------------------------------------------------------------------
 
 
 def test_time_limits_are_refused_for_what_does_not_run_alone(bench: RunnerHarness) -> None:

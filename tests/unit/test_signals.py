@@ -1,4 +1,4 @@
-"""Celery's signals and events about a row say the same as the row itself."""
+"""Celery's signals and events report the same outcome as the row itself."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDS = {
 
 
 class Watching:
-    """A runner's watcher that notes moves."""
+    """Record the moves that a runner reports."""
 
     def __init__(self) -> None:
         self.moves: dict[str, str] = {}
@@ -39,7 +39,7 @@ class Watching:
 
 
 class Signals:
-    """What was sent, by the id of the row."""
+    """Record the signals that Celery sends, by the id of the row."""
 
     def __init__(self) -> None:
         self.ends: dict[str, list[tuple[str, dict[str, Any]]]] = {}
@@ -97,7 +97,8 @@ def climb(body: Any) -> None:
     raise ValueError("no")
 
 
-#: What a processor with the retry schedule "1h" does, and whether its schedule is used up; the signal, the status.
+#: Each entry has the function of a processor with the retry schedule "1h", whether its schedule is
+#: used up, the expected signal and the expected status.
 OUTCOMES = {
     "returns None": (lambda: None, False, "success", "DONE"),
     "Done": (lambda: Done({"n": 1}), False, "success", "DONE"),

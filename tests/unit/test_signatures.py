@@ -1,4 +1,4 @@
-"""Signatures of callbacks, against the standard's own package."""
+"""Signatures of callbacks agree with the package of the Standard Webhooks specification."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_missing_bad_or_stale_signature_is_refused(headers: dict[str, str]) ->
 
 
 def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pairs are compared, even after a match, by `hmac.compare_digest`."""
+    """`hmac.compare_digest` compares all pairs, even after a match."""
     compared: list[tuple[bytes, bytes]] = []
 
     def compare(one: bytes, other: bytes) -> bool:

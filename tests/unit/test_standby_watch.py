@@ -1,4 +1,4 @@
-"""The thread that looks for commits which wait for a standby."""
+"""One thread looks for commits that wait for a standby."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine() -> Iterator[Engine]:
 def test_a_connection_is_handed_out_when_no_thread_can_be_started(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a handler of atexit, from Python 3.12 on."""
+    """From Python 3.12 on, no thread starts in a handler of atexit."""
     watch = StandbyWatch("postgresql", lambda: engine)
     watch.observe(engine)
     with monkeypatch.context() as patch:

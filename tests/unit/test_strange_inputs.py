@@ -1,5 +1,7 @@
-"""Anything at all as a name, a duration, a header, a URL or an instant: what is accepted is what was given, and all
-else is an error of ours."""
+"""Arbitrary names, durations, headers, URLs and instants are kept unchanged or refused.
+
+A refusal raises an error of delaytasks.
+"""
 
 from __future__ import annotations
 
@@ -133,8 +135,8 @@ def test_any_ladder_is_one_or_is_refused(retry_delays: Any, jitter: Any) -> None
     except (
         InvalidRetryScheduleError,
         InvalidDelayError,
-        TypeError,
-    ):  # what can not be iterated is no list of rungs
+        TypeError,  # a value that is not iterable is not a list of retry delays
+    ):
         return
     assert all(retry_delay >= 0 for retry_delay in retry_schedule.retry_delays_s)
 

@@ -1,4 +1,4 @@
-"""Malformed messages raise no exception in the worker, and have no effect but a refusal."""
+"""Malformed messages raise no exception in the worker, which refuses them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ class Channel:
 
 
 class GuardedConsumer:
-    """Celery's consumer with the steps of delaytasks, and its calls of the worker runtime."""
+    """Celery's consumer with the steps of delaytasks.
+
+    The calls of the worker runtime are recorded.
+    """
 
     def __init__(self, folder: Path, **conf: Any) -> None:
         self.runtime = make_runtime(folder)
@@ -194,7 +197,7 @@ def test_no_message_is_too_strange(
 @fuzz(200)
 @given(payload)
 def test_what_is_taken_in_is_what_was_sent(reader: GuardedConsumer, payload: Any) -> None:
-    """The messages cause no entries, drains or sweeps but their own."""
+    """The messages cause only their own entries, drains and sweeps."""
     _forget_now(reader)
     reader.read(json.dumps(payload))
     if reader.entries:
@@ -206,7 +209,7 @@ def _forget_now(reader: GuardedConsumer) -> None:
     reader.entries.clear()
 
 
-# -- content that could run code when it is decoded -----------------------------------------------
+# -- content that could run code during decoding --------------------------------------------------
 
 ran: list[str] = []
 
@@ -275,13 +278,13 @@ def test_any_notice_is_entries_or_is_refused(payload: str) -> None:
     """Any client of the database can send notifications."""
     try:
         entries = read_notice(payload)
-    except (ValueError, TypeError, RecursionError):  # as in the notify listener
+    except (ValueError, TypeError, RecursionError):  # the notify listener catches the same errors
         return
     assert all(0 < entry.id <= MAX_ID and 0 <= entry.version < 2**63 for entry in entries)
 
 
 def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
-    """An app has no result backend by default, and our messages do not use one that it has."""
+    """An app has no result backend by default, and our messages do not use an app's backend."""
     assert GuardedConsumer(tmp_path).app.conf.result_backend is None
     backend = GuardedConsumer(tmp_path / "other", result_backend="cache+memory://")
     for name in (RUN, SWEEP):

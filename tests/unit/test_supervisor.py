@@ -16,7 +16,7 @@ from delaytasks.cli.supervisor import Log, Spec, Supervisor
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="up runs on Linux and macOS")
 
-#: Prints a line when it is ready, and another one when it receives SIGTERM.
+#: This program prints a line when it is ready, and another line when it receives SIGTERM.
 POLITE = """
 import signal, sys, time
 def end(*_): print("bye", flush=True); sys.exit(0)
@@ -62,7 +62,7 @@ def test_a_child_that_does_not_stop_is_killed() -> None:
 
 
 def test_processes_of_a_dead_child_are_killed(tmp_path: Path) -> None:
-    """A killed worker leaves its pool behind."""
+    """A worker that is killed does not end its pool processes."""
     note = tmp_path / "orphan"
     leaves = f"""
 import os, pathlib, signal, subprocess, sys

@@ -1,4 +1,4 @@
-"""The worker's sweep loop: a stage that fails is repeated, and stops no other stage."""
+"""If a stage of the worker's sweep loop fails, the stage is repeated and other stages run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from delaytasks.worker.sweep_loop import SweepLoop
 
 
 class SweepLoopHarness:
-    """Notes what the thread asks for; what is in `fails` fails once."""
+    """Record the calls of the loop. Each call in `fails` fails once."""
 
     def __init__(self, sweep_partitions: int = 1) -> None:
         self.done: list[str] = []
@@ -116,7 +116,7 @@ def place(time: Time) -> SweepLoopHarness:
 def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
     place: SweepLoopHarness, time: Time
 ) -> None:
-    """Else the longest time between two sweeps would be `self_sweep_s` and half of it again."""
+    """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
     asked_at = []
     for _ in range(40):
         if "stale" in place.turn():
@@ -154,10 +154,10 @@ def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
 ) -> None:
     monkeypatch.setattr(place.settings, "sweep_s", 0)
     changes = [
-        lambda: None,  # we begin
+        lambda: None,  # the start of the worker brings rows forward, too
         lambda: place.workers.append({"name": "w2", "started_at": 2}),
         lambda: place.workers.remove({"name": "w2", "started_at": 2}),
-        lambda: place.workers[0].update(started_at=3),  # restarted by the same name
+        lambda: place.workers[0].update(started_at=3),  # the worker restarts with the same name
     ]
     for change in changes:
         change()

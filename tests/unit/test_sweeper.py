@@ -1,4 +1,4 @@
-"""The sweep arms rows once and without a gap, drains overdue ones and recovers abandoned ones."""
+"""The sweep arms rows once without a gap, drains overdue rows and recovers abandoned rows."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _ids = count(1)
 
 
 class SweeperHarness:
-    """A table with a sweeper on it."""
+    """A table and its sweeper."""
 
     def __init__(self, url: str, **changes: Any) -> None:
         self.settings = settings_for(url, **changes)
@@ -170,7 +170,7 @@ class CrashError(BaseException):
 
 
 class CrashingTimer(RecordingTimer):
-    """Dies after `calls` calls, and keeps the entries that it has armed."""
+    """Raise CrashError after `calls` calls, and keep the entries that were armed before."""
 
     def __init__(self, calls: int, armed: list[Entry]) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class CrashingTimer(RecordingTimer):
 def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(
     field: SweeperHarness,
 ) -> None:
-    ids = [field.row(19.9 + n / 250) for n in range(2500)]  # writing them may take a while
+    ids = [field.row(19.9 + n / 250) for n in range(2500)]  # writing the rows may take some time
     crashing = CrashingTimer(2, field.timer.armed)
     field.let_pass()
     with pytest.raises(CrashError):
@@ -211,7 +211,7 @@ def test_while_the_broker_is_unavailable_nothing_counts_as_armed(field: SweeperH
 
 
 class HalfwayTimer(RecordingTimer):
-    """The broker goes away after the first call."""
+    """Simulate a broker that becomes unavailable after the first call."""
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         answer = super().arm(entries)
@@ -228,7 +228,7 @@ def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: SweeperHarne
 
 
 class RefusingTimer(RecordingTimer):
-    """Simulates a broker that is available and refuses one queue."""
+    """Simulate a broker that is available and refuses one queue."""
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         entries = list(entries)
@@ -361,7 +361,7 @@ def test_a_starting_worker_drains_overdue_rows_without_a_sweep(field: SweeperHar
 
 
 def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: SweeperHarness) -> None:
-    """Without policies, nothing seems to be paused."""
+    """Without policies, no row seems to be paused."""
     done: list[str] = []
     is_away = True
 
@@ -401,7 +401,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
     assert field.sweep() == []
 
 
-# -- one at a time --------------------------------------------------------------------------------
+# -- one sweep at a time --------------------------------------------------------------------------
 
 
 def test_of_two_simultaneous_sweeps_one_sweeps(field: SweeperHarness) -> None:
@@ -509,7 +509,7 @@ def test_a_worker_that_dies_while_a_partition_is_swept_is_not_forgotten(make: Ma
     assert set(ids) <= {*field.timer.ids[len(mine) :], *again}
 
 
-# -- late -----------------------------------------------------------------------------------------
+# -- overdue rows ---------------------------------------------------------------------------------
 
 
 def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: SweeperHarness) -> None:
@@ -517,7 +517,7 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Sweepe
         field.row(-60, queue="mail", priority=3)
         field.row(-60, queue="mail", priority=5)
     field.row(-60, queue="nobody")
-    field.row(-0.2)  # within the grace
+    field.row(-0.2)  # within the grace period
     field.serve("w1", "default", "mail")
     field.serve("w2", "mail")
     field.sweep()

@@ -1,4 +1,4 @@
-"""How often a worker without a broker reads its table, and which entries it takes."""
+"""Test how often a worker without a broker reads its table, and which entries it takes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class PollerHarness:
         )
         workers = SimpleNamespace(alive=list)
         shard = SimpleNamespace(
-            number=0, clock=self.clock, named=str, close=lambda: None, policies=SimpleNamespace(known=None),
+            number=0, clock=self.clock, named=str, close=lambda: None,
+            policies=SimpleNamespace(known=None),
             store=SimpleNamespace(sweeps=sweeps, workers=workers),
         )  # fmt: skip
         self.events = Events()

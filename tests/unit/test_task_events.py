@@ -1,4 +1,4 @@
-"""What monitors make of the events of rows, told by Celery's own `State`, which Flower stands on."""
+"""Monitors that use Celery's `State`, for example Flower, understand the events of rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW = DelayTask(7, "order.close", '{"order": 1}', NOON, version=1, attempts=1)
 
 
 class Heard:
-    """Stands where the broker is; what arrives goes through JSON to Celery's State."""
+    """Receive events in place of the broker, and pass them through JSON to Celery's State."""
 
     def __init__(self, rows: TaskEvents) -> None:
         self.messages: list[list[dict[str, Any]]] = []
@@ -93,7 +93,8 @@ def test_a_row_that_an_operator_retries_is_shown_anew(rows: TaskEvents, heard: H
     fail(rows, ROW)
     rows.flush()
     assert heard.task().state == "FAILURE"
-    again = replace(ROW, version=4)  # claimed, failed, retried, claimed: attempts are counted anew
+    # The row was claimed, failed, was retried and was claimed again. A retry resets the attempts.
+    again = replace(ROW, version=4)
     rows.started(again, NOON, NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception, heard.task().traceback) == (
@@ -255,7 +256,7 @@ def test_a_connection_that_died_while_idle_is_made_anew(rows: TaskEvents, heard:
 
 @pytest.fixture
 def black_hole() -> Iterator[int]:
-    """A port that takes connections in and never says a word."""
+    """Yield a port that accepts connections and never answers."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(16)

@@ -1,4 +1,4 @@
-"""Time limits: what a processor may say, and what is left behind after its run."""
+"""A processor can declare time limits, which leave no state behind after its run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def processor(**limits: Any) -> Processor:
 
 @pytest.fixture
 def handler() -> Iterator[Callable[..., None]]:
-    """Somebody's own, for the signal that soft limits use."""
+    """Yield a handler that user code has installed for the signal of soft time limits."""
 
     def ours(*_: Any) -> None:
         raise AssertionError("a limit struck that was over")

@@ -1,4 +1,4 @@
-"""The versions that are tested are the ones that may be installed."""
+"""The tested versions are the versions that may be installed."""
 
 from __future__ import annotations
 

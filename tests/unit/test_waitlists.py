@@ -1,4 +1,4 @@
-"""Waitlists of limited tags: rates, capacity, and which waitlist a free process visits."""
+"""Waitlists of limited tags: rates, capacity, and the waitlist that a free process visits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 def test_no_window_has_more_starts_than_the_rate_says(
     rate: int, period_s: float, seed: int
 ) -> None:
-    """Whenever a process asks, and however many starts it takes."""
+    """The limit holds at any time of a request and for any number of starts."""
     pace, chance = StartPace.of(rate, period_s), random.Random(seed)
     now, next_start, starts = 0.0, 0.0, list[float]()
     while now < 2.5 * period_s:
@@ -85,7 +85,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def visited(of: Waitlists) -> WaitlistName | None:
-    """Return the waitlist that a free process is sent to."""
+    """Return the waitlist to which a free process is sent."""
     visit = of.next_visit()
     return None if visit is None else visit.waitlist
 
@@ -176,7 +176,7 @@ def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(time: Time) 
 
 
 def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(time: Time) -> None:
-    """One process is enough for quick rows of a tag with a rate: it waits for the next start."""
+    """One process is enough for quick rows of a tag with a rate. It waits for the next start."""
     found = Waitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert visited(found) == MAIL

@@ -1,4 +1,4 @@
-"""An event loop immediately calls a function of another thread, in all releases of kombu."""
+"""An event loop immediately calls a function from another thread, in all releases of kombu."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
     let_threads_wake(hub)
     hub.timer.max_interval = 60
     hub.call_later(60, lambda: None)
-    if is_reset:  # as when the worker loses its broker
+    if is_reset:  # a worker that loses its broker resets the hub
         hub.call_soon(lambda: None)
         next(hub.create_loop())
         hub.reset()

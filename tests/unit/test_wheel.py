@@ -1,4 +1,4 @@
-"""The wheel and the thread that turns it."""
+"""The timing wheel and the thread that turns it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
 
 
 class SetClock(Clock):
-    """Stands still until a test sets it; `asked` counts the calls."""
+    """A clock that a test sets. `asked` counts the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def start() -> Iterator[Start]:
         one.wheel.stop()
 
 
-# -- the wheel ------------------------------------------------------------------------------------
+# -- the timing wheel -----------------------------------------------------------------------------
 
 
 def test_an_entry_of_a_later_round_stays_in_its_slot() -> None:

@@ -1,4 +1,4 @@
-"""Why a task has not run: one reason for each fact."""
+"""Each fact yields one reason why a task has not run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How those who look for near tasks share them: each task is one's, in parts as large as their pools."""
+"""Workers that poll share near tasks: each task has one worker, in proportion to pool size."""
 
 from __future__ import annotations
 
