@@ -21,8 +21,8 @@ ORPHANS_S = 30.0
 ASKS = frozenset(
     (
         "insert cancel reschedule touch claim claim_due claim_alone claim_suspect misses settle "
-        "begin_sweep near mark_armed levels lapse forget_armed stale_sweep_partitions bury renew release "
-        "bring_forward"
+        "begin_sweep near mark_armed levels lapse forget_armed stale_sweep_partitions bury renew "
+        "release bring_forward"
     ).split()
 )
 #: Steps that send commands to Redis, named by the first command of a pipeline.
