@@ -168,7 +168,7 @@ def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
 def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
     """Django creates, fills, copies and drops the test databases.
 
-    Each of these steps fails while another connection to the database is open.
+    Copying and dropping a database require that no other connection to it is open.
     """
     assert "OK" in shop.command("manage.py", "test")
     assert "OK" in shop.command("manage.py", "test", "--parallel", "2")
