@@ -1,4 +1,8 @@
-"""Django inside the test process: configured once, by hand, so that no environment variable tells Celery of it."""
+"""Configure Django inside the test process.
+
+The settings are configured once and by hand, so that Celery finds no environment variable that
+names a Django settings module.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,22 @@ from delaytasks import api
 
 
 def new_celery_app() -> Celery:
-    """Not the current app: other tests have apps of their own."""
+    """Return an app that is not Celery's current app, since other tests have apps of their own."""
     made = Celery("django_tests", set_as_current=False)
     made.conf.broker_url = "memory://"
     return made
 
 
-#: The app of the project that these settings make.
+#: The Celery app of the project that these settings configure.
 celery_app = new_celery_app()
 
 
 @contextmanager
 def configured() -> Iterator[None]:
-    """The module-level functions are Django's while it lasts. Django itself can be set up only once."""
+    """Make Django's instance the default of the module-level functions while the context is open.
+
+    Django itself can be set up only once in a process.
+    """
     from django.conf import settings
 
     before = api._default
@@ -57,7 +64,7 @@ def _set_up() -> None:
 
 
 def add_database(alias: str, url: str) -> None:
-    """One more entry of DATABASES."""
+    """Add an entry to the setting DATABASES."""
     from django.db import connections
 
     place = make_url(url)

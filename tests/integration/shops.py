@@ -1,4 +1,7 @@
-"""The example shops as people start them: a web server and a worker, processes of their own, driven by HTTP."""
+"""Run the example shops as users start them.
+
+The web server and the worker are separate processes, and the tests send HTTP requests to them.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ PAY_WITHIN_S = 2.0
 
 
 class Shop:
-    """An example under `examples/`, with a database and queues of its own."""
+    """Run an example under `examples/` with its own database and its own queues."""
 
     def __init__(self, example: str, folder: Path, database_url: str, broker_url: str) -> None:
         self.project = ROOT / "examples" / example
@@ -46,22 +49,26 @@ class Shop:
         }
         app = Celery("reader", set_as_current=False)
         app.conf.broker_url = broker_url
-        #: The same tables and queues, seen from outside.
+        #: Reads the same tables and queues from the test process.
         self.delays = DelayTasks(app, database_url, namespace=name)
         self._processes: list[Process] = []
         self.url = ""
 
     def command(self, *arguments: str) -> str:
-        """Runs a command of the project to its end."""
+        """Run a command of the project and return its output."""
         done = subprocess.run(
             [sys.executable, "-W", "ignore", *arguments],
-            cwd=self.project, env=self.environment, capture_output=True, text=True, timeout=120, check=False,
+            cwd=self.project, env=self.environment, capture_output=True, text=True, timeout=120,
+            check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout + done.stderr
 
     def serve(self, *command: str) -> None:
-        """Starts the web server, whose port and folder stand in the command as `{port}` and `{project}`."""
+        """Start the web server.
+
+        The command contains its port as `{port}` and its folder as `{project}`.
+        """
         port = free_port()
         server = self._start(
             "web", [part.format(port=port, project=self.project) for part in command]
@@ -105,7 +112,7 @@ class Shop:
         except requests.ConnectionError:
             return False
 
-    # -- as a customer ----------------------------------------------------------------------------
+    # -- requests of a customer -------------------------------------------------------------------
 
     def post(self, path: str, status: int, **fields: str) -> dict[str, Any]:
         answer = requests.post(self.url + path, data=fields, timeout=20)
@@ -129,7 +136,7 @@ class Shop:
             every_s=0.05,
         )
 
-    # -- behind the counter -----------------------------------------------------------------------
+    # -- tasks in the database --------------------------------------------------------------------
 
     def tasks(self) -> list[DelayTask]:
         return self.delays.find(tag="order.close").tasks
@@ -147,7 +154,10 @@ class Shop:
 
 
 def new_database(url: str) -> tuple[str, Callable[[], None]]:
-    """A database without any tables, beside the one named, and how to drop it."""
+    """Create an empty database on the server of `url`.
+
+    Return its URL and a function that drops it.
+    """
     place, name = make_url(url), f"dt_shop_{secrets.token_hex(4)}"
     is_postgresql = place.get_backend_name() == "postgresql"
 

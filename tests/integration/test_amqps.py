@@ -1,4 +1,4 @@
-"""A RabbitMQ that is reached by TLS alone, as far as our processes know."""
+"""Workers and producers reach RabbitMQ through TLS only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_tasks_run_in_time_by_amqps_and_who_does_not_know_the_certificate_sends_
     try:
         d.worker()
         task = d.schedule(delay=0.5)
-        d.wait_for([task], deadline_s=10)  # which no sweep has helped
+        # The deadline is shorter than the sweep interval, so no sweep armed the task.
+        d.wait_for([task], deadline_s=10)
         assert d.delays.events.counts["timer.down"] == 0
         d.conf = {**d.conf, "broker_use_ssl": {"cert_reqs": 2, "server_hostname": "localhost"}}
         distrusting = d.producer()

@@ -1,4 +1,4 @@
-"""`./dev bench --peers` with what is installed already; nothing is installed here."""
+"""Test `./dev bench --peers` with the installed peers; the tests install nothing."""
 
 from __future__ import annotations
 

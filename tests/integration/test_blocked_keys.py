@@ -1,5 +1,8 @@
-"""One command to a Redis broker may put something else where a queue is. Workers stay alive, log which key it is, run
-what is due from the table, and use the queue again when the key is repaired."""
+"""A command to a Redis broker can replace a queue with a key of another type.
+
+Workers stay alive, log the name of the key, run due tasks from the table, and use the queue again
+after the key is repaired.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
-#: A blocked queue is tried again after at most so long.
+#: A worker tries a blocked queue again after at most this many seconds.
 RETRY_S = 5
 
 
 class Broker:
-    """A Redis of this test's own, with a deployment on it."""
+    """Run a deployment on a Redis server that only this test uses."""
 
     def __init__(self, folder: Path, database: str, server: RedisServer, **settings: Any) -> None:
         self.server = server
@@ -30,7 +33,7 @@ class Broker:
         self.queue = wiring_of(self.d.delays).publisher.queue("default").name
 
     def block(self, key: str) -> None:
-        """Puts a string where a list, a set or a hash should be, whatever is written there meanwhile."""
+        """Atomically replace the list, set or hash at `key` with a string."""
         with self.redis.pipeline() as pipe:
             pipe.delete(key).set(key, "x").execute()  # type: ignore[attr-defined]
 
@@ -43,12 +46,12 @@ class Broker:
         return tasks
 
     def lateness_s(self, task: DelayTask) -> float:
-        """As the task itself saw it."""
+        """Return how many seconds after its due time the task ran, as the task measured it."""
         found = next(run for run in self.d.runs() if run[0] == str(task.id))
         return int(found[1]) / 1e6
 
     def wait_until_on_time(self) -> None:
-        """The queue is in use again: a task that is due soon comes by the broker, not by a sweep."""
+        """Wait until the broker, and not a sweep, delivers a task that is due."""
 
         def is_on_time() -> bool:
             [task] = self.run_soon(1)
@@ -126,7 +129,7 @@ def test_a_worker_starts_where_a_queues_key_is_a_string(open_broker: Open) -> No
 def test_other_queues_are_on_time_while_one_is_blocked(
     open_broker: Open, key: str, queue: str
 ) -> None:
-    """Celery's own as well."""
+    """A worker survives a string in place of Celery's own queue, too."""
     broker = open_broker()
     own = f"own-{broker.d.settings['namespace']}"
     worker = broker.worker("-Q", f"default,mail,{own}")
@@ -147,7 +150,7 @@ def test_other_queues_are_on_time_while_one_is_blocked(
 
 
 def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Open) -> None:
-    """A worker that serves Celery's own queue writes down there what it has not acknowledged."""
+    """Celery and kombu store unacknowledged messages and bindings under these keys."""
     broker = open_broker()
     own = f"own-{broker.d.settings['namespace']}"
     worker = broker.worker("-Q", f"default,{own}")
@@ -186,7 +189,7 @@ def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Ope
     ],
 )
 def test_a_worker_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, mends: str) -> None:
-    """No right to the queue, no memory, a replica that takes no writes."""
+    """Redis refuses writes: no rights, no memory, or it is a read-only replica."""
     broker = open_broker()
     worker = broker.worker()
     broker.run_soon()

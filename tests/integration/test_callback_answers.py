@@ -1,4 +1,7 @@
-"""Each HTTP callback gets its own answer, whatever the receivers of earlier callbacks wrote on a kept connection."""
+"""Each HTTP callback gets the answer to its own request.
+
+Bytes that the receivers of earlier callbacks wrote to a kept connection do not change it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def caller() -> Caller:
 
 
 def raw(*parts: bytes) -> Callable[[Exchange], None]:
-    """Write `parts` as they are, each in a packet of its own."""
+    """Return a handler that writes each of `parts` unchanged and in a packet of its own."""
 
     def write(exchange: Exchange) -> None:
         for part in parts:
@@ -96,14 +99,15 @@ def test_a_switch_of_protocols_fails_and_closes_the_connection(
     assert web.accepted == 2
 
 
-#: Answers after which bytes are left over, or whose end a receiver and a proxy may see in different places.
+#: After these answers there are unread bytes, or a receiver and a proxy can disagree about where
+#: the answer ends.
 LEFT_OVER = {
     "a second answer": TAKEN + REFUSED,
     "half a second answer": TAKEN + b"HTTP/1.1 500 ",
     "a body after its length": b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok" + REFUSED,
     "a body without content": b"HTTP/1.1 204 No Content\r\n\r\n" + REFUSED,
-    "bytes after the last chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n"
-    + REFUSED,
+    "bytes after the last chunk": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"2\r\nok\r\n0\r\n\r\n" + REFUSED,
     "an odd length": b"HTTP/1.1 200 OK\r\nContent-Length: +0\r\n\r\n" + REFUSED,
     "chunks with a length": (
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n"
@@ -129,7 +133,7 @@ def test_a_connection_with_unread_bytes_is_not_used_again(
 def test_an_answer_whose_length_is_told_in_two_ways_costs_its_connection(
     web: WebServer, caller: Caller
 ) -> None:
-    """Its end may be elsewhere for a proxy on the way, although nothing is left over yet."""
+    """The connection is closed because a proxy may see another end of the answer."""
     for name, head in {
         "coded": b"Transfer-Encoding: gzip, chunked\r\nContent-Length: 0",
         "both": b"Transfer-Encoding: chunked\r\nContent-Length: 5",
@@ -172,7 +176,8 @@ def test_bytes_left_over_inside_tls_are_not_the_next_answer(tmp_path: Path, join
     web, written = WebServer(context), threading.Event()
 
     def write(exchange: Exchange) -> None:
-        # Longer than the reader's buffer: a part stays in the TLS layer, where the socket shows nothing to read.
+        # The answer is longer than the reader's buffer. The rest stays in the TLS layer, where the
+        # socket does not report unread bytes.
         for part in [TAKEN + b" " * 12_000] if joined else [TAKEN, b" " * 12_000]:
             exchange.wfile.write(part)
         written.set()

@@ -1,5 +1,8 @@
-"""Secrets stay where they are: passwords and signing keys are nowhere to be seen, and bodies and headers only where
-somebody asks for the task."""
+"""Secrets do not leak.
+
+No output contains passwords or signing keys, and bodies and headers appear only in the output of a
+request for the task.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from tests.running import ROOT, Deployment
 from tests.waiting import wait_until
 from tests.webserver import WebServer, answer
 
-#: Of URLs and keys; of bodies and headers.
+#: SECRET appears in URLs and keys, BODY in bodies and headers.
 SECRET, BODY = "sEcReT-cAnArY", "bOdY-cAnArY"
 KEY = "whsec_" + base64.b64encode((SECRET * 2).encode()).decode()
 HOSTILE = "\x1b[31mred\x9b1m \u202e\r\nforged line"
@@ -41,7 +44,7 @@ def deployment(
     server = start_redis()
     server.client().config_set("requirepass", SECRET)
     redis_url = server.url.replace("redis://", f"redis://:{SECRET}@")
-    # Where it trusts, PostgreSQL takes any password.
+    # PostgreSQL accepts any password if its authentication method is `trust`.
     database = make_url(postgresql_url).set(password=SECRET).render_as_string(hide_password=False)
     made = Deployment(
         tmp_path,
@@ -87,13 +90,17 @@ def test_secrets_and_bodies_are_not_told(
     d.schedule("test.nobody", body={"card": BODY})
     d.schedule(delay=3600, body={"card": BODY}, key="k")
     d.schedule("test.fail", body={"text": HOSTILE, "card": BODY})
-    with d.store.database.begin() as connection:  # what another program wrote, and nobody can read
+    # Another program wrote these rows, and no configured key decrypts the last one.
+    with d.store.database.begin() as connection:
         table = d.store.schema.tasks.name
         insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', :body)"
         connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
         insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
         connection.execute(text(insert), {"tag": HOSTILE})
-        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', 'aesgcm:ffffffff:gAAAAA')"
+        insert = (
+            f"INSERT INTO {table} (tag, message_body) "
+            "VALUES ('test.note', 'aesgcm:ffffffff:gAAAAA')"
+        )
         connection.execute(text(insert))
     rows = [end_of(delays, task) for task in ends]
     assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
@@ -129,7 +136,7 @@ def test_secrets_and_bodies_are_not_told(
     for where in ("worker", "beat", "commands"):
         assert all(line.isprintable() for line in told[where].split("\n")), told[where]
         assert "\nforged line" not in told[where]
-    # These have been asked for it, and are for those who may see it.
+    # These commands request the tasks, and show bodies to users who may see them.
     shown = commands(d, ["show", str(rows[0].id)], ["list", "--json"])
     assert BODY in shown
     assert not any(name in shown for name in HIDDEN)
@@ -138,7 +145,10 @@ def test_secrets_and_bodies_are_not_told(
 def in_table(d: Deployment) -> list[Any]:
     """Bodies and results of our own rows, as they are stored."""
     with d.store.database.begin() as connection:
-        query = f"SELECT message_body, result FROM {d.store.schema.tasks.name} WHERE message_body LIKE 'aesgcm:%'"
+        query = (
+            f"SELECT message_body, result FROM {d.store.schema.tasks.name} "
+            "WHERE message_body LIKE 'aesgcm:%'"
+        )
         found = [tuple(row) for row in connection.execute(text(query))]
     assert len(found) == 10
     return found
@@ -156,7 +166,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def commands(d: Deployment, *all: list[str]) -> str:
-    """What the command line says, on stdout and stderr."""
+    """Return the output of the command line on stdout and stderr."""
     environment = {**os.environ, "PYTHONPATH": f"{d.folder}{os.pathsep}{ROOT}"}
     environment |= {"CELERY_CONFIG_MODULE": "test_celeryconfig"}
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, json.dumps(all)]

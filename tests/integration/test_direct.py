@@ -1,4 +1,7 @@
-"""Without a broker for good: `delaytasks drain` does all the work, once and for good, on each database."""
+"""Test deployments without a broker.
+
+`delaytasks drain` does all the work of a worker on each database, and runs each task once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ Deploy = Callable[..., Deployment]
 
 @pytest.fixture
 def place(tmp_path: Path) -> Iterator[Callable[[str], Deploy]]:
-    """Deployments whose broker is not there."""
+    """Return a function that creates deployments whose broker is unreachable."""
     made: list[Deployment] = []
 
     def on(database_url: str) -> Deploy:
@@ -42,7 +45,7 @@ def place(tmp_path: Path) -> Iterator[Callable[[str], Deploy]]:
 
 @pytest.fixture
 def deploy(place: Callable[[str], Deploy], database_url: str) -> Deploy:
-    """On each database."""
+    """Return a function that creates deployments on each database."""
     return place(database_url)
 
 
@@ -52,7 +55,7 @@ def on_postgresql(place: Callable[[str], Deploy], postgresql_url: str) -> Deploy
 
 
 def workers(d: Deployment, tasks: list[DelayTask]) -> set[str]:
-    """The names of those that ran them, without their processes."""
+    """Return the names of the workers that ran `tasks`, without their process ids."""
     t = d.store.schema.tasks
     query = select(t.c.worker).where(t.c.id.in_([task.id for task in tasks]))
     with d.store.database.auto.connect() as connection:
@@ -65,7 +68,10 @@ def set_policies(d: Deployment) -> None:
 
 
 def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[DelayTask]]:
-    """One of each kind of work: those that end DONE, those that end FAILED, those that wait on."""
+    """Schedule tasks of each kind.
+
+    Return the tasks that end DONE, the tasks that end FAILED, and the tasks that keep waiting.
+    """
     mail = d.schedule("test.mail")
     batch = [d.schedule("test.batch", body={"number": number}) for number in range(0, 20, 2)]
     side_by_side = [
@@ -86,10 +92,11 @@ def check(
     d.wait_for(done)
     d.wait_for(failed, Status.FAILED, 40)
     assert d.delays.get(failed[0]).attempts == 2
+    # A worker claims a task without a processor for a moment, again and again.
     rests = {
         Status.NOT_COMPLETE,
         Status.HELD,
-    }  # one without a processor is claimed for a moment, again and again
+    }
     wait_until(
         lambda: {d.status(task) for task in waiting} <= rests,
         5,
@@ -123,7 +130,7 @@ def test_drain_does_all_that_a_worker_would_and_ends(deploy: Deploy) -> None:
 
 
 def test_drainers_do_for_good_all_that_a_worker_would(deploy: Deploy) -> None:
-    """And what one of them leaves the others run."""
+    """Two drainers share all kinds of work, and one of them runs the rest when the other stops."""
     d = deploy(lease_s=60)
     set_policies(d)
     first, second = d.drainer(), d.drainer()
@@ -202,7 +209,8 @@ def test_drainers_need_no_setting_when_the_broker_is_gone(on_postgresql: Deploy)
         tasks = [d.schedule(delay=n / 10) for n in range(10)]
         d.wait_for(tasks)
     finally:
-        d.settings["timer"] = "direct"  # there is no broker to be left clean
+        # No broker contains queues that the teardown must delete.
+        d.settings["timer"] = "direct"
 
 
 def test_tasks_run_on_while_nobody_can_listen(on_postgresql: Deploy) -> None:
@@ -216,11 +224,14 @@ def test_tasks_run_on_while_nobody_can_listen(on_postgresql: Deploy) -> None:
     d.wait_for([d.schedule() for _ in range(5)])
 
 
-LISTENERS = "FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND query LIKE :name AND datname = current_database()"
+LISTENERS = (
+    "FROM pg_stat_activity "
+    "WHERE query LIKE 'LISTEN%' AND query LIKE :name AND datname = current_database()"
+)
 
 
 def hearing(drainer: Process) -> None:
-    """Waits until it hears what is told."""
+    """Wait until the drainer listens for notifications."""
     wait_until(
         lambda: "notices.up" in drainer.log(), 20, f"it to hear\n{drainer.log()}", every_s=0.05
     )

@@ -1,4 +1,4 @@
-"""Django: rows on its own connection, in its own transactions; its migrations, its test runner, a real shop."""
+"""Test Django: transactions on its own connection, its migrations, its test runner, and a shop."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def delays(module_delays: DjangoDelays, armed: list[Entry]) -> Iterator[DjangoDe
 
 
 class RolledBackError(Exception):
-    """Ends an atomic block."""
+    """End an atomic block with a rollback."""
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def rolled_back(alias: str) -> Iterator[None]:
 
 
 def rows(delays: DjangoDelays) -> list[Any]:
-    """What others see: read by a connection of delaytasks' own."""
+    """Return the rows that a connection of delaytasks' own reads."""
     return wiring_of(delays).store.tasks.find(None, None, None, None, None, None, 1000).tasks
 
 
@@ -112,9 +112,8 @@ def test_a_task_is_written_in_the_atomic_block_and_armed_after_its_commit(
         task = delays.schedule_delay("order.close", {"order": 7}, 1)
         assert delays.get(task).body == {"order": 7}
         assert not armed
-        if (
-            connections[delays.alias].vendor != "sqlite"
-        ):  # whose readers would wait, or see the last commit
+        # On SQLite a reader would wait, or would read the last commit.
+        if connections[delays.alias].vendor != "sqlite":
             assert not rows(delays)
     assert [entry.id for entry in armed] == [task.id]
     assert rows(delays) == [delays.get(task)]
@@ -139,7 +138,8 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(
         delays.schedule_many([("order.close", n, 1) for n in range(700)])
     assert not rows(delays)
     assert not armed
-    delays.schedule_delay("order.close", 3, 1, key="k")  # the key is free
+    # The rollback released the key.
+    delays.schedule_delay("order.close", 3, 1, key="k")
 
 
 def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(
@@ -169,11 +169,13 @@ def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
     finally:
         connection.set_autocommit(True)
     assert [task.body for task in rows(delays)] == [2]
-    assert not armed  # Django tells nobody of such a commit: the sweep arms
+    # Django does not call `on_commit` functions for such a commit, so the sweep arms the row.
+    assert not armed
 
 
 def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
-    wiring_of(delays).clock.forget()  # it is asked again within the call, and that does not count
+    # The call reads the database's time again, and the count excludes that query.
+    wiring_of(delays).clock.forget()
     with (
         transaction.atomic(delays.alias),
         CaptureQueriesContext(connections[delays.alias]) as queries,
@@ -182,7 +184,7 @@ def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
     assert len(queries) == 1, queries.captured_queries
 
 
-# -- what a statement must survive on Django's cursor ----------------------------------------------
+# -- statements on Django's cursor ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_atomic", [True, False])
@@ -208,7 +210,8 @@ def test_what_is_read_is_what_was_written(delays: DjangoDelays, is_atomic: bool)
         assert read.expected_time == when
         assert read.expected_time.utcoffset() == timedelta(0)
         assert read.create_time == task.create_time
-        own = wiring_of(delays).store.tasks.get(task.id)  # on a connection of delaytasks' own
+        # The store reads on a connection of delaytasks' own.
+        own = wiring_of(delays).store.tasks.get(task.id)
         assert own is not None
         assert (own.expected_time, own.body) == (when, body)
 
@@ -305,7 +308,7 @@ def test_find_sees_what_the_transaction_wrote(delays: DjangoDelays) -> None:
         assert not delays.find(until=DUE).tasks
 
 
-# -- keys and moves -------------------------------------------------------------------------------
+# -- keys and status changes ----------------------------------------------------------------------
 
 
 def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(
@@ -321,7 +324,8 @@ def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(
         )
         replaced = delays.schedule_delay("order.close", 4, 2, key="k", on_conflict="replace")
         assert (replaced.id, replaced.version) == (first.id, 1)
-    assert [task.body for task in rows(delays)] == [4]  # the rejection left the transaction usable
+    # The rejected schedule left the transaction usable.
+    assert [task.body for task in rows(delays)] == [4]
     assert [(entry.id, entry.version) for entry in armed] == [(first.id, 0), (first.id, 1)]
 
 
@@ -352,7 +356,7 @@ def test_operators_moves_are_part_of_the_transaction(
 
 def test_many_are_moved_in_transactions_of_their_own(delays: DjangoDelays) -> None:
     task = delays.schedule_delay("many", {}, 60)
-    # SQLite has one writer at a time: there the caller's block would have to end first.
+    # SQLite has one writer, so the caller's block must end before the second write.
     with (
         nullcontext() if connections[delays.alias].vendor == "sqlite" else rolled_back(delays.alias)
     ):
@@ -463,7 +467,7 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
         assert cursor.fetchone() == (0,)
 
 
-# -- which database -------------------------------------------------------------------------------
+# -- choice of the database -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

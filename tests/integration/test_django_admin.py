@@ -1,4 +1,4 @@
-"""Tasks in Django's admin: a superuser looks at them and changes nothing."""
+"""Test Django's admin: a superuser sees tasks and cannot change them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ settings.configure(
     ROOT_URLCONF="__main__",
     STATIC_URL="/static/",
     DATABASES={{"default": {{"ENGINE": "django.db.backends.sqlite3", "NAME": {path!r}}}}},
-    INSTALLED_APPS=["django.contrib." + name for name in "auth contenttypes sessions messages admin".split()]
+    INSTALLED_APPS=["django.contrib." + name for name in "auth contenttypes sessions messages \
+admin".split()]
     + ["delaytasks.contrib.django"],
     MIDDLEWARE=[
         "django.contrib.sessions.middleware.SessionMiddleware",
@@ -63,7 +64,8 @@ ROW = LIST + str(task.id)
 """
 
 LOOK = """
-assert list(Permission.objects.filter(codename__endswith="delaytaskrow").values_list("codename", flat=True)) == [
+assert list(Permission.objects.filter(codename__endswith="delaytaskrow").values_list("codename", \
+flat=True)) == [
     "view_delaytaskrow"
 ]
 assert client.get(LIST).status_code == client.get(ROW + "/change/").status_code == 200
@@ -71,13 +73,15 @@ assert client.get(LIST).status_code == client.get(ROW + "/change/").status_code 
 
 REFUSED = """
 row = DelayTaskRow.objects.get()
-fields = {f.name: f.value_to_string(row) for f in DelayTaskRow._meta.fields if f.value_from_object(row) is not None}
+fields = {f.name: f.value_to_string(row) for f in DelayTaskRow._meta.fields \
+if f.value_from_object(row) is not None}
 fields["due_time"] = fields["expected_time"]
 for name in ("expected_time", "create_time", "update_time", "due_time"):
     if name in fields:
         fields[name + "_0"], fields[name + "_1"] = fields.pop(name)[:19].split("T")
 fields.update(tag="changed", headers="x", worker="x", task_key="x", error_stack="x", ip_address="1")
-fields.update({"execution_time_0": "2030-01-01", "execution_time_1": "00:00", "lease_until_0": "2030-01-01"})
+fields.update({"execution_time_0": "2030-01-01", "execution_time_1": "00:00", \
+"lease_until_0": "2030-01-01"})
 fields["lease_until_1"] = "00:00"
 everything = {"action": "delete_selected", "_selected_action": str(task.id), "post": "yes"}
 answers = [

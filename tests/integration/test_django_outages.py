@@ -1,4 +1,4 @@
-"""A Django project whose database is away: the errors that callers and the command line get."""
+"""Test the errors that a Django project's callers and command line get without a database."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def django() -> Iterator[None]:
 
 @pytest.fixture(params=["postgresql", "mysql", "sqlite"])
 def away(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DjangoDelays]:
-    """On a database that was never reached."""
+    """Return an instance whose database has never been reachable."""
     kind = request.param
     place = f"//root@127.0.0.1:{free_port()}/shop"
     url = (
@@ -108,9 +108,8 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
         with wiring_of(delays).store.database.begin() as connection:
             metadata.create_all(connection)
         task = delays.schedule_delay("mail", {}, 60, key="k")
-        monkeypatch.setattr(
-            wiring_of(delays).clock, "_base", None
-        )  # so that the time is asked for inside the call's transaction
+        # The call must read the database's time inside its own transaction.
+        monkeypatch.setattr(wiring_of(delays).clock, "_base", None)
         proxy.reset()
         with pytest.raises(StoreUnavailableError):
             delays.reschedule(task, 5)

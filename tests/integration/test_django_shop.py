@@ -1,4 +1,4 @@
-"""The Django example: its migrations on each database, its own tests, and the shop with a real worker."""
+"""Test the Django example: its migrations on each database, its own tests, and a real worker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytest.importorskip("django")
 
 @pytest.fixture
 def fresh_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """A database of this test's own."""
+    """Create a database that only this test uses."""
     kind = request.param
     if kind == "sqlite":
         yield f"sqlite:///{tmp_path / 'shop.sqlite3'}"
@@ -40,14 +40,14 @@ each_database = pytest.mark.parametrize(
 
 @pytest.fixture
 def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[Shop]:
-    """Its database is empty, and nothing is started."""
+    """Return a shop whose database is empty and whose processes are not started."""
     shop = Shop("django_shop", tmp_path, fresh_url, redis_url)
     yield shop
     shop.close()
 
 
 def differences(shop: Shop) -> list[Any]:
-    """What Alembic would change to make the tables those of the metadata."""
+    """Return the changes with which Alembic would make the tables match the metadata."""
     tables = wiring_of(shop.delays).store.schema.metadata
     options = {
         **migrations.comparison(wiring_of(shop.delays).store.database.url.get_backend_name()),
@@ -61,17 +61,22 @@ def differences(shop: Shop) -> list[Any]:
 
 
 def create_statements(url: str) -> dict[str, str]:
-    """What the database itself says of each of our tables and indexes."""
+    """Return the database's own definition of each table and index of delaytasks."""
     engine = create_engine(url)
     with engine.connect() as connection:
         if engine.dialect.name == "sqlite":
-            query = "SELECT name, sql FROM sqlite_master WHERE tbl_name LIKE 'yb_delay%' AND sql IS NOT NULL"
+            query = (
+                "SELECT name, sql FROM sqlite_master "
+                "WHERE tbl_name LIKE 'yb_delay%' AND sql IS NOT NULL"
+            )
         elif engine.dialect.name == "postgresql":
             query = """
                 SELECT table_name || '.' || column_name,
-                  concat_ws(' ', data_type, is_nullable, column_default, character_maximum_length, is_identity)
+                  concat_ws(' ', data_type, is_nullable, column_default, \
+character_maximum_length, is_identity)
                   FROM information_schema.columns WHERE table_name LIKE 'yb_delay%'
-                UNION ALL SELECT indexname, indexdef FROM pg_indexes WHERE tablename LIKE 'yb_delay%'
+                UNION ALL SELECT indexname, indexdef FROM pg_indexes \
+WHERE tablename LIKE 'yb_delay%'
                 UNION ALL SELECT relname, reloptions::text FROM pg_class
                   WHERE relname LIKE 'yb_delay%' AND reloptions IS NOT NULL"""
         else:
@@ -125,8 +130,10 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
     with wiring_of(shop.delays).store.database.begin() as connection:
         connection.execute(
             text(
-                f"CREATE TABLE yb_delay_task_message ({columns}, tag VARCHAR(128) NOT NULL, message_body TEXT NOT NULL,"
-                " status SMALLINT NOT NULL DEFAULT 0, error_stack TEXT, version BIGINT NOT NULL DEFAULT 0,"
+                f"CREATE TABLE yb_delay_task_message ({columns}, tag VARCHAR(128) NOT NULL,"
+                " message_body TEXT NOT NULL,"
+                " status SMALLINT NOT NULL DEFAULT 0, error_stack TEXT,"
+                " version BIGINT NOT NULL DEFAULT 0,"
                 " ip_address BIGINT, delay_time BIGINT NOT NULL DEFAULT 0,"
                 f" expected_time {instant} NULL, execution_time {instant} NULL,"
                 f" create_time {instant} NULL, update_time {instant} NULL)"
@@ -159,7 +166,10 @@ def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
 
 @each_database
 def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
-    """They are made, filled, copied for a second process, and dropped: nobody may hold a connection to them."""
+    """Django creates, fills, copies and drops the test databases.
+
+    Copying and dropping a database require that no other connection to it is open.
+    """
     assert "OK" in shop.command("manage.py", "test")
     assert "OK" in shop.command("manage.py", "test", "--parallel", "2")
 
@@ -195,7 +205,8 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
     assert shop.post(f"/orders/{unpaid}/pay", 409)["error"] == "too late to pay"
 
     tasks = {task.body["order"]: task for task in shop.tasks()}
-    assert set(tasks) == {unpaid, paid}  # and none of the request that failed
+    # The request that failed has no task.
+    assert set(tasks) == {unpaid, paid}
     wait_until(
         lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled"
     )
@@ -208,9 +219,11 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
     )
     assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
     if shop.database_url.startswith("postgresql"):
-        # Django's connections name no application, delaytasks' own do. Celery closes Django's after each task.
+        # Django's connections have no application name; those of delaytasks have one. Celery closes
+        # Django's connections after each task.
         query = text(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND application_name = ''"
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name = ''"
         )
         database = wiring_of(shop.delays).store.database
         wait_until(

@@ -1,4 +1,7 @@
-"""Django's connections of rows that run side by side: closed after each row, as Celery closes them after each task."""
+"""Test Django's connections of rows that run concurrently.
+
+delaytasks closes them after each row, as Celery closes them after each task.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from tests.integration.test_django import alias, armed, delays, django, module_d
 
 @pytest.fixture(autouse=True)
 def fixup(module_delays: DjangoDelays) -> Iterator[None]:  # noqa: F811
-    """What a worker of a Django project does."""
+    """Install the fixup that a worker of a Django project installs."""
     made = DjangoWorkerFixup(wiring_of(module_delays).celery).install()
     yield
     signals.task_prerun.disconnect(made.on_task_prerun)
@@ -40,8 +43,9 @@ def query(alias: str, used: list[tuple[int, Any]]) -> None:  # noqa: F811
 
 def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
     tasks = [delays.schedule_delay(tag, None, 0) for _ in range(6)]
+    # A row that finds no free slot within the time box returns to the queue.
     while delays.runner().drain("default", range(10), limit=100).claimed:
-        pass  # what found no place within the time box went back
+        pass
     return [delays.get(task) for task in tasks]
 
 
@@ -82,7 +86,8 @@ def test_a_row_beside_others_completes_in_its_own_transaction(
 ) -> None:
     from django.db import transaction
 
-    turn = threading.Lock()  # SQLite has one writer at a time
+    # SQLite has one writer at a time.
+    turn = threading.Lock()
 
     def work(body: Any, task: DelayTask) -> None:
         with turn, transaction.atomic(alias):

@@ -1,4 +1,4 @@
-"""Brokers that are healthy and far away: the fast path works, and nobody waits longer than the limit."""
+"""Test healthy brokers with a slow network: messages arrive, and callers wait within the limit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.running import ROOT, delete_keys
 from tests.waiting import wait_until
 
 LIMIT_S = 0.5
-#: The machine's own share of a call, when it is busy.
+#: A busy machine adds up to this many seconds to a call.
 SLACK_S = 0.4
-#: Each way: a round trip takes 0.1 s.
+#: The proxy delays each direction by this many seconds, so a round trip takes 0.1 s.
 DELAY_S = 0.05
-#: More than the dozen round trips of a new connection.
+#: This is longer than the dozen round trips of a new connection.
 CONNECTED_S = 10
 THREADS, EACH = 16, 5
 MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
@@ -33,7 +33,7 @@ BROKERS = pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 
 
 class Far:
-    """A publisher whose broker is reached through a proxy."""
+    """Run a publisher that reaches its broker through a proxy."""
 
     def __init__(self, url: str) -> None:
         self.proxy = proxy_to(url)
@@ -45,7 +45,7 @@ class Far:
         self.publisher = Publisher(app, self.namespace, LIMIT_S, self.events)
 
     def send(self, queue: str = "default") -> tuple[bool, float]:
-        """Whether it was sent, and the seconds that it took."""
+        """Return whether the publisher sent the message, and how many seconds the call took."""
         began = time.monotonic()
         is_sent = self.publisher.send("delaytasks.run", queue, MESSAGE)
         return is_sent, time.monotonic() - began
@@ -111,9 +111,8 @@ def test_a_connection_that_was_closed_while_nobody_used_it_costs_no_message(far:
     wait_until(lambda: far.arrived() == 1, 5, "the first message")
     wait_until(lambda: far.publisher.is_up, 5, "the publisher to know")
     far.proxy.reset()
-    if far.url.startswith(
-        "amqp"
-    ):  # a write to a connection that was just closed meets no error yet
+    # The first write to a connection that was just closed does not fail yet.
+    if far.url.startswith("amqp"):
         far.publisher.send("delaytasks.run", "default", MESSAGE)
     already = far.arrived()
     assert far.send()[0]
@@ -151,7 +150,8 @@ def test_a_short_lived_process_does_not_wait_long_for_a_black_hole(far: Far) -> 
 @pytest.mark.parametrize("broker", ["redis"])
 def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Far) -> None:
     far.proxy.delay_s = 0
-    for queue in ("default", "other"):  # which declares both
+    # The first message to each queue declares the queue.
+    for queue in ("default", "other"):
         wait_until(lambda queue=queue: far.send(queue)[0], CONNECTED_S, "a message to be sent")  # type: ignore[misc]
     told: list[dict[str, Any]] = []
     far.events.subscribe(

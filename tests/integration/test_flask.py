@@ -1,4 +1,4 @@
-"""Flask: rows in the request's session, processors in an application context, and a real shop."""
+"""Test Flask: rows in the request's session, application contexts of processors, and a shop."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def own_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever becomes the default instance is not it after the test."""
+    """Restore the default instance after the test."""
     monkeypatch.setattr(api, "_default", None)
 
 
 class Project:
-    """What a module of a Flask project has."""
+    """Provide the objects that a module of a Flask project defines."""
 
     def __init__(self, **options: Any) -> None:
         self.db = SQLAlchemy()
@@ -55,14 +55,14 @@ class Project:
         return app
 
     def run(self, task: DelayTask) -> DelayTask:
-        """As a worker does, without one."""
+        """Run `task` in this process, as a worker does."""
         self.delays.runner().run([Entry(task.id, task.version, 0)])
         return self.delays.get(task)
 
 
 @pytest.fixture
 def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """With tables of its own; `project.delays` has an app."""
+    """Yield a project with tables of its own; `project.delays` has an app."""
     project = Project()
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
     monkeypatch.setattr(wiring_of(project.delays).timer, "arm", project.armed.extend)
@@ -87,7 +87,7 @@ def app_of(project: Project) -> Flask:
 
 
 def count(project: Project) -> int:
-    """The rows that others see."""
+    """Return the number of rows that other connections see."""
     query = select(func.count()).select_from(wiring_of(project.delays).store.schema.tasks)
     found: int = wiring_of(project.delays).store.database.alone(
         lambda c: c.execute(query).scalar_one()
@@ -257,7 +257,8 @@ def test_a_processor_has_an_application_context_and_a_session_of_its_own(project
     (name, first), (_, second) = seen
     assert name == "shop"
     assert first is not second
-    assert not first.in_transaction()  # it was closed, and its connection given back
+    # The session was closed, and its connection returned to the pool.
+    assert not first.in_transaction()
     assert not second.in_transaction()
 
 
@@ -286,7 +287,7 @@ def test_what_a_processor_schedules_is_part_of_its_transaction(project: Project)
     assert (done.status, following) == (Status.DONE, 1)
 
 
-# -- putting it together --------------------------------------------------------------------------
+# -- app factories --------------------------------------------------------------------------------
 
 
 def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configuration() -> None:
@@ -437,7 +438,8 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Sho
     assert shop.post(f"/orders/{unpaid}/pay", 409)["error"] == "too late to pay"
 
     tasks = {task.body["order"]: task for task in shop.tasks()}
-    assert set(tasks) == {unpaid, paid}  # and none of the request that failed
+    # The request that failed has no task.
+    assert set(tasks) == {unpaid, paid}
     wait_until(
         lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled"
     )

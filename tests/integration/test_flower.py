@@ -1,4 +1,4 @@
-"""A real Flower beside a real worker: people see each row as a task of its own, named by its tag."""
+"""Test Flower with a real worker: it shows each row as a task of its own, named by its tag."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ HOSTILE = "<script>document.title = 'owned'</script>"
 
 
 class Site:
-    """A worker that sends events, and Flower, on a broker of which they share only the server with others."""
+    """Run Flower and a worker that sends events.
+
+    Both use a broker server that other tests use too, under names of their own.
+    """
 
     def __init__(
         self,
@@ -41,13 +44,14 @@ class Site:
         **settings: Any,
     ) -> None:
         self.token = "t" + secrets.token_hex(4)
-        # Flower switches the events of all workers on that hear it: not those of other tests.
+        # Flower switches on the events of all workers that receive its command. The exchanges of
+        # this test are its own, so the workers of other tests do not receive it.
         own = {"event_exchange": f"{self.token}.ev", "control_exchange": f"{self.token}.control"}
         self.deployment = Deployment(
             folder, database_url, broker_url, {**own, **(conf or {})}, **settings
         )
         self.url = ""
-        #: The worker, where Flower was started first.
+        #: Holds the name of the worker, even if Flower starts before the worker.
         self.worker = self.deployment.node(1)
 
     def get(self, path: str, **parameters: Any) -> Any:
@@ -59,7 +63,7 @@ class Site:
         return requests.get(f"{self.url}{path}", timeout=10).text
 
     def info(self, task: DelayTask, attempt: int = 1) -> dict[str, Any]:
-        """What Flower knows of one attempt; nothing yet: {}."""
+        """Return Flower's data of one attempt, or `{}` if Flower has none yet."""
         answer = requests.get(f"{self.url}/api/task/info/{task.id}-{attempt}", timeout=10)
         if answer.status_code == 404:
             return {}
@@ -83,7 +87,7 @@ class Site:
             ) from None
 
     def online(self) -> dict[str, Any]:
-        """Flower's workers by name."""
+        """Return Flower's workers by name."""
         return {worker["hostname"]: worker for worker in self.get("/workers", json=1)["data"]}
 
     def close(self) -> None:
@@ -134,7 +138,7 @@ def make_site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callab
         context.__exit__(None, None, None)
 
 
-# -- the API ------------------------------------------------------------------------------------------
+# -- the API --------------------------------------------------------------------------------------
 
 
 def test_each_row_is_a_task_named_by_its_tag(site: Site) -> None:
@@ -231,7 +235,8 @@ def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(
     site.url = site.deployment.flower()
     site.deployment.beat()
     site.deployment.worker("-E")
-    with site.deployment.store.database.begin() as connection:  # nothing but a sweep finds it
+    # Only a sweep finds this row.
+    with site.deployment.store.database.begin() as connection:
         row = {"tag": "test.note", "message_body": f'{{"file": "{site.deployment.file}"}}'}
         connection.execute(
             insert(site.deployment.store.schema.tasks).values(**row, expected_time=db_now_plus(3))
@@ -246,9 +251,9 @@ def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
     metrics = site.page("/metrics")
     labels = set(re.findall(r'[,{]task="([^"]*)"', metrics))
     assert {"test.note"} <= labels <= TAGS | {""}
-    count = r'flower_events_total\{task="test.note",type="task-succeeded",worker="WORKER"\} [1-9]'.replace(
-        "WORKER", site.worker
-    )
+    count = (
+        r'flower_events_total\{task="test.note",type="task-succeeded",worker="WORKER"\} [1-9]'
+    ).replace("WORKER", site.worker)
     assert re.search(count, metrics), metrics
     assert str(task.id) not in metrics
 
@@ -264,12 +269,15 @@ def test_the_worker_is_online_with_its_counts(site: Site) -> None:
     assert site.worker in site.page(f"/worker/{site.worker}")
 
 
-# -- the pages ----------------------------------------------------------------------------------------
+# -- the pages ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def chromium(tmp_path: Path) -> Callable[..., str]:
-    """Renders a page, its scripts included, and returns what stands there then; or makes a picture of it."""
+    """Return a function that renders a page and runs its scripts.
+
+    The function returns the resulting HTML, or saves a screenshot.
+    """
     program = next(
         filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
     )
@@ -290,7 +298,8 @@ def chromium(tmp_path: Path) -> Callable[..., str]:
             f"--user-data-dir={tmp_path / 'profile'}",
             "--window-size=1400,900",
         ]
-        # Flower's pages poll, so time is counted for them as it passes for scripts, and ends.
+        # Flower's pages poll without end. A virtual time budget ends their scripts after 5 s of
+        # virtual time.
         command += ["--virtual-time-budget=5000", *(what or ["--dump-dom"]), url]
         run = subprocess.run(command, capture_output=True, timeout=60, check=True)
         return run.stdout.decode()
@@ -329,11 +338,11 @@ def test_in_a_browser_people_see_the_tag_the_id_and_red(
     assert ">Online</span>" in overview
 
 
-# -- Celery's own commands ----------------------------------------------------------------------------
+# -- Celery's own commands ------------------------------------------------------------------------
 
 
 def ask(site: Site, *command: str) -> Any:
-    """What the one worker answers to a command such as `inspect stats`."""
+    """Return the worker's answer to a command, for example `inspect stats`."""
     ended = site.deployment.command(
         *command, "--json", "--timeout", "10", "--destination", site.deployment.node(0)
     )
@@ -402,15 +411,14 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
     assert ask(site, "control", "disable_events") == {"ok": "task events disabled"}
     also_unseen = run_some()
     assert ask(site, "control", "enable_events") == {"ok": "task events enabled"}
-    site.wait_for(
-        "SUCCESS", run_some()
-    )  # events arrive in order, so those of earlier tasks are not on their way
+    # Events arrive in order, so all events of earlier tasks have arrived when this one has.
+    site.wait_for("SUCCESS", run_some())
     assert site.info(seen)
     assert not site.info(unseen)
     assert not site.info(also_unseen)
 
 
-# -- docs/flower.md -----------------------------------------------------------------------------------
+# -- docs/flower.md -------------------------------------------------------------------------------
 
 
 def test_what_the_docs_say_about_protection_is_so(

@@ -1,5 +1,7 @@
-"""Whoever can write to the broker sends what he likes: the worker lives, nothing runs that is not due, and what is due
-runs once."""
+"""Test messages that an attacker writes to the broker.
+
+The worker stays alive, runs no task before its due time, and runs each due task once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ RUNS = {"task": RUN, "id": "forged"}
 
 
 class Bomb:
-    """Unpickled, it makes a folder."""
+    """Create a folder when an instance is unpickled."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -40,7 +42,7 @@ class Bomb:
 
 
 class Scene:
-    """A worker whose app accepts pickle, since it knows no better."""
+    """Run a worker whose app accepts pickle, which is an insecure setting."""
 
     def __init__(self, folder: Path, database: str, broker: str, **settings: Any) -> None:
         self.d = Deployment(
@@ -54,7 +56,7 @@ class Scene:
         return wiring_of(self.d.delays).publisher.queue("default")
 
     def send(self, messages: list[tuple[Any, Any, str]]) -> None:
-        """Body, headers and content type of each."""
+        """Send messages; each one is a body, its headers and its content type."""
         queue = self.queue()
         with wiring_of(self.d.delays).celery.connection_for_write() as connection:
             producer = Producer(connection)
@@ -87,10 +89,12 @@ def open_scene(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Open]:
     made: list[Scene] = []
-    monkeypatch.setenv("C_FORCE_ROOT", "1")  # Celery itself will not accept pickle as root
+    # Celery refuses to accept pickle as root without this variable.
+    monkeypatch.setenv("C_FORCE_ROOT", "1")
 
     def make(broker: str, **settings: Any) -> Scene:
-        # A Redis of our own: what is said to all there is heard by each worker.
+        # Each worker on a Redis server receives broadcast commands, so this test starts its own
+        # server.
         url = request.getfixturevalue("rabbitmq_url") if broker == "rabbitmq" else start_redis().url
         if settings.get("timer") == "redis":
             settings["redis_url"] = url
@@ -108,12 +112,12 @@ def forged(
     now = int(datetime.now(timezone.utc).timestamp() * 1e6)
     bomb = Bomb(str(scene.boom))
     entries = [
-        *([[far.id, 0, now, 0]] * 10),  # not due
+        *([[far.id, 0, now, 0]] * 10),  # This task is not due.
         [far.id, 1, now, 0],
         [near.id, 0, now, 0],
         [cancelled.id, 1, now, 0],
         [4711, 0, now, 0],
-        [(5 << COUNTER_BITS) + 1, 0, now, 0],  # of another shard
+        [(5 << COUNTER_BITS) + 1, 0, now, 0],  # This id belongs to another shard.
         [2**63 - 1, 2**63 - 1, 0, -32768],
     ]
     bodies: list[Any] = [
@@ -170,7 +174,7 @@ def forged(
     return messages
 
 
-#: In Redis a queue is a list, and nobody keeps anything out of it.
+#: In Redis a queue is a list, so a client can push any bytes into it.
 RAW: list[Any] = [
     b"garbage",
     b"\xff\xfe",

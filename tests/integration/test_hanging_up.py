@@ -1,4 +1,4 @@
-"""A worker that stops on Redis has asked for one more message: what it is given must not be lost with it."""
+"""A worker that stops on Redis has already requested one more message, which must not be lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 
 class ConsumingConnection:
-    """A connection that consumes as a worker does, and has asked for the next message."""
+    """Consume like a worker, with a request for the next message under way."""
 
     def __init__(self, url: str) -> None:
         self.name = "t" + secrets.token_hex(4)
@@ -31,7 +31,8 @@ class ConsumingConnection:
         consumer.consume()
         self.channel: Any = self.connection.default_channel
         self.connection.transport.cycle._register_BRPOP(self.channel)
-        consumer.cancel()  # as Celery's own steps do before ours is stopped
+        # Celery's own steps cancel the consumer before our step stops.
+        consumer.cancel()
 
     def publish(self) -> None:
         with Connection(self.connection.as_uri(include_password=True)) as other:

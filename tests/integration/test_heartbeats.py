@@ -1,4 +1,7 @@
-"""Hundreds of connections whose heartbeats push their timeouts away, on a real worker; then some fall silent."""
+"""Test hundreds of connections whose heartbeats postpone their timeouts on a real worker.
+
+Later some of the connections become silent.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ from tests.waiting import wait_until
 TIMEOUT_S, EVERY_S = 4.0, 1.0
 ALIVE = [f"connection {number}" for number in range(300)]
 SILENT = set(ALIVE[::8])
-#: What a busy machine adds to the bound of RELIABILITY: grace, sweep interval and dispatch.
+#: A busy machine adds up to this many seconds to RELIABILITY's bound of grace period, sweep
+#: interval and dispatch.
 SLACK_S = 10
 
 COMBINATIONS = [
@@ -28,7 +32,7 @@ COMBINATIONS = [
 
 
 class Connections(Deployment):
-    """A server that tells now and then whom it has heard from."""
+    """Run a server that regularly reports the connections from which it received a heartbeat."""
 
     def heartbeat(self, alive: list[str]) -> list[str]:
         gone = self.delays.touch_many(tag="test.note", keys=alive, delay=TIMEOUT_S)
@@ -39,7 +43,7 @@ class Connections(Deployment):
         return gone
 
     def live(self, alive: list[str], is_over: Callable[[], bool], most_s: float) -> None:
-        """Time passes, and these are heard from."""
+        """Send heartbeats for `alive` until `is_over()`, for at most `most_s` seconds."""
         clock = wiring_of(self.delays).clock
         until = clock.now() + timedelta(seconds=most_s)
         while clock.now() < until and not is_over():
@@ -48,7 +52,7 @@ class Connections(Deployment):
             wait_until(lambda next_at=next_at: clock.now() >= next_at, 5, "the next heartbeat")  # type: ignore[misc]
 
     def count_messages(self) -> list[int]:
-        """How many are sent in this process from now on, one number for each time."""
+        """Return a list to which each later send in this process appends its number of messages."""
         sent: list[int] = []
         send = wiring_of(self.delays).publisher.send
 
@@ -95,9 +99,8 @@ def test_those_that_fall_silent_time_out_and_no_others(connections: Connections,
     assert d.heartbeat(ALIVE) == ALIVE, "the first time all are new"
     sent = d.count_messages()
     d.live(ALIVE, lambda: False, TIMEOUT_S)
-    armed = d.worker_events().get(
-        "sweep.armed"
-    )  # by the worker's first sweep, if that came later than the tasks
+    # The worker's first sweep arms these rows if it starts after the tasks were scheduled.
+    armed = d.worker_events().get("sweep.armed")
     d.live(ALIVE, lambda: False, 1.5 * TIMEOUT_S)
     assert (d.runs(), sent) == ([], []), "nothing fires, and nothing is sent"
     assert d.worker_events().get("sweep.armed") == armed, "by the sweep neither"

@@ -1,4 +1,4 @@
-"""HTTP callbacks to a real server that answers well or badly; what becomes of their tasks."""
+"""Test HTTP callbacks to real servers: answers, errors, and the outcomes of their tasks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from tests.services import free_port
 from tests.webserver import WebServer, answer, drip, hang, pour, reset
 
 SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
-#: What bounds a test; what it bounds is much shorter.
+#: Each test ends within this many seconds; the limits under test are much shorter.
 PATIENCE_S = 20
 
 
 class Caller:
-    """A process's callbacks, with names of our own."""
+    """Send callbacks as a process does, with a name resolution of the test's own."""
 
     def __init__(self, names: Callable[[str], list[str]] | None = None, **settings: Any) -> None:
         given = {"allow": "127.0.0.1", "connect_s": 2, "read_s": 0.5, "total_s": 1, **settings}
@@ -64,7 +64,7 @@ class Caller:
         )
 
     def post(self, url: str, body: Any = None, attempt: int = 1, **more: Any) -> Any:
-        """The outcome; `TimeoutError` if there is none in time."""
+        """Return the outcome, or raise `TimeoutError` if the callback does not end in time."""
         call = partial(self.http, Callback(url, body, **more), task(attempt))
         return within(PATIENCE_S, call)
 
@@ -78,7 +78,7 @@ def caller() -> Caller:
     return Caller()
 
 
-# -- what is sent ---------------------------------------------------------------------------------
+# -- requests -------------------------------------------------------------------------------------
 
 
 def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:
@@ -158,7 +158,7 @@ def test_cookies_proxies_and_netrc_are_nothing_to_us(
         assert not {"cookie", "authorization"} & request.headers.keys()
 
 
-# -- what is answered -----------------------------------------------------------------------------
+# -- answers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])
@@ -239,7 +239,7 @@ def test_dates_of_retry_after_are_read_in_all_their_forms() -> None:
         assert retry_after_s(text, now) == 0, text
 
 
-# -- trouble --------------------------------------------------------------------------------------
+# -- broken connections and answers ---------------------------------------------------------------
 
 HEAD = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
 TROUBLE = {
@@ -298,7 +298,7 @@ def test_whatever_befalls_the_body_the_status_counts(
 
 
 class _Saying:
-    """An exchange in which 500 is another status."""
+    """Replace the status 500 in the bytes that an exchange writes."""
 
     def __init__(self, exchange: Any, status: bytes) -> None:
         self._exchange = exchange
@@ -365,12 +365,12 @@ def test_a_name_that_is_not_known_or_not_answered_is_network_trouble() -> None:
 
 @contextmanager
 def _listener() -> Iterator[int]:
-    """The port of one that takes connections in, and neither reads nor writes."""
+    """Yield the port of a server that accepts connections, and neither reads nor writes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
 
-# -- where it goes --------------------------------------------------------------------------------
+# -- allowed destinations -------------------------------------------------------------------------
 
 
 def test_the_address_that_was_checked_is_the_one_that_is_connected_to(web: WebServer) -> None:
@@ -410,13 +410,14 @@ def test_what_became_forbidden_after_it_was_scheduled_is_not_called(web: WebServ
 
 
 class Authority:
-    """Certificates for a test's own servers."""
+    """Issue certificates for the servers of a test."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.file = folder / "ca.pem"
         self._key = folder / "ca.key"
-        # Since Python 3.13 a default context checks as strictly as RFC 5280, which requires an authority's key usage.
+        # Since Python 3.13 a default context checks certificates as strictly as RFC 5280, which
+        # requires the key usage of a certificate authority.
         usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
         self._run(
             "req",
@@ -636,9 +637,12 @@ def test_a_forbidden_url_is_refused_when_it_is_scheduled(delays: DelayTasks, url
 @pytest.mark.parametrize(
     "headers",
     [
-        {"X": "a\r\nY: b"}, {"X": "a\nb"}, {"X": "\x00"}, {"X": "é"}, {"X": ""}, {"X": 7}, {"X Y": "a"}, {"": "a"},
-        {"X:": "a"}, {"Host": "other"}, {"content-length": "1"}, {"Transfer-Encoding": "chunked"}, {7: "a"},
-        {"Webhook-Id": "1"}, {"webhook-signature": "v1,x"}, {"Connection": "close"}, {"X": "a", "x": "b"}, ["X"],
+        {"X": "a\r\nY: b"}, {"X": "a\nb"}, {"X": "\x00"}, {"X": "é"}, {"X": ""}, {"X": 7},
+        {"X Y": "a"}, {"": "a"},
+        {"X:": "a"}, {"Host": "other"}, {"content-length": "1"},
+        {"Transfer-Encoding": "chunked"}, {7: "a"},
+        {"Webhook-Id": "1"}, {"webhook-signature": "v1,x"}, {"Connection": "close"},
+        {"X": "a", "x": "b"}, ["X"],
         {"Proxy-Authorization": "a"}, {"X": " a"},
     ],
 )  # fmt: skip
@@ -659,7 +663,7 @@ def test_secrets_are_not_shown() -> None:
         assert secret.removeprefix("whsec_") not in f"{settings!r} {settings.effective()}"
 
 
-# -- many at once ---------------------------------------------------------------------------------
+# -- simultaneous calls ---------------------------------------------------------------------------
 
 
 def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_time(
@@ -668,7 +672,8 @@ def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_tim
     everybody = threading.Event()
 
     def names(host: str) -> list[str]:
-        everybody.wait(2)  # time for the others to ask, too
+        # The other callers get the time to resolve the name, too.
+        everybody.wait(2)
         return ["127.0.0.1"]
 
     caller = Caller(names, allow="partner.example", connect_s=10, read_s=10, total_s=60)

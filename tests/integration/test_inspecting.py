@@ -1,4 +1,4 @@
-"""What Celery's remote control says about rows, and what `celery purge` leaves of them."""
+"""Celery's remote control reports rows, and `celery purge` loses no task."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_deployment(
 def test_each_inspection_answers_while_a_chunk_runs(
     open_deployment: Callable[..., Deployment], timer: str
 ) -> None:
-    """`celery inspect` prints the answer with the JSON of the standard library."""
+    """`celery inspect` prints the answer with the JSON encoder of the standard library."""
     d = open_deployment(timer=timer, horizon_s=3000)
     worker = d.worker(concurrency=1)
     running, near = d.schedule("test.sleep", body={"seconds": 600}), d.schedule(delay=2900)
@@ -71,7 +71,10 @@ def test_each_inspection_answers_while_a_chunk_runs(
 
 
 def test_a_purge_costs_no_task(open_deployment: Callable[..., Deployment]) -> None:
-    """`celery purge` empties Celery's own queues, and ours if they are named; what was armed there is found overdue."""
+    """A sweep finds the rows whose messages `celery purge` deletes.
+
+    `celery purge` empties Celery's own queues, and the queues of delaytasks if it names them.
+    """
     d = open_deployment(horizon_s=60)
     task = d.schedule(delay=1)
     queue = wiring_of(d.delays).publisher.queue("default").name

@@ -1,4 +1,4 @@
-"""Several instances and deployments side by side: in one process, on one broker, in one database."""
+"""Test several instances and deployments in one process, on one broker, and in one database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from delaytasks.worker.celery_tasks import SWEEP
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 
-#: Of RabbitMQ, where it is half an hour unless it is set.
+#: RabbitMQ's consumer timeout in these tests; its default is 30 minutes.
 CONSUMER_TIMEOUT_S = 2
 
 
@@ -165,7 +165,7 @@ def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_eve
 def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_once(
     tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:
-    """It is acknowledged on receipt, so the broker has nothing to deliver again."""
+    """A worker acknowledges a message on receipt, so the broker does not deliver it again."""
     conf = {"broker_transport_options": {"visibility_timeout": 2}}
     d = Deployment(
         tmp_path, postgresql_url, redis_url, conf, horizon_s=None, sweep_s=60, self_sweep_s=120
@@ -183,7 +183,7 @@ def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_on
 def test_without_a_horizon_a_message_outlives_the_consumer_timeout_and_runs_once(
     tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer
 ) -> None:
-    """RabbitMQ closes the channel of whoever has not acknowledged a message in time."""
+    """RabbitMQ closes a channel whose consumer does not acknowledge a message in time."""
     own_rabbitmq.hurry(CONSUMER_TIMEOUT_S)
     far_s, made = 4 * CONSUMER_TIMEOUT_S, []
     try:

@@ -1,4 +1,4 @@
-"""What a worker and beat write to their logs at INFO."""
+"""Test the messages that a worker and beat log at INFO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests.waiting import wait_until
 def proxied(
     request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
 ) -> Iterator[tuple[Deployment, Proxy]]:
-    """Its workers and beats reach the database by way of a proxy, and the test without it."""
+    """Yield a deployment whose workers and beats reach the database through a proxy.
+
+    The test itself connects to the database directly.
+    """
     url = request.getfixturevalue(f"{request.param}_url")
     proxy = proxy_to(url)
     deployment = Deployment(tmp_path, url, redis_url, log_successes=True)

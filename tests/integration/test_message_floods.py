@@ -1,4 +1,4 @@
-"""Messages that anybody may send to our queues take up neither a worker's memory nor its log."""
+"""Messages of an attacker do not exhaust a worker's memory, and do not flood its log."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.running import Deployment
 from tests.waiting import wait_until
 
 MEGABYTE = 1024 * 1024
-#: What each bomb becomes when it is decompressed.
+#: Each bomb has this size after decompression.
 BOMB_SIZE = 400 * MEGABYTE
-#: How much the worker may grow.
+#: The worker's memory may grow by this many bytes.
 MOST_GROWTH = 64 * MEGABYTE
 JSON = "application/json"
 
@@ -38,7 +38,7 @@ def bzip2_bomb() -> bytes:
 
 
 class Scene:
-    """A worker that serves one of our queues and one of Celery's own."""
+    """Run a worker that serves one queue of delaytasks and one of Celery's own."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Scene:
     def send(
         self, messages: list[tuple[bytes, dict[str, Any]]], queue: str = "", kind: str = JSON
     ) -> None:
-        """Bodies and headers, as they are."""
+        """Send messages; each one is an encoded body and its headers."""
         ours = wiring_of(self.d.delays).publisher.queue("default")
         with wiring_of(self.d.delays).celery.connection_for_write() as connection:
             producer = Producer(connection)
@@ -71,14 +71,14 @@ class Scene:
                 )
 
     def peak(self) -> int:
-        """The most memory that the worker's main process has ever had."""
+        """Return the peak memory of the worker's main process, in bytes."""
         status = Path(f"/proc/{self.worker.pid}/status").read_text()
         found = re.search(r"VmHWM:\s+(\d+) kB", status)
         assert found is not None
         return int(found[1]) * 1024
 
     def wait_until_taken_in(self) -> None:
-        """A task that is scheduled behind them, and comes by the same queue, has run."""
+        """Wait until a task that follows the messages in the same queue has run."""
         self.d.wait_for([self.d.schedule(delay=0.2)])
 
     def refused(self) -> int:
@@ -164,7 +164,7 @@ def test_what_is_long_is_refused_before_it_is_decoded(
 
 
 class Raw(amqp.Message):
-    """A message whose properties are these bytes."""
+    """Encode the bytes of `table` as the properties of a message."""
 
     table = b""
 
@@ -191,7 +191,10 @@ def nested(levels: int) -> bytes:
 def test_properties_that_py_amqp_can_not_read_end_no_worker(
     tmp_path: Path, rabbitmq_url: str, postgresql_url: str, table: bytes
 ) -> None:
-    """RabbitMQ hands on tables as they are, and delivers again what a worker that ended has not acknowledged."""
+    """RabbitMQ does not check property tables.
+
+    It redelivers messages that a stopped worker has not acknowledged.
+    """
     scene = Scene(tmp_path, postgresql_url, rabbitmq_url)
     for queue in (wiring_of(scene.d.delays).publisher.queue("default").name, scene.own):
         message = Raw(b"[[], {}, {}]")
@@ -256,7 +259,7 @@ def test_a_flood_of_messages_that_celery_rejects_does_not_fill_the_log(open_scen
 def test_headers_of_20_megabytes_are_not_logged(
     tmp_path: Path, start_redis: Callable[..., RedisServer], postgresql_url: str, kind: str
 ) -> None:
-    """RabbitMQ itself takes none that are longer than a frame."""
+    """RabbitMQ itself rejects properties that are longer than a frame."""
     server = start_redis()
     scene = Scene(tmp_path, postgresql_url, server.url)
     before, long = scene.peak(), "x" * (20 * MEGABYTE)
@@ -283,7 +286,7 @@ def test_headers_of_20_megabytes_are_not_logged(
     assert not scene.worker.ended()
     assert len(scene.worker.log()) < 20_000
     assert scene.refused() >= 3
-    # What is in Redis is read as a whole: a message at a time.
+    # Redis delivers each message as a whole, and the worker reads one message at a time.
     assert scene.peak() - before < MOST_GROWTH + 3 * len(text)
     scene.close()
 
@@ -292,17 +295,17 @@ def test_headers_of_20_megabytes_are_not_logged(
 def test_an_app_that_accepts_no_json_runs_delayed_tasks(
     open_scene: Open, accepted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its beat sends sweeps as well, compressed though they may be asked to be."""
-    monkeypatch.setenv("C_FORCE_ROOT", "1")  # Celery itself will not accept pickle as root
+    """Beat, too, sends its messages in an accepted format, even if the app requests compression."""
+    # Celery refuses to accept pickle as root without this variable.
+    monkeypatch.setenv("C_FORCE_ROOT", "1")
     conf = {"accept_content": accepted, "task_serializer": accepted[0], "task_compression": "gzip"}
     scene = open_scene(conf, self_sweep_s=600)
     near = [scene.d.schedule(delay=0.3) for _ in range(3)]
     scene.d.wait_for(near)
     run = next(run for run in scene.d.runs() if run[0] == str(near[0].id))
     assert int(run[1]) / 1e6 < scene.d.settings["grace_s"], "by its message, not by a sweep"
-    far = scene.d.schedule(
-        delay=scene.d.settings["horizon_s"] + 2
-    )  # which nobody but beat's sweep arms
+    # Only beat's sweep arms this task.
+    far = scene.d.schedule(delay=scene.d.settings["horizon_s"] + 2)
     scene.d.beat()
     scene.d.wait_for([far], deadline_s=40)
     assert "message.refused" not in scene.d.logs()

@@ -1,4 +1,7 @@
-"""Brokers and databases that are away, slow, or break off: nobody waits long, nothing is lost or doubled."""
+"""Test brokers and databases that are unreachable, slow, or interrupt connections.
+
+Callers wait within the limits, no task is lost, and no task runs twice.
+"""
 
 from __future__ import annotations
 
@@ -34,18 +37,18 @@ from tests.waiting import wait_until
 
 LIMIT_S = 0.5
 INSERT, COMMIT = rb"INSERT INTO|EXECUTE ", rb"COMMIT(?!TED)"
-#: The machine's own share of a call, when it is busy.
+#: A busy machine adds up to this many seconds to a call.
 SLACK_S = 0.4
-#: What connecting may take, in a thread of its own.
+#: Connecting in a background thread may take this many seconds.
 CONNECTS_S = 2 * CONNECT_STEP_S + SLACK_S
-#: Longer than a worker's pauses between two tries to connect.
+#: This outage is longer than a worker's pauses between two attempts to connect.
 AWAY_S = 13
-#: A worker's longest pause, and how long a try may take.
+#: The sum of a worker's longest pause and the longest attempt to connect.
 RECONNECTS_S = 4 + 4
 
 
 class Line:
-    """A `DelayTasks` whose connections go through proxies."""
+    """Provide a `DelayTasks` whose connections go through proxies."""
 
     def __init__(self, database_url: str, broker_url: str, **settings: Any) -> None:
         self.database, self.broker = proxy_to(database_url), proxy_to(broker_url)
@@ -63,7 +66,7 @@ class Line:
         return delays
 
     def warm_up(self) -> None:
-        """So that all connections are there."""
+        """Open all connections before the test."""
         self.delays.schedule_delay("mail", {}, 5)
         self.delays.schedule_delay("mail", {}, 3600, key="warm")
         wait_until(lambda: self.arrived() == 1, 5, "the first message")
@@ -78,7 +81,7 @@ class Line:
         return self.delays.events.counts[event]
 
     def arrived(self) -> int:
-        """Messages in the broker."""
+        """Return the number of messages in the broker."""
         with Celery(
             "reader", broker=self._broker_url, set_as_current=False
         ).connection_for_write() as connection:
@@ -97,7 +100,7 @@ class Line:
         self.broker.close()
 
     def _forget_queue(self) -> None:
-        """With its exchange, and what Kombu leaves behind in Redis."""
+        """Delete the queue, its exchange, and the keys that kombu leaves in Redis."""
         if self._broker_url.startswith("redis"):
             with redis.Redis.from_url(self._broker_url) as client:
                 for key in client.scan_iter(f"*{self.namespace}*", 1000):
@@ -134,7 +137,7 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.monotonic() - began
 
 
-# -- the broker is away ---------------------------------------------------------------------------
+# -- the broker is unreachable --------------------------------------------------------------------
 
 BROKERS = pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 
@@ -150,17 +153,21 @@ def test_scheduling_goes_on_without_the_broker(
     if is_warm:
         line.warm_up()
     else:
-        delays.schedule_delay("mail", {}, 3600)  # the database's connection only
+        # This call opens a connection to the database only.
+        delays.schedule_delay("mail", {}, 3600)
     before = line.rows()
     getattr(line.broker, outage)()
     took = seconds(lambda: delays.schedule_delay("mail", {}, 5))
     assert took < LIMIT_S + SLACK_S
     assert line.rows() == before + 1
     if broker == "rabbitmq" and outage == "swallow" and is_warm:
-        return  # AMQP asks for no answer: the message is gone, and the sweep finds the row when it is overdue
+        # AMQP does not confirm the publication. The message is lost, and the sweep finds the
+        # overdue row.
+        return
     assert not wiring_of(delays).timer.is_up
 
-    # While somebody tries to connect, and while it rests, nobody waits, and nobody is told again.
+    # While one thread connects, and during the pause after an attempt, other callers do not wait,
+    # and no further event reports the outage.
     assert seconds(lambda: [delays.schedule_delay("mail", {}, 5) for _ in range(5)]) < LIMIT_S
     wait_until(lambda: line.count("timer.down") == 1, CONNECTS_S, "the broker to be given up")
     assert not wiring_of(delays).timer.is_up
@@ -189,7 +196,8 @@ def test_a_slow_broker_makes_no_caller_wait_longer_than_the_limit(
         line.warm_up()
     else:
         line.delays.schedule_delay("mail", {}, 3600)
-    line.broker.delay_s = 0.1  # each way, so that no single step is too slow
+    # Each direction is slow, but no single step reaches the limit.
+    line.broker.delay_s = 0.1
     for _ in range(3):
         assert seconds(lambda: line.delays.schedule_delay("mail", {}, 5)) < LIMIT_S + SLACK_S
     line.broker.delay_s = 0
@@ -257,7 +265,7 @@ def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> 
 
 
 def backend(engine: Engine) -> int:
-    """The server's process behind a pooled connection."""
+    """Return the id of the server process of a pooled connection."""
     with engine.connect() as connection:
         return int(connection.execute(text("SELECT pg_backend_pid()")).scalar_one())
 
@@ -302,13 +310,15 @@ def test_a_forked_child_schedules_over_connections_of_its_own(
     assert backend(wiring_of(line.delays).store.database.auto) in sessions, (
         "the child closed what is its parent's"
     )
-    line.delays.close()  # what waits in the background is sent
+    # Closing sends the messages that wait in the background.
+    line.delays.close()
     if arm == "inline":
         assert line.arrived() == 101
-    line.delays.schedule_delay("mail", {}, 5)  # the parent's connections are as good as before
+    # The parent's connections still work.
+    line.delays.schedule_delay("mail", {}, 5)
 
 
-# -- the database breaks off ----------------------------------------------------------------------
+# -- the database interrupts connections ----------------------------------------------------------
 
 DATABASES = pytest.mark.parametrize("database", ["postgresql", "mysql"])
 
@@ -448,7 +458,8 @@ def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
         with pytest.raises(e.TaskNotFoundError):
             line.delays.get(caught.value.id)
     if name == "named":
-        schedule(line.delays)  # again, with the same ids
+        # The second call uses the same ids.
+        schedule(line.delays)
         assert line.rows() == before + rows
 
 
@@ -498,7 +509,7 @@ def test_a_statement_that_stands_alone_on_the_callers_connection_has_an_unknown_
 
 
 def watch_and_refuse(proxy: Proxy) -> None:
-    """As soon as a connection was cut the database is away altogether."""
+    """Make the database unreachable when a connection is cut."""
 
     def watch() -> None:
         wait_until(lambda: proxy.cut, 10, "the cut", every_s=0.0005)
@@ -527,7 +538,8 @@ def test_a_move_whose_outcome_is_unknown_says_so(
         move(line.delays, task)
     line.database.heal()
     assert line.delays.get(task).version == 1, "and it was done"
-    move(line.delays, task)  # again: harmless
+    # A repeated call changes nothing.
+    move(line.delays, task)
 
 
 @DATABASES
@@ -558,7 +570,7 @@ CANARY = "s3cr3t-canary"
 
 
 def away(line: Line, url: str, outage: str) -> DelayTasks:
-    """A `DelayTasks` with secrets in its URLs, whose database is away."""
+    """Return a `DelayTasks` with secrets in its URLs and an unreachable database."""
     place = (
         make_url(url).set(username="canary", password=CANARY).render_as_string(hide_password=False)
     )
@@ -580,7 +592,8 @@ def test_a_database_that_is_away_is_told_soon_and_without_secrets(
     line = connect(database)
     delays = away(line, request.getfixturevalue(f"{database}_url"), outage)
     calls: list[Callable[[], Any]] = [lambda: delays.schedule_delay("mail", {"card": CANARY}, 60)]
-    if outage == "refuse":  # the others wait as long
+    # Each call of the other outages waits until its limit, so only this outage tests all calls.
+    if outage == "refuse":
         calls += [
             lambda: delays.get(1),
             lambda: delays.schedule_many([("mail", {"card": CANARY}, 60)]),
@@ -679,7 +692,8 @@ def test_a_question_for_the_time_that_is_cut_makes_no_task_early(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = SimpleNamespace(monotonic=time.monotonic, time_ns=lambda: time.time_ns() - 3600 * 10**9)
-    monkeypatch.setattr(clock_module, "time", slow)  # the host's clock is an hour behind
+    # The clock of the host is one hour slow.
+    monkeypatch.setattr(clock_module, "time", slow)
     line = connect()
     line.database.cut_request(b"clock_timestamp")
     task = line.delays.schedule_delay("mail", {}, 60)
@@ -734,7 +748,7 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
 
 
 class Site:
-    """A deployment whose broker is reached through a proxy."""
+    """Run a deployment that reaches its broker through a proxy."""
 
     def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
         self.broker = proxy_to(broker_url)
@@ -786,10 +800,11 @@ def test_a_worker_whose_broker_is_cut_again_and_again_resumes(
             place.broker.refuse()
         else:
             place.broker.reset()
-        away = [d.schedule(delay=0.2) for _ in range(5)]  # while it is away, or just came back
+        # The broker is unreachable, or has just become reachable again.
+        away = [d.schedule(delay=0.2) for _ in range(5)]
         place.broker.heal()
         d.wait_for(away, deadline_s=15)
-        # It takes messages in again: a task is on time, with no sweep to help.
+        # The broker accepts messages again when a task runs on time without a sweep.
         wait_until(lambda: runs_on_time(d), 15, "a task on time", every_s=0.2)
     assert not worker.ended()
     runs = [run[0] for run in d.runs()]
@@ -804,7 +819,7 @@ def runs_on_time(d: Deployment) -> bool:
 
 @dataclass
 class Outage:
-    """Of one broker, in one way, under a producer, a beat and a worker."""
+    """Run a producer, a beat and a worker during one kind of outage of one broker."""
 
     name: str
     place: Site
@@ -829,12 +844,17 @@ class Outage:
         assert took < LIMIT_S + SLACK_S, self.name
 
     def end(self) -> None:
-        self.place.broker.reset()  # what was swallowed is lost, with the connections on which it was said
+        # A reset discards the swallowed bytes and their connections.
+        self.place.broker.reset()
         self.place.broker.heal()
         self.healed_at = wiring_of(self.place.deployment.delays).clock.now()
 
     def longest_s(self) -> float:
-        """From when a task was due and its broker back until it ran."""
+        """Return the longest delay of a task, in seconds.
+
+        The delay begins when the task is due and its broker is reachable again, and ends when it
+        runs.
+        """
         late_us = {run[0]: int(run[1]) for run in self.place.deployment.runs()}
         ran_at = {
             task: task.expected_time + timedelta(microseconds=late_us[str(task.id)])
@@ -849,7 +869,10 @@ class Outage:
 def test_what_was_scheduled_while_the_broker_was_away_for_long_runs_soon_after_it_is_back(
     site: Callable[..., Site], tmp_path: Path
 ) -> None:
-    """Two brokers, refused and swallowed, all at once: the test waits most of the time."""
+    """Run four outages simultaneously, since the test mostly waits.
+
+    Each of two brokers refuses connections or swallows bytes.
+    """
     outages = []
     for broker in ("redis", "rabbitmq"):
         for way in ("refused", "swallowed"):

@@ -1,4 +1,4 @@
-"""Pausing and resuming under real workers, on each pool."""
+"""Test pausing and resuming with real workers, on each pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ def site(postgresql_url: str, redis_url: str, tmp_path: Path) -> Iterator[Deploy
 
 
 def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
-    """Until the workers go by it, which takes about a second: what is due now ends so."""
+    """Call `say`, and wait until the workers apply its policy.
+
+    Workers apply a change after about a second. A task that is due then gets the status `status`.
+    """
     say()
 
     def is_so() -> bool:
@@ -56,7 +59,7 @@ def test_what_is_paused_stands_still_until_it_is_resumed(
     site.wait_for(waits, Status.HELD)
     noted = [run for run in site.runs() if run[1] != "mail"]
     assert len(noted) == ran, "nothing of it ran"
-    # The far ones are held by a sweep, which may come between the two looks.
+    # A sweep moves the distant rows to HELD, possibly between the two queries.
     wait_until(
         lambda: site.delays.policies()[0].held == len(site.delays.find(status="HELD", limit=1000)),
         10,

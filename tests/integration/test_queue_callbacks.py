@@ -1,4 +1,4 @@
-"""Queue callbacks, read by consumers that are not ours; what becomes of their tasks."""
+"""Test queue callbacks, foreign consumers that read them, and the outcomes of their tasks."""
 
 from __future__ import annotations
 
@@ -36,13 +36,16 @@ BODY = {"order": 7, "name": "é"}
 
 @pytest.fixture
 def name() -> str:
-    """Of a queue that nobody else has."""
+    """Return the name of a queue that only this test uses."""
     return "dt_test_" + secrets.token_hex(4)
 
 
 @pytest.fixture
 def rabbit(rabbitmq_url: str, name: str) -> Iterator[Any]:
-    """A channel of a consumer's; queues and exchanges whose names it hears of are deleted in the end."""
+    """Yield a channel of a consumer.
+
+    The teardown deletes the queues and the exchange whose names begin with `name`.
+    """
     with Connection(rabbitmq_url) as connection:
         channel = connection.channel()
         yield channel
@@ -89,7 +92,7 @@ def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> Delay
 
 
 def bodies(channel: Any, queue: str) -> list[Any]:
-    """What waits in a queue."""
+    """Return the bodies of the messages in a queue, and acknowledge them."""
     messages = iter(lambda: channel.basic_get(queue, no_ack=True), None)
     return [json.loads(message.body) for message in messages]
 
@@ -171,7 +174,7 @@ def test_without_a_setting_the_apps_broker_gets_them(
     assert bodies(rabbit, name) == [BODY]
 
 
-# -- what the broker does not take ----------------------------------------------------------------
+# -- refused messages -----------------------------------------------------------------------------
 
 
 def test_a_message_that_leads_nowhere_climbs_until_there_is_a_queue(

@@ -1,4 +1,4 @@
-"""RabbitMQ with several nodes: queues whose node is down, and URLs where nobody answers."""
+"""Test RabbitMQ clusters with unreachable queues, and URLs without a server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import SLACK_S, wait_until
 def nodes(
     own_rabbitmq: RabbitServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[RabbitServer]]:
-    """Two nodes of a cluster."""
+    """Yield the two nodes of a cluster."""
     second = RabbitServer(tmp_path_factory.mktemp("second"), cluster_of=own_rabbitmq)
     yield [own_rabbitmq, second]
     second.stop()
@@ -34,9 +34,8 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
     d = Deployment(tmp_path, postgresql_url, other.url)
     try:
         with Connection(home.url) as connection:
-            wiring_of(d.delays).publisher.queue("default")(
-                connection
-            ).declare()  # it lives there for good
+            # A queue stays on the node that declared it.
+            wiring_of(d.delays).publisher.queue("default")(connection).declare()
         first = d.worker()
         d.wait_for([d.schedule()])
         home.crash()
@@ -44,7 +43,8 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
         d.delays.events.subscribe(
             lambda n, fields: refused.append(fields["remedy"]) if n == "queue.refused" else None
         )
-        d.delays.close()  # so that the queue is declared again
+        # A new connection declares the queue again.
+        d.delays.close()
         d.wait_for([d.schedule(delay=n / 2) for n in range(4)], deadline_s=10 + d.r1_s() + SLACK_S)
         assert len(refused) == 1
         assert "node of the queue" in refused[0]

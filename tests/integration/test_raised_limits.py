@@ -1,4 +1,4 @@
-"""A limit that is raised while long rows run is used within seconds, and not when these rows end."""
+"""Workers use a raised limit within seconds, and do not wait until running rows end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from delaytasks import Status
 from tests.running import BROKERS, Deployment
 from tests.waiting import SLACK_S, wait_until
 
-#: Longer than the test: no row ends, so that no place is handed over.
+#: Rows run longer than the test, so that none ends and passes its slot on.
 LONG_S = 600
-#: Nothing here waits for a sweep.
+#: These intervals are longer than the tests, so no sweep takes part.
 NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120, "grace_s": 30}
 USED_S = 2.0
 Deploy = Callable[[str], Deployment]

@@ -1,4 +1,4 @@
-"""Receivers of callbacks, in Flask and in Django: what is not signed, or not rightly, gets no further."""
+"""Test receivers of callbacks in Flask and Django: they reject missing and invalid signatures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytest.importorskip("django")
 OLD, NEW, OTHER = (
     "whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"o", b"n", b"x")
 )
-#: (the status, what the view was given) of a request.
+#: Posts a payload and headers; returns the status, and the arguments that the view received.
 Post = Callable[[bytes, dict[str, str]], tuple[int, Any]]
 
 
@@ -61,7 +61,7 @@ def django_post() -> Iterator[Post]:
         urls = type("Urls", (), {"urlpatterns": [path("paid", paid)]})
 
         def post(payload: bytes, headers: dict[str, str]) -> tuple[int, Any]:
-            # As strict about forged requests as a browser's user wants it.
+            # The client checks CSRF tokens, like Django does for browsers.
             client = Client(enforce_csrf_checks=True, headers=headers)
             answer = client.post("/paid", payload, "application/json")
             return answer.status_code, answer.json() if answer.status_code == 200 else None

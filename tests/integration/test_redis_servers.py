@@ -1,4 +1,7 @@
-"""The `redis` timer on servers of all kinds: away, slow, full, restarted, with ACL, with TLS, and a cluster."""
+"""Test the `redis` timer on many kinds of servers.
+
+Servers are unreachable, slow, full or restarted, use ACLs or TLS, or form a cluster.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]
 LIMIT_S = 0.5
-#: The machine's own share of a call, when it is busy.
+#: A busy machine adds up to this many seconds to a call.
 SLACK_S = 0.4
 
 
@@ -56,7 +59,7 @@ def took(work: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
-# -- away -----------------------------------------------------------------------------------------
+# -- unreachable ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
@@ -86,7 +89,8 @@ def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
     start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
-    proxy.delay_s = 0.1  # each way, for each of the steps that make a connection
+    # The proxy delays each direction of each step that opens a connection.
+    proxy.delay_s = 0.1
     bench = connect(f"redis://127.0.0.1:{proxy.port}/1", publish_limit_s=LIMIT_S)
     for id in (1, 2, 3):
         assert took(lambda id=id: bench.timer.arm([bench.entry(id)])) < LIMIT_S + SLACK_S  # type: ignore[misc]
@@ -188,7 +192,7 @@ PAGE = (Path(__file__).parents[2] / "docs/security.md").read_text()
 
 
 def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
-    """Makes a user with the rights that the docs name; the URL to use."""
+    """Create a user with the documented rights, and return the URL of that user."""
     [rules] = re.findall(rf"^ACL SETUSER {kind} (.+)$", PAGE, re.MULTILINE)
     for server in servers:
         server.client().execute_command("ACL", "SETUSER", kind, *rules.split(), *more.split())
@@ -226,7 +230,7 @@ def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
 def tls(
     tmp_path: Path, start_redis: Start, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[RedisServer, str]:
-    """A server with a certificate that its own key signed, and what a URL says of it."""
+    """Return a server with a self-signed certificate, and a URL that trusts the certificate."""
     folders = os.get_exec_path()
     found = [
         shutil.which(name, path=folder)
@@ -279,7 +283,7 @@ SLOTS = 16_384
 
 @pytest.fixture
 def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
-    """Three nodes that share the slots."""
+    """Start three nodes that share the slots."""
     servers = []
     for number in range(3):
         options = [
@@ -375,7 +379,8 @@ def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
         "what the other nodes have to be armed again",
         every_s=0.1,
     )
-    bench.timer.link.close()  # as the mover does when it is stuck
+    # The Redis poller closes its link, too, when it is stuck.
+    bench.timer.link.close()
     wait_until(
         lambda: bench.timer.arm(left), 15, "the timer to connect by another node", every_s=0.1
     )
@@ -392,7 +397,8 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
         "the replica",
     )
     (tmp_path / "sentinel.conf").write_text(
-        f"sentinel monitor shop 127.0.0.1 {primary.port} 1\nsentinel down-after-milliseconds shop 1000\n"
+        f"sentinel monitor shop 127.0.0.1 {primary.port} 1\n"
+        "sentinel down-after-milliseconds shop 1000\n"
         "sentinel failover-timeout shop 5000\n"
     )
     sentinel = SentinelServer(tmp_path)
@@ -426,7 +432,7 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
 
 
 class SentinelServer(RedisServer):
-    """A Sentinel with the configuration of this test's folder, which it writes to."""
+    """Run a Sentinel, which writes to its configuration file in this test's folder."""
 
     def __init__(self, folder: Path) -> None:
         self._configuration = folder / "sentinel.conf"

@@ -1,4 +1,4 @@
-"""Workers on the `redis` timer: real processes on a real Redis."""
+"""Test workers on the `redis` timer: real processes on a real Redis server."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def deploy(
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
-    d = deploy(
-        sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30
-    )  # nothing but the timer brings them
+    # These intervals are longer than the test, so only the timer dispatches the tasks.
+    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
     worker = d.worker(pool=pool)
     tasks = [d.schedule(delay=1 + n / 50) for n in range(50)] + [d.schedule("test.mail", 0.5)]
     cancelled = d.schedule(delay=1)
@@ -102,7 +101,8 @@ def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_a
 def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    d = deploy(chunk_max=10)  # so that one worker does not take all
+    # With small chunks, one worker does not take all tasks.
+    d = deploy(chunk_max=10)
     monkeypatch.setenv("DELAYTASKS_TEST_KILL", step)
     mortal = d.worker()
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")

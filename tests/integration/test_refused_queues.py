@@ -32,7 +32,8 @@ def consume_exclusively(channel: Any, name: str) -> None:
 
 
 def redeclare_exchange(channel: Any, name: str) -> None:
-    channel.queue_delete(name)  # so that workers declare both again
+    # Workers must declare both the queue and the exchange again.
+    channel.queue_delete(name)
     channel.exchange_delete(name)
     channel.exchange_declare(name, "fanout", durable=True, auto_delete=False)
 
@@ -62,7 +63,8 @@ def test_a_running_and_a_starting_worker_survive_a_refused_queue(
 ) -> None:
     d = deployment
     first = d.worker()
-    goes_on(d, first)  # in its first 0.1 s Celery ignores that its consumer is cancelled
+    # Celery ignores a cancelled consumer in the consumer's first 0.1 s.
+    goes_on(d, first)
     name = wiring_of(d.delays).publisher.queue("default").name
     with Connection(rabbitmq_url) as connection:
         command(connection.default_channel, name)

@@ -1,4 +1,4 @@
-"""Celery's remote control obeys whoever can write to the broker; delayed tasks do not need it."""
+"""Delayed tasks do not need Celery's remote control, which obeys every client of the broker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def test_without_remote_control_tasks_run_and_no_message_shuts_a_worker_down(
     )
     try:
         worker, delays = d.worker(ready_s=90), d.delays
-        # As a stranger: a worker that takes commands would stop before it runs what is scheduled after them.
+        # The test acts as an attacker. A worker that accepts commands would stop before it runs the
+        # tasks that are scheduled after the command.
         wiring_of(delays).celery.control.shutdown()
         tasks = [d.schedule(delay=0.2) for _ in range(3)]
         wait_until(

@@ -1,5 +1,8 @@
-"""Brokers that are restarted again and again under workers: a Redis, empty each time, for each timer; a RabbitMQ, which
-takes seconds to start, and is empty each other time."""
+"""Test brokers that restart repeatedly under workers.
+
+A Redis server loses its data at each restart, for each timer. A RabbitMQ server takes seconds to
+start, and loses its data at every second restart.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from tests.running import QUICK, Deployment
 from tests.waiting import wait_until
 
 ROUNDS = 20
-#: Of a RabbitMQ: twenty take minutes.
+#: RabbitMQ restarts fewer times, since twenty restarts take minutes.
 RABBITMQ_ROUNDS = int(os.environ.get("DELAYTASKS_TEST_RESTARTS", "3"))
 RESUMES_S = 10
 
@@ -81,7 +84,7 @@ def test_workers_resume_each_time_their_rabbitmq_is_restarted(
 def test_a_worker_without_broker_looks_for_it_every_few_seconds(
     tmp_path: Path, sqlite_path: Callable[[str], str], server: RedisServer
 ) -> None:
-    """Celery's own pauses grow by two seconds each time."""
+    """Celery's own pauses grow by two seconds with each attempt; those of a worker are limited."""
     d = Deployment(tmp_path, sqlite_path("test"), server.url)
     try:
         worker = d.worker(pool="solo")
@@ -108,7 +111,10 @@ def each_ran_once(d: Deployment, tasks: list[DelayTask]) -> None:
 
 
 def is_in_time(d: Deployment) -> bool:
-    """Whether the fast path brings a task: the sweep leaves it alone for the grace."""
+    """Return whether the broker delivers a task before a sweep can find it.
+
+    A sweep ignores a task until its grace period ends.
+    """
     task = d.schedule(delay=0.2)
     d.wait_for([task])
     return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < QUICK["grace_s"] * 1e6

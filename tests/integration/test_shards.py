@@ -1,4 +1,7 @@
-"""Real workers on several databases: two of PostgreSQL and one of MariaDB, one of which goes away."""
+"""Test real workers on several databases: two on PostgreSQL, and one on MariaDB.
+
+One of the databases becomes unreachable.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ from tests.running import Deployment
 from tests.waiting import wait_until
 
 TAG = "test.note"
-#: The one that goes away.
+#: The number of the shard that becomes unreachable.
 DOWN = 1
 
 
 class Site(Deployment):
-    """The second database is reached through a proxy."""
+    """Run a deployment that reaches its second database through a proxy."""
 
     def __init__(self, folder: Path, urls: list[str], broker_url: str, **settings: Any) -> None:
         self.proxy: Proxy = proxy_to(urls[DOWN])
@@ -33,7 +36,7 @@ class Site(Deployment):
         super().__init__(folder, urls, broker_url, grace_s=1, **settings)
 
     def at(self, shard: int, count: int, delay: float) -> list[DelayTask]:
-        """Tasks of one shard."""
+        """Schedule and return `count` tasks of one shard."""
         made: list[DelayTask] = []
         number = 0
         while len(made) < count:
@@ -151,7 +154,10 @@ def test_a_worker_starts_and_stops_while_a_shard_is_down(site: Site, fault: str)
 def test_a_worker_does_nothing_on_a_database_that_is_another_shard(
     site: Site, shard_urls: list[str]
 ) -> None:
-    """It was down when the worker started, or the list would have been refused."""
+    """The database was unreachable when the worker started.
+
+    With a reachable database, the worker would have rejected the list of databases at its start.
+    """
     [task] = site.at(DOWN, 1, 0)
     numbers = site.delays.shards[DOWN].store.schema.shards
     engine = create_engine(shard_urls[DOWN])

@@ -1,4 +1,8 @@
-"""How workers end: what runs is finished, what is held goes back at once, what was killed lapses."""
+"""Test how workers stop.
+
+A worker finishes its running rows and immediately returns its held rows; the leases of a killed
+worker expire.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ def deploy(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Depl
 
 
 def asleep(d: Deployment, seconds: float) -> DelayTask:
-    """A task that runs now, and so long."""
+    """Schedule a task that runs for `seconds` seconds, and wait until it has begun."""
     task = d.schedule("test.sleep", body={"seconds": seconds})
     wait_until(
         lambda: any(run[:2] == [str(task.id), "began"] for run in d.runs()),
@@ -46,13 +50,13 @@ def asleep(d: Deployment, seconds: float) -> DelayTask:
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy, pool: str) -> None:
-    """Leases are long, and no sweep comes: only what the worker gives back itself can run elsewhere in time."""
+    """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease_s=60)
     wiring_of(d.delays).sweeper.sweep()
     worker = d.worker(pool=pool, concurrency=1)
     d.wait_for([d.schedule()])
     due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.3)
-    # Claimed as one chunk, of which the first row takes its time.
+    # The worker claims these rows as one chunk, whose first row takes four seconds.
     behind: list[DelayTask] = []
     new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, when=due, priority=9)]
     new += [NewTask("test.note", {"file": str(d.file)}, when=due) for _ in range(5)]

@@ -1,4 +1,7 @@
-"""A database that is away silences all workers. None of them declares itself, or another one, lost for that."""
+"""An unreachable database silences all workers.
+
+No worker declares itself or another worker lost for that reason.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
 
-#: After three sweeps of silence a worker is lost; the sweeps of these tests come every second.
+#: A worker is lost after three silent sweep intervals; these tests sweep every second.
 SILENT_S = 3
 
 
@@ -20,7 +23,7 @@ SILENT_S = 3
 def proxied(
     request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
 ) -> Iterator[tuple[Deployment, Proxy]]:
-    """A deployment that reaches its database through a proxy."""
+    """Yield a deployment that reaches its database through a proxy."""
     url: str = request.getfixturevalue(f"{request.param}_url")
     database = proxy_to(url)
     d = Deployment(tmp_path, database.url(url), redis_url)
@@ -31,7 +34,7 @@ def proxied(
 
 
 def sweeps_go_on(d: Deployment) -> None:
-    """Waits until there were several sweeps, and each worker has reported."""
+    """Wait until there were several sweeps, and until each worker has reported."""
     w, s = d.store.schema.workers, d.store.schema.sweeps
     now = d.store.tasks.now()
 

@@ -1,4 +1,4 @@
-"""The simulation's Redis does what a real one does with the timer's commands."""
+"""The simulated Redis answers the timer's commands like a real Redis server."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
 def some_command(
     chance: random.Random, step: int, store: str, prepare: str, channel: str
 ) -> tuple[Any, ...] | None:
-    """Of a moment that moves on with each step; None empties all."""
+    """Return a random command at a time that grows with `step`, or None to delete all keys."""
     now = 1_900_000_000_000 + step * 20
     members = [
         f"{chance.randint(1, 40)}:{chance.randint(0, 2)}{chance.choice(['', '', ':5'])}"
@@ -92,7 +92,10 @@ def some_command(
 
 
 def as_told(answer: Any) -> Any:
-    """Numbers as numbers: there are several ways to write one. Priorities come in any order."""
+    """Return the answer with parsed numbers and sorted priorities.
+
+    A number has several notations, and priorities have no fixed order.
+    """
     if not isinstance(answer, list):
         return answer
     *numbers, levels, ticket, text, waiting, in_hand = answer

@@ -1,4 +1,4 @@
-"""A commit that waits for a standby which is not there ends in bounded time, and with an error."""
+"""A commit that waits for a missing standby ends with an error after a bounded time."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from tests.postgres_server import PostgresServer
 from tests.recording import delays_on, record
 from tests.waiting import wait_until
 
-#: Longer than the limit; shorter than anything that could be called endless.
+#: This bound is longer than the limit, and much shorter than an unlimited wait.
 BOUND_S = 3 * COMMIT_LIMIT_S
 Server = PostgresServer | MariaDBServer
 
 
 def without_standby(server: Server) -> None:
-    """From now on each commit waits for a standby that is not there."""
+    """Configure the server so that each commit waits for a missing standby."""
     if isinstance(server, PostgresServer):
         server.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
         server.execute("SELECT pg_reload_conf()")
@@ -46,7 +46,10 @@ def without_standby(server: Server) -> None:
 
 
 def _commit_waits(server: PostgresServer) -> bool:
-    """A process of the server reads the configuration some time after it was asked to."""
+    """Return whether a commit waits.
+
+    The processes of the server reload the configuration with a delay.
+    """
     connection = psycopg2.connect(server.url.replace("+psycopg2", ""), async_=True)
     extras.wait_select(connection)
     pid = connection.info.backend_pid
@@ -90,11 +93,12 @@ def in_thread() -> Iterator[Callable[..., Future[Any]]]:
 
 
 def sessions(server: Server, delays: DelayTasks) -> int:
-    """How many sessions of the server wait for a standby."""
+    """Return how many sessions of the server wait for a standby."""
     query = (
         "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep'"
         if isinstance(server, PostgresServer)
-        else "SELECT count(*) FROM information_schema.processlist WHERE state LIKE 'Waiting for semi-sync%'"
+        else "SELECT count(*) FROM information_schema.processlist "
+        "WHERE state LIKE 'Waiting for semi-sync%'"
     )
     return int(
         wiring_of(delays).store.database.alone(lambda c: c.execute(text(query)).scalar_one())
@@ -117,7 +121,7 @@ def test_a_call_that_waits_for_a_missing_standby_ends_with_an_unknown_outcome(
         assert caught.value.id in (task.id, task.id + 1, task.id + 2)
     assert sessions(server, delays) == 0, "what ended here does not go on waiting in the server"
     alone(server)
-    # The error promises that the same id again is safe.
+    # The error promises that a second call with the same id is safe.
     assert delays.schedule_delay("note", {}, 60, id=task.id + 1).id == task.id + 1
 
 

@@ -1,4 +1,7 @@
-"""A deployment goes from one timer to the other while tasks are pending: nothing is lost, nothing runs twice."""
+"""A deployment changes its timer while tasks are pending.
+
+No task is lost, and no task runs twice.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +39,11 @@ def test_switching_the_timer_loses_and_repeats_nothing(d: Deployment) -> None:
 
     d.settings["timer"] = OTHER[d.settings["timer"]]
     d.worker()
-    tasks += [d.schedule(delay=n / 5) for n in range(10)]  # with workers of both
+    # Workers of both timers run.
+    tasks += [d.schedule(delay=n / 5) for n in range(10)]
     old_worker.terminate()
-    tasks += [d.schedule(delay=n / 5) for n in range(10)]  # by a producer that is not switched yet
+    # The producer still uses the old timer.
+    tasks += [d.schedule(delay=n / 5) for n in range(10)]
     d.delays = d.producer()
     tasks += [d.schedule(delay=n / 5) for n in range(10)]
     ran_once(d, tasks, deadline_s=4 + R1_S + SLACK_S)

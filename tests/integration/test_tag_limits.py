@@ -1,4 +1,7 @@
-"""Limits of tags on real workers: never more than allowed over all of them, and no place stays empty."""
+"""Test limits of tags on real workers.
+
+All workers together never exceed a limit, and they use its full capacity.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ COMBINATIONS = [
     ("mysql", "rabbitmq", "threads", "eta"),
     ("sqlite", "redis", "solo", "eta"),
 ]
-#: Nothing here waits for a sweep.
+#: These intervals are longer than the tests, so no sweep takes part.
 NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120}
 Deploy = Callable[..., Deployment]
 
@@ -111,7 +114,8 @@ def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> No
 
 
 def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
-    d = deploy(max_lost_leases=1)  # else they would be stuck again
+    # Without this setting the rows would run again and block the slots again.
+    d = deploy(max_lost_leases=1)
     d.delays.set_policy("test.sleep", concurrency=2)
     killed = d.worker(pool="threads", concurrency=4)
     stuck = schedule(d, 2, seconds=600, delay=0.5)
@@ -140,7 +144,8 @@ def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: De
         wiring_of(d.delays).celery.control,
     )
     assert control.add_consumer(queue, destination=[d.node(1)], reply=True, timeout=10, limit=1)
-    time.sleep(2)  # until it knows that it serves the queue; it has met nobody who waits in line
+    # The second worker must learn that it serves the queue. It has not found a row on the waitlist.
+    time.sleep(2)
     first.terminate()
     assert any(d.status(task) is Status.HELD for task in tasks)
     assert not second.ended()

@@ -1,4 +1,4 @@
-"""Time limits, kept by real workers: for each row, and for nobody else."""
+"""Real workers apply time limits to each row separately."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import SLACK_S, wait_until
 
 IMPORTS = {"imports": ["tests.project", "tests.time_limits_project"]}
 Deploy = Callable[..., Deployment]
-#: Of the processor that has a hard one.
+#: The hard limit of the processor that has one.
 LIMIT_S = 1
 
 
@@ -40,10 +40,11 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
         elif isinstance(database, str):
             database_url = request.getfixturevalue(f"{database}_url")
         broker_url = request.getfixturevalue(BROKERS["redis"][0])
+        # The processors specify this queue, but the test does not import them.
         settings = {
             "queues": {"limits.*": "limits"},
             **settings,
-        }  # as the processors say, whom the test does not import
+        }
         made.append(
             Deployment(tmp_path, database_url, broker_url, {**IMPORTS, **(conf or {})}, **settings)
         )
@@ -85,7 +86,7 @@ def test_a_processor_may_catch_its_soft_limit_and_end_well(deploy: Deploy) -> No
     d.wait_for([slow])
     assert runs_of(d, slow) == ["began", "cleaned"]
     assert d.delays.get(slow).result == "SoftTimeLimitExceeded(0.5,)"
-    # No limit is left behind for who runs next in that process.
+    # The next row in the same process has no limit left from an earlier row.
     quick, unlimited = d.schedule("limits.caught"), d.schedule("limits.none", body={"seconds": 2})
     d.wait_for([quick, unlimited])
     assert d.delays.get(quick).result == "in time"
@@ -119,7 +120,8 @@ def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(
     if not holds_gil:
         assert {(task.lapses, task.attempts) for task in found} == {(0, 1)}
     assert {task.lapses for task in found if task.tag == "limits.none"} == {0}
-    if not holds_gil:  # else it may have waited behind the other one, with nobody to give it back
+    # With the GIL held, this row may wait behind the stuck row, and no thread can return it.
+    if not holds_gil:
         assert runs_of(d, recovers) == ["began", "began", "ended"]
     assert runs_of(d, stuck) == ["began"] * 3
     left = d.delays.get(stuck)
@@ -214,10 +216,11 @@ def test_a_pool_that_can_not_keep_limits_refuses_to_serve_their_queue(
     )
     name = "solo" if pool == "solo" else "thread"
     assert (
-        f"the tag 'limits.caught' has time limits, which the pool '{name}' cannot keep: start this worker with "
+        f"the tag 'limits.caught' has time limits, which the pool '{name}' cannot keep: "
+        "start this worker with "
         "-P prefork, or let it serve (-Q) other queues than 'limits'"
     ) in refused.log()
-    # It may serve others, and leaves alone what comes there nonetheless.
+    # The worker may serve other queues, and does not run rows of the tag that arrive there.
     other = d.worker("-Q", d.settings["namespace"] + ".default", pool=pool)
     strayed, note = d.schedule("limits.hard", queue="default"), d.schedule()
     d.wait_for([note])

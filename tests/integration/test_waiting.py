@@ -1,4 +1,4 @@
-"""Rows side by side, coroutines and batches in real workers, in each of the pools."""
+"""Test concurrent rows, coroutines and batches in real workers, in each of the pools."""
 
 from __future__ import annotations
 

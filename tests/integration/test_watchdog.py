@@ -1,4 +1,4 @@
-"""What a worker's main process runs in loops is broken from inside, or stopped as a whole: tasks run all the same."""
+"""Tasks run even if the loops of a worker's main process fail, or the whole process stops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import SLACK_S, wait_until
 
 
 class WorkerTable(Deployment):
-    """Whose loops can be broken."""
+    """Run workers whose loops a test can break."""
 
     def break_loop(self, node: str, loop: str, way: str) -> None:
         control = wiring_of(self.delays).celery.control
@@ -31,7 +31,7 @@ class WorkerTable(Deployment):
         assert answers == [{node: {"ok": f"{loop} will {way}"}}]
 
     def stats(self, node: str) -> dict[str, Any]:
-        """What `celery inspect stats` says of it."""
+        """Return delaytasks' section of the answer to `celery inspect stats`."""
         answer = wiring_of(self.delays).celery.control.inspect([node], timeout=10, limit=1).stats()
         found: dict[str, Any] = (answer or {}).get(node, {}).get("delaytasks", {})
         return found
@@ -41,7 +41,7 @@ class WorkerTable(Deployment):
         return not stats.get("held", True) and not stats["waiting"] and not stats["chunks"]
 
     def restarted(self, node: str) -> set[str]:
-        """The loops that were, and live."""
+        """Return the names of the loops that were restarted and are alive."""
         loops = self.stats(node).get("loops", {})
         return {name for name, loop in loops.items() if loop["restarts"] and loop["is_alive"]}
 
@@ -63,12 +63,14 @@ def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(
     running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease_s"]})
     wait_until(workers.runs, 10, "the sleeper to begin")
     near = [workers.schedule(delay=2 + n / 10) for n in range(20)]
-    workers.break_loop(node, "watchdog", "die")  # alone, since nobody looks after it and the watch
+    # The watchdog breaks alone, because no loop would replace both the watchdog and the watch.
+    workers.break_loop(node, "watchdog", "die")
     wait_until(lambda: "watchdog" in workers.restarted(node), 10, "the watchdog to be replaced")
     broken = {"watchdog": "die", "wheel": "die", "sweep": "hang", "leases": "hang", "watch": "die"}
     for loop, way in list(broken.items())[1:]:
         workers.break_loop(node, loop, way)
-    with workers.store.database.begin() as connection:  # nobody but a sweep can find it
+    # Only a sweep can find this row.
+    with workers.store.database.begin() as connection:
         body = f'{{"file": "{workers.file}"}}'
         connection.execute(
             insert(workers.store.schema.tasks).values(
@@ -143,7 +145,10 @@ def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(
 def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(
     workers: WorkerTable,
 ) -> None:
-    """The one that takes its place has its pipe, and Celery says that it has the chunk."""
+    """The new process inherits the pipe of the dead one.
+
+    Celery therefore reports that the new process has the chunk.
+    """
     workers.worker(concurrency=1)
     node, control = workers.node(0), wiring_of(workers.delays).celery.control
     [answer] = control.broadcast(
@@ -156,7 +161,10 @@ def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(
 def test_a_worker_that_stops_hears_of_the_chunk_that_its_process_had_not_confirmed(
     workers: WorkerTable,
 ) -> None:
-    """Celery makes the pool forget it, and billiard's process waits half a minute for somebody to read its result."""
+    """Celery makes the pool forget the chunk.
+
+    Billiard's process then waits 30 seconds for a process that reads its result.
+    """
     worker = workers.worker(concurrency=1)
     workers.wait_for([workers.schedule()])
     wait_until(lambda: workers.rests(workers.node(0)), 10, "its process to have said so")

@@ -1,4 +1,4 @@
-"""Workers whose broker hangs, is away, or lacks a queue go on with the table."""
+"""Workers continue from the table if their broker hangs, is unreachable, or lacks a queue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
-#: A worker notices that its broker hangs: the next heartbeat, its time limit, and what Celery takes to close.
+#: A worker notices that its broker hangs after the next heartbeat, the time limit of that
+#: heartbeat, and the time in which Celery closes the connection.
 NOTICES_S = 2 + 5 + 5
 
 

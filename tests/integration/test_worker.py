@@ -1,4 +1,7 @@
-"""One worker on each broker, pool and database: scheduled tasks run on time, once, and say so in their row."""
+"""Test one worker on each broker, pool and database.
+
+Scheduled tasks run once and on time, and their rows record it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ COMBINATIONS = [
     ("sqlite", "filesystem", "solo"),
 ]
 Deploy = Callable[..., Deployment]
-#: A row that holds up its chunk.
+#: A row that blocks its chunk runs for this many seconds.
 SLOW_S = 600 if IS_LONG else 6
 
 
@@ -131,9 +134,8 @@ def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(
     d = deploy("postgresql", "redis")
     tasks = [d.schedule() for _ in range(5)]
     t = d.store.schema.tasks
-    with (
-        d.store.database.begin() as connection
-    ):  # as if the deploy took an hour: they are put off for six minutes
+    # If the deployment takes an hour, workers defer the rows for six minutes.
+    with d.store.database.begin() as connection:
         an_hour_ago = db_now_plus(-3600)
         connection.execute(update(t).values(create_time=an_hour_ago, expected_time=an_hour_ago))
     (tmp_path / "release_before.py").touch()
@@ -154,7 +156,8 @@ def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(
     d = deploy("sqlite", horizon_s=30)
     d.worker()
     due = wiring_of(d.delays).clock.now() + timedelta(seconds=10)
-    for _ in range(3000):  # a message for each
+    # Each call sends a message of its own.
+    for _ in range(3000):
         d.delays.schedule_at("test.quiet", {}, due)
     near = d.schedule(delay=1)
     d.wait_for([near], deadline_s=10)
@@ -181,7 +184,8 @@ def test_a_processor_that_exits_fails_its_task_and_not_the_worker(deploy: Deploy
 
 
 def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
-    d = deploy(queues={"test.note": "mail"})  # a producer that imports no processors
+    # The producer imports no processors, so its settings name the queue.
+    d = deploy(queues={"test.note": "mail"})
     name = d.settings["namespace"] + ".{}"
     worker = d.worker("-Q", name.format("mail"))
     past = wiring_of(d.delays).clock.now() - timedelta(minutes=1)
@@ -410,13 +414,15 @@ def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
 def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_all_busy(
     deploy: Deploy,
 ) -> None:
-    d = deploy(sweep_partitions=2, horizon_s=3)  # so that the rows come near only later
+    # The short horizon keeps the rows out of the first sweep.
+    d = deploy(sweep_partitions=2, horizon_s=3)
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
     due = wiring_of(d.delays).clock.now() + timedelta(seconds=6)
     sleeper = d.schedule("test.sleep", 0, body={"seconds": 4})
     wait_until(d.runs, 10, "the sleeper to begin")
-    ids = [1_000_003 * n + 1 for n in range(1, 4)]  # of sweep_partition 1
+    # These ids belong to sweep partition 1.
+    ids = [1_000_003 * n + 1 for n in range(1, 4)]
     with d.store.database.begin() as connection:
         body = f'{{"file": "{d.file}"}}'
         rows = [

@@ -1,4 +1,4 @@
-"""A project on SQLite; no broker but kombu's in-memory one."""
+"""Provide projects on SQLite whose only broker is kombu's in-memory transport."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.integration.cli.project import HOSTILE, MODULE, ROOT, Project
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """A project without tables."""
+    """Return a project whose database has no tables."""
     name = "shop_of_cli_tests"
     (tmp_path / f"{name}.py").write_text(MODULE.format(hostile=HOSTILE))
     monkeypatch.chdir(tmp_path)
@@ -39,7 +39,7 @@ def shop(bare: Project) -> Project:
 
 @pytest.fixture
 def two(bare: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """A project with two databases, whose tables the command line made."""
+    """Return a project with two databases, whose tables the command line created."""
     urls = [f"sqlite:///{tmp_path / name}.sqlite3" for name in ("first", "second")]
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", " ".join(urls))
     assert bare.json("db", "upgrade")["is_current"]
@@ -48,7 +48,7 @@ def two(bare: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Proje
 
 @pytest.fixture
 def forget(request: pytest.FixtureRequest) -> Callable[..., None]:
-    """Modules that are this test's own."""
+    """Return a function that removes this test's modules from `sys.modules` at teardown."""
     return lambda *names: request.addfinalizer(
         lambda: [sys.modules.pop(name, None) for name in names]
     )

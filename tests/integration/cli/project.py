@@ -1,4 +1,4 @@
-"""A project with a Celery app of its own, as the command line sees it."""
+"""Run the command line on a project that has its own Celery app."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The app of the commands, and errors of an app that cannot be used."""
+"""Test how commands find the Celery app, and the errors of an app that cannot be used."""
 
 from __future__ import annotations
 

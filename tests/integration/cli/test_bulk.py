@@ -1,4 +1,4 @@
-"""`cancel`, `reschedule` and `retry` of many tasks, and `audit`."""
+"""Test `cancel`, `reschedule` and `retry` of many tasks, and `audit`."""
 
 from __future__ import annotations
 
@@ -141,7 +141,10 @@ def test_audit_lists_the_actor_the_action_and_the_progress(
 def at_terminal(
     name: str, *arguments: str
 ) -> tuple[subprocess.Popen[bytes], Callable[[str], str], int]:
-    """Start the command on a terminal; return it, a function that awaits a text, and the input."""
+    """Start the command on a pseudo-terminal.
+
+    Return the process, a function that waits for a text, and the file descriptor of its input.
+    """
     ours, theirs = pty.openpty()
     running = subprocess.Popen(
         [sys.executable, "-c", RUN, "-A", name, *arguments],
@@ -162,7 +165,8 @@ def at_terminal(
         while text not in said:
             try:
                 said += os.read(ours, 4096).decode(errors="replace")
-            except OSError:  # it ended
+            except OSError:
+                # Linux raises an error when the process has closed its terminal.
                 raise AssertionError(f"ended without {text!r}: {said}") from None
         return said
 

@@ -1,4 +1,4 @@
-"""`stats`, `config` and `db`."""
+"""Test the commands `stats`, `config` and `db`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`encryption`: key, status and rotate."""
+"""Test `encryption key`, `encryption status` and `encryption rotate`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VARIABLE = "DELAYTASKS_ENCRYPTION_KEYS"
 
 
 def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> None:
-    """Let the next command read the keys again, like a new process."""
+    """Make the next command read the keys again, like a new process."""
     monkeypatch.setenv(VARIABLE, " ".join(keys))
     rewire(project.delays)
 
@@ -122,7 +122,8 @@ def test_unreadable_bodies_are_counted(shop: Project, monkeypatch: pytest.Monkey
     )
     assert shop("check").exit_code == 1
     assert "0123abcd" in shop("check").stdout
-    change_all(shop, f"fernet:{key_name(NEW)}:gAAAAA")  # damaged: its key is here
+    # The key of this damaged body is configured.
+    change_all(shop, f"fernet:{key_name(NEW)}:gAAAAA")
     said = shop("encryption", "rotate")
     assert (said.exit_code, said.stderr) == (
         1,

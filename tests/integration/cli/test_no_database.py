@@ -1,4 +1,4 @@
-"""A command in a folder without a database exits with an error, and makes no files."""
+"""A command in a folder without a database exits with an error and creates no files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`db partitions`."""
+"""Test the command `db partitions`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TASKS = "c_yb_delay_task_message"
 
 @pytest.fixture
 def place(bare: Project, postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
-    """On PostgreSQL, with tables."""
+    """Return a project with tables on PostgreSQL."""
     monkeypatch.setenv("DELAYTASKS_DATABASE_URL", postgresql_url)
     monkeypatch.setenv("DELAYTASKS_TABLE_PREFIX", "c_")
     monkeypatch.setenv("DELAYTASKS_PURGE_AFTER_S", str(40 * 86400))

@@ -1,4 +1,4 @@
-"""`pause`, `resume` and `policy`."""
+"""Test the commands `pause`, `resume` and `policy`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Pro
 
 
 def _put(shop: Project, task: DelayTask, status: Status) -> None:
-    """Set the status of a row, as workers would."""
+    """Set the status of a row directly, without a worker."""
     store = wiring_of(shop.delays).store
     t = store.schema.tasks
     store.database.alone(

@@ -1,4 +1,4 @@
-"""The commands as processes: under Celery, and in pipes."""
+"""Test the commands as processes: under Celery, and in shell pipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`schedule`, and `schedule --many`."""
+"""Test `schedule` and `schedule --many`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`list`, `show`, `cancel`, `reschedule`, `touch` and `retry`."""
+"""Test `list`, `show`, `cancel`, `reschedule`, `touch` and `retry`."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
 
 
 def test_strangers_text_can_do_no_harm(shop: Project) -> None:
-    """A row from another program, with all that a terminal could trip over."""
+    """The commands escape each kind of text in a foreign row that could harm a terminal."""
     store = wiring_of(shop.delays).store
     hostile = {
         "id": 7,

@@ -1,4 +1,4 @@
-"""`show`, `stats` and `check` say why tasks have not run."""
+"""The commands `show`, `stats` and `check` explain why tasks have not run."""
 
 from __future__ import annotations
 
