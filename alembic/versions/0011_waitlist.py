@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sqlalchemy as sa
 from alembic import op
 
 from delaytasks.storage import ddl
+from delaytasks.storage.types import UTCDateTime
 
 revision = "0011"
 down_revision = "0010"
@@ -15,8 +17,31 @@ BEFORE, AFTER = "yb_delay_line", "yb_delay_waitlist"
 
 
 def upgrade(prefix: str = "", schema: str | None = None) -> None:
-    ddl.rename_table(op, prefix, BEFORE, AFTER, schema)
+    if op.get_context().dialect.name == "sqlite":
+        _copy(prefix)
+    else:
+        ddl.rename_table(op, prefix, BEFORE, AFTER, schema)
 
 
 def downgrade(prefix: str = "", schema: str | None = None) -> None:
     ddl.rename_table(op, prefix, AFTER, BEFORE, schema)
+
+
+def _copy(prefix: str) -> None:
+    """Make the table anew, because SQLite cannot rename the constraint of its primary key."""
+    if not op.get_context().as_sql and prefix + BEFORE not in ddl.tables(op, None):
+        return
+    keys = ("queue", "tag", "lane", "place", "due", "task_id", "version")
+    op.create_table(
+        prefix + AFTER,
+        sa.Column("queue", sa.String(100), nullable=False),
+        sa.Column("tag", sa.String(128), nullable=False),
+        sa.Column("lane", sa.String(255), nullable=False),
+        sa.Column("place", sa.Integer(), nullable=False, autoincrement=False),
+        sa.Column("due", UTCDateTime(), nullable=False),
+        sa.Column("task_id", sa.BigInteger(), nullable=False, autoincrement=False),
+        sa.Column("version", sa.BigInteger(), nullable=False, autoincrement=False),
+        sa.PrimaryKeyConstraint(*keys, name=f"{prefix}pk_{AFTER}"),
+    )
+    op.execute(f'INSERT INTO "{prefix}{AFTER}" SELECT * FROM "{prefix}{BEFORE}"')
+    op.drop_table(prefix + BEFORE)

@@ -174,6 +174,7 @@ class SimulatedWorker(Host):
             queues=["default"],
             task_events=lambda: None,
             renewals=Renewals(),
+            keeps_time_limits=True,
         )
         redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
         delays: Any = SimpleNamespace(
@@ -189,8 +190,9 @@ class SimulatedWorker(Host):
             timer=self.timer,
             queues=None,
             publisher=None,
-            routes=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
+            router=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
         )
+        delays._wiring = delays
         hub = SimpleNamespace(call_soon=self.soon)
         return build_runtime(
             delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)

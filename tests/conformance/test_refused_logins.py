@@ -29,7 +29,7 @@ def test_an_error_while_connecting_is_an_outage(
     database_url: str, tmp_path: Path, what: str
 ) -> None:
     database = Database(refused(database_url, what, tmp_path))
-    with pytest.raises(StoreUnavailableError, match="can not be reached") as raised:
+    with pytest.raises(StoreUnavailableError, match="cannot be reached") as raised:
         database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
     assert is_outage(raised.value)
     database.dispose()
@@ -50,7 +50,7 @@ def test_a_user_who_is_locked_out_while_running_is_an_outage(mysql_url: str) -> 
         database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
         do(f"ALTER USER '{user}'@'%%' ACCOUNT LOCK")
         database.dispose()
-        with pytest.raises(StoreUnavailableError, match="can not be reached"):
+        with pytest.raises(StoreUnavailableError, match="cannot be reached"):
             database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
         database.dispose()
     finally:

@@ -41,6 +41,6 @@ def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour
         engine.dispose()
     [told] = bench.named("task.row_locked")
     assert (told["id"], told["tag"]) == (locking.id, "lock")
-    assert "commit it or roll it back before the processor returns" in told["remedy"]
+    assert "commit or roll back before the processor returns" in told["remedy"]
     assert bench.named("store.down") == []
     assert bench.statuses([locking]) == ["RUNNING"], "its lease ends, and it runs again"

@@ -77,7 +77,7 @@ def test_what_can_not_be_installed_is_named_with_the_reason(
     monkeypatch.setattr(environment, "FOLDER", tmp_path)
     monkeypatch.setattr(environment, "_stamps", tmp_path / "installed.json")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(environment.NotInstalledError, match="no Node here"):
+    with pytest.raises(environment.NotInstalledError, match="Node is required"):
         environment.install(SYSTEMS["bullmq"], print)
     with pytest.raises(environment.NotInstalledError, match=r"pip install: .*no_such_package"):
         environment._call(

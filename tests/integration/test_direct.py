@@ -180,7 +180,7 @@ def test_a_second_signal_gives_up_what_runs(on_postgresql: Deploy) -> None:
     task = d.schedule("test.sleep", body={"seconds": 60})
     wait_until(lambda: d.runs(), 20, "it to begin")
     drainer.signal(signal.SIGTERM)
-    wait_until(lambda: "Waiting for what runs" in drainer.log(), 10, "it to hear the first one")
+    wait_until(lambda: "Waiting for running tasks" in drainer.log(), 10, "it to hear the first one")
     drainer.terminate()
     given_up = d.delays.get(task)
     assert (given_up.status, given_up.lapses) == (Status.NOT_COMPLETE, 1), (

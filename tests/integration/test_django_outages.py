@@ -82,7 +82,7 @@ def test_the_command_line_says_that_the_database_is_away(
     away: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("project_that_is_away")
-    module.app = away.celery  # type: ignore[attr-defined]
+    module.app = wiring_of(away).celery  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     project = Project(module.__name__)
     for command in (

@@ -182,9 +182,10 @@ def test_delays_modules_are_imported_and_the_module_level_functions_are_the_proj
         "manage.py",
         "shell",
         "-c",
-        "from delaytasks.api import default; from shop.celery import app; d = default(); "
-        "tags = [p.tag for p in d.registry if not p.tag.startswith('delaytasks.')]; "
-        "print('tags', tags, d.celery is app, d.settings.namespace)",
+        "from delaytasks.api import default; from delaytasks.wiring import wiring_of; "
+        "from shop.celery import app; d = default(); w = wiring_of(d); "
+        "tags = [p.tag for p in w.registry if not p.tag.startswith('delaytasks.')]; "
+        "print('tags', tags, w.celery is app, d.settings.namespace)",
     )
     assert f"tags ['order.close'] True {shop.environment['SHOP_NAMESPACE']}" in shown
 

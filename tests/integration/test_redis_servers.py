@@ -180,7 +180,7 @@ def test_a_redis_that_is_too_old_is_refused(
 ) -> None:
     bench = connect(start_redis().url)
     bench.timer.link.check()
-    monkeypatch.setattr(redislink, "OLDEST", (99, 1))
+    monkeypatch.setattr(redislink, "OLDEST_SERVER", (99, 1))
     with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
         bench.timer.link.check()
 

@@ -298,7 +298,7 @@ def lapses_not_counted(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -
             status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None
         )
 
-    patch.setattr(lapses, "lapse_statement", uncounted)
+    patch.setattr(lapses, "recover_statement", uncounted)
 
 
 def unsanitised_error_text(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def lapses_not_counted(patch: pytest.MonkeyPatch) -> None:
             status=int(Status.NOT_COMPLETE), version=t.c.version + 1, lease_until=None
         )
 
-    patch.setattr(lapses, "lapse_statement", uncounted)
+    patch.setattr(lapses, "recover_statement", uncounted)
 
 
 def unsanitised_error_text(patch: pytest.MonkeyPatch) -> None:

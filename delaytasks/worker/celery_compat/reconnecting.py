@@ -98,18 +98,19 @@ class ReconnectStep(bootsteps.Step):
             return is_home_node_down(error)
         self._refused = name[1]
         remedy = REFUSED_REMEDIES[code] + MEANWHILE
-        delays = consumer.controller.delays_runtime.delays
-        delays.events.emit("queue.blocked", key=name[1], code=code, error=str(error), remedy=remedy)
-        for queue in delays.processes.queues:
+        runtime = consumer.controller.delays_runtime
+        fields = {"key": name[1], "code": code, "error": str(error), "remedy": remedy}
+        runtime.events.emit("queue.blocked", **fields)
+        for queue in runtime.processes.queues:
             # This worker reads no queue now. A sweep that cannot send drain tokens drains the
             # queue in its own worker.
-            delays.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
+            runtime.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
         return True
 
     def _report_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
         refused, self._refused = self._refused, None
         if refused is not None:
-            consumer.controller.delays_runtime.delays.events.emit("queue.unblocked", key=refused)
+            consumer.controller.delays_runtime.events.emit("queue.unblocked", key=refused)
         on_ready()
 
 

@@ -324,7 +324,7 @@ def test_check_finds_rows_that_nobody_will_ever_take(shop: Project) -> None:
     problems = {tuple(map(int, finding["ids"])): finding["problem"] for finding in found}
     assert "recursion" in problems.pop((18,))
     assert {ids: problem.partition(" ")[0] for ids, problem in problems.items()} == {
-        (11, 12): "a",
+        (11, 12): "an",
         (13,): "due",
         (14,): "RUNNING,",
         (15,): "in",
