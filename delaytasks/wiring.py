@@ -6,7 +6,7 @@ import it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -99,11 +99,6 @@ class Wiring:
     @property
     def producer(self) -> Producer:
         return self.shards[0].producer
-
-    def own_queues(self, names: Iterable[str]) -> list[str]:
-        """Return the logical names of the queues among `names` that belong to the namespace."""
-        prefix = self.settings.namespace + "."
-        return sorted(name.removeprefix(prefix) for name in names if name.startswith(prefix))
 
     def transaction_for(self, session: Any, task: DelayTask) -> Transaction | None:
         """Return the caller's transaction, which must be on the shard of `task`."""

@@ -51,24 +51,25 @@ class _Builder:
     """Reads the parts of the instance once, and builds one runtime of them."""
 
     def __init__(self, delays: DelayTasks, celery_worker: Any, polls_table: bool) -> None:
+        wiring = wiring_of(delays)
         self._settings = delays.settings
         self._events = delays.events
-        self._registry = wiring_of(delays).registry
-        self._processes = wiring_of(delays).processes
-        self._router = wiring_of(delays).router
+        self._registry = wiring.registry
+        self._processes = wiring.processes
+        self._router = wiring.router
         self._shards = delays.shards
-        self._clock = wiring_of(delays).clock
-        self._queue_routing = wiring_of(delays).queues
-        self._publisher = wiring_of(delays).publisher
-        self._timer = wiring_of(delays).timer
-        self._inline_timer = wiring_of(delays).inline_timer
-        self._direct_timer = wiring_of(delays).direct_timer
-        self._redis_timer = wiring_of(delays).redis_timer
+        self._clock = wiring.clock
+        self._queue_routing = wiring.queues
+        self._publisher = wiring.publisher
+        self._timer = wiring.timer
+        self._inline_timer = wiring.inline_timer
+        self._direct_timer = wiring.direct_timer
+        self._redis_timer = wiring.redis_timer
         self._celery_worker = celery_worker
         self._polls_table = polls_table
         self._refused_messages = RefusedMessages(delays.events)
         self._work_sender = WorkSender(
-            delays.settings, wiring_of(delays).inline_timer, wiring_of(delays).router, delays.events
+            delays.settings, wiring.inline_timer, wiring.router, delays.events
         )
         hub_or_worker = celery_worker.hub or celery_worker
         has_event_loop = hasattr(hub_or_worker, "call_soon")

@@ -115,7 +115,7 @@ class Processes:
         from delaytasks.execution.runner import Runner
         from delaytasks.worker.celery_context import CeleryTaskContext
 
-        delays = self._delays
+        delays, wiring = self._delays, wiring_of(self._delays)
         shard = delays.shards[number]
         claims = shard.store.claims(
             self.name(os.getpid()),
@@ -123,21 +123,21 @@ class Processes:
             lambda: shard.policies.current().limited,
         )
         task_context = CeleryTaskContext(
-            wiring_of(delays).celery,
+            wiring.celery,
             self.hostname,
             shard.clock,
-            wiring_of(delays).processor_contexts,
+            wiring.processor_contexts,
             self.keeps_time_limits,
         )
         return Runner(
             delays.settings,
             claims,
             shard.clock,
-            wiring_of(delays).registry,
-            wiring_of(delays).inline_timer,
+            wiring.registry,
+            wiring.inline_timer,
             delays.events,
             task_context,
-            wiring_of(delays).transaction_for,
+            wiring.transaction_for,
             PauseFilter(shard.policies, shard.store.holding, delays.events),
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
