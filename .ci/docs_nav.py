@@ -1,4 +1,7 @@
-"""A hook of MkDocs: put each decision record into the navigation, so that mkdocs.yml need not list them."""
+"""A hook of MkDocs: put each decision record into the navigation.
+
+mkdocs.yml need not list them.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 
 def on_config(config: Any) -> Any:
-    """Replace the entry `Decisions: decisions` with the pages of that folder: their index, then by number."""
+    """Replace the entry `Decisions: decisions` with the pages of that folder: its index first."""
     docs = Path(config["docs_dir"])
     for section in config["nav"]:
         for entry in next(iter(section.values())):

@@ -156,7 +156,7 @@ def drop() -> None:
 
 def clear() -> None:
     """Delete all rows and reset the statistics, the hardest case for the planner."""
-    tables = (_t, wiring_of(delays).store.schema.keys, wiring_of(delays).store.schema.lines)
+    tables = (_t, wiring_of(delays).store.schema.keys, wiring_of(delays).store.schema.waitlists)
     if _database.can.copy:
         _alone(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
     else:

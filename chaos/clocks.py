@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import signal
 import sys
 import tempfile
 import time
@@ -23,7 +22,7 @@ from chaos.history import History, read
 from chaos.pids import children_of
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
-from chaos.system import SETTINGS
+from chaos.system import SETTINGS, exit_on_signals
 from delaytasks.core.states import Status
 from tests import faketime
 from tests.mariadb_server import MariaDBServer
@@ -203,6 +202,17 @@ def _lateness(history: History) -> list[float]:
 
 # -- the command ----------------------------------------------------------------------------------
 
+COLUMNS = (
+    "server",
+    *Hours._fields,
+    "runs",
+    "late ms: p50",
+    "max",
+    "of a core",
+    "statements/s",
+    "found",
+)
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="clocks", description=__doc__)
@@ -221,46 +231,33 @@ def main() -> int:
     combinations = [Hours(*each) for each in itertools.product(OFFSETS, repeat=3)]
     if options.only:
         combinations = [Hours(*map(int, each.split(","))) for each in options.only]
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # ends the started processes on each exit
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # also in the background, where shells ignore it
+    exit_on_signals()
     console.width = max(console.width, 110)  # also if the output is a file
-    table = Table(
-        "server",
-        *Hours._fields,
-        "runs",
-        "late ms: p50",
-        "max",
-        "of a core",
-        "statements/s",
-        "found",
-    )
+    table = Table(*COLUMNS)
     with_violations = 0
     for database in options.database or ["postgresql", "mariadb"]:
-        for name, outcome in _outcomes(database, combinations):
+        for hours, outcome in _outcomes(database, combinations):
             with_violations += bool(outcome.violations)
-            late = [f"{1000 * s:.0f}" for s in (outcome.middle_s, max(outcome.late_s, default=0))]
-            measured = (
-                f"{outcome.cpu:.2f}",
-                f"{outcome.statements:.0f}",
-                ", ".join(outcome.violations) or "nothing",
-            )
-            row = (
-                database,
-                *(f"{s:+} s" for s in name),
-                str(len(outcome.late_s)),
-                *late,
-                *measured,
-            )
+            row = _row(database, hours, outcome)
             table.add_row(*row)
             console.print("  ".join(row))
             if outcome.verdict.findings:
                 console.print(str(outcome.verdict))
     console.print(table)
     return 1 if with_violations else 0
+
+
+def _row(database: str, hours: Hours, outcome: ClockOutcome) -> Sequence[str]:
+    """Return one cell for each of COLUMNS."""
+    return (
+        database,
+        *(f"{s:+} s" for s in hours),
+        str(len(outcome.late_s)),
+        *(f"{1000 * s:.0f}" for s in (outcome.middle_s, max(outcome.late_s, default=0))),
+        f"{outcome.cpu:.2f}",
+        f"{outcome.statements:.0f}",
+        ", ".join(outcome.violations) or "nothing",
+    )
 
 
 def _outcomes(database: str, combinations: Sequence[Hours]) -> Iterator[tuple[Hours, ClockOutcome]]:

@@ -122,7 +122,7 @@ def read(folder: Path, changes: Iterable[RowChange]) -> History:
     history = History(changes=list(changes))
     runs: dict[tuple[int, int, str, int], RunRecord] = {}
     for file in sorted(folder.glob("*.jsonl")):
-        for line in file.open():
+        for line in file.read_text().splitlines():
             fields: dict[str, Any] = json.loads(line)
             one = _KINDS[fields.pop("kind")](**fields)
             if isinstance(one, RunRecord):

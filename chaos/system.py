@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +34,15 @@ SETTINGS: dict[str, Any] = {
     "grace_s": 0.5,
     "horizon_s": 10,
 }
-
-
 #: A worker may start while the broker is away, and then waits longer after each attempt.
 STARTED_S = 120.0
+
+
+def exit_on_signals() -> None:
+    """Exit on SIGTERM and SIGINT with an exception, so that the started processes are ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Shells ignore SIGINT in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class ServerChoice(NamedTuple):

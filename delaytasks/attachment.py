@@ -8,27 +8,26 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_compat.beat_log import quiet_beats
 from delaytasks.worker.celery_compat.celery_version import check_celery
 from delaytasks.worker.celery_compat.masked_settings import mask_settings
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
+    from delaytasks.worker.processes import Processes
 
 ENTRY_POINTS = "delaytasks.processors"
 
 
-def attach(delays: DelayTasks, celery_app: Any) -> None:
-    """Register the tasks and worker steps of `delays` with its Celery app."""
+def attach(celery_app: Any, delays: object, processes: Processes) -> None:
+    """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     check_celery()
     if getattr(celery_app, "delaytasks", None) is not None:
         raise ConfigError(
             f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app"
         )
     celery_app.delaytasks = delays
-    register_tasks(delays)
+    register_tasks(celery_app, processes)
     quiet_beats()
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
@@ -39,7 +38,7 @@ def attach(delays: DelayTasks, celery_app: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.beat import add_sweeps
 
-        wiring = wiring_of(delays)
+        wiring = processes.wiring
         add_sweeps(sender, wiring.settings, wiring.publisher)
 
     celery_app.on_after_finalize.connect(add_to_beat, weak=False)

@@ -7,8 +7,8 @@ from typing import Any
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import shown
+from delaytasks.timers.eta import SWEEP
 from delaytasks.timers.publisher import Publisher
-from delaytasks.worker.celery_tasks import SWEEP
 
 
 def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> None:

@@ -10,7 +10,6 @@ from celery import Celery
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.settings import load_settings
-from delaytasks.embedded import use_embedded_broker
 
 
 def _make_app() -> Celery:
@@ -28,5 +27,8 @@ app = _make_app()
 #: The instance behind the module-level functions of `delaytasks`.
 delays = DelayTasks(app)
 if not app.conf.broker_url:
+    # Imported here: an app with a broker needs no embedded one.
+    from delaytasks.embedded import use_embedded_broker
+
     # Not `delays.settings`, which would make a timer, and that needs a broker.
     use_embedded_broker(app, load_settings(app.conf, os.environ).data_dir)

@@ -9,54 +9,37 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from delaytasks.attachment import attach
 from delaytasks.core.attempt import Attempt
-from delaytasks.core.bulk import AuditEntry, BulkResult, Filters, OnProgress
+from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult
+from delaytasks.core.callbacks import CALLBACK, MESSAGE, RETRY_SCHEDULE, Callback, Message
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.page import Page
 from delaytasks.core.policies import UNCHANGED, Policy, Unchanged
-from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.settings import hide_secrets
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.processors.registry import Registry
-from delaytasks.webhooks.http import CALLBACK, RETRY_SCHEDULE, Callback
-from delaytasks.webhooks.queue import MESSAGE, Message
 from delaytasks.worker.processes import Processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.core.interfaces import Transaction
+    from delaytasks.core.interfaces import OnConflict, Transaction
+    from delaytasks.core.new_task import ScheduleOptions, TaskOptions
     from delaytasks.core.outcomes import Outcome
     from delaytasks.core.settings import Settings
     from delaytasks.execution.runner import Runner
     from delaytasks.maintenance.deploy_check import Finding
     from delaytasks.processors.registry import ProcessorOptions
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
     from delaytasks.wiring import ProcessorContext, Wiring
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class ScheduleOptions(TypedDict, total=False):
-    """The options of `DelayTasks.schedule_delay` that callbacks and messages take too."""
-
-    key: str | None
-    on_conflict: OnConflict
-    max_wait: float | str | timedelta | None
-    queue: str | None
-    priority: int
-    id: int | None
-    retry: RetrySchedule | str | int | None
-    expires: float | str | timedelta | None
-    concurrency_key: str | None
-    session: Any
 
 
 class DelayTasks:
@@ -101,11 +84,11 @@ class DelayTasks:
         self._events = Events()
         self._lock = threading.RLock()
         self._made: Wiring | None = None
-        self._processes = Processes(self)
+        self._processes = Processes(lambda: self._wiring)
         self.processor(CALLBACK, retry=RETRY_SCHEDULE, schema=Callback)(self._call_back)
         self.processor(MESSAGE, retry=RETRY_SCHEDULE, schema=Message)(self._send_message)
         if celery_app is not None:
-            attach(self, celery_app)
+            attach(celery_app, self, self._processes)
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -115,16 +98,9 @@ class DelayTasks:
         body: Any,
         delay: float | timedelta,
         *,
-        key: str | None = None,
         on_conflict: OnConflict = "reject",
-        max_wait: float | str | timedelta | None = None,
-        queue: str | None = None,
-        priority: int = 0,
-        id: int | None = None,
-        retry: RetrySchedule | str | int | None = None,
-        expires: float | str | timedelta | None = None,
-        concurrency_key: str | None = None,
         session: Any = None,
+        **options: Unpack[TaskOptions],
     ) -> DelayTask:
         """Schedule a task: run the processor of `tag` with `body`, `delay` from now.
 
@@ -136,32 +112,32 @@ class DelayTasks:
             The argument of the processor: any value that JSON can represent.
         delay
             Seconds, or a timedelta.
-        key
-            A name for the task within its tag. At most one live task of a tag has a key.
         on_conflict
             The rule for a key that a live task has. `"reject"` raises `DuplicateTaskError`,
             `"keep"` returns the existing task, and `"replace"` gives the existing task the new
             body and due time.
-        max_wait
-            With `on_conflict="replace"`: the longest time from the first call to the due time, no
-            matter how many calls replace the task. Seconds, text such as `"10m"`, or a timedelta.
-        queue
-            The queue. By default the queue of the processor, or of the setting `queues`.
-        priority
-            0 to 9; tasks with a higher priority run first.
-        id
-            An id from `new_id`. Scheduling again with the same id does not add a task.
-        retry
-            A retry schedule, text such as `"15s 3m"`, or a number of retries. By default the
-            retry schedule of the processor.
-        expires
-            The task is CANCELLED instead of run if a worker gets to it later than this after its
-            due time. By default the value of the processor.
-        concurrency_key
-            The customer, host or other entity that limits per key count. By default the value
-            that the processor computes.
         session
             A SQLAlchemy Session or Connection. The row becomes part of its transaction.
+        key : str, optional
+            A name for the task within its tag. At most one live task of a tag has a key.
+        max_wait : float, str or timedelta, optional
+            With `on_conflict="replace"`: the longest time from the first call to the due time, no
+            matter how many calls replace the task. Seconds, text such as `"10m"`, or a timedelta.
+        queue : str, optional
+            The queue. By default the queue of the processor, or of the setting `queues`.
+        priority : int, optional
+            0 to 9; tasks with a higher priority run first.
+        id : int, optional
+            An id from `new_id`. Scheduling again with the same id does not add a task.
+        retry : RetrySchedule, str or int, optional
+            A retry schedule, text such as `"15s 3m"`, or a number of retries. By default the
+            retry schedule of the processor.
+        expires : float, str or timedelta, optional
+            The task is CANCELLED instead of run if a worker gets to it later than this after its
+            due time. By default the value of the processor.
+        concurrency_key : str, optional
+            The customer, host or other entity that limits per key count. By default the value
+            that the processor computes.
 
         Returns
         -------
@@ -185,20 +161,7 @@ class DelayTasks:
         --------
         >>> delays.schedule_delay("order.close", {"order": 7}, 1800, key="7")
         """
-        new = NewTask(
-            tag,
-            body,
-            delay,
-            None,
-            key,
-            queue,
-            priority,
-            id,
-            retry,
-            expires,
-            max_wait,
-            concurrency_key,
-        )
+        new = NewTask(tag, body, delay, **options)
         w = self._wiring
         return w.router.schedule(new, on_conflict, w.transactions.of(session))
 
@@ -208,16 +171,9 @@ class DelayTasks:
         body: Any,
         when: datetime,
         *,
-        key: str | None = None,
         on_conflict: OnConflict = "reject",
-        max_wait: float | str | timedelta | None = None,
-        queue: str | None = None,
-        priority: int = 0,
-        id: int | None = None,
-        retry: RetrySchedule | str | int | None = None,
-        expires: float | str | timedelta | None = None,
-        concurrency_key: str | None = None,
         session: Any = None,
+        **options: Unpack[TaskOptions],
     ) -> DelayTask:
         """Schedule a task for an instant.
 
@@ -227,7 +183,7 @@ class DelayTasks:
             See `schedule_delay`.
         when
             An aware datetime. An instant in the past means now.
-        key, on_conflict, max_wait, queue, priority, id, retry, expires, concurrency_key, session
+        on_conflict, session, **options
             See `schedule_delay`.
 
         Returns
@@ -244,20 +200,7 @@ class DelayTasks:
         --------
         >>> delays.schedule_at("order.close", {"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
         """
-        new = NewTask(
-            tag,
-            body,
-            None,
-            when,
-            key,
-            queue,
-            priority,
-            id,
-            retry,
-            expires,
-            max_wait,
-            concurrency_key,
-        )
+        new = NewTask(tag, body, when=when, **options)
         w = self._wiring
         return w.router.schedule(new, on_conflict, w.transactions.of(session))
 
@@ -344,7 +287,7 @@ class DelayTasks:
         --------
         >>> delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60)
         """
-        content = self._wiring.http_callbacks.content(url, body, headers)
+        content = self._wiring.callbacks.http.content(url, body, headers)
         return self.schedule_delay(CALLBACK, content, delay, **options)
 
     def schedule_message(
@@ -393,7 +336,7 @@ class DelayTasks:
         --------
         >>> delays.schedule_message("invoices", {"order": 7}, 60)
         """
-        content = self._wiring.queue_messages.content(to, body, exchange, headers)
+        content = self._wiring.callbacks.queue.content(to, body, exchange, headers)
         return self.schedule_delay(MESSAGE, content, delay, **options)
 
     def new_id(self, tag: str | None = None, key: str | None = None) -> int:
@@ -770,28 +713,12 @@ class DelayTasks:
         ...     print(task.id, task.error)
         """
         return self._wiring.lookup.find(
-            tag=tag,
-            status=status,
-            key=key,
-            since=since,
-            until=until,
-            cursor=cursor,
-            limit=limit,
-            newest_first=newest_first,
-            session=session,
+            tag, status, key, since, until, cursor, limit, newest_first, session
         )
 
     # -- change many tasks ------------------------------------------------------------------------
 
-    def cancel_many(
-        self,
-        *,
-        everything: bool = False,
-        dry_run: bool = False,
-        actor: str | None = None,
-        on_progress: OnProgress | None = None,
-        **filters: Unpack[Filters],
-    ) -> BulkResult:
+    def cancel_many(self, **options: Unpack[BulkOptions]) -> BulkResult:
         """Cancel the waiting tasks that match a filter.
 
         The tasks are found first and then cancelled in steps of some hundred rows, each a short
@@ -800,17 +727,19 @@ class DelayTasks:
 
         Parameters
         ----------
-        everything
+        tag, key_prefix, status, queue : str, optional
+            Filters. A task must match all that are given.
+        since, until, created_since, created_until, updated_until : datetime, optional
+            Filters of the due time, the time of the first call and the last change: at or after
+            `since`, before `until`.
+        everything : bool, optional
             Must be True if no filter is given.
-        dry_run
+        dry_run : bool, optional
             Only count the tasks.
-        actor
+        actor : str, optional
             The name in the audit table. By default the user of this process.
-        on_progress
+        on_progress : callable, optional
             Is called after each step with the `BulkResult` so far.
-        **filters
-            `tag`, `key_prefix`, `status`, `queue`, `since` and `until` (due times),
-            `created_since`, `created_until` and `updated_until`. A task must match all of them.
 
         Returns
         -------
@@ -829,7 +758,7 @@ class DelayTasks:
         >>> delays.cancel_many(tag="mail.send", key_prefix="eu-").changed
         1200
         """
-        return self._wiring.bulk.cancel(filters, everything, dry_run, actor, on_progress)
+        return self._wiring.bulk.cancel(options)
 
     def reschedule_many(
         self,
@@ -837,11 +766,7 @@ class DelayTasks:
         *,
         when: datetime | None = None,
         by: float | timedelta | None = None,
-        everything: bool = False,
-        dry_run: bool = False,
-        actor: str | None = None,
-        on_progress: OnProgress | None = None,
-        **filters: Unpack[Filters],
+        **options: Unpack[BulkOptions],
     ) -> BulkResult:
         """Give the waiting tasks that match a filter another due time. See also `cancel_many`.
 
@@ -856,7 +781,7 @@ class DelayTasks:
             All tasks are due at this instant.
         by
             Each task is due this time later than before; earlier, if negative.
-        everything, dry_run, actor, on_progress, **filters
+        **options
             See `cancel_many`.
 
         Returns
@@ -875,18 +800,12 @@ class DelayTasks:
         --------
         >>> delays.reschedule_many(by=3600, tag="mail.send")
         """
-        bulk = self._wiring.bulk
-        return bulk.reschedule(filters, delay, when, by, everything, dry_run, actor, on_progress)
+        return self._wiring.bulk.reschedule(delay, when, by, options)
 
     def retry_many(
         self,
         delay: float | timedelta = 0,
-        *,
-        everything: bool = False,
-        dry_run: bool = False,
-        actor: str | None = None,
-        on_progress: OnProgress | None = None,
-        **filters: Unpack[Filters],
+        **options: Unpack[BulkOptions],
     ) -> BulkResult:
         """Run the FAILED tasks that match a filter again. See also `cancel_many`.
 
@@ -894,7 +813,7 @@ class DelayTasks:
         ----------
         delay
             Seconds from now, or a timedelta.
-        everything, dry_run, actor, on_progress, **filters
+        **options
             See `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
 
         Returns
@@ -912,7 +831,7 @@ class DelayTasks:
         --------
         >>> delays.retry_many(tag="mail.send", since=yesterday)
         """
-        return self._wiring.bulk.retry(filters, delay, everything, dry_run, actor, on_progress)
+        return self._wiring.bulk.retry(delay, options)
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
         """Read what `cancel_many`, `reschedule_many` and `retry_many` have done.
@@ -1233,7 +1152,6 @@ class DelayTasks:
             self._arguments,
             self._registry,
             self._events,
-            self._processes,
             self._database_now,
             self._ambient_transaction,
             self._processor_contexts(),
@@ -1246,10 +1164,10 @@ class DelayTasks:
             self._arguments.update(settings)
 
     def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
-        return self._wiring.http_callbacks(callback, task)
+        return self._wiring.callbacks.http(callback, task)
 
     def _send_message(self, message: Message, task: DelayTask) -> Outcome:
-        return self._wiring.queue_messages(message, task)
+        return self._wiring.callbacks.queue(message, task)
 
     # The integrations with web frameworks override these three.
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from delaytasks.core.callbacks import CALLBACK
 from delaytasks.core.clock import Clock, Measure, wall_ms
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
@@ -19,32 +20,28 @@ from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations.bulk import BulkOperations
+from delaytasks.operations.callbacks import Callbacks
 from delaytasks.operations.lookup import Lookup
 from delaytasks.operations.policies import PolicyOperations
 from delaytasks.operations.single_tasks import SingleTasks
 from delaytasks.operations.transactions import CallerTransactions
 from delaytasks.processors.registry import Registry
-from delaytasks.scheduling.producer import Notify, Producer
+from delaytasks.routing.shard import RetryTask, Shard
+from delaytasks.routing.single_router import SingleRouter
+from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
-from delaytasks.sharding.shard import RetryTask, Shard
-from delaytasks.sharding.single_router import SingleRouter
 from delaytasks.start_checks import StartChecks
 from delaytasks.storage.migrations import urls_of
 from delaytasks.storage.store import Store
-from delaytasks.timers.background import BackgroundTimer
-from delaytasks.timers.broker_link import bounded_connection
-from delaytasks.timers.direct import DirectTimer
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
-from delaytasks.webhooks.addresses import Guard
-from delaytasks.webhooks.http import CALLBACK, HttpCallbacks
-from delaytasks.webhooks.queue import QueueMessages
-from delaytasks.wiring import Closable, ProcessorContext, Router, Wiring
+from delaytasks.wiring import Closable, ProcessorContext, Wiring
 
 if TYPE_CHECKING:
     from delaytasks.encryption.cipher import Cipher
+    from delaytasks.sharding.router import Router
+    from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.redis import RedisTimer
-    from delaytasks.worker.processes import Processes
 
 
 def build_wiring(
@@ -52,7 +49,6 @@ def build_wiring(
     arguments: Mapping[str, Any],
     registry: Registry,
     events: Events,
-    processes: Processes,
     ask_now: Measure,
     ambient_transaction: Callable[[], Transaction | None],
     processor_contexts: Sequence[ProcessorContext],
@@ -73,16 +69,14 @@ def build_wiring(
     publisher = Publisher(celery_app, settings.namespace, settings.publish_limit_s, events)
     timers = _make_timers(celery_app, settings, publisher, stores, clocks, events)
     queues = QueueRouting(settings, registry)
-    registry.give_places(CALLBACK, settings.callback_in_flight)
-    http_callbacks = HttpCallbacks(settings, Guard(settings.callback_allow), clock)
-    queue_messages = _make_queue_messages(celery_app, settings)
+    registry.set_in_flight(CALLBACK, settings.callback_in_flight)
+    callbacks = Callbacks(celery_app, settings, clock)
     router = _ShardFactory(settings, registry, events, queues, timers).router(stores, clocks)
     transactions = CallerTransactions(ambient_transaction)
     return Wiring(
         celery=celery_app,
         registry=registry,
         events=events,
-        processes=processes,
         processor_contexts=processor_contexts,
         settings=settings,
         router=router,
@@ -92,62 +86,52 @@ def build_wiring(
         timer=timers.producers,
         direct_timer=timers.direct,
         redis_timer=timers.redis,
-        http_callbacks=http_callbacks,
-        queue_messages=queue_messages,
+        callbacks=callbacks,
         transactions=transactions,
         lookup=Lookup(router, transactions),
         single=SingleTasks(router, transactions, events),
         bulk=BulkOperations(router, events),
         policies=PolicyOperations(router, events),
         checks=StartChecks(celery_app, settings, registry, events, router, timers.redis),
-        closables=[*timers.closables, http_callbacks, queue_messages, publisher, *stores],
+        closables=[*timers.closables, callbacks, publisher, *stores],
     )
 
 
-class _ShardFactory:
+class _ShardFactory(NamedTuple):
     """Makes the shards and their router."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        events: Events,
-        queues: QueueRouting,
-        timers: _Timers,
-    ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._events = events
-        self._queues = queues
-        self._timers = timers
-        self._notify: Notify | None = None if timers.direct is None else timers.direct.tell
+    settings: Settings
+    registry: Registry
+    events: Events
+    queues: QueueRouting
+    timers: _Timers
 
     def router(self, stores: Sequence[Store], clocks: Sequence[Clock]) -> Router:
         if len(stores) == 1:
             [store], [clock] = stores, clocks
-            tasks, timer = store.tasks, self._timers.inline
+            tasks, timer = store.tasks, self.timers.inline
             return SingleRouter(
-                self._shard(store, clock, tasks, tasks.retry, timer, self._events, lambda: None)
+                self._shard(store, clock, tasks, tasks.retry, timer, self.events, lambda: None)
             )
         from delaytasks.sharding.databases import Shards, ShardTasks
         from delaytasks.sharding.router import ShardRouter
         from delaytasks.sharding.selection import ShardSelection
         from delaytasks.timers.shard_timer import ShardTimer
 
-        databases = Shards(stores, self._settings.shards_before)
+        databases = Shards(stores, self.settings.shards_before)
         shards = [
             self._shard(
                 store,
                 clock,
                 ShardTasks(databases, store.shard),
                 functools.partial(databases.retry, store.shard),
-                ShardTimer(self._timers.inline, store.shard),
-                self._events.about(shard=store.shard),
+                ShardTimer(self.timers.inline, store.shard),
+                self.events.about(shard=store.shard),
                 functools.partial(databases.store, store.shard),
             )
             for store, clock in zip(stores, clocks, strict=True)
         ]
-        return ShardRouter(shards, databases, ShardSelection(len(stores), self._events))
+        return ShardRouter(shards, databases, ShardSelection(len(stores), self.events))
 
     def _shard(
         self,
@@ -159,11 +143,11 @@ class _ShardFactory:
         sweep_events: Events,
         check_number: Callable[[], object],
     ) -> Shard:
-        settings, events, number = self._settings, self._events, store.shard
+        settings, events, number = self.settings, self.events, store.shard
         new_id = IdMaker(wall_ms, number)
         policies = PolicyCache(store.policies.changes)
         pauses = PauseSweeper(
-            settings, policies, store.policies, store.holding, clock, timer, events
+            settings, policies, store.policies, store.paused_rows, clock, timer, sweep_events
         )
         sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, sweep_events, pauses)
         producer = Producer(
@@ -171,12 +155,12 @@ class _ShardFactory:
             tasks,
             clock,
             new_id,
-            self._timers.producers,
-            self._registry,
-            self._queues,
+            self.timers.producers,
+            self.registry,
+            self.queues,
             events,
             number,
-            self._notify,
+            None if self.timers.direct is None else self.timers.direct.notify,
         )
         url = Secret(store.database.url.render_as_string(hide_password=False))
         return Shard(
@@ -214,9 +198,10 @@ def _make_timers(
     redis = direct = None
     eta = EtaTimer(publisher, clocks[0])
     if settings.timer == "direct":
+        from delaytasks.timers.direct import DirectTimer
+
         direct = DirectTimer([store.notices for store in stores], clocks[0])
     elif settings.timer == "redis":
-        # Imported here: other deployments need no Redis client.
         from delaytasks.timers.redis import RedisTimer
         from delaytasks.timers.redis_location import redis_location
 
@@ -229,11 +214,7 @@ def _make_timers(
     inline: Timer = direct or redis or eta
     if settings.arm != "background":
         return _Timers(inline, inline, direct, redis, closables)
+    from delaytasks.timers.background import BackgroundTimer
+
     background = BackgroundTimer(inline, clocks[0])
     return _Timers(inline, background, direct, redis, [background, *closables])
-
-
-def _make_queue_messages(celery_app: Any, settings: Settings) -> QueueMessages:
-    limit_s, url = settings.callback_connect_s, settings.callback_broker_url
-    connect = functools.partial(bounded_connection, celery_app, limit_s, url, confirm_publish=True)
-    return QueueMessages(connect, limit_s)

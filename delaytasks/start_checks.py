@@ -12,12 +12,12 @@ from delaytasks.core.events import Events
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import Registry
-from delaytasks.sharding.shard import Shard
+from delaytasks.routing.shard import Shard
 
 if TYPE_CHECKING:
     from delaytasks.maintenance.deploy_check import Finding
+    from delaytasks.sharding.router import Router
     from delaytasks.timers.redis import RedisTimer
-    from delaytasks.wiring import Router
 
 #: The default of kombu.
 REDIS_VISIBILITY_S = 3600.0
@@ -67,7 +67,7 @@ class StartChecks:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the waiting tasks that this code cannot run."""
-        from delaytasks.maintenance.deploy_check import check
+        from delaytasks.maintenance.deploy_check import find_problems
         from delaytasks.storage.stats import Stats
 
         settings = self._settings
@@ -75,7 +75,7 @@ class StartChecks:
         for shard in self._router.shards:
             stats = Stats(shard.store.database, shard.store.schema)
             untrusted = stats.strange(settings.max_delay_s, settings.lease_s)
-            yield from check(stats.pending(), stats.bodies, self._registry, untrusted, keys)
+            yield from find_problems(stats.pending(), stats.bodies, self._registry, untrusted, keys)
 
     def _check_visibility(self) -> None:
         """Compare the horizon with the time after which a broker delivers a message again.

@@ -9,38 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol
 
 from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
     from delaytasks.core.clock import Clock
     from delaytasks.core.events import Events
     from delaytasks.core.interfaces import Timer, Transaction
     from delaytasks.core.settings import Settings
     from delaytasks.maintenance.sweeper import Sweeper
     from delaytasks.operations.bulk import BulkOperations
+    from delaytasks.operations.callbacks import Callbacks
     from delaytasks.operations.lookup import Lookup
     from delaytasks.operations.policies import PolicyOperations
     from delaytasks.operations.single_tasks import SingleTasks
     from delaytasks.operations.transactions import CallerTransactions
     from delaytasks.processors.registry import Registry
+    from delaytasks.routing.shard import Shard
     from delaytasks.scheduling.producer import Producer
     from delaytasks.scheduling.queue_routing import QueueRouting
-    from delaytasks.sharding.router import ShardRouter
-    from delaytasks.sharding.shard import Shard
-    from delaytasks.sharding.single_router import SingleRouter
+    from delaytasks.sharding.router import Router
     from delaytasks.start_checks import StartChecks
     from delaytasks.storage.store import Store
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.publisher import Publisher
     from delaytasks.timers.redis import RedisTimer
-    from delaytasks.webhooks.http import HttpCallbacks
-    from delaytasks.webhooks.queue import QueueMessages
-    from delaytasks.worker.processes import Processes
 
-Router: TypeAlias = "SingleRouter | ShardRouter"
 #: Is entered around each call of a processor.
 ProcessorContext = Callable[[DelayTask], AbstractContextManager[Any]]
 
@@ -56,7 +51,6 @@ class Wiring:
     celery: Any
     registry: Registry
     events: Events
-    processes: Processes
     #: Web frameworks enter these around each call of a processor, the first one outermost.
     processor_contexts: Sequence[ProcessorContext]
     settings: Settings
@@ -68,8 +62,7 @@ class Wiring:
     timer: Timer
     direct_timer: DirectTimer | None
     redis_timer: RedisTimer | None
-    http_callbacks: HttpCallbacks
-    queue_messages: QueueMessages
+    callbacks: Callbacks
     transactions: CallerTransactions
     lookup: Lookup
     single: SingleTasks
@@ -112,17 +105,26 @@ class Wiring:
             closable.close()
 
 
-def wiring_of(delays: DelayTasks) -> Wiring:
+class Wired(Protocol):
+    """A `DelayTasks`, as the packages below it see it."""
+
+    @property
+    def _wiring(self) -> Wiring: ...
+
+    def _rewire(self, **settings: Any) -> None: ...
+
+
+def wiring_of(delays: Wired) -> Wiring:
     """Return the objects behind `delays`; the first call makes them."""
     return delays._wiring
 
 
-def rewire(delays: DelayTasks, **settings: Any) -> None:
+def rewire(delays: Wired, **settings: Any) -> None:
     """Close the objects behind `delays`; the next call makes them anew with these settings too."""
     delays._rewire(**settings)
 
 
-def use_direct_timer(delays: DelayTasks) -> None:
+def use_direct_timer(delays: Wired) -> None:
     """From now on this process contacts neither broker nor Redis and finds near rows in the table.
 
     To be called before anything is scheduled or run.

@@ -31,6 +31,20 @@ _missing: dict[str, str] = {}
 _not_run: dict[str, set[str]] = defaultdict(set)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the tests that are marked slow too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave out the slow tests, unless `--all`, a path or a `-m` of the command line selects tests.
+
+    Processes of xdist receive the options of the first process.
+    """
+    is_selected = config.option.all or config.option.markexpr
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not is_selected:
+        config.option.markexpr = "quick or not slow"
+
+
 @pytest.fixture(scope="session")
 def services() -> Iterator[Services]:
     found = Services()
@@ -181,7 +195,12 @@ def rabbitmq_url(services: Services) -> str:
     return _url(services, "rabbitmq")
 
 
-@pytest.fixture(scope="session", params=DATABASES)
+def _marked(database: str) -> Any:
+    """Return a parameter of `database_url`. MariaDB takes as long as the others together."""
+    return pytest.param(database, marks=pytest.mark.slow if database == "mariadb" else ())
+
+
+@pytest.fixture(scope="session", params=[_marked(database) for database in DATABASES])
 def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """An empty database of each kind, for this session."""
     if request.param == "sqlite":

@@ -33,11 +33,8 @@ class PostgresServer:
         more: Mapping[str, str] | None = None,
     ) -> None:
         """`more` is added to the server's environment."""
-        self._folder, self._missing, self._environment = (
-            folder,
-            missing,
-            {**os.environ, **(more or {})},
-        )
+        self._folder, self._missing = folder, missing
+        self._environment = {**os.environ, **(more or {})}
         self._login: dict[str, Any] = {}
         programs = self._programs()
         if os.geteuid() == 0:
@@ -49,28 +46,7 @@ class PostgresServer:
                 programs = self._moved(programs)
         self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
         data = folder / "data"
-        made = subprocess.run(
-            [
-                programs / "initdb",
-                "-D",
-                data,
-                "-U",
-                "postgres",
-                "-A",
-                "trust",
-                "-E",
-                "UTF8",
-                "--no-sync",
-                "--locale=C",
-            ],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=False,
-            **self._login,
-        )
-        if made.returncode:
-            raise missing(f"the embedded initdb printed: {made.stderr.strip()[-300:]}")
+        self._initialize(programs / "initdb", data)
         options = {
             "port": port,
             "listen_addresses": "127.0.0.1",
@@ -84,6 +60,18 @@ class PostgresServer:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
+
+    def _initialize(self, initdb: Path, data: Path) -> None:
+        made = subprocess.run(
+            [initdb, "-D", data, *"-U postgres -A trust -E UTF8 --no-sync --locale=C".split()],
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._login,
+        )
+        if made.returncode:
+            raise self._missing(f"the embedded initdb printed: {made.stderr.strip()[-300:]}")
 
     def start(self) -> None:
         path = self._folder / "log"

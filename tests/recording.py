@@ -9,7 +9,12 @@ from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.interfaces import Entry
+from delaytasks.routing.shard import Shard
 from delaytasks.wiring import wiring_of
+
+
+class CrashError(BaseException):
+    """Simulates the death of the process."""
 
 
 class RecordingTimer:
@@ -49,6 +54,13 @@ def record(delays: DelayTasks) -> RecordingTimer:
     for shard in delays.shards:
         shard.producer._timer = timer
     return timer
+
+
+def record_sweeps(shard: Shard, timer: RecordingTimer) -> None:
+    """Replace the timer of a shard's sweeps."""
+    sweeper: Any = shard.sweeper
+    for part in (sweeper, sweeper._drain, sweeper._pauses):
+        part._timer = timer
 
 
 def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:

@@ -8,7 +8,6 @@ from typing import Any
 
 from celery import Celery
 
-from delaytasks.core.clock import ManualClock
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
@@ -16,6 +15,7 @@ from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.timers.redis import RedisTimer, Taken
 from delaytasks.timers.redis_location import redis_location
+from tests.manual_clock import ManualClock
 
 
 class RedisTimerHarness:

@@ -15,8 +15,9 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Settlement
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.policies import Policies, Policy
-from delaytasks.execution.batch import Work
-from delaytasks.execution.executor import End
+from delaytasks.execution.executor import Finish
+from delaytasks.execution.limits import LimitLoader
+from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.producer import Producer
@@ -33,8 +34,8 @@ class DisturbedClaims:
 
     def __init__(self, claims: Claims) -> None:
         self._claims = claims
-        self.after_claim: Callable[[], None] = lambda: None
-        self.before_settle: Callable[[Sequence[Settlement]], None] = lambda settlements: None
+        self.after_claim: Callable[[], object] = lambda: None
+        self.before_settle: Callable[[Sequence[Settlement]], object] = lambda settlements: None
 
     def claim(self, entries: Sequence[Entry]) -> Claimed:
         claimed = self._claims.claim(entries)
@@ -52,18 +53,21 @@ class DisturbedClaims:
 class RunnerHarness:
     """A runner on a store, without a worker."""
 
-    def __init__(self, store: Store, may_leave: bool = False, **changes: Any) -> None:
+    def __init__(self, store: Store, may_detach: bool = False, **changes: Any) -> None:
         url = store.database.url.render_as_string(hide_password=False)
-        self.settings = settings_for(url, **{"chunk_time_box_s": 5, **changes})
+        self.settings = settings_for(url, **{"chunk_time_budget_s": 5, **changes})
         self.store = store
         self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
         self.clock = Clock(self.store.tasks.now)
-        self.claims = DisturbedClaims(self.store.claims("worker-1", 0x7F000001, self.limited))
+        self.limits = LimitLoader(self.store, self.limited)
+        self.claims = DisturbedClaims(
+            self.store.claims("worker-1", 0x7F000001, self.limits.hold_excess)
+        )
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
         self.ran: list[Any] = []
         self.registry.processor("note")(self.ran.append)
-        self.runner = self.make_runner(may_leave=may_leave)
+        self.runner = self.make_runner(may_detach=may_detach)
         self._ids = IdMaker(lambda: to_us(self.clock.now()) // 1000)
         queues = QueueRouting(self.settings, self.registry)
         to = (self.clock, self._ids, RecordingTimer(), self.registry, queues, self.events)
@@ -74,6 +78,7 @@ class RunnerHarness:
         return Runner(
             self.settings,
             claims,
+            self.limits,
             self.clock,
             self.registry,
             self.timer,
@@ -87,8 +92,8 @@ class RunnerHarness:
         return Policies(tuple(self.store.policies.read())).limited
 
     @staticmethod
-    def execute(work: Work, task: DelayTask, end: End) -> object:
-        return end(work(task, work.body_of(task)), None)
+    def execute(call: ProcessorCall, end: Finish) -> object:
+        return end(call(call.read_argument()), None)
 
     def schedule(
         self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any
@@ -120,7 +125,7 @@ class RunnerHarness:
 
     @staticmethod
     def entry(task: DelayTask) -> Entry:
-        return Entry.of(task, to_us)
+        return Entry.of(task)
 
     def statuses(self, tasks: Sequence[DelayTask]) -> list[str]:
         return [self.now(task).status.name for task in tasks]

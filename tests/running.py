@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import requests
 from celery import Celery
 from redis import Redis
@@ -43,6 +44,15 @@ BROKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "rabbitmq": ("rabbitmq_url", {}),
     "rabbitmq-quorum": ("rabbitmq_url", {"task_default_queue_type": "quorum"}),
 }
+
+
+def combination(*names: str, is_quick: bool = False) -> Any:
+    """Return a parameter of a test: a database, a broker and a pool, which make up its id.
+
+    If `is_quick` is true, the test belongs to the quick suite, although its module is slow.
+    """
+    marks = [pytest.mark.quick] if is_quick else []
+    return pytest.param(*names, id="-".join(names), marks=marks)
 
 
 class Deployment:

@@ -10,6 +10,8 @@ from typing import Any
 
 from celery.worker.control import control_command
 
+from delaytasks.worker.celery_compat.pool_results import is_forgotten
+
 
 @control_command(args=[("loop", str), ("way", str)])
 def break_loop(state: Any, loop: str, way: str) -> dict[str, str]:
@@ -56,7 +58,7 @@ def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str,
             process.join()
         pool.maintain_pool()
     consumer.pool.flush()
-    forgotten = sum(sent.is_forgotten for sent in dispatcher._pool.sent.values())
+    forgotten = sum(is_forgotten(sent.result) for sent in dispatcher._pool.sent.values())
     if away_s:
         connect = consumer.ensure_connected.func
         connect(

@@ -10,9 +10,8 @@ from typing import Any
 from sqlalchemy import func, insert, select, update
 
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.core.clock import to_us
+from delaytasks.core.ids import home_of
 from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.core.shards import home_of
 from delaytasks.storage import migrations
 from delaytasks.storage.store import Store
 from tests.conftest import empty, settings_for
@@ -68,7 +67,7 @@ class Several:
     def finish(self, task: DelayTask) -> None:
         """Finish the task as a worker does."""
         claims = self.stores[task.shard].claims("w", None)
-        [claimed] = claims.claim([Entry.of(task, to_us)])
+        [claimed] = claims.claim([Entry.of(task)])
         assert claims.settle([Settlement(claimed, "succeed", claimed.expected_time)])
 
     def count(self, shard: int) -> int:

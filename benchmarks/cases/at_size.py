@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,11 +12,11 @@ from benchmarks import ours, table
 from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
-from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.maintenance.sweeper import STEP
+from delaytasks.maintenance.cleanup import PURGE_ROWS
+from delaytasks.maintenance.sweeper import RECOVER_ROWS
 from delaytasks.storage.stats import Stats
 from delaytasks.wiring import wiring_of
 
@@ -30,6 +30,8 @@ NEAR, OVERDUE, RUNNING, FAILED = 2000, 5000, 200, 200
 CLAIMED, PAGE = 200, 100
 WARM_UP, REPEATS = 3, 15
 MINUTE_S, HOUR_S, DAY_S = 60.0, 3600.0, 86400.0
+#: The name of a query, the query, and its expected answer.
+Step = tuple[str, Callable[[], object], object]
 
 
 def run(stage: CaseContext) -> None:
@@ -51,74 +53,86 @@ def run(stage: CaseContext) -> None:
 def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
     """Return the median duration of each query in milliseconds."""
     key = _fill(stage, pending)
-    store, settings = wiring_of(ours.delays).store, ours.delays.settings
-    sweeps, claims, tasks = store.sweeps, store.claims("bench", None), store.tasks
-    now = wiring_of(ours.delays).clock.certain_now()
+    found: dict[str, float] = {}
+    for step in _sweeps() + _searches(key):
+        found |= _median_ms([step])
+    found |= _median_ms(_chunk())
+    stage.say(
+        f"at_size: {pending:,} wait: "
+        f"{', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}"
+    )
+    return found
+
+
+def _sweeps() -> list[Step]:
+    """Return the queries of sweeps and of drains."""
+    wiring, settings = wiring_of(ours.delays), ours.delays.settings
+    sweeps, claims = wiring.store.sweeps, wiring.store.claims("bench", None)
+    now = wiring.clock.certain_now()
     until = now + timedelta(seconds=HOUR_S)
-    fresh: list[DelayTask] = []
-
-    def insert() -> int:
-        fresh[:] = [
-            DelayTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now)
-            for _ in range(CLAIMED)
-        ]
-        tasks.insert_many(fresh)
-        return len(fresh)
-
-    def claim() -> int:
-        fresh[:] = claims.claim([Entry.of(one, to_us) for one in fresh])
-        return len(fresh)
-
-    def page(**by: Any) -> int:
-        return len(ours.delays.find(**by, limit=PAGE).tasks)
-
-    reads: list[tuple[str, Callable[[], object], object]] = [
+    queue = settings.default_queue
+    return [
         ("begin_sweep", lambda: sweeps.begin_sweep(0, 1, 0.0) is not None, True),
         (
             "stale_sweep_partitions",
             lambda: sweeps.stale_sweep_partitions(1, settings.self_sweep_s),
             [],
         ),
-        (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.near(now, until, 0, 1))), NEAR),
+        (f"near, {NEAR:,} rows", lambda: sum(map(len, sweeps.due_between(now, until, 0, 1))), NEAR),
         ("priorities, one overdue", lambda: len(sweeps.levels(settings.grace_s)), 1),
         ("priorities, none overdue", lambda: sweeps.levels(DAY_S), []),
-        ("lapse, none", lambda: sweeps.lapse(settings.max_lost_leases, STEP).total, 0),
-        ("purge, no old rows", lambda: sweeps.purge(30 * DAY_S, STEP), 0),
-        (
-            f"claim_due of {CLAIMED}",
-            lambda: len(claims.claim_due(settings.default_queue, [0], CLAIMED)),
-            CLAIMED,
-        ),
-        (
-            "claim_suspect, no rows",
-            lambda: claims.claim_abandoned(settings.default_queue, [0]),
-            None,
-        ),
+        ("recover, none", lambda: sweeps.recover(settings.max_lost_leases, RECOVER_ROWS).total, 0),
+        ("purge, no old rows", lambda: sweeps.purge(30 * DAY_S, PURGE_ROWS), 0),
+        (f"claim_due of {CLAIMED}", lambda: len(claims.claim_due(queue, [0], CLAIMED)), CLAIMED),
+        ("claim_recovered, no rows", lambda: claims.claim_recovered(queue, [0]), None),
+    ]
+
+
+def _searches(key: str) -> list[Step]:
+    """Return the queries of the command line and of dashboards."""
+    delays, store = ours.delays, wiring_of(ours.delays).store
+
+    def page(**by: Any) -> int:
+        return len(delays.find(**by, limit=PAGE).tasks)
+
+    return [
         ("find, a page", page, PAGE),
         ("find NOT_COMPLETE, a page", lambda: page(status=Status.NOT_COMPLETE), PAGE),
         ("find DONE, a page", lambda: page(status=Status.DONE), PAGE),
         ("find FAILED, a page", lambda: page(status=Status.FAILED), PAGE),
         ("find by key", lambda: page(key=key), 1),
-        ("get by tag and key", lambda: ours.delays.get(tag=ours.TAG, key=key).key, key),
+        ("get by tag and key", lambda: delays.get(tag=ours.TAG, key=key).key, key),
         ("counts", lambda: len(Stats(store.database, store.schema).counts()), len(Status)),
     ]
-    found = {what: _median_ms([(what, read, answer)])[what] for what, read, answer in reads}
-    found |= _median_ms(
-        [
-            (f"insert {CLAIMED}", insert, CLAIMED),
-            (f"claim {CLAIMED} by id", claim, CLAIMED),
-            (
-                f"settle {CLAIMED}",
-                lambda: len(claims.settle([Settlement(one, "succeed") for one in fresh])),
-                CLAIMED,
-            ),
+
+
+def _chunk() -> list[Step]:
+    """Return the statements of one chunk, each of which needs the one before it."""
+    wiring = wiring_of(ours.delays)
+    tasks, claims = wiring.store.tasks, wiring.store.claims("bench", None)
+    now = wiring.clock.certain_now()
+    chunk: list[DelayTask] = []
+
+    def insert() -> int:
+        chunk[:] = [
+            DelayTask(ours.delays.new_id(), ours.TAG, "{}", now, create_time=now)
+            for _ in range(CLAIMED)
         ]
-    )
-    stage.say(
-        f"at_size: {pending:,} wait: "
-        f"{', '.join(f'{what} {ms:.2f} ms' for what, ms in found.items())}"
-    )
-    return found
+        tasks.insert_many(chunk)
+        return len(chunk)
+
+    def claim() -> int:
+        chunk[:] = claims.claim([Entry.of(one) for one in chunk])
+        return len(chunk)
+
+    def settle() -> int:
+        return len(claims.settle([Settlement(one, "succeed") for one in chunk]))
+
+    return [
+        (f"insert {CLAIMED}", insert, CLAIMED),
+        (f"claim {CLAIMED} by id", claim, CLAIMED),
+        (f"settle {CLAIMED}", settle, CLAIMED),
+    ]
 
 
 def _fill(stage: CaseContext, pending: int) -> str:
@@ -143,15 +157,14 @@ def _fill(stage: CaseContext, pending: int) -> str:
     each = ", ".join(f"{name} {size / rows:.0f}" for name, size in table.sizes())
     stage.say(
         f"at_size: {pending:,} wait and {FINISHED * pending:,} are finished, bytes a row: {each}; "
-        "inserted in "
-        f"{inserted - before:.0f} s; vacuum, analyse and checkpoint took "
+        f"inserted in {inserted - before:.0f} s; vacuum, analyse and checkpoint took "
         f"{time.monotonic() - inserted:.0f} s"
     )
     return key
 
 
-def _median_ms(steps: list[tuple[str, Callable[[], object], object]]) -> dict[str, float]:
-    """Return the median duration of each step. The steps alternate."""
+def _median_ms(steps: Sequence[Step]) -> dict[str, float]:
+    """Return the median duration of each step in milliseconds. The steps alternate."""
     times: dict[str, list[float]] = {what: [] for what, _, _ in steps}
     for _ in range(WARM_UP + REPEATS):
         for what, read, answer in steps:

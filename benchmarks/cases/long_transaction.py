@@ -13,7 +13,6 @@ from benchmarks import table
 from benchmarks.cases.partitions import schedule, settle
 from benchmarks.figures import Target, percentile
 from benchmarks.stage import CaseContext
-from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
 
@@ -61,7 +60,7 @@ def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
     claims = store.claims("bench", None)
     found: dict[str, list[float]] = {"claim by id": [], "claim_due": []}
     for number in range(rounds):
-        entries = [Entry.of(one, to_us) for one in schedule(store, CHUNK)]
+        entries = [Entry.of(one) for one in schedule(store, CHUNK)]
         schedule(store, CHUNK)
         for what, claim in (
             ("claim by id", partial(claims.claim, entries)),

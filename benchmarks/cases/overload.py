@@ -57,18 +57,7 @@ def _run(stage: CaseContext, side: Ours, in_order: bool) -> None:
             fresh.stop()
         cost = meter.cost(rows)
         side.wait_for(rows + fresh.count, DEADLINE_S)
-    notes = side.notes.read()
-    late_ms = [(note.at - note.due) * 1000 for note in notes if note.due > began]
-    backlog = [note.at for note in notes if note.due < began]
-    done = table.count(Status.DONE)
-    if (done, len(backlog), len(late_ms)) != (rows + fresh.count, rows, fresh.count) or min(
-        late_ms
-    ) < 0:
-        raise BenchError(
-            f"overload: {done:,} of {rows + fresh.count:,} are DONE, {len(backlog):,} of the "
-            "backlog ran and "
-            f"{len(late_ms):,} new ones, the earliest {min(late_ms):.3f} ms after its due time"
-        )
+    backlog, late_ms = _checked(side, rows, fresh.count, began)
     per_s = rows / (max(backlog) - first)
     brokers.clear()
     normal.append(_normal(stage, side))
@@ -85,15 +74,27 @@ def _run(stage: CaseContext, side: Ours, in_order: bool) -> None:
     )
     stage.say(
         f"overload: {who}: {rows:,} rows at {per_s:,.0f}/s (bursts {normal[0]:,.0f} and "
-        f"{normal[1]:,.0f}/s), "
-        "the first one "
-        f"{first - began:.2f} s after the worker was started; {fresh.count:,} fresh tasks: p50 "
-        f"{percentile(late_ms, 0.5):.1f} ms, p99 {percentile(late_ms, 0.99):.1f} ms, worst "
-        f"{max(late_ms):.0f} ms; "
-        f"CPU a task: {cost}; {max(samples.queued)} messages at most; worker MB {samples.worker}; "
-        "broker MB "
-        f"{samples.broker}; load {load():.1f}"
+        f"{normal[1]:,.0f}/s), the first one {first - began:.2f} s after the worker was started; "
+        f"{fresh.count:,} fresh tasks: p50 {percentile(late_ms, 0.5):.1f} ms, "
+        f"p99 {percentile(late_ms, 0.99):.1f} ms, worst {max(late_ms):.0f} ms; "
+        f"CPU a task: {cost}; {max(samples.queued)} messages at most; "
+        f"worker MB {samples.worker}; broker MB {samples.broker}; load {load():.1f}"
     )
+
+
+def _checked(side: Ours, rows: int, fresh: int, began: float) -> tuple[list[float], list[float]]:
+    """Return when the backlog ran, and how late each new task was in milliseconds."""
+    notes = side.notes.read()
+    late_ms = [(note.at - note.due) * 1000 for note in notes if note.due > began]
+    backlog = [note.at for note in notes if note.due < began]
+    done = table.count(Status.DONE)
+    is_complete = (done, len(backlog), len(late_ms)) == (rows + fresh, rows, fresh)
+    if not is_complete or min(late_ms) < 0:
+        raise BenchError(
+            f"overload: {done:,} of {rows + fresh:,} are DONE, {len(backlog):,} of the backlog ran "
+            f"and {len(late_ms):,} new ones, the earliest {min(late_ms):.3f} ms after its due time"
+        )
+    return backlog, late_ms
 
 
 def _normal(stage: CaseContext, side: Ours) -> float:

@@ -14,11 +14,11 @@ from threading import Event
 from benchmarks import ours, table
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
-from delaytasks.core.clock import to_us, wall_ms
+from delaytasks.core.clock import wall_ms
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.maintenance.sweeper import STEP
+from delaytasks.maintenance.cleanup import PURGE_ROWS
 from delaytasks.partitions.conversion import convert
 from delaytasks.partitions.pruning import prune
 from delaytasks.partitions.table import Partitions
@@ -77,7 +77,7 @@ def _measure_chunks(stage: CaseContext, plain: Store, parted: Store, where: str)
 
 def _chunk_ms(store: Store) -> dict[str, float]:
     claims = store.claims("bench", None)
-    entries = [Entry.of(one, to_us) for one in schedule(store, CHUNK)]
+    entries = [Entry.of(one) for one in schedule(store, CHUNK)]
     found = {"claim by id and settle": _timed(lambda: settle(claims, claims.claim(entries), CHUNK))}
     schedule(store, CHUNK)
     found["claim_due and settle"] = _timed(
@@ -109,7 +109,7 @@ def _measure_leaving(stage: CaseContext, plain: Store, parted: Store, old: int) 
     age = (WEEKS - 2) * WEEK
 
     def purge() -> None:
-        while plain.sweeps.purge(age.total_seconds(), STEP):
+        while plain.sweeps.purge(age.total_seconds(), PURGE_ROWS):
             pass
 
     dropped_ms, waited_ms = _with_a_producer(

@@ -25,20 +25,21 @@ from benchmarks.peers.workloads import WORKLOADS, WorkloadContext
 from benchmarks.waiting import BenchError
 
 
-class UnknownNameError(Exception):
-    pass
-
-
 def chosen(names: Sequence[str], workloads: Sequence[str]) -> tuple[list[System], list[str]]:
     """Return the selected systems (all without names) and workloads, with the systems that are
     always measured.
+
+    Raises
+    ------
+    ValueError
+        No system or workload has one of the names.
     """
     unknown = sorted(set(names) - set(SYSTEMS))
     if unknown:
-        raise UnknownNameError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
+        raise ValueError(f"no system {', '.join(unknown)}; there are {', '.join(SYSTEMS)}")
     unknown = sorted(set(workloads) - set(WORKLOADS))
     if unknown:
-        raise UnknownNameError(
+        raise ValueError(
             f"no workload {', '.join(unknown)} of peers; there are {', '.join(WORKLOADS)}"
         )
     found = [system for system in SYSTEMS.values() if not names or system.name in {*names, *ALWAYS}]

@@ -10,7 +10,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -43,49 +43,49 @@ class FailpointCalls:
         self._chance = random.Random(seed)
 
     def make(self, mix: Mix) -> None:
-        chance = self._chance
         if mix == "overdue backlog":
             when = wiring_of(self._delays).clock.now() + timedelta(seconds=0.3)
             for _ in range(12):
-                self._schedule("fail.note", None, chance.uniform(0.08, 0.16), when=when)
+                self._schedule("fail.note", None, self._chance.uniform(0.08, 0.16), when=when)
             return
-        for number in range(chance.randint(4, 8)):
-            time.sleep(chance.uniform(0, 0.05))
-            delay = chance.choice([0, chance.uniform(0, 0.8)])
-            tag = chance.choice(["fail.note", "fail.note", "fail.shaky"])
-            if mix == "keyed":
-                self._schedule("fail.note", delay, key=f"{now_us()}")
-            elif mix == "in a session":
-                self._schedule_in_session(delay)
-            elif mix == "moved":
-                self._move(self._schedule("fail.note", chance.uniform(1, 2)))
-            elif mix == "many" or mix == "many in a session":
-                if number < MANY_CALLS:
-                    self._schedule_many(mix == "many in a session")
-            elif mix == "cancelled" or mix == "retried":
-                self._cancel(id := self._schedule("fail.note", chance.uniform(1, 2)))
-                if mix == "retried":
-                    self._call(id, "retry", 1, partial(self._delays.retry, id, delay))
-            elif mix == "touched":
-                self._delays.touch(
-                    self._schedule("fail.note", chance.uniform(1, 2)), chance.uniform(0.5, 2.5)
-                )
-            elif mix == "not armed":
-                self._insert()
-            elif mix == "far":
-                self._schedule("fail.note", chance.uniform(HORIZON_S - 0.3, HORIZON_S + 0.3))
-            elif mix == "long" and number == 0:
-                self._schedule("fail.note", delay, chance.uniform(1, 1.5))
-            elif mix == "fatal" and number == 0:
-                self._schedule("fail.fatal", delay)
-            elif mix == "simultaneous":
-                self._schedule("fail.side", delay, chance.uniform(0.05, 0.3))
-            elif mix == "limited":
-                self._schedule("fail.limited", delay / 4, 0.05)
-            elif mix == "effect":
-                self._schedule("fail.effect", delay)
-            else:
-                self._schedule(tag, delay, chance.choice([0, 0, 0.03, 0.1]))
+        for number in range(self._chance.randint(4, 8)):
+            time.sleep(self._chance.uniform(0, 0.05))
+            self._calls[mix](number, self._chance.choice([0, self._chance.uniform(0, 0.8)]))
+
+    @cached_property
+    def _calls(self) -> dict[Mix, Callable[[int, float], object]]:
+        """The next call of each mix, which receives its number and a delay."""
+        uniform, schedule = self._chance.uniform, self._schedule
+
+        def soon() -> int:
+            return schedule("fail.note", uniform(1, 2))
+
+        return {
+            "mixed": lambda _, delay: self._any(delay),
+            "keyed": lambda _, delay: schedule("fail.note", delay, key=f"{now_us()}"),
+            "in a session": lambda _, delay: self._schedule_in_session(delay),
+            "moved": lambda *_: self._move(soon()),
+            "many": lambda number, _: self._schedule_many(number, is_in_session=False),
+            "many in a session": lambda number, _: self._schedule_many(number, is_in_session=True),
+            "cancelled": lambda *_: self._cancel(soon()),
+            "retried": lambda _, delay: self._retry(soon(), delay),
+            "touched": lambda *_: self._delays.touch(soon(), uniform(0.5, 2.5)),
+            "not armed": lambda *_: self._insert(),
+            "far": lambda *_: schedule("fail.note", uniform(HORIZON_S - 0.3, HORIZON_S + 0.3)),
+            "long": lambda number, delay: (
+                self._any(delay) if number else schedule("fail.note", delay, uniform(1, 1.5))
+            ),
+            "fatal": lambda number, delay: (
+                self._any(delay) if number else schedule("fail.fatal", delay)
+            ),
+            "simultaneous": lambda _, delay: schedule("fail.side", delay, uniform(0.05, 0.3)),
+            "limited": lambda _, delay: schedule("fail.limited", delay / 4, 0.05),
+            "effect": lambda _, delay: schedule("fail.effect", delay),
+        }
+
+    def _any(self, delay: float) -> None:
+        tag = self._chance.choice(["fail.note", "fail.note", "fail.shaky"])
+        self._schedule(tag, delay, self._chance.choice([0, 0, 0.03, 0.1]))
 
     def _schedule(self, tag: str, delay: float | None, seconds: float = 0.0, **options: Any) -> int:
         id = self._delays.new_id()
@@ -117,11 +117,13 @@ class FailpointCalls:
 
         self._call(id, "schedule", 1, ask)
 
-    def _schedule_many(self, is_in_session: bool) -> None:
-        """Schedule in several batches.
+    def _schedule_many(self, number: int, is_in_session: bool) -> None:
+        """Schedule in several batches, in the first calls of an episode only.
 
         The ids are made during the call, and must be recorded even if the call fails.
         """
+        if number >= MANY_CALLS:
+            return
         asked_us, written = now_us(), list[DelayTask]()
         body = {"folder": self._folder, "s": 0, "fails": 0}
 
@@ -154,16 +156,16 @@ class FailpointCalls:
     def _cancel(self, id: int) -> None:
         self._call(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
 
+    def _retry(self, id: int, delay: float) -> None:
+        self._cancel(id)
+        self._call(id, "retry", 1, partial(self._delays.retry, id, delay))
+
     def _move(self, id: int) -> None:
         if self._chance.random() < 0.2:
             self._cancel(id)
         else:
-            self._call(
-                id,
-                "reschedule",
-                1,
-                lambda: self._delays.reschedule(id, self._chance.uniform(0, 0.5)),
-            )
+            delay = self._chance.uniform(0, 0.5)
+            self._call(id, "reschedule", 1, partial(self._delays.reschedule, id, delay))
 
     def _call(self, id: int, call: Call, runs: int, ask: Callable[[], Any]) -> None:
         asked_us = now_us()

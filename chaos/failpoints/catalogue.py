@@ -129,8 +129,8 @@ FAILPOINTS = [
         "redis",
     ),
     # hold in a worker
-    Failpoint("received", "main", "before", ("worker.near_entries:NearEntries.hold",), "R1"),
-    Failpoint("held", "main", "after", ("worker.near_entries:NearEntries.hold",), "R1"),
+    Failpoint("received", "main", "before", ("worker.dispatcher:Dispatcher.receive",), "R1"),
+    Failpoint("held", "main", "after", ("worker.dispatcher:Dispatcher.receive",), "R1"),
     Failpoint("fell due", "main", "before", ("worker.dispatcher:Dispatcher.take",), "R1"),
     Failpoint("to the pool", "main", "before", ("worker.dispatcher:Dispatcher._send",), "R1"),
     Failpoint("in the pool", "main", "after", ("worker.dispatcher:Dispatcher._send",), "R2"),
@@ -181,7 +181,7 @@ FAILPOINTS = [
         "not armed",
     ),
     Failpoint(
-        "claimed alone", "pool", "after", ("storage.claims:Claims.claim_abandoned",), "R2", "fatal"
+        "claimed alone", "pool", "after", ("storage.claims:Claims.claim_recovered",), "R2", "fatal"
     ),
     Failpoint("running", "pool", "before", ("execution.executor:TaskExecutor.run",), "R2"),
     Failpoint("ran", "pool", "after", ("execution.executor:TaskExecutor.run",), "R2"),
@@ -221,21 +221,26 @@ FAILPOINTS = [
         "added to the waitlist",
         "pool",
         "after",
-        ("storage.waitlist:Waitlist.hold_excess",),
+        ("limits.waitlist:Waitlist.hold_excess",),
         "R1",
         "limited",
     ),
-    Failpoint("admitted", "pool", "after", ("storage.waitlist:Waitlist.admit",), "R2", "limited"),
+    Failpoint("admitted", "pool", "after", ("limits.admission:Admission.admit",), "R2", "limited"),
     Failpoint(
         "handing over",
         "pool",
         "before",
-        ("storage.claims:Claims.settle_and_admit",),
+        ("limits.admission:Admission.settle_and_admit",),
         "R2",
         "limited",
     ),
     Failpoint(
-        "handed over", "pool", "after", ("storage.claims:Claims.settle_and_admit",), "R2", "limited"
+        "handed over",
+        "pool",
+        "after",
+        ("limits.admission:Admission.settle_and_admit",),
+        "R2",
+        "limited",
     ),
     # sweep
     Failpoint(
@@ -245,7 +250,7 @@ FAILPOINTS = [
         "near rows selected",
         "main",
         "after",
-        ("storage.sweep_queries:SweepQueries.near",),
+        ("storage.sweep_queries:SweepQueries.due_between",),
         "R1",
         "far",
     ),
@@ -261,11 +266,13 @@ FAILPOINTS = [
         "marked", "main", "after", ("storage.sweep_queries:SweepQueries.mark_armed",), "R1", "far"
     ),
     Failpoint(
-        "recovered", "main", "after", ("storage.sweep_queries:SweepQueries.lapse",), "R2", "fatal"
+        "recovered", "main", "after", ("storage.sweep_queries:SweepQueries.recover",), "R2", "fatal"
     ),
     Failpoint("draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
     Failpoint("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
-    Failpoint("worker expired", "main", "after", ("storage.worker_table:WorkerTable.bury",), "R1"),
+    Failpoint(
+        "worker expired", "main", "after", ("storage.worker_table:WorkerTable.expire",), "R1"
+    ),
     # leases
     Failpoint("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),
     Failpoint("renewed", "main", "after", ("storage.leases:Leases.renew",), "R2", "long"),

@@ -20,9 +20,9 @@ ORPHANS_S = 30.0
 #: Steps that send a statement to the database.
 ASKS = frozenset(
     (
-        "insert cancel reschedule touch claim claim_due claim_alone claim_abandoned misses settle "
-        "begin_sweep near mark_armed levels lapse forget_armed stale_sweep_partitions bury renew "
-        "release bring_forward"
+        "insert cancel reschedule touch claim claim_due claim_alone claim_recovered unclaimed "
+        "settle begin_sweep due_between mark_armed levels recover forget_armed "
+        "stale_sweep_partitions expire renew release bring_forward"
     ).split()
 )
 #: Steps that send commands to Redis, named by the first command of a pipeline.

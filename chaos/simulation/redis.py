@@ -12,7 +12,7 @@ from typing import Any
 from redis.exceptions import NoScriptError
 
 from delaytasks.timers.redis_link import _NAMES
-from delaytasks.timers.redis_scripts import ARM, BATCH_ROWS, TAKE
+from delaytasks.timers.redis_scripts import ARM, MAX_ENTRIES, TAKE
 
 #: The last member of each `store` set.
 END = "."
@@ -70,11 +70,11 @@ class Redis:
         in_hand.pop(END, None)
         was_lost = END not in waiting
         waiting.setdefault(END, float("inf"))
-        stale = [member for member, score in _in_order(in_hand) if score <= now][:BATCH_ROWS]
+        stale = [member for member, score in _in_order(in_hand) if score <= now][:MAX_ENTRIES]
         for member in stale:
             waiting[member] = now
             del in_hand[member]
-        dropped = [member for member, score in _in_order(waiting) if score < late][:BATCH_ROWS]
+        dropped = [member for member, score in _in_order(waiting) if score < late][:MAX_ENTRIES]
         levels: dict[str, None] = {}
         for member in dropped:
             del waiting[member]

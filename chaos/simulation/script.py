@@ -207,7 +207,9 @@ class Script:
     def _freeze(self) -> None:
         """Freeze a worker, preferably a busy one, mostly for longer than a lease."""
         for _ in range(100):
-            busy = [w for w in self._alive() if any(child.job is not None for child in w.children)]
+            busy = [
+                w for w in self._alive() if any(child.request is not None for child in w.children)
+            ]
             if busy:
                 break
             self._world.pause(0.03)

@@ -29,6 +29,7 @@ from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.settings import load_settings
+from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.processors.registry import Registry
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
@@ -137,8 +138,8 @@ class Play:
         timer.link = Link(self.redis, self.settings.publish_limit_s, events)
         return timer
 
-    def execute(self, work: Any, task: DelayTask, end: Any) -> object:
-        return end(work(task, work.body_of(task)), None)
+    def execute(self, call: ProcessorCall, end: Any) -> object:
+        return end(call(call.read_argument()), None)
 
     def _work(self, body: dict[str, Any], task: DelayTask) -> None:
         host = self.world.host

@@ -17,12 +17,13 @@ from chaos.simulation.world import Host
 from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
+from delaytasks.execution.limits import LimitLoader
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.building import build_runtime
-from delaytasks.worker.job import Job
+from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.runtime import WorkerRuntime
 
@@ -41,18 +42,19 @@ class Child(Host):
         self.pid = pid
         self._worker = worker
         self._play = play = worker.play
-        self.job: Any = None
+        self.request: Any = None
         clock = play.clock()
         self._runner = Runner(
             play.settings,
             play.claims(self.name),
+            LimitLoader(play.stage.store, dict),
             clock,
             play.registry,
             play.timer(clock, Events()),
             Events(),
             play.execute,
             lambda session, task: None,
-            may_leave=True,
+            may_detach=True,
             renewed_at=lambda: worker.processes.renewals.last(0),
         )
         self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
@@ -68,28 +70,32 @@ class Child(Host):
     def _serve(self) -> None:
         world, worker = self._play.world, self._worker
         while True:
-            while worker.jobs and not worker.is_dead:
-                self.job = job, callback, _ = worker.jobs.popleft()
+            while worker.requests and not worker.is_dead:
+                self.request = request, callback, _ = worker.requests.popleft()
                 world.step()
-                report = self._run(job)
+                report = self._run(request)
                 world.step()
-                self.job = None
+                self.request = None
                 worker.soon(lambda done=callback, report=report: done(report))  # type: ignore[misc]
             world.rest(None)
 
-    def _run(self, job: Job) -> Report:
+    def _run(self, request: ChunkRequest) -> Report:
         try:
-            if job.waitlist is not None:
-                return self._runner.work_off(*job.waitlist, job.limit, job.serve_s)
-            if job.drain is not None:
-                return self._runner.drain(job.drain, job.priorities, job.limit, job.serve_s)
-            return self._runner.run(job.entries, job.serve_s)
+            if request.waitlist is not None:
+                return self._runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)
+            if request.drain is not None:
+                return self._runner.drain(
+                    request.drain, request.priorities, request.limit, request.serve_s
+                )
+            return self._runner.run(request.entries, request.serve_s)
         except Exception as error:
             error_text, is_stores = (
                 f"{type(error).__name__}: {error}",
                 isinstance(error, StoreError),
             )
-            return Report(left=self._runner.left, error=error_text, is_stores_error=is_stores)
+            return Report(
+                detached=self._runner.detached, error=error_text, is_stores_error=is_stores
+            )
 
 
 class TimeBudgets:
@@ -102,7 +108,7 @@ class TimeBudgets:
         self._actor = play.world.start(host, self._watch)
 
     def open(self, chunk: Any, rest_s: float = 0.0) -> None:
-        ends = self._play.times.monotonic() + self._play.settings.chunk_time_box_s + rest_s
+        ends = self._play.times.monotonic() + self._play.settings.chunk_time_budget_s + rest_s
         self._open.setdefault(chunk, ends)
         self._actor.wake()
 
@@ -133,7 +139,9 @@ class SimulatedWorker(Host):
         self.is_stopping = self.is_stopped = False
         self.inbox: deque[Message] = deque()
         self._calls: deque[Callable[[], None]] = deque()
-        self.jobs: deque[tuple[Job, Callable[[Report], None], Callable[[Any], None]]] = deque()
+        self.requests: deque[
+            tuple[ChunkRequest, Callable[[Report], None], Callable[[Any], None]]
+        ] = deque()
         #: The attributes of the pool that the worker's code uses.
         self.limit = self.num_processes = CHILDREN
         self.clock = play.clock()
@@ -147,7 +155,7 @@ class SimulatedWorker(Host):
         self._hub = play.world.start(self, self._serve)
         self.children = [Child(self, play.new_pid()) for _ in range(CHILDREN)]
 
-    def _make_runtime(self) -> WorkerRuntime:
+    def _shard(self) -> Any:
         play = self.play
         sweeper = Sweeper(
             play.settings, play.sweeps, play.seen, self.clock, self.timer, self.events
@@ -159,31 +167,34 @@ class SimulatedWorker(Host):
             workers=play.seen,
             deferred_rows=play.deferred_rows,
         )
-        policies = SimpleNamespace(stamp=0)
-        shard = SimpleNamespace(
+        return SimpleNamespace(
             number=0,
             clock=self.clock,
             sweeper=sweeper,
             store=store,
-            policies=policies,
+            policies=SimpleNamespace(stamp=0),
             named=lambda what: what,
             close=lambda: None,
         )
-        self.processes = SimpleNamespace(
+
+    def _make_runtime(self) -> WorkerRuntime:
+        play = self.play
+        shard = self._shard()
+        processes: Any = SimpleNamespace(
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
             task_events=lambda: None,
             renewals=Renewals(),
             keeps_time_limits=True,
         )
+        self.processes = processes
         redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
-        delays: Any = SimpleNamespace(
+        wiring: Any = SimpleNamespace(
             settings=play.settings,
             events=self.events,
             registry=play.registry,
             clock=self.clock,
             shards=[shard],
-            processes=self.processes,
             redis_timer=redis_timer,
             direct_timer=None,
             inline_timer=self.timer,
@@ -192,10 +203,11 @@ class SimulatedWorker(Host):
             publisher=None,
             router=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
         )
-        delays._wiring = delays
         hub = SimpleNamespace(call_soon=self.soon)
         return build_runtime(
-            delays, SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name)
+            wiring,
+            processes,
+            SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name),
         )
 
     @property
@@ -227,7 +239,7 @@ class SimulatedWorker(Host):
         asked = read_message(message.read(), message.queue)
         self.play.hazards.pass_by("receive", "before")
         if asked.entries:
-            self.runtime.near_entries.hold(asked.entries)
+            self.runtime.dispatcher.receive(asked.entries)
         if asked.priorities is not None:
             self.runtime.dispatcher.drain(message.queue, asked.priorities, asked.shard)
         self.play.hazards.pass_by("receive", "after")
@@ -255,7 +267,8 @@ class SimulatedWorker(Host):
 
         loop.is_running = True
         actor = world.start(self, turns)
-        loop._life = SimpleNamespace(wake=actor, thread=threading.current_thread(), began=None)  # type: ignore[assignment]
+        loop._current = SimpleNamespace(thread=threading.current_thread(), began=None)  # type: ignore[assignment]
+        loop._wake.set = actor.wake  # type: ignore[method-assign]
         loop.stop = stop  # type: ignore[method-assign]
 
     def _hear(self, name: str, fields: dict[str, Any]) -> None:
@@ -270,7 +283,7 @@ class SimulatedWorker(Host):
 
     def apply_async(self, _function: Any, args: Any, callback: Any, error_callback: Any) -> object:
         self.play.hazards.pass_by("send to the pool", "before")
-        self.jobs.append((args[0], callback, error_callback))
+        self.requests.append((args[0], callback, error_callback))
         for child in self.children:
             child.actor.wake()
         self.play.hazards.pass_by("send to the pool", "after")
@@ -280,8 +293,8 @@ class SimulatedWorker(Host):
         """Replace dead processes, as the pool does periodically."""
         for number, child in enumerate(self.children):
             if child.is_dead:
-                if child.job is not None:
-                    self._lost(child.job[2])
+                if child.request is not None:
+                    self._lost(child.request[2])
                 self.children[number] = Child(self, self.play.new_pid())
 
     def _lost(self, error_callback: Callable[[Any], None]) -> None:
@@ -299,7 +312,7 @@ class SimulatedWorker(Host):
         """
         self.is_stopping = True
         self.runtime.stop()
-        while any(child.job is not None and not child.is_dead for child in self.children):
+        while any(child.request is not None and not child.is_dead for child in self.children):
             self.play.world.pause(0.1)
         self.is_stopped = True
 

@@ -11,7 +11,7 @@ from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import show_from_now
 from delaytasks.wiring import wiring_of
 
-_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
+_AUDIT_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
 
 
 @click.command(cls=Command)
@@ -41,7 +41,7 @@ def audit(cli: Cli, limit: int) -> None:
                 entry.actor,
                 entry.action,
                 json.dumps(entry.filter, ensure_ascii=False),
-                (entry.state, _COLOURS.get(entry.state, "")),
+                (entry.state, _AUDIT_COLOURS.get(entry.state, "")),
                 show_from_now(entry.seen_at, now),
                 entry.matched,
                 entry.changed,

@@ -11,13 +11,13 @@ from delaytasks.cli.output import count, print_json, print_table, say
 from delaytasks.cli.waiting import print_warnings, warnings_of
 from delaytasks.wiring import wiring_of
 
-_CODES = (
+_EXIT_CODES_OF_CHECK = (
     "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
     "2 wrong usage or settings."
 )
 
 
-@click.command(cls=Command, epilog=_CODES)
+@click.command(cls=Command, epilog=_EXIT_CODES_OF_CHECK)
 @pass_cli
 def check(cli: Cli) -> None:
     """Check before a deployment that the waiting tasks would run with this code.

@@ -61,7 +61,7 @@ class Cli:
 
     @functools.cached_property
     def delays(self) -> DelayTasks:
-        """The `DelayTasks` to which the app's `delaytasks.run` task belongs."""
+        """The `DelayTasks` of the Celery app."""
         found = self._delays_of_app()
         if found is None:
             self.import_processors()  # a module that only workers import may make it
@@ -92,7 +92,7 @@ class Cli:
         return store.database, settings.table_prefix, settings.table_schema or None
 
     def _delays_of_app(self) -> DelayTasks | None:
-        return getattr(self.app.tasks.get("delaytasks.run"), "delays", None)
+        return getattr(self.app, "delaytasks", None)
 
     def import_processors(self) -> None:
         """Import the app's modules, as a worker does at its start.

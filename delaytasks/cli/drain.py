@@ -20,7 +20,7 @@ from delaytasks.cli.progress import progress_bar
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from delaytasks.client import DelayTasks
     from delaytasks.execution.runner import Report
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
 
 #: Abandoned rows that one statement recovers.
 RECOVER_STEP = 500
@@ -153,7 +153,7 @@ class DrainCommand:
             "failed": self.counts["task.failed"],
             "without_processor": self.counts["task.no_processor"],
             "unknown_tags": sorted(self.unknown_tags),
-            "lapsed": self.counts["task.recovered"],
+            "recovered": self.counts["task.recovered"],
             "seconds": round(monotonic() - self._began_at, 3),
             "is_stopped": self.is_stopped,
         }
@@ -180,8 +180,8 @@ class DrainCommand:
 
     def _recover(self, shard: Shard) -> None:
         sweeps, most = shard.store.sweeps, self._delays.settings.max_lost_leases
-        while (recovered := sweeps.lapse(most, RECOVER_STEP)).total:
-            tell_lapsed(self._delays.events, recovered)
+        while (recovered := sweeps.recover(most, RECOVER_STEP)).total:
+            emit_recovered(self._delays.events, recovered)
 
     def _dispatch(self, shard: Shard) -> bool:
         by_queue: dict[str, list[int]] = {}
@@ -225,8 +225,8 @@ def overdue(shard: Shard) -> int:
 def _text(found: dict[str, Any]) -> str:
     ran, took = count(found["ran"], "task"), show_duration(found["seconds"])
     lines = [f"ran {ran} in {took}: {found['succeeded']:,} DONE, {found['failed']:,} FAILED"]
-    if found["lapsed"]:
-        lines.append(f"{count(found['lapsed'], 'task')} had lost their worker")
+    if found["recovered"]:
+        lines.append(f"{count(found['recovered'], 'task')} had lost their worker")
     if found["without_processor"]:
         tasks, tags = count(found["without_processor"], "task"), map(cell, found["unknown_tags"])
         text = f"{tasks} without processor, tried again later: {', '.join(tags)}"

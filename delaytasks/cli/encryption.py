@@ -19,7 +19,7 @@ from delaytasks.core.states import LIVE, Status
 if TYPE_CHECKING:
     from delaytasks.encryption.key_rotation import Rotation
 
-_COLOURS = {"first": GOOD, "old form": "yellow", "missing": BAD}
+_KEY_COLOURS = {"first": GOOD, "old form": "yellow", "missing": BAD}
 
 
 @click.group(cls=Group)
@@ -34,7 +34,7 @@ def encryption() -> None:
 _all = click.option(
     "--all", "is_all", is_flag=True, help="Finished tasks as well; this reads the whole table."
 )
-_CODES = (
+_EXIT_CODES_OF_ENCRYPTION = (
     "Exit codes: 0 it worked; 1 no key here reads some of the tasks, or a database is unavailable; "
     "2 wrong usage."
 )
@@ -52,7 +52,7 @@ def key(cli: Cli) -> None:
     cli.answer({"key": made, "name": key_name(made)}, made)
 
 
-@encryption.command(epilog=_CODES)
+@encryption.command(epilog=_EXIT_CODES_OF_ENCRYPTION)
 @_all
 @pass_cli
 def status(cli: Cli, is_all: bool) -> None:
@@ -73,7 +73,7 @@ def status(cli: Cli, is_all: bool) -> None:
         sys.exit(1)
 
 
-@encryption.command(epilog=_CODES)
+@encryption.command(epilog=_EXIT_CODES_OF_ENCRYPTION)
 @_all
 @pass_cli
 def rotate(cli: Cli, is_all: bool) -> None:
@@ -197,7 +197,7 @@ def _print(cli: Cli, keys: Sequence[dict[str, Any]], missing: Sequence[int]) -> 
         [
             [
                 each["key"],
-                (each["is"], _COLOURS.get(each["is"], "")),
+                (each["is"], _KEY_COLOURS.get(each["is"], "")),
                 each["live"],
                 each["finished"],
             ]

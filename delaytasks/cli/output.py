@@ -27,7 +27,7 @@ from delaytasks.core.text import last_line, one_line
 
 LONGEST = 10_000
 BAD, GOOD = "red", "green"
-_COLOURS = {
+_STATUS_COLOURS = {
     "DONE": GOOD,
     "FAILED": BAD,
     "RUNNING": "cyan",
@@ -123,7 +123,7 @@ def sentence(task: DelayTask, done: str, now: datetime) -> str:
 
 
 def coloured(status: Status) -> tuple[str, str]:
-    return status.name, _COLOURS.get(status.name, "")
+    return status.name, _STATUS_COLOURS.get(status.name, "")
 
 
 def print_fields(fields: Iterable[tuple[str, Cell]]) -> None:

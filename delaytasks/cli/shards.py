@@ -11,7 +11,6 @@ from delaytasks.cli.context import Cli, Command, pass_cli, shown_url
 from delaytasks.cli.output import BAD, GOOD, cell, count, print_json, print_table, say
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
-from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.sharding.growth import Growth
@@ -35,7 +34,7 @@ def shards(cli: Cli, finish: bool) -> None:
     """
     from delaytasks.sharding.growth import Growth
 
-    growth = Growth(wiring_of(cli.delays).router.databases)
+    growth = Growth(cli.stores)
     found = [_look(cli, growth, number, finish) for number in range(len(cli.stores))]
     is_growing = cli.delays.settings.shards_before is not None
     is_finished = all(not each["error"] and (finish or not each["unknown_keys"]) for each in found)

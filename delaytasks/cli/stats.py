@@ -85,7 +85,7 @@ def _overdue_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
 
 
 def _lease_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
-    yield _alarm(f"{found['lapsed']:,}", found["lapsed"])
+    yield _alarm(f"{found['expired_leases']:,}", found["expired_leases"])
 
 
 def _paused_line(found: dict[str, Any], _: str) -> Iterable[Cell]:

@@ -19,26 +19,17 @@ from delaytasks.wiring import wiring_of
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
     from delaytasks.core.policies import Policy
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
 
 #: Policies in the document. `policy list` lists all of them.
 POLICIES = 100
 
 
 def gather(cli: Cli) -> dict[str, Any]:
-    from delaytasks.storage import migrations
-
-    delays, head = cli.delays, migrations.head()
+    delays = cli.delays
     found, databases = list[dict[str, Any]](), list[dict[str, Any]]()
     for shard in delays.shards:
-        database: dict[str, Any] = {
-            "url": shown_url(shard.store),
-            "server": None,
-            "revision": None,
-            "head": head,
-            "replication": None,
-            "error": None,
-        }
+        database = _database(shard)
         databases.append(database)
         try:
             found.append(_numbers(delays, shard))
@@ -59,7 +50,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         **_counts(found),
         "late": sorted(all_of("late"), key=lambda late: -late["tasks"]),
         "overdue": _overdue(found),
-        "lapsed": sum(numbers["lapsed"] for numbers in found),
+        "expired_leases": sum(numbers["expired_leases"] for numbers in found),
         "workers": workers,
         "sweeps": all_of("sweeps"),
         "policies": [policy.as_json() for policy in policies[:POLICIES]],
@@ -75,6 +66,20 @@ def gather(cli: Cli) -> dict[str, Any]:
             **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
             "python": platform.python_version(),
         },
+    }
+
+
+def _database(shard: Shard) -> dict[str, Any]:
+    """Return what is known without asking the database."""
+    from delaytasks.storage import migrations
+
+    return {
+        "url": shown_url(shard.store),
+        "server": None,
+        "revision": None,
+        "head": migrations.head(),
+        "replication": None,
+        "error": None,
     }
 
 
@@ -116,7 +121,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
             "oldest": overdue.oldest and show_instant(overdue.oldest),
             "late_s": overdue.oldest and age(overdue.oldest),
         },
-        "lapsed": numbers.lapsed(settings.lease_s),
+        "expired_leases": numbers.expired_leases(settings.lease_s),
         "workers": [
             {
                 "name": worker["name"],
@@ -130,7 +135,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
                 "tags": worker["tags"] and sorted(worker["tags"]),
                 "clock_offset_s": worker["clock_offset_us"] / 1e6,
             }
-            for worker in store.workers.alive()
+            for worker in store.workers.all()
         ],
         "sweeps": [
             {

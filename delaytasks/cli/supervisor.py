@@ -79,7 +79,7 @@ class Child:
         self.has_logged_ready = self.spec.ready_line is None
 
 
-class Log:
+class CombinedLog:
     """Prints each line of the children with the time and the name of the child."""
 
     def __init__(self, console: Console, names: Sequence[str]) -> None:
@@ -108,7 +108,7 @@ class Supervisor:
     """Starts, restarts and stops the children, in the main thread."""
 
     def __init__(self, specs: Sequence[Spec], console: Console) -> None:
-        self.log = Log(console, ["up", *(spec.name for spec in specs)])
+        self.log = CombinedLog(console, ["up", *(spec.name for spec in specs)])
         self._stages: dict[int, list[Child]] = {}
         for spec in sorted(specs, key=lambda spec: spec.stage):
             self._stages.setdefault(spec.stage, []).append(Child(spec))
@@ -169,11 +169,12 @@ class Supervisor:
         child.reader.start()
 
     def _read(self, child: Child, lines: IO[bytes]) -> None:
-        for line in lines:
-            text = line.decode(errors="replace")
-            self.log.line(child.spec, text)
-            if not child.has_logged_ready and str(child.spec.ready_line) in text:
-                child.has_logged_ready = True
+        with lines:
+            for line in lines:
+                text = line.decode(errors="replace")
+                self.log.line(child.spec, text)
+                if not child.has_logged_ready and str(child.spec.ready_line) in text:
+                    child.has_logged_ready = True
 
     # -- look after -------------------------------------------------------------------------------
 

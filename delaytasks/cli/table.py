@@ -5,14 +5,18 @@ from __future__ import annotations
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING
 
 import click
 
 from delaytasks.cli.times import show_instant
 from delaytasks.core.text import one_line
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.
 NOTHING = "-"
@@ -64,14 +68,9 @@ def print_table(
     """
     from rich.console import Console
     from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
 
-    # Text is printed as it is, without markup and emoji codes.
-    texts = [
-        [Text(cell(v[0]), v[1]) if isinstance(v, tuple) else Text(cell(v)) for v in row]
-        for row in rows
-    ]
+    texts = [[_text(value) for value in row] for row in rows]
     is_right = {
         name: name in right or all(isinstance(row[n], int | None) for row in rows)
         for n, name in enumerate(headings)
@@ -93,28 +92,40 @@ def print_table(
         highlight=False,
         legacy_windows=False,
     )
-
-    def table_of(some: Sequence[Sequence[Text]]) -> Table:
-        table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=False)
-        for name, width in widths.items():
-            justify: Any = "right" if is_right[name] else "left"
-            table.add_column(width=width, justify=justify, overflow="fold")
-        for row in some:
-            table.add_row(*(row[headings.index(name)] for name in widths))
-        return table
-
+    columns = {headings.index(name): (width, is_right[name]) for name, width in widths.items()}
     with console.capture() as captured:
-        console.print(table_of([[Text(name, "bold") for name in headings]]))
+        console.print(_grid(columns, [[Text(name, "bold") for name in headings]]))
         if is_terminal:
             console.print("─" * min(_needed(widths), total))
         if is_terminal and below:
             for row in texts:
-                console.print(table_of([row]))
+                console.print(_grid(columns, [row]))
                 if (text := row[headings.index(below)]).plain != NOTHING:
                     console.print(Padding(text, (0, 0, 0, INDENT)))
         else:
-            console.print(table_of(texts))
+            console.print(_grid(columns, texts))
     click.echo(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE), nl=False)
+
+
+def _text(value: Cell) -> Text:
+    """Return text that is printed as it is, without markup and emoji codes."""
+    from rich.text import Text
+
+    if isinstance(value, tuple):
+        return Text(cell(value[0]), value[1])
+    return Text(cell(value))
+
+
+def _grid(columns: Mapping[int, tuple[int, bool]], rows: Sequence[Sequence[Text]]) -> Table:
+    """Return a table of the columns with these indexes: (width, is it aligned on the right)."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=False)
+    for width, is_right in columns.values():
+        table.add_column(width=width, justify="right" if is_right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[index] for index in columns))
+    return table
 
 
 def _fit(widths: dict[str, int], folded: Sequence[str], extra: Sequence[str], total: int) -> None:

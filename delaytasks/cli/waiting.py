@@ -12,7 +12,7 @@ from delaytasks.core.masking import mask_url
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
 
 #: Groups of late tasks (by queue and tag) in the result, those with the most tasks.
 MOST = 20
@@ -20,7 +20,7 @@ MOST = 20
 
 def late_tasks(delays: DelayTasks, shard: Shard) -> list[dict[str, Any]]:
     """Return the late tasks of a shard by queue and tag, with the reason for the delay."""
-    from delaytasks.core.why import why_late
+    from delaytasks.core.why_late import why_late
     from delaytasks.maintenance.sweeper import SILENT_SWEEPS
     from delaytasks.storage.facts import FactReader
     from delaytasks.storage.stats import Stats

@@ -28,11 +28,11 @@ from delaytasks.core.masking import Secret
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.transactions import _PENDING, transaction_of
-from delaytasks.webhooks import Received, verify
 from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.core.settings import Settings
+    from delaytasks.webhooks import Received
 
 
 class FlaskDelays(DelayTasks):
@@ -111,7 +111,7 @@ class FlaskDelays(DelayTasks):
             app.extensions["delaytasks"] = self
             if celery_app is not self._celery:
                 self._celery = celery_app
-                attach(self, celery_app)
+                attach(celery_app, self, self._processes)
         app.teardown_appcontext(_warn_of_uncommitted)
         wiring_of(self)  # raises the errors of wrong settings
 
@@ -129,7 +129,10 @@ class FlaskDelays(DelayTasks):
         if not self._joins_session or not has_app_context():
             return None
         url = _session_url()
-        if url is None or not wiring_of(self).router.has_database(url):
+        if url is None:
+            return None
+        stores = wiring_of(self).router.stores
+        if not any(store.database.may_be_at(url) for store in stores):
             return None
         return transaction_of(current_app.extensions["sqlalchemy"].session)
 
@@ -176,6 +179,9 @@ def verified(request: Request, secrets: str | Iterable[str]) -> Received:
     --------
     >>> callback = verified(request, app.config["CALLBACK_SECRET"])
     """
+    # Imported here: most apps receive no callbacks.
+    from delaytasks.webhooks import verify
+
     try:
         return verify(request.get_data(), dict(request.headers), secrets)
     except InvalidSignatureError as error:

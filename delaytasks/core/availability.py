@@ -9,20 +9,20 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.forks import reset_in_child
 
 #: Seconds after a failure in which callers do not try, so that they do not wait for the service.
-REST_S = 1.0
+SERVICE_REST_S = 1.0
 
 
 class Availability:
-    """Calls `tell_down(error)` or `tell_up()` once for each change. Thread-safe."""
+    """Calls `on_down(error)` or `on_up()` once for each change. Thread-safe."""
 
     def __init__(
         self,
-        tell_down: Callable[[str], None],
-        tell_up: Callable[[], None] = lambda: None,
-        rest_s: float = REST_S,
+        on_down: Callable[[str], None],
+        on_up: Callable[[], None] = lambda: None,
+        rest_s: float = SERVICE_REST_S,
     ) -> None:
-        self._tell_down = tell_down
-        self._tell_up = tell_up
+        self._on_down = on_down
+        self._on_up = on_up
         self._rest_s = rest_s
         self.is_up = True
         self._rests_until = 0.0
@@ -39,12 +39,12 @@ class Availability:
     def failed(self, error: str) -> None:
         self._rests_until = monotonic() + self._rest_s
         if self._turn(is_up=False):
-            self._tell_down(error)
+            self._on_down(error)
 
     def answered(self) -> None:
         self._rests_until = 0.0
         if not self.is_up and self._turn(is_up=True):
-            self._tell_up()
+            self._on_up()
 
     def _turn(self, is_up: bool) -> bool:
         with self._lock:

@@ -10,7 +10,7 @@ from delaytasks.core.errors import BodyRefusedError
 from delaytasks.core.text import shown
 
 #: Characters of the schema's error text. A pydantic error about a long list fills a page.
-LONGEST = 500
+MAX_REASON_LENGTH = 500
 
 
 class BodySchema:
@@ -32,12 +32,11 @@ class BodySchema:
                 return kind(**body)
             return kind(body)
         except Exception as error:  # a schema may raise any exception
-            name, why = (
-                getattr(kind, "__qualname__", repr(kind)),
-                f"{type(error).__name__}: {error}",
-            )
-            message = f"{name} refuses the body of a task of tag {self._tag!r}: {why:.{LONGEST}}"
-            raise BodyRefusedError(message) from error
+            name = getattr(kind, "__qualname__", repr(kind))
+            why = f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]
+            raise BodyRefusedError(
+                f"{name} refuses the body of a task of tag {self._tag!r}: {why}"
+            ) from error
 
 
 def plain(body: Any) -> Any:

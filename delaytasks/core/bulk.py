@@ -37,6 +37,15 @@ class Filters(TypedDict, total=False):
     updated_until: datetime | None
 
 
+class BulkOptions(Filters, total=False):
+    """The filters and options of a bulk operation; `DelayTasks.cancel_many` explains them."""
+
+    everything: bool
+    dry_run: bool
+    actor: str | None
+    on_progress: OnProgress | None
+
+
 @dataclass(frozen=True, slots=True)
 class Filter:
     """The checked `Filters` of one operation."""

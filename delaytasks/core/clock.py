@@ -19,7 +19,7 @@ UTC = timezone.utc
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 #: Seconds after which the clock asks a database again that did not answer.
-RETRY_S = 1.0
+MEASURE_RETRY_S = 1.0
 #: Clock tolerance: if the wall clock and the monotonic clock of the host have moved apart by more
 #: seconds than this, one of them is wrong, and the clock measures again.
 JUMP_S = 0.5
@@ -104,6 +104,9 @@ class Clock:
     def now(self) -> datetime:
         return from_us(self.now_us())
 
+    def after(self, seconds: float) -> datetime:
+        return self.now() + timedelta(seconds=seconds)
+
     def certain_now(self) -> datetime:
         """Return the database's time, or raise the error that prevents measuring it.
 
@@ -130,7 +133,7 @@ class Clock:
             if self._is_due():
                 self._refresh(insists=False)
         except Exception:
-            pass  # the last measurement, or else the host's clock, is used until RETRY_S has passed
+            pass  # the last measurement, or else the host's clock, is used for MEASURE_RETRY_S
         finally:
             self._lock.release()
 
@@ -158,7 +161,7 @@ class Clock:
         try:
             base = self._ask(insists)
         except BaseException:
-            self._rests_until = time.monotonic() + RETRY_S
+            self._rests_until = time.monotonic() + MEASURE_RETRY_S
             raise
         self.offset_s = (base.wall_ns / 1e3 - base.database_us) / 1e6
         self._base = base
@@ -174,17 +177,3 @@ class Clock:
             middle = Base(database_us, (before + after) / 2, (wall_before + wall_after) // 2)
             answers.append((after - before, middle))
         return min(answers)[1]
-
-
-class ManualClock(Clock):
-    """A clock that tests set by hand."""
-
-    def __init__(self, start: datetime) -> None:
-        super().__init__()
-        self._now = start
-
-    def now_us(self) -> int:
-        return to_us(self._now)
-
-    def advance(self, seconds: float) -> None:
-        self._now += timedelta(seconds=seconds)

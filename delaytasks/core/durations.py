@@ -8,10 +8,10 @@ from datetime import timedelta
 from delaytasks.core.errors import InvalidDelayError
 
 _UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
 #: Each unit at most once, the largest first, because "30m1h" is usually a mistake.
 _PARTS = re.compile(
-    r"\s*".join(rf"(?:({_NUMBER})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII
+    r"\s*".join(rf"(?:({_DECIMAL})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII
 )
 _RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1h30m, 2d, 500ms)"
 
@@ -27,7 +27,7 @@ def parse_duration(text: str) -> timedelta:
     typed = text.strip().lower()
     if typed.startswith("-"):
         raise InvalidDelayError(f"a delay is not negative, as {text!r:.40} is; {_RULE}")
-    if re.fullmatch(_NUMBER, typed, re.ASCII):
+    if re.fullmatch(_DECIMAL, typed, re.ASCII):
         seconds = float(typed)
     else:
         match = _PARTS.fullmatch(typed)

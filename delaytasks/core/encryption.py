@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from delaytasks.core.errors import BodyEncryptedError
 
@@ -16,17 +16,30 @@ from delaytasks.core.errors import BodyEncryptedError
 PLAIN = "plain"
 #: The beginning of an encrypted text. The name of the key, a colon and a token follow. The token is
 #: bound to its place in the table. No JSON text begins like this.
-PREFIX = "aesgcm:"
+BOUND_PREFIX = "aesgcm:"
 #: The beginning of the earlier form, whose Fernet token can be read in the row of any task.
 UNBOUND_PREFIX = "fernet:"
-PREFIXES = (PREFIX, UNBOUND_PREFIX)
+PREFIXES = (BOUND_PREFIX, UNBOUND_PREFIX)
 NAME_LENGTH = 8
 #: The length of the text before the second colon.
-MARK_LENGTH = len(PREFIX) + NAME_LENGTH
+MARK_LENGTH = len(BOUND_PREFIX) + NAME_LENGTH
 #: The name of a key that the text does not show.
 NO_NAME = "?"
 _MARK = re.compile(rf"(?:{'|'.join(PREFIXES)})[0-9a-f]{{{NAME_LENGTH}}}:")
 _KEY = re.compile(r"[A-Za-z0-9_-]{43}=")
+
+
+class TextCipher(Protocol):
+    """What the storage needs of `Cipher`, which an unencrypted deployment does not import."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def current(self) -> str: ...
+
+    def seal(self, text: str, column: str, id: int, tag: str) -> str: ...
+    def read(self, text: str, column: str, id: int, tag: str) -> str: ...
 
 
 def new_key() -> str:
@@ -59,7 +72,7 @@ def is_encrypted(text: object) -> bool:
 
 def mark_of(name: str) -> str:
     """Return the beginning of texts that are encrypted with the key of this name."""
-    return PREFIX + name
+    return BOUND_PREFIX + name
 
 
 def marks_of(names: Iterable[str]) -> list[str]:
@@ -69,12 +82,12 @@ def marks_of(names: Iterable[str]) -> list[str]:
 
 def is_bound(text: str) -> bool:
     """Return whether an encrypted text is bound to its place in the table."""
-    return text.startswith(PREFIX)
+    return text.startswith(BOUND_PREFIX)
 
 
 def name_in(text: str) -> str:
     """Return the name of the key of an encrypted text; `NO_NAME` if the text is malformed."""
-    return text[len(PREFIX) : MARK_LENGTH] if _MARK.match(text) else NO_NAME
+    return text[len(BOUND_PREFIX) : MARK_LENGTH] if _MARK.match(text) else NO_NAME
 
 
 def decoded(text: str, what: str) -> Any:

@@ -34,10 +34,6 @@ class DelayTaskError(Exception):
     """The base class of all errors that delaytasks raises."""
 
 
-class DelayTaskWarning(UserWarning):
-    """The base class of all warnings that delaytasks issues."""
-
-
 class InvalidInputError(DelayTaskError, ValueError):
     """An argument is invalid. Nothing was done; correct the argument."""
 

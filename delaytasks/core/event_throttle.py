@@ -24,7 +24,7 @@ SUBJECTS = {
     "task.left_open": "tag",
     "task.raised_late": "tag",
     "task.lease_lost": "tag",
-    "task.broke_off": "tag",
+    "task.interrupted": "tag",
     "result.dropped": "tag",
     "settle.waits": "error",
     "queue.blocked": "key",
@@ -32,9 +32,9 @@ SUBJECTS = {
 }
 #: Each of these events ends the state that the other one reports.
 OPPOSITES = {"queue.blocked": "queue.unblocked", "queue.unblocked": "queue.blocked"}
-_OTHERS = object()
+_OTHER_SUBJECTS = object()
 
-Log = Callable[[str, dict[str, Any]], None]
+LogEvent = Callable[[str, dict[str, Any]], None]
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Repeats:
     Thread-safe; each process counts its own events.
     """
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: LogEvent) -> None:
         self._log = log
         self.after_fork()
         reset_in_child(self)
@@ -79,7 +79,7 @@ class Repeats:
                 key not in self._quiet
                 and sum(known == name for known, _ in self._quiet) >= MOST_SUBJECTS
             ):
-                key = (name, _OTHERS)
+                key = (name, _OTHER_SUBJECTS)
             quiet = self._quiet.get(key)
             if quiet is None:
                 self._quiet[key] = _Quiet(monotonic() + QUIET_S)

@@ -19,8 +19,8 @@ logger = logging.getLogger("delaytasks")
 #: Types of fields that the log shows. Fields of other types are for subscribers only.
 _SHOWN = (str, int, float, BaseException)
 
-#: The number of stages whose last error is remembered.
-MOST_TOLD = 200
+#: The number of loops and stages whose last error is remembered.
+MOST_LAST_ERRORS = 200
 #: The longest traceback in the log.
 MOST_TRACEBACK_BYTES = 16 * 1024
 OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
@@ -30,7 +30,7 @@ OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
 _BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
 
 #: The levels of the events that an operator should read. All others are logged at DEBUG.
-_LEVELS = {
+_LOG_LEVELS = {
     "task.failed": logging.ERROR,
     "task.done": logging.INFO,
     "task.retry_scheduled": logging.WARNING,
@@ -47,7 +47,7 @@ _LEVELS = {
     "task.recovered": logging.WARNING,
     "task.worker_lost": logging.ERROR,
     "task.lease_lost": logging.WARNING,
-    "task.broke_off": logging.WARNING,
+    "task.interrupted": logging.WARNING,
     "message.refused": logging.WARNING,
     "content.unsafe": logging.WARNING,
     "timer.down": logging.WARNING,
@@ -85,7 +85,7 @@ class Events:
         self.counts: Counter[str] = Counter()
         self._subscribers: list[Subscriber] = [Repeats(log_event)]
         #: The text of the last error, by loop and stage.
-        self._told: dict[tuple[str, str], str] = {}
+        self._last_errors: dict[tuple[str, str], str] = {}
         #: The shards, loops and stages whose last attempt found a database that answers, but cannot
         #: execute statements.
         self._unable: set[tuple[int | None, str, str]] = set()
@@ -110,30 +110,36 @@ class Events:
     def attempt(self, loop: str, stage: str, work: Callable[[], object]) -> bool:
         """Run one stage of a loop; return whether it succeeded.
 
-        A failure emits `loop.failed` and does not stop the following stages. An error that repeats
-        the last one of the stage has no traceback, because it may repeat each second for hours.
+        A failure emits `loop.failed` and does not stop the following stages.
         """
         try:
             work()
         except Exception as error:
-            text = f"{type(error).__name__}: {error}"
-            is_new = text != self._told.get((loop, stage))
-            if len(self._told) >= MOST_TOLD:
-                self._told.clear()
-            self._told[loop, stage] = text
-            cause = error if is_new or is_outage(error) else None
-            fields: dict[str, Any] = {"loop": loop, "stage": stage, "error": text, "cause": cause}
-            if self._is_reported(error, loop, stage, is_new):
-                fields["is_logged"] = True
-            self.emit("loop.failed", **fields)
+            self.failed(loop, error, stage)
             return False
-        if self._unable:
-            for each in list(self._unable):
-                if each[1:] == (loop, stage):
-                    self._unable.discard(each)
+        for each in list(self._unable):
+            if each[1:] == (loop, stage):
+                self._unable.discard(each)
         return True
 
-    def _is_reported(self, error: Exception, loop: str, stage: str, is_new: bool) -> bool:
+    def failed(self, loop: str, error: BaseException, stage: str = "") -> None:
+        """Emit `loop.failed` for a turn or a stage of a loop.
+
+        An error that repeats the last one has no traceback, because it may repeat each second for
+        hours.
+        """
+        text = f"{type(error).__name__}: {error}"
+        is_new = text != self._last_errors.get((loop, stage))
+        if len(self._last_errors) >= MOST_LAST_ERRORS:
+            self._last_errors.clear()
+        self._last_errors[loop, stage] = text
+        fields: dict[str, Any] = {"loop": loop, "error": text}
+        if stage:
+            fields["stage"] = stage
+            fields["is_logged"] = self._is_reported(error, loop, stage, is_new)
+        self.emit("loop.failed", **fields, cause=error if is_new or is_outage(error) else None)
+
+    def _is_reported(self, error: BaseException, loop: str, stage: str, is_new: bool) -> bool:
         """Return whether the log already reports that the database cannot execute statements.
 
         Each stage of each loop meets this state, with an error that names its own statement.
@@ -149,7 +155,8 @@ class Events:
 
 class _About(Events):
     def __init__(self, events: Events, fields: dict[str, Any]) -> None:
-        self.counts, self._told, self._unable = events.counts, events._told, events._unable
+        self.counts, self._unable = events.counts, events._unable
+        self._last_errors = events._last_errors
         self._events = events
         self._fields = fields
 
@@ -162,7 +169,7 @@ class _About(Events):
 
 def log_event(name: str, fields: dict[str, Any]) -> None:
     """Log one line, with the traceback of the field `cause` or, without it, of `error`."""
-    level, cause = _LEVELS.get(name, logging.DEBUG), fields.get("cause", fields.get("error"))
+    level, cause = _LOG_LEVELS.get(name, logging.DEBUG), fields.get("cause", fields.get("error"))
     if fields.get("is_logged") or (name in _BY_OUTAGE and is_outage(cause)):
         level = logging.DEBUG
     if not logger.isEnabledFor(level):

@@ -10,10 +10,12 @@ import itertools
 import random
 from collections.abc import Callable
 from datetime import datetime
+from hashlib import blake2b
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidIdError
 from delaytasks.core.forks import reset_in_child
+from delaytasks.core.number_checks import is_integer
 from delaytasks.core.text import shown
 
 EPOCH_MS = 1_577_836_800_000  # 2020-01-01
@@ -52,6 +54,19 @@ def shard_of(id: int) -> int:
     return 0 if id < _FIRST_ID else id >> COUNTER_BITS & MAX_SHARDS - 1
 
 
+def home_of(tag: str, key: str, shards: int) -> int:
+    """Return the shard in which the tasks of a key are scheduled, by rendezvous hashing.
+
+    A new shard takes keys from every other shard, and no key moves between the others.
+    """
+    if shards == 1:
+        return 0
+    name = f"{tag}\0{key}".encode(errors="surrogatepass")
+    return max(
+        range(shards), key=lambda shard: blake2b(name, digest_size=8, salt=b"%d" % shard).digest()
+    )
+
+
 def first_id(instant: datetime) -> int:
     """Return the smallest id that can be made in the millisecond of `instant`."""
     return (to_us(instant) // 1000 - EPOCH_MS) << (SHARD_BITS + COUNTER_BITS)
@@ -71,6 +86,6 @@ def check_id(value: object) -> int:
         and len(value) <= len(str(MAX_ID))
     ):
         value = int(value)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= MAX_ID:
+    if not is_integer(value, 1, MAX_ID):
         raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {shown(value)}")
     return int(value)  # an int itself, because drivers may write a subclass (an enum) as text

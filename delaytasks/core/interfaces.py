@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+from delaytasks.core.clock import to_us
 from delaytasks.core.ids import shard_of
-from delaytasks.core.states import Status
+from delaytasks.core.inputs import is_queue
+from delaytasks.core.states import MOVES, Ending, SettlingMove, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
 
 T = TypeVar("T")
 OnConflict = Literal["reject", "keep", "replace"]
@@ -28,8 +31,24 @@ class Entry(NamedTuple):
     priority: int = 0
 
     @classmethod
-    def of(cls, task: DelayTask, to_us: Callable[[datetime], int]) -> Entry:
+    def of(cls, task: DelayTask) -> Entry:
         return cls(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
+
+    def as_list(self) -> list[int]:
+        """Return what a message about the entry's queue says."""
+        return [self.id, self.version, self.due_us, self.priority]
+
+
+def by_queue(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
+    """Return the entries of each queue, without those that workers refuse.
+
+    Other programs write rows with any values. The sweep finds these rows.
+    """
+    queues: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0:
+            queues.setdefault(entry.queue, []).append(entry)
+    return {queue: found for queue, found in queues.items() if is_queue(queue)}
 
 
 def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
@@ -46,7 +65,7 @@ def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]
     return dict(parts)
 
 
-class Miss(NamedTuple):
+class UnclaimedRow(NamedTuple):
     """A task that a message named and that the claim did not get."""
 
     id: int
@@ -54,20 +73,6 @@ class Miss(NamedTuple):
     status: Status
     due_us: int
     lapses: int
-
-
-class WaitlistsSeen(NamedTuple):
-    """The waitlists of the limited tags that a claim found, and the number of rows that it held."""
-
-    #: Each waitlist is a queue and a tag.
-    waitlists: Set[tuple[str, str]] = frozenset()
-    held: int = 0
-
-    def merge(self, other: WaitlistsSeen) -> WaitlistsSeen:
-        return WaitlistsSeen(self.waitlists | other.waitlists, self.held + other.held)
-
-
-NO_WAITLISTS = WaitlistsSeen()
 
 
 class Claimed(list[DelayTask]):
@@ -91,7 +96,7 @@ class Pending(NamedTuple):
     queues: tuple[str, ...] = ()
 
 
-class Late(NamedTuple):
+class OverdueGroup(NamedTuple):
     """Overdue tasks of one queue and tag."""
 
     queue: str
@@ -127,10 +132,10 @@ class QueuePlace(NamedTuple):
     """
 
     tasks: str | None = None
-    lines: str | None = None
+    waitlists: str | None = None
 
 
-class Seen(NamedTuple):
+class FoundRow(NamedTuple):
     """A row of a level, as a walk through it found it."""
 
     id: int
@@ -138,12 +143,12 @@ class Seen(NamedTuple):
     due: datetime
 
 
-class Lapsed(NamedTuple):
+class Recovered(NamedTuple):
     """Abandoned rows: their worker died or lost its lease."""
 
     total: int
     #: The tasks that failed because they lost too many leases.
-    given_up: Sequence[DelayTask]
+    worker_lost: Sequence[DelayTask]
     #: Id and tag of the tasks that exceeded their time limit.
     timed_out: Sequence[tuple[int, str]] = ()
     #: The levels of the tasks that can run again.
@@ -168,7 +173,7 @@ class Settlement:
     """The move that ends one run, fenced by the version that the claim returned."""
 
     task: DelayTask
-    move: Literal["succeed", "fail", "schedule_retry", "snooze", "withdraw", "expire", "give_back"]
+    move: SettlingMove
     began: datetime | None = None
     error: str | None = None
     due: datetime | None = None
@@ -178,8 +183,22 @@ class Settlement:
     #: The processor has settled the row itself, in its own transaction.
     is_made: bool = False
 
+    @property
+    def target(self) -> Status:
+        return MOVES[self.move].target
 
-class Executor(Protocol):
+    @property
+    def ending(self) -> Ending:
+        ending = MOVES[self.move].ending
+        assert ending is not None
+        return ending
+
+
+#: Writes settlements, and returns the ids that were accepted.
+Settle = Callable[[Sequence[Settlement]], set[int]]
+
+
+class CallerConnection(Protocol):
     """The caller's database connection, as the storage uses it."""
 
     def execute(self, statement: Any, parameters: Any = None, /) -> Any: ...
@@ -193,7 +212,7 @@ class Transaction(Protocol):
     """A transaction of the caller; its tasks are armed after the commit."""
 
     @property
-    def executor(self) -> Executor: ...
+    def connection(self) -> CallerConnection: ...
 
     @property
     def stands_alone(self) -> bool:
@@ -207,25 +226,31 @@ class Transaction(Protocol):
         """
         ...
 
-    def guard(self, unknown_id: int | None = None) -> AbstractContextManager[Executor]:
-        """Return the executor; its errors become `SessionUnusableError`.
+    def guard(self, unknown_id: int | None = None) -> AbstractContextManager[CallerConnection]:
+        """Return the connection; its errors become `SessionUnusableError`.
 
         If each statement stands alone, a lost answer becomes `OutcomeUnknownError` with this id.
         """
         ...
 
 
+def connection_of(transaction: Transaction | None) -> CallerConnection | None:
+    return None if transaction is None else transaction.connection
+
+
 class TaskStore(Protocol):
     """The rows for producers; `on` is the caller's connection, if there is one."""
 
-    def together(self, work: Callable[[Executor], T], unknown_id: int) -> T: ...
+    def together(self, work: Callable[[CallerConnection], T], unknown_id: int) -> T: ...
 
-    def insert(self, task: DelayTask, on: Executor | None = None) -> bool: ...
-    def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool: ...
+    def insert(self, task: DelayTask, on: CallerConnection | None = None) -> bool: ...
+    def insert_many(
+        self, tasks: Sequence[DelayTask], on: CallerConnection | None = None
+    ) -> bool: ...
     def insert_keyed(
-        self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
+        self, task: DelayTask, on_conflict: OnConflict, on: CallerConnection | None = None
     ) -> tuple[DelayTask, bool]: ...
-    def get(self, id: int, on: Executor | None = None) -> DelayTask | None: ...
+    def get(self, id: int, on: CallerConnection | None = None) -> DelayTask | None: ...
 
 
 class NoticeChannel(Protocol):
@@ -234,11 +259,11 @@ class NoticeChannel(Protocol):
     @property
     def is_possible(self) -> bool: ...
 
-    def tell(self, payloads: Iterable[str], on: Executor | None = None) -> None: ...
+    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None: ...
 
 
 class Timer(Protocol):
-    """Holds tasks that are due within the horizon, and sends each to a worker when it is due."""
+    """Brings tasks that are due within the horizon to a worker, which waits until they are due."""
 
     @property
     def is_up(self) -> bool: ...

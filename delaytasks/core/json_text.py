@@ -26,7 +26,7 @@ def dump_json(value: Any) -> str:
 
 #: Limits of `dump_flat`. Larger bodies are measured first: they may contain one text many times.
 _MOST_VALUES, _MOST_CHARACTERS = 32, 128
-_PLAIN = frozenset({int, bool, type(None)})
+_FLAT_TYPES = frozenset({int, bool, type(None)})
 
 
 def dump_flat(value: Any) -> str | None:
@@ -38,7 +38,7 @@ def dump_flat(value: Any) -> str | None:
         if kind is str:
             if len(each) > _MOST_CHARACTERS:
                 return None
-        elif kind not in _PLAIN and (kind is not float or not math.isfinite(each)):
+        elif kind not in _FLAT_TYPES and (kind is not float or not math.isfinite(each)):
             return None
     try:
         text: bytes = orjson.dumps(value, option=orjson.OPT_PASSTHROUGH_SUBCLASS)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.events import Events, is_outage
+from delaytasks.core.events import Events
 
 #: The rest after a turn that failed.
 FAILED_REST_S = 1.0
@@ -23,11 +23,10 @@ class ReplacedError(BaseException):
     """
 
 
-class Life:
+class LoopThread:
     """One thread of a loop."""
 
-    def __init__(self, run: Callable[[Life], None], name: str) -> None:
-        self.wake = threading.Event()
+    def __init__(self, run: Callable[[LoopThread], None], name: str) -> None:
         #: When the current turn began, or last made progress. None while the loop rests.
         self.began: float | None = None
         self.thread = threading.Thread(
@@ -38,12 +37,13 @@ class Life:
 class Loop:
     """Calls `turn` again and again in a thread of its own.
 
-    `turn` returns the seconds to rest after it, or None to rest until `wake` is called.
+    `turn` returns the seconds to rest after it, or None to rest until `wake` is called or the event
+    `wake` is set.
 
-    A turn without progress for `stuck_s` seconds is stuck. Python cannot kill a thread, so `look`
+    A turn without progress for `stuck_s` seconds is stuck. Python cannot kill a thread, so `check`
     starts a new one, which first calls `reconnect`: the old thread may wait for a connection whose
     other side no longer answers. The old thread begins no further turn. It ends after its current
-    turn, or at its next `beat`.
+    turn, or at its next `report_progress`.
     """
 
     def __init__(
@@ -53,19 +53,19 @@ class Loop:
         events: Events,
         stuck_s: float = math.inf,
         reconnect: Callable[[], None] | None = None,
+        wake: threading.Event | None = None,
     ) -> None:
         self.name = name
         self._turn = turn
         self._events = events
         self._stuck_s = max(stuck_s, LEAST_STUCK_S)
         self._reconnect = reconnect
+        self._wake = wake or threading.Event()
         self._lock = threading.Lock()
-        self._life: Life | None = None
+        self._current: LoopThread | None = None
         self.is_running = False
         self._turned_at: float | None = None
         self._restarts = 0
-        #: The text of the last error.
-        self._told = ""
         #: Factor of `stuck_s`. It doubles with each restart, so that a slow database does not cause
         #: more and more threads.
         self._patience = 1
@@ -77,37 +77,35 @@ class Loop:
 
     def wake(self) -> None:
         """Start the next turn without a further rest."""
-        if self._life is not None:
-            self._life.wake.set()
+        self._wake.set()
 
     def stop(self, timeout_s: float = 5.0) -> None:
         """Stop after the current turn, and wait up to `timeout_s` seconds for its end."""
         with self._lock:
             self.is_running = False
-        if self._life is not None:
-            self._life.wake.set()
-            self._life.thread.join(timeout_s)
+        self._wake.set()
+        if self._current is not None:
+            self._current.thread.join(timeout_s)
 
-    def beat(self) -> None:
+    def report_progress(self) -> None:
         """Report progress of a long turn. Raises `ReplacedError` if the thread was replaced."""
         with self._lock:
-            life = self._life
-            if life is not None:
-                if life.thread is not threading.current_thread():
+            thread = self._current
+            if thread is not None:
+                if thread.thread is not threading.current_thread():
                     raise ReplacedError
-                life.began = monotonic()
+                thread.began = monotonic()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Replace the thread if it is dead or stuck."""
         with self._lock:
-            life = self._life
-            if life is None or not self.is_running:
+            thread = self._current
+            if thread is None or not self.is_running:
                 return
-            if not life.thread.is_alive():
+            stuck_s = self._stuck_s * self._patience
+            if not thread.thread.is_alive():
                 reason, run = "dead", self._run
-            elif (
-                life.began is not None and monotonic() - life.began > self._stuck_s * self._patience
-            ):
+            elif thread.began is not None and monotonic() - thread.began > stuck_s:
                 reason, run = "stuck", self._run_reconnected
                 self._patience *= 2
             else:
@@ -117,55 +115,48 @@ class Loop:
         self._events.emit("loop.restarted", loop=self.name, reason=reason)
 
     def info(self) -> dict[str, Any]:
-        life, turned_at = self._life, self._turned_at
+        thread, turned_at = self._current, self._turned_at
         return {
-            "is_alive": life is not None and life.thread.is_alive(),
+            "is_alive": thread is not None and thread.thread.is_alive(),
             "turned_s_ago": None if turned_at is None else round(monotonic() - turned_at, 3),
             "restarts": self._restarts,
         }
 
-    def _begin(self, run: Callable[[Life], None]) -> None:
-        self._life = Life(run, self.name)
-        self._life.thread.start()
+    def _begin(self, run: Callable[[LoopThread], None]) -> None:
+        self._current = LoopThread(run, self.name)
+        self._current.thread.start()
 
-    def _run_reconnected(self, life: Life) -> None:
+    def _run_reconnected(self, thread: LoopThread) -> None:
         if self._reconnect is not None:
             self._events.attempt(self.name, "reconnect", self._reconnect)
-        self._run(life)
+        self._run(thread)
 
-    def _run(self, life: Life) -> None:
-        while self._may_turn(life):
+    def _run(self, thread: LoopThread) -> None:
+        while self._may_turn(thread):
             rest_s: float | None = FAILED_REST_S
             try:
                 rest_s = self._turn()
             except ReplacedError:
                 return
             except BaseException as error:
-                self._tell(error)
+                self._events.failed(self.name, error)
                 if not isinstance(error, Exception):
                     return  # SystemExit and the like are meant to end this thread
-            if self._is_resting(life):
-                life.wake.wait(rest_s)
+            if self._is_resting(thread):
+                self._wake.wait(rest_s)
 
-    def _tell(self, error: BaseException) -> None:
-        """Emit `loop.failed`. A repeated error, which may repeat for hours, has no traceback."""
-        text = f"{type(error).__name__}: {error}"
-        cause = error if text != self._told or is_outage(error) else None
-        self._told = text
-        self._events.emit("loop.failed", loop=self.name, error=text, cause=cause)
-
-    def _may_turn(self, life: Life) -> bool:
+    def _may_turn(self, thread: LoopThread) -> bool:
         with self._lock:
-            if not self.is_running or life is not self._life:
+            if not self.is_running or thread is not self._current:
                 return False
-            life.wake.clear()
-            life.began = self._turned_at = monotonic()
+            self._wake.clear()
+            thread.began = self._turned_at = monotonic()
             return True
 
-    def _is_resting(self, life: Life) -> bool:
+    def _is_resting(self, thread: LoopThread) -> bool:
         with self._lock:
-            life.began = None
-            if not self.is_running or life is not self._life:
+            thread.began = None
+            if not self.is_running or thread is not self._current:
                 return False
             self._patience = 1
             return True

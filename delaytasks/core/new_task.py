@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Any, NamedTuple
+from datetime import datetime, timedelta
+from typing import Any, NamedTuple, TypedDict
 
 from delaytasks.core.errors import InvalidScheduleError
+from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.text import shown
+
+
+class TaskOptions(TypedDict, total=False):
+    """What a new task has besides tag, body and due time; `DelayTasks.schedule_delay` explains it.
+
+    `TaskBuilder` checks the values.
+    """
+
+    key: str | None
+    queue: str | None
+    priority: int
+    id: int | None
+    retry: RetrySchedule | str | int | None
+    expires: float | str | timedelta | None
+    max_wait: float | str | timedelta | None
+    concurrency_key: str | None
+
+
+class ScheduleOptions(TaskOptions, total=False):
+    """All options of `DelayTasks.schedule_delay`, for callbacks and messages."""
+
+    on_conflict: OnConflict
+    session: Any
 
 
 # A tuple, because a frozen dataclass takes four times as long to make.
@@ -32,15 +56,15 @@ class NewTask(NamedTuple):
 
     tag: str
     body: Any
-    delay: Any = None
+    delay: float | timedelta | None = None
     when: datetime | None = None
     key: str | None = None
     queue: str | None = None
     priority: int = 0
     id: int | None = None
     retry: RetrySchedule | str | int | None = None
-    expires: Any = None
-    max_wait: Any = None
+    expires: float | str | timedelta | None = None
+    max_wait: float | str | timedelta | None = None
     concurrency_key: str | None = None
 
 

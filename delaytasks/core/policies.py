@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidPolicyError
 from delaytasks.core.inputs import check_queue, check_tag
+from delaytasks.core.number_checks import is_integer
 from delaytasks.core.text import shown
 
 Kind = Literal["tag", "queue"]
@@ -94,7 +95,7 @@ class Policy:
         return self.limits != (None,) * 4
 
     @property
-    def has_places_only(self) -> bool:
+    def has_slots_only(self) -> bool:
         """Whether the only limit is `concurrency`, so a slot can go to any task of the tag."""
         return (
             self.concurrency is not None and self.limits[1:] == (None,) * 3 and not self.is_paused
@@ -254,7 +255,7 @@ def named(tag: object, queue: object) -> tuple[Kind, str]:
 def check_limit(limit: object, what: str) -> int | None:
     if limit is None:
         return None
-    if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= MAX_LIMIT:
+    if not is_integer(limit, 1, MAX_LIMIT):
         raise InvalidPolicyError(
             f"{what} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not "
             f"{shown(limit)}; to run nothing at all, pause it"

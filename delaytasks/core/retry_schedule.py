@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from delaytasks.core.errors import InvalidRetryScheduleError
 from delaytasks.core.inputs import check_wait
+from delaytasks.core.number_checks import is_integer, is_number
 from delaytasks.core.text import shown
 
 #: A row with a retry schedule of its own stays small.
@@ -63,7 +64,7 @@ class RetrySchedule:
             raise InvalidRetryScheduleError(
                 f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}"
             )
-        if isinstance(jitter, bool) or not isinstance(jitter, (int, float)) or not 0 <= jitter <= 1:
+        if not is_number(jitter, 0, 1):
             raise InvalidRetryScheduleError(f"jitter is a number from 0 to 1, not {shown(jitter)}")
         object.__setattr__(self, "retry_delays_s", retry_delays_s)
         object.__setattr__(self, "jitter", float(jitter))
@@ -128,11 +129,7 @@ class RetrySchedule:
         --------
         >>> RetrySchedule.exponential("5s", times=8, cap="1h")
         """
-        if (
-            isinstance(factor, bool)
-            or not isinstance(factor, (int, float))
-            or not 1 <= factor <= 100
-        ):
+        if not is_number(factor, 1, 100):
             raise InvalidRetryScheduleError(
                 f"factor is a number from 1 to 100, not {shown(factor)}"
             )
@@ -211,7 +208,7 @@ def retry_schedule_of(
         return retry
     if isinstance(retry, (str, Iterable)):
         return RetrySchedule(retry)
-    if isinstance(retry, bool) or not isinstance(retry, int) or not 0 < retry <= MAX_RETRY_DELAYS:
+    if not is_integer(retry, 1, MAX_RETRY_DELAYS):
         raise InvalidRetryScheduleError(
             f"retry is a number of retries from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
             f"or a RetrySchedule, not {shown(retry)}; leave it out where there is nothing to retry"
@@ -221,7 +218,7 @@ def retry_schedule_of(
 
 
 def _checked(times: object) -> int:
-    if isinstance(times, bool) or not isinstance(times, int) or not 0 < times <= MAX_RETRY_DELAYS:
+    if not is_integer(times, 1, MAX_RETRY_DELAYS):
         raise InvalidRetryScheduleError(
             f"times is an integer from 1 to {MAX_RETRY_DELAYS}, not {shown(times)}"
         )

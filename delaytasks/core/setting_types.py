@@ -18,7 +18,7 @@ _BOOLS = {
 }
 
 
-def convert(name: str, kind: str, value: Any) -> Any:
+def convert_setting(name: str, kind: str, value: Any) -> Any:
     """Convert the value of a setting to a type, which is given as the text of its annotation.
 
     Raises

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any
+from typing import Any, NoReturn
 
-from delaytasks.core.encryption import are_keys, names_of
+from delaytasks.core import setting_rules as rules
+from delaytasks.core.encryption import names_of
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.ids import MAX_SHARDS
-from delaytasks.core.inputs import is_queue
 from delaytasks.core.masking import hide, mask_secret
-from delaytasks.core.setting_types import convert
+from delaytasks.core.setting_types import convert_setting
 from delaytasks.core.text import shown
 
 PREFIX = "delaytasks_"
 
 
-def _setting(default: Any, about: str, secret: bool = False) -> Any:
+def _setting(default: Any, about: str, rule: rules.Rule | None = None, secret: bool = False) -> Any:
     given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
-    return field(repr=not secret, metadata={"about": about, "secret": secret}, **given)
+    metadata = {"about": about, "rule": rule, "secret": secret}
+    return field(repr=not secret, metadata=metadata, **given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,7 @@ class Settings:
     database_url: tuple[str, ...] = _setting(
         (),
         "SQLAlchemy URL, or a list of URLs, one for each shard; empty: SQLite in data_dir",
+        rules.SHARDS,
         secret=True,
     )
     shards_before: int | None = _setting(
@@ -44,13 +44,15 @@ class Settings:
     )
     data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
     namespace: str = _setting(
-        "delaytasks", "prefix of the queues, so that deployments can share a broker"
+        "delaytasks", "prefix of the queues, so that deployments can share a broker", rules.NAME
     )
     table_prefix: str = _setting(
-        "", "prefix of the tables, so that deployments can share a database"
+        "", "prefix of the tables, so that deployments can share a database", rules.IDENTIFIER
     )
     table_schema: str = _setting(
-        "", "schema of the tables (PostgreSQL, MySQL); empty: the connection's default"
+        "",
+        "schema of the tables (PostgreSQL, MySQL); empty: the connection's default",
+        rules.IDENTIFIER,
     )
     pool_size: int = _setting(5, "database connections that each process keeps")
 
@@ -58,32 +60,42 @@ class Settings:
         "eta",
         "where rows due within the horizon wait: broker and workers (eta), Redis "
         "(redis), or the table (direct)",
+        rules.one_of("eta", "redis", "direct"),
     )
     redis_url: str = _setting(
         "", "Redis of the redis timer; empty: the broker's, if it is Redis", secret=True
     )
     redis_slots: int = _setting(
-        8, "slots of a queue in the redis timer; must be the same in all processes"
+        8,
+        "slots of a queue in the redis timer; must be the same in all processes",
+        rules.SLOT_COUNT,
     )
     arm: str = _setting(
         "inline",
         "what sends tasks due within the horizon to the broker: the call (inline) or a "
         "thread (background)",
+        rules.one_of("inline", "background"),
     )
     horizon_s: float | None = _setting(
-        30.0, "only tasks due within this time are sent to the broker; none: all tasks"
+        30.0,
+        "only tasks due within this time are sent to the broker; none: all tasks",
+        rules.AT_MOST_1000_YEARS,
     )
     publish_limit_s: float = _setting(
         0.5, "longest time for sending a message; after it the sweep sends it"
     )
-    default_queue: str = _setting("default", "queue of tasks for which no other queue is set")
+    default_queue: str = _setting(
+        "default", "queue of tasks for which no other queue is set", rules.NAME
+    )
     queues: Mapping[str, str] = _setting(
-        {}, "queues of tags, and of patterns such as mail.*; in the environment as JSON"
+        {},
+        "queues of tags, and of patterns such as mail.*; in the environment as JSON",
+        rules.QUEUES,
     )
     strict_tags: bool = _setting(
         False, "refuse to schedule tags without a processor in this process"
     )
-    max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay")
+    max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay", rules.AT_MOST_1000_YEARS)
     event_bodies: bool = _setting(
         True, "Flower and other monitors see bodies and results, as they see Celery's"
     )
@@ -94,13 +106,14 @@ class Settings:
         (),
         "bodies and results are encrypted with the first key and decrypted with all; "
         "'plain' as the first: new ones are not encrypted",
+        rules.KEYS,
         secret=True,
     )
 
-    chunk_time_box_s: float = _setting(
+    chunk_time_budget_s: float = _setting(
         0.05, "time budget of a chunk; rows that have not started by then are given back"
     )
-    chunk_max: int = _setting(200, "most rows in one chunk")
+    chunk_max: int = _setting(200, "most rows in one chunk", rules.AT_MOST_1000)
     grace_s: float = _setting(
         1.0, "a task that is later than this is found through the table, where all workers help"
     )
@@ -108,12 +121,14 @@ class Settings:
         60.0, "time for which a running task belongs to its worker; renewed after a third of it"
     )
     max_lost_leases: int = _setting(
-        5, "a task that loses its worker this many times in a row is FAILED"
+        5, "a task that loses its worker this many times in a row is FAILED", rules.AT_MOST_1000
     )
 
     sweep_s: float = _setting(5.0, "time between sweeps")
     self_sweep_s: float = _setting(
-        10.0, "time without a sweep after which a worker sweeps by itself, within a second"
+        10.0,
+        "time without a sweep after which a worker sweeps by itself, within a second; each worker "
+        "drains its own queues as often",
     )
     sweep_partitions: int = _setting(
         1, "number of sweep partitions, each with its own share of the table"
@@ -140,16 +155,26 @@ class Settings:
     callback_connect_s: float = _setting(5.0, "longest time for each step of sending a callback")
     callback_read_s: float = _setting(10.0, "longest silence of a callback's receiver")
     callback_total_s: float = _setting(30.0, "longest time for a whole callback")
-    callback_in_flight: int = _setting(100, "callbacks that each process sends simultaneously")
+    callback_in_flight: int = _setting(
+        100, "callbacks that each process sends simultaneously", rules.AT_MOST_1000
+    )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for name, is_right, rule in _RULES:
-            value = getattr(self, name)
-            if not is_right(self, value):
-                text = "***" if _SPECS[name].metadata["secret"] else repr(value)
-                raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): {rule}")
+        for name, spec in _SPECS.items():
+            value, rule = getattr(self, name), spec.metadata["rule"]
+            if type(value) in (int, float) and value <= 0:
+                self._refuse(name, "must be above 0")
+            if value is not None and rule is not None and not rule.allows(value):
+                self._refuse(name, rule.text)
+        for name, is_kept, text in _RULES_FOR_PAIRS:
+            if getattr(self, name) is not None and not is_kept(self):
+                self._refuse(name, text)
+
+    def _refuse(self, name: str, rule: str) -> NoReturn:
+        value = "***" if _SPECS[name].metadata["secret"] else repr(getattr(self, name))
+        raise ConfigError(f"{PREFIX}{name} = {value} (from {self.origin(name)}): {rule}")
 
     def has_sweep_partition(self, number: object) -> bool:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""
@@ -198,79 +223,21 @@ def secret_names() -> list[str]:
     return [name for name, spec in _SPECS.items() if spec.metadata["secret"]]
 
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
-
-
-def _positive(_: Settings, value: float) -> bool:
-    return value > 0
-
-
-def _positive_or_none(_: Settings, value: float | None) -> bool:
-    return value is None or value > 0
-
-
-_RULES: list[tuple[str, Callable[[Settings, Any], bool], str]] = [
-    *(
-        (name, _positive, "must be above 0")
-        for name, spec in _SPECS.items()
-        if str(spec.type) in ("int", "float")
-    ),
-    *(
-        (name, _positive_or_none, "must be above 0, or none")
-        for name in ("horizon_s", "purge_after_s")
-    ),
-    ("database_url", lambda s, v: len(v) <= MAX_SHARDS, f"has at most {MAX_SHARDS} shards"),
+_RULES_FOR_PAIRS: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "shards_before",
-        lambda s, v: v is None or 0 < v < len(s.database_url),
+        lambda s: s.shards_before < len(s.database_url),
         "is below the number of shards in delaytasks_database_url, or none",
     ),
-    ("arm", lambda s, v: v in ("inline", "background"), "is 'inline' or 'background'"),
-    ("timer", lambda s, v: v in ("eta", "redis", "direct"), "is 'eta', 'redis' or 'direct'"),
-    ("redis_slots", lambda s, v: v & (v - 1) == 0 and v <= 1024, "is a power of two, at most 1024"),
-    (
-        "namespace",
-        lambda s, v: bool(_NAME.fullmatch(v)),
-        "has letters, digits, '_', '.' and '-' only",
-    ),
-    (
-        "table_prefix",
-        lambda s, v: bool(_IDENTIFIER.fullmatch(v)),
-        "has letters, digits and '_' only",
-    ),
-    (
-        "table_schema",
-        lambda s, v: bool(_IDENTIFIER.fullmatch(v)),
-        "has letters, digits and '_' only",
-    ),
-    ("default_queue", lambda s, v: is_queue(v), "has letters, digits, '_', '.' and '-' only"),
-    (
-        "queues",
-        lambda s, v: all(map(_NAME.fullmatch, v.values())),
-        "queues have letters, digits, '_', '.' and '-' only",
-    ),
-    (
-        "encryption_keys",
-        lambda s, v: are_keys(v),
-        "each is a different key from `delaytasks encryption key`; 'plain' may precede them",
-    ),
-    ("chunk_max", lambda s, v: v <= 1000, "is at most 1000"),
-    ("callback_in_flight", lambda s, v: v <= 1000, "is at most 1000"),
-    ("max_lost_leases", lambda s, v: v <= 1000, "is at most 1000"),
     (
         "lease_s",
-        lambda s, v: v >= 2 * s.chunk_time_box_s,
-        "must be at least twice chunk_time_box_s",
+        lambda s: s.lease_s >= 2 * s.chunk_time_budget_s,
+        "must be at least twice chunk_time_budget_s",
     ),
-    *(
-        (name, lambda s, v: v is None or v <= 1000 * 366 * 86400, "is at most a thousand years")
-        for name in ("max_delay_s", "horizon_s")
-    ),
-    ("self_sweep_s", lambda s, v: v >= s.sweep_s, "must not be below sweep_s"),
+    ("self_sweep_s", lambda s: s.self_sweep_s >= s.sweep_s, "must not be below sweep_s"),
     (
         "horizon_s",
-        lambda s, v: v is None or v >= 2 * s.sweep_s,
+        lambda s: s.horizon_s >= 2 * s.sweep_s,
         "must be at least twice sweep_s, or rows fall between",
     ),
 ]
@@ -286,42 +253,40 @@ def load_settings(
     ConfigError
         If a setting is unknown, has the wrong type, or violates a rule.
     """
+    sources = {
+        "celery configuration": {k: v for k, v in conf.items() if k.startswith(PREFIX)},
+        "environment": {
+            k.lower(): v
+            for k, v in environ.items()
+            if k.startswith(PREFIX.upper()) and not _is_for_tools(k)
+        },
+        "arguments": {PREFIX + name: value for name, value in arguments.items()},
+    }
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    sources: list[tuple[str, dict[str, Any]]] = [
-        (
-            "celery configuration",
-            {k[len(PREFIX) :]: v for k, v in conf.items() if k.startswith(PREFIX)},
-        ),
-        (
-            "environment",
-            {
-                k[len(PREFIX) :].lower(): v
-                for k, v in environ.items()
-                if k.startswith(PREFIX.upper()) and not _ours(k)
-            },
-        ),
-        ("arguments", arguments),
-    ]
-    for origin, given in sources:
-        for name, value in given.items():
-            if name not in _SPECS:
-                close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
-                hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
-                raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
-            kind, is_secret = str(_SPECS[name].type), _SPECS[name].metadata["secret"]
-            try:
-                converted = convert(name, kind, value)
-            except ValueError:
-                text = "***" if is_secret else shown(value)
-                fact = f"{PREFIX}{name} = {text} (from {origin}) is not of type {kind}"
-                raise ConfigError(fact) from None
-            values[name] = hide(converted) if is_secret else converted
-            origins[name] = origin
+    for origin, given in sources.items():
+        for full_name, value in given.items():
+            name = full_name.removeprefix(PREFIX)
+            values[name], origins[name] = _read(name, value, origin), origin
     return Settings(**values, origins=origins)
 
 
-def _ours(variable: str) -> bool:
+def _read(name: str, value: Any, origin: str) -> Any:
+    if name not in _SPECS:
+        close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
+        hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
+        raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
+    kind, is_secret = str(_SPECS[name].type), _SPECS[name].metadata["secret"]
+    try:
+        converted = convert_setting(name, kind, value)
+    except ValueError:
+        text = "***" if is_secret else shown(value)
+        fact = f"{PREFIX}{name} = {text} (from {origin}) is not of type {kind}"
+        raise ConfigError(fact) from None
+    return hide(converted) if is_secret else converted
+
+
+def _is_for_tools(variable: str) -> bool:
     """Return whether a variable belongs to the tests, the benchmarks or the command line."""
     others = ("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
     return variable.startswith(others) or variable == "DELAYTASKS_APP"

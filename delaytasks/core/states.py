@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Status(IntEnum):
@@ -35,10 +35,23 @@ class Status(IntEnum):
         return int.__format__(self, spec)
 
 
+class Ending(NamedTuple):
+    """What a move that settles a run says about this run."""
+
+    #: The state of a Celery task that ends in this way.
+    celery_state: Literal["SUCCESS", "FAILURE", "RETRY", "REVOKED"]
+    #: Whether the run is recorded as a failed attempt.
+    is_failure: bool = False
+    is_attempt: bool = True
+    #: Without a run, the row looks as if it was never claimed.
+    has_run: bool = True
+
+
 class Move(NamedTuple):
     name: str
     sources: frozenset[Status]
     target: Status
+    ending: Ending | None = None
 
     @property
     def source(self) -> Status:
@@ -51,18 +64,28 @@ def _move(name: str, sources: tuple[Status, ...], target: Status) -> tuple[str, 
     return name, Move(name, frozenset(sources), target)
 
 
+#: The moves that end a run.
+SettlingMove = Literal[
+    "succeed", "fail", "schedule_retry", "snooze", "withdraw", "expire", "give_back"
+]
+
+
+def _settle(name: SettlingMove, target: Status, ending: Ending) -> tuple[str, Move]:
+    return name, Move(name, frozenset({Status.RUNNING}), target, ending)
+
+
 #: Every move, by name. `schedule` has no source: it makes the row.
 MOVES: dict[str, Move] = dict(
     [
         _move("schedule", (), Status.NOT_COMPLETE),
         _move("claim", (Status.NOT_COMPLETE,), Status.RUNNING),
-        _move("succeed", (Status.RUNNING,), Status.DONE),
-        _move("fail", (Status.RUNNING,), Status.FAILED),
-        _move("schedule_retry", (Status.RUNNING,), Status.NOT_COMPLETE),
-        _move("snooze", (Status.RUNNING,), Status.NOT_COMPLETE),
-        _move("withdraw", (Status.RUNNING,), Status.CANCELLED),
-        _move("expire", (Status.RUNNING,), Status.CANCELLED),
-        _move("give_back", (Status.RUNNING,), Status.NOT_COMPLETE),
+        _settle("succeed", Status.DONE, Ending("SUCCESS")),
+        _settle("fail", Status.FAILED, Ending("FAILURE", is_failure=True)),
+        _settle("schedule_retry", Status.NOT_COMPLETE, Ending("RETRY", is_failure=True)),
+        _settle("snooze", Status.NOT_COMPLETE, Ending("RETRY", is_attempt=False)),
+        _settle("withdraw", Status.CANCELLED, Ending("REVOKED")),
+        _settle("expire", Status.CANCELLED, Ending("REVOKED", is_attempt=False, has_run=False)),
+        _settle("give_back", Status.NOT_COMPLETE, Ending("RETRY", is_attempt=False, has_run=False)),
         _move("hold_back", (Status.RUNNING,), Status.HELD),
         _move("recover", (Status.RUNNING,), Status.NOT_COMPLETE),
         _move("fail_worker_lost", (Status.RUNNING,), Status.FAILED),

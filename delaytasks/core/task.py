@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from delaytasks.core.body_json import MAX_DEPTH
 from delaytasks.core.current_run import Current, current_run
 from delaytasks.core.encryption import decoded, is_encrypted, placeholder
 from delaytasks.core.errors import NotRunningError
 from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import MAX_DEPTH
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
 
@@ -185,7 +185,7 @@ class DelayTask:
             return (
                 None
                 if retry_delays is None
-                else RetrySchedule(retry_delays["rungs_s"], jitter=retry_delays["jitter"])
+                else RetrySchedule(retry_delays["retry_delays_s"], jitter=retry_delays["jitter"])
             )
         except (ValueError, TypeError, KeyError):  # written by another program
             return None

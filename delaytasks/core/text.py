@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import traceback
+from collections.abc import Collection
 from datetime import datetime
+from itertools import islice
 
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
 _CUT = "\n… {n:,} characters left out …\n"
@@ -82,3 +84,8 @@ def one_line(text: str, longest: int = 200) -> str:
         c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:longest]
     )
     return shown if len(text) <= longest else shown + "…"
+
+
+def first_names(names: Collection[str], most: int = 5) -> str:
+    """Return the first names for one log line or sentence."""
+    return ", ".join(islice(names, most))

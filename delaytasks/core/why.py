@@ -7,9 +7,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.core.durations import show_duration
-from delaytasks.core.encryption import PREFIX, is_encrypted, name_in
+from delaytasks.core.encryption import BOUND_PREFIX, is_encrypted, name_in
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Late
 from delaytasks.core.policies import Policy, is_limit
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -215,39 +214,6 @@ def deferral_of(error: str | None) -> str | None:
     )
 
 
-_DEFERRED = {
-    "no_processor": (
-        "No worker that tried them has a processor for the tag {tag}; is its module imported?"
-    ),
-    "no_key": (
-        "No worker that tried them has the encryption key of their bodies "
-        "(delaytasks_encryption_keys)."
-    ),
-    "no_time_limits": (
-        "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}."
-    ),
-    "deferred": "A worker could not run them, and deferred them.",
-}
-
-
-def why_late(late: Late, workers: Sequence[WorkerFacts], policies: Sequence[Policy]) -> Reason:
-    """Return the most important reason why the tasks of a queue and a tag have not begun."""
-    queue, tag = late.queue, late.tag
-    for policy in policies:
-        if policy.is_paused and (policy.kind, policy.name) in (("tag", tag), ("queue", queue)):
-            return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
-    no_worker = unserved(queue, tag, workers)
-    if no_worker is not None:
-        return no_worker
-    if late.cause is not None:
-        return Reason(late.cause, _DEFERRED[late.cause].format(tag=tag, queue=queue))
-    if any(
-        policy.kind == "tag" and policy.name == tag and policy.has_limits for policy in policies
-    ):
-        return Reason("limit", f"The tag {tag} has limits, and its tasks wait for each other.")
-    return Reason("due", "They wait for a worker of the queue to be free.")
-
-
 # -- no worker takes it ---------------------------------------------------------------------------
 
 
@@ -282,7 +248,7 @@ def _key(facts: Facts) -> Iterator[Reason]:
     if is_encrypted(body) and deferral_of(facts.task.error) != "no_key":
         name = name_in(body)
         if name not in facts.keys:
-            text = f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}"
+            text = f"Its body begins with {body[: len(BOUND_PREFIX)]} and needs the key {name}"
             yield Reason("no_key_here", f"{text}, which this process does not have.")
 
 

@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 
 from delaytasks.core.encryption import (
+    BOUND_PREFIX,
     MARK_LENGTH,
     PLAIN,
-    PREFIX,
     UNBOUND_PREFIX,
     key_name,
     mark_of,
@@ -69,9 +69,9 @@ class Cipher:
         Plain text is returned as it is, and so is text that no key here can decrypt in this place.
         No JSON looks like that.
         """
-        if not isinstance(text, str) or not text.startswith((PREFIX, UNBOUND_PREFIX)):
+        if not isinstance(text, str) or not text.startswith((BOUND_PREFIX, UNBOUND_PREFIX)):
             return text
-        name, token = text[len(PREFIX) : MARK_LENGTH], text[MARK_LENGTH + 1 :]
+        name, token = text[len(BOUND_PREFIX) : MARK_LENGTH], text[MARK_LENGTH + 1 :]
         if name not in self._ciphers:
             return text
         try:

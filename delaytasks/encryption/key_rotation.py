@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 from sqlalchemy import ColumnElement, case, func, select, update
 
 from delaytasks.core.encryption import (
+    BOUND_PREFIX,
     MARK_LENGTH,
     NO_NAME,
-    PREFIX,
     PREFIXES,
     UNBOUND_PREFIX,
+    TextCipher,
     is_bound,
     is_encrypted,
     name_in,
 )
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE, Status
-from delaytasks.encryption.cipher import Cipher
 from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.database import Database
-from delaytasks.storage.rows import json_rows, listed, parts
+from delaytasks.storage.row_lists import json_rows, listed, parts
 from delaytasks.storage.schema import BODY, RESULT, Schema
 
 #: Rows that are read and encrypted together. They are locked only during one UPDATE.
-BATCH_ROWS = 100
+ROTATED_ROWS = 100
 #: Rows that were locked, or changed after they were read, are tried again after this time.
 RETRY_AFTER_S = 1.0
 #: The name in `Needs` for texts that are not encrypted.
@@ -96,17 +96,17 @@ class Rotation:
                 yield id, Status.of(status), {_name(mark) for mark in marks if mark is not None}
 
     def _steps(
-        self, cipher: Cipher, ids: Sequence[int], on_batch: Callable[[], object]
+        self, cipher: TextCipher, ids: Sequence[int], on_batch: Callable[[], object]
     ) -> list[int]:
         """Encrypt batch by batch. Returns the ids of rows that were locked or changed."""
         busy: list[int] = []
         each = iter(ids)
-        while batch := list(itertools.islice(each, BATCH_ROWS)):
+        while batch := list(itertools.islice(each, ROTATED_ROWS)):
             busy += self._step(cipher, batch)
             on_batch()
         return busy
 
-    def _step(self, cipher: Cipher, ids: Sequence[int]) -> list[int]:
+    def _step(self, cipher: TextCipher, ids: Sequence[int]) -> list[int]:
         """Encrypt one batch. No row is locked meanwhile, so due tasks are not delayed."""
         read, seal = cipher.read, cipher.seal
         found = self._db.alone(lambda c: c.execute(self._read, {"ids": ids}).all())
@@ -156,7 +156,7 @@ def _mark(text: ColumnElement[Any]) -> ColumnElement[Any]:
     begin = func.substr(text, 1, MARK_LENGTH + 1)
     return case(
         (text.is_(None), None),
-        (func.substr(text, 1, len(PREFIX)).in_(PREFIXES), begin),
+        (func.substr(text, 1, len(BOUND_PREFIX)).in_(PREFIXES), begin),
         else_=PLAIN_TEXT,
     )
 

@@ -1,4 +1,4 @@
-"""Chunks: rows that are claimed and settled together, within one time box."""
+"""Chunks: rows that are claimed and settled together, within one time budget."""
 
 from __future__ import annotations
 
@@ -12,32 +12,22 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 
-#: Rows of the first chunk, before the speed of the processors is known.
-FIRST_SIZE = 10
-#: Rows that a process gets before that, so that it stays busy until the first chunks are measured.
-FIRST_BROUGHT = 100
-#: The weight of the last chunk in the estimate, if it was as small as the first; a larger chunk
-#: weighs more.
-LEARNING = 0.3
-#: The most full chunks in one time box, since claims and settlements take time as well.
-MOST_CHUNKS = 5
-
 
 class Chunk:
     """Rows that wait, run or have ended.
 
-    Both the runner and the time box take waiting rows; the one that takes a row settles it.
+    Both the runner and the time budget take waiting rows; the one that takes a row settles it.
     """
 
-    def __init__(self, tasks: Sequence[DelayTask], good_for_s: float, box_s: float) -> None:
+    def __init__(self, tasks: Sequence[DelayTask], good_for_s: float, budget_s: float) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(tasks)
         self._running: set[int] = set()
         self._finished: list[Settlement] = []
         now = monotonic()
         self._good_until = now + good_for_s
-        self.box_ends = now + box_s
-        self._is_left = False
+        self.budget_ends = now + budget_s
+        self._is_detached = False
         #: Held while the ended rows are settled.
         self.settling = threading.Lock()
 
@@ -45,14 +35,14 @@ class Chunk:
         """Return the next row, or None if no row waits or the leases may be over."""
         try:
             first = self._waiting[0]
-        except IndexError:  # the time box may take all of them meanwhile
+        except IndexError:  # the time budget may take all of them meanwhile
             return None
         return first if monotonic() <= self._good_until else None
 
     def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
         """Start that row and further ones of its tag.
 
-        Return none if the time box has taken the row.
+        Return none if the time budget has taken the row.
         """
         with self._lock:
             if not self._waiting or self._waiting[0] is not first:
@@ -85,24 +75,24 @@ class Chunk:
             self._finished.extend(settlements)
 
     @property
-    def is_run(self) -> bool:
+    def is_done(self) -> bool:
         """Whether no row runs or waits."""
         return not self._running and not self._waiting
 
     @property
-    def is_over(self) -> bool:
+    def is_settled(self) -> bool:
         with self._lock:
-            return self.is_run and not self._finished
+            return self.is_done and not self._finished
 
-    def leave(self) -> bool:
+    def detach(self) -> bool:
         """Record that the runner goes on to another chunk; return whether rows still run."""
         with self._lock:
-            self._is_left = bool(self._running)
-            return self._is_left
+            self._is_detached = bool(self._running)
+            return self._is_detached
 
     @property
-    def is_left(self) -> bool:
-        return self._is_left
+    def is_detached(self) -> bool:
+        return self._is_detached
 
     @property
     def running(self) -> list[int]:
@@ -114,75 +104,30 @@ class Chunk:
             finished, self._finished = self._finished, []
             return finished
 
-    def take_waiting(self) -> list[DelayTask]:
+    def give_back(self) -> int:
+        """Settle the waiting rows as given back, and return their number."""
         with self._lock:
-            waiting = list(self._waiting)
+            count = len(self._waiting)
+            self._finished.extend(Settlement(task, "give_back") for task in self._waiting)
             self._waiting.clear()
-            return waiting
-
-
-class ChunkSize:
-    """Estimates from past chunks how many rows fit the time box."""
-
-    def __init__(self, time_box_s: float, most: int, first: int = FIRST_SIZE) -> None:
-        self._time_box_s = time_box_s
-        self._most = most
-        self._first = first
-        self._row_s: float | None = None
-        self._wanted = 0
-
-    def learn(self, ran: int, seconds: float, wanted: int = 0) -> None:
-        """Learn from a chunk.
-
-        `wanted` is the number of rows that its processors can start simultaneously.
-        """
-        if ran or wanted:
-            self._wanted = min(wanted, self._most)
-        if ran:
-            row_s = seconds / ran
-            known = row_s if self._row_s is None else self._row_s
-            self._row_s = known + (1 - (1 - LEARNING) ** max(ran / FIRST_SIZE, 1)) * (row_s - known)
-
-    @property
-    def rows(self) -> int:
-        return min(self.in_time, self._most)
-
-    @property
-    def in_time(self) -> int:
-        """The rows that one process runs in a time box, in several chunks if they are short."""
-        fitting = self._first if self._row_s is None else self._time_box_s / max(self._row_s, 1e-6)
-        return int(min(max(fitting, self._wanted, 1), self._most * MOST_CHUNKS))
-
-    @property
-    def brought(self) -> int:
-        """The rows that a process should have at hand."""
-        if self._row_s is not None:
-            return self.in_time
-        return max(self.in_time, min(FIRST_BROUGHT, self._most * MOST_CHUNKS))
-
-    @property
-    def least(self) -> int:
-        """The rows that stay together although other processes may be idle."""
-        return max(self._wanted, 1)
-
-    @property
-    def fits(self) -> bool:
-        """Whether one row fits the time box; assumed until the first row has run."""
-        return self._row_s is None or self._row_s < self._time_box_s
+            return count
 
 
 class TimeBudget:
-    """A thread that calls `expire(chunk)` for each chunk that is open after its time box.
+    """A thread that calls `expire(chunk)` for each chunk that is open after its time budget.
 
     The thread that runs the chunk may be in a processor for minutes, so it takes no part in this.
-    While chunks are opened and closed, this thread wakes once in a time box by itself, and no
+    While chunks are opened and closed, this thread wakes once in a time budget by itself, and no
     runner spends time on waking it.
     """
 
     def __init__(
-        self, box_s: float, expire: Callable[[Chunk], None], on_error: Callable[[Exception], None]
+        self,
+        budget_s: float,
+        expire: Callable[[Chunk], None],
+        on_error: Callable[[Exception], None],
     ) -> None:
-        self._box_s = box_s
+        self._budget_s = budget_s
         self._expire = expire
         self._on_error = on_error
         self.after_fork()
@@ -196,13 +141,13 @@ class TimeBudget:
         self._thread: threading.Thread | None = None
 
     def open(self, chunk: Chunk, rest_s: float = 0.0) -> None:
-        """Open a chunk; a chunk that is open keeps its time box."""
+        """Open a chunk; a chunk that is open keeps its time budget."""
         with self._changed:
-            self._open.setdefault(chunk, monotonic() + self._box_s + rest_s)
+            self._open.setdefault(chunk, monotonic() + self._budget_s + rest_s)
             self._opened += 1
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(
-                    target=self._watch, name="delaytasks-timebox", daemon=True
+                    target=self._watch, name="delaytasks-time-budget", daemon=True
                 )
                 self._thread.start()
             elif self._is_asleep:
@@ -222,7 +167,7 @@ class TimeBudget:
                 left = deadline - monotonic()
                 if left > 0:
                     # A chunk that is opened meanwhile may expire earlier.
-                    self._changed.wait(min(left, self._box_s))
+                    self._changed.wait(min(left, self._budget_s))
                     continue
                 del self._open[chunk]
             try:
@@ -232,7 +177,9 @@ class TimeBudget:
 
     def _rest(self) -> None:
         opened = self._opened
-        self._changed.wait(self._box_s)  # a chunk that is opened meanwhile does not expire earlier
+        self._changed.wait(
+            self._budget_s
+        )  # a chunk that is opened meanwhile does not expire earlier
         if self._opened == opened:
             self._is_asleep = True
             self._changed.wait()

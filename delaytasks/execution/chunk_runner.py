@@ -1,8 +1,8 @@
 """Runs the rows of a chunk one after another, as batches, or in threads, and settles them.
 
-A chunk waits for its rows no longer than its time box. Concurrent rows that still run then go on,
-and the runner takes the next chunk as soon as there are free slots. The time box settles them when
-they end.
+A chunk waits for its rows no longer than its time budget. Concurrent rows that still run then go
+on, and the runner takes the next chunk as soon as there are free slots. The thread of the time
+budget settles them when they end.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from functools import partial
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Settlement
+from delaytasks.core.interfaces import Settle, Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk, TimeBudget
 from delaytasks.execution.concurrent_calls import ConcurrentCalls
 from delaytasks.execution.executor import TaskExecutor
 from delaytasks.execution.pause_filter import PauseFilter
-from delaytasks.execution.settlement import Settle, Settler
+from delaytasks.execution.settlement import Settler
 from delaytasks.processors.registry import Processor, Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
 #: Holds the context of the rows that one thread runs one after another.
-Kept = Callable[[], AbstractContextManager[object]]
+ThreadContext = Callable[[], AbstractContextManager[object]]
 #: A row that may kill this process waits for other rows to end, at most for this part of the lease.
 ALONE = 0.25
-#: The time between two tries to settle while the database is unavailable.
-RETRY_S = 1.0
+#: The time between two tries to settle detached rows while the database is unavailable.
+DETACHED_RETRY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -70,11 +70,11 @@ class ChunkRunner:
         thread_slots: ThreadSlots,
         pause_filter: PauseFilter | None,
         events: Events,
-        kept: Kept,
+        thread_context: ThreadContext,
     ) -> None:
-        self._kept = kept
+        self._thread_context = thread_context
         self._lease_s = settings.lease_s
-        self._box_s = settings.chunk_time_box_s
+        self._budget_s = settings.chunk_time_budget_s
         self._clock = clock
         self._registry = registry
         self._executor = executor
@@ -82,25 +82,27 @@ class ChunkRunner:
         self._thread_slots = thread_slots
         self._pause_filter = pause_filter
         self._events = events
-        self._time_budget = TimeBudget(self._box_s, self._expire, partial(self._failed, "time box"))
+        self._time_budget = TimeBudget(
+            self._budget_s, self._expire, partial(events.failed, "time budget")
+        )
         self._concurrent_calls = ConcurrentCalls(
             thread_slots,
             executor,
             self._time_budget.open,
-            partial(self._failed, "concurrent calls"),
+            partial(events.failed, "concurrent calls"),
         )
         #: Chunks whose runner has gone on, although some of their rows still run.
-        self._left: set[Chunk] = set()
+        self._detached: set[Chunk] = set()
 
     def run(
         self,
         tasks: Sequence[DelayTask],
         claimed_at: float,
         tally: Tally,
-        may_leave: bool,
+        may_detach: bool,
         settle: Settle | None = None,
     ) -> None:
-        """Run claimed tasks until all have ended, or with `may_leave` all except concurrent ones.
+        """Run claimed tasks until all have ended, or with `may_detach` all except concurrent ones.
 
         `settle` writes the settlements, if another function than the store's should do it.
         """
@@ -113,7 +115,7 @@ class ChunkRunner:
             return
         try:
             began, waited_s = monotonic(), 0.0
-            with self._kept():
+            with self._thread_context():
                 while (first := chunk.next()) is not None:
                     processor = self._registry.get(first.tag)
                     if processor is not None and processor.in_flight is not None:
@@ -138,24 +140,24 @@ class ChunkRunner:
                     tally.ran += len(started)
             tally.seconds += monotonic() - began - waited_s
             if concurrent:
-                self._wait(chunk, concurrent.values(), tally, may_leave)
+                self._wait(chunk, concurrent.values(), tally, may_detach)
         finally:
             self._close(chunk, settle)
 
     def run_alone(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
         """Run a recovered row after other chunks have ended, since it may kill this process."""
         if tasks:
-            self._wait_until_alone(lambda: not self._left)
-        self.run(tasks, claimed_at, tally, may_leave=False)
+            self._wait_until_alone(lambda: not self._detached)
+        self.run(tasks, claimed_at, tally, may_detach=False)
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def detached(self) -> tuple[int, ...]:
         """The ids of rows that run although their chunk's runner has gone on."""
-        return tuple(id for chunk in list(self._left) for id in chunk.running)
+        return tuple(id for chunk in list(self._detached) for id in chunk.running)
 
     def finish(self) -> None:
         """Wait until these rows have ended and are settled."""
-        self._thread_slots.wait(lambda: not self._left)
+        self._thread_slots.wait(lambda: not self._detached)
 
     def ended(self) -> tuple[int, float]:
         """Return the concurrent rows that ended since the last call, and their time."""
@@ -172,15 +174,15 @@ class ChunkRunner:
             return None
         self._events.emit("chunk.claimed", count=len(tasks))
         lease_left_s = self._lease_s - (monotonic() - claimed_at)
-        chunk = Chunk(self._in_order(tasks), lease_left_s, self._box_s)
+        chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s)
         chunk.keep(refused)
         self._time_budget.open(chunk)
         return chunk
 
     def _close(self, chunk: Chunk, settle: Settle | None) -> None:
-        """Settle what has ended; the time box settles the rows that still run."""
-        if chunk.leave():
-            self._left.add(chunk)
+        """Settle what has ended; the time budget settles the rows that still run."""
+        if chunk.detach():
+            self._detached.add(chunk)
             self._time_budget.open(chunk)
         else:
             self._time_budget.close(chunk)
@@ -226,7 +228,7 @@ class ChunkRunner:
         claimed: datetime,
         tally: Tally,
     ) -> float | None:
-        """Start a concurrent row; return the time this took, or None after the time box."""
+        """Start a concurrent row; return the time this took, or None after the time budget."""
         began = monotonic()
         rows = self._concurrent_calls.start(chunk, processor, first, claimed)
         if rows is None:
@@ -238,10 +240,10 @@ class ChunkRunner:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(
-        self, chunk: Chunk, processors: Collection[Processor], tally: Tally, may_leave: bool
+        self, chunk: Chunk, processors: Collection[Processor], tally: Tally, may_detach: bool
     ) -> None:
         """Wait for the concurrent rows; then as many rows as have free slots are wanted next."""
-        self._concurrent_calls.wait(chunk, processors, self._box_s if may_leave else None)
+        self._concurrent_calls.wait(chunk, processors, self._budget_s if may_detach else None)
         free = (self._concurrent_calls.free_rows(processor) for processor in processors)
         tally.wanted = max(tally.wanted, *free)
 
@@ -255,41 +257,34 @@ class ChunkRunner:
         """
         began = monotonic()
         try:
-            self._wait_until_alone(lambda: not self._left and len(chunk.running) == len(tasks))
+            self._wait_until_alone(lambda: not self._detached and len(chunk.running) == len(tasks))
             self._settler.settle_finished(chunk, patience_s=self._lease_s)
         except BaseException:
             chunk.end(Settlement(task, "give_back") for task in tasks)
             raise
         return monotonic() - began
 
-    # -- the time box -----------------------------------------------------------------------------
+    # -- the time budget --------------------------------------------------------------------------
 
     def _expire(self, chunk: Chunk) -> None:
-        """After the time box, settle the ended rows and give back the waiting ones."""
-        waiting = chunk.take_waiting()
-        chunk.keep(Settlement(task, "give_back", error=None) for task in waiting)
-        if waiting:
-            self._events.emit("chunk.gave_back", count=len(waiting))
+        """After the time budget, settle the ended rows and give back the waiting ones."""
+        if given_back := chunk.give_back():
+            self._events.emit("chunk.gave_back", count=given_back)
         try:
             if not self._settler.settle(chunk, patience_s=0):
                 self._time_budget.open(chunk)
         except (StoreUnavailableError, OutcomeUnknownError):
-            if not chunk.is_left:
+            if not chunk.is_detached:
                 raise
             # Without a limit: if the leases end meanwhile, the fence refuses a settlement that is
             # too late.
-            self._time_budget.open(chunk, rest_s=RETRY_S)
+            self._time_budget.open(chunk, rest_s=DETACHED_RETRY_S)
         except BaseException:
-            if chunk.is_left:
+            if chunk.is_detached:
                 chunk.take_finished()  # the settlements are refused, so the rows are abandoned
             raise
         finally:
-            if chunk.is_over and chunk.is_left:
-                self._left.discard(chunk)
-                self._thread_slots.tell()
+            if chunk.is_settled and chunk.is_detached:
+                self._detached.discard(chunk)
+                self._thread_slots.notify()
             self._executor.flush()  # a monitor sees the rows that still run
-
-    def _failed(self, loop: str, error: Exception) -> None:
-        self._events.emit(
-            "loop.failed", loop=loop, error=f"{type(error).__name__}: {error}", cause=error
-        )

@@ -38,10 +38,10 @@ class ConcurrentCalls:
     ) -> int | None:
         """Start the row `first` with further rows of its batch, and return their number.
 
-        Returns None if no slot became free within the chunk's time box.
+        Returns None if no slot became free within the chunk's time budget.
         """
         tag, slots, thread_slots = processor.tag, processor.in_flight or 1, self._thread_slots
-        if not thread_slots.take(tag, slots, chunk.box_ends):
+        if not thread_slots.take(tag, slots, chunk.budget_ends):
             return None
         tasks = chunk.start(first, processor.batch or 1)
         if tasks:
@@ -52,27 +52,28 @@ class ConcurrentCalls:
         return len(tasks)
 
     def wait(
-        self, chunk: Chunk, processors: Iterable[Processor], may_leave_s: float | None
+        self, chunk: Chunk, processors: Iterable[Processor], may_detach_s: float | None
     ) -> None:
         """Wait until all rows of the chunk have ended.
 
-        With `may_leave_s`, wait no longer than the time box, and then until another chunk has free
-        slots: for `may_leave_s` half of them, or else it would get only a few rows, and then any.
+        With `may_detach_s`, wait no longer than the time budget, and then until another chunk has
+        free slots: half of them for `may_detach_s`, since it would otherwise get only a few rows,
+        and then any.
         """
 
-        def is_run() -> bool:
-            return chunk.is_run
+        def is_done() -> bool:
+            return chunk.is_done
 
         def has_free_slots(share: float = 0.0) -> bool:
-            return chunk.is_run or all(
+            return chunk.is_done or all(
                 self._free_slots(p) >= max(share * (p.in_flight or 1), 1) for p in processors
             )
 
-        thread_slots, box_ends = self._thread_slots, chunk.box_ends
-        if may_leave_s is None:
-            thread_slots.wait(is_run)
-        elif not thread_slots.wait(is_run, box_ends) and not thread_slots.wait(
-            lambda: has_free_slots(0.5), box_ends + may_leave_s
+        thread_slots, budget_ends = self._thread_slots, chunk.budget_ends
+        if may_detach_s is None:
+            thread_slots.wait(is_done)
+        elif not thread_slots.wait(is_done, budget_ends) and not thread_slots.wait(
+            lambda: has_free_slots(0.5), budget_ends + may_detach_s
         ):
             thread_slots.wait(has_free_slots)
 

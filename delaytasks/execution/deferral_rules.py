@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from typing import Any
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.encryption import NO_NAME, PLAIN, is_encrypted, name_in, names_of
@@ -20,6 +20,9 @@ from delaytasks.core.text import (
     storable,
 )
 from delaytasks.processors.registry import Processor, Registry
+
+#: The longest reason of a deferral that is stored.
+MAX_DEFERRAL_BYTES = 4096
 
 
 class DeferralRules:
@@ -42,15 +45,20 @@ class DeferralRules:
 
     def settlement(self, processor: Processor | None, task: DelayTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
-        if processor is None:
-            return self._no_processor(task)
+        if processor is None:  # a deploy may bring it
+            known = ", ".join(sorted(processor.tag for processor in self._registry)) or "none"
+            why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
+            return self._defer(task, why, "task.no_processor")
         expires_s = processor.expires_s if task.expires_s is None else task.expires_s
         if expires_s is not None and (expired := self._expired(task, expires_s)) is not None:
             return expired
-        if self._lacks_key(task):
-            return self._no_key(task)
+        if self._lacks_key(task):  # some workers get a new key later than others
+            key, known = name_in(task.body_json), ", ".join(self._keys) or "none"
+            why = f"{NO_KEY}{key} (this worker has: {known}); add it to delaytasks_encryption_keys"
+            return self._defer(task, why, "task.no_key", key=key)
         if processor.has_time_limits and not self._keeps_time_limits:
-            return self._no_time_limits(task)
+            why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
+            return self._defer(task, why + task.queue, "task.no_time_limits")
         return None
 
     def _expired(self, task: DelayTask, expires_s: float) -> Settlement | None:
@@ -58,21 +66,8 @@ class DeferralRules:
         if late_s <= expires_s:
             return None
         self._events.emit("task.expired", id=task.id, tag=task.tag, late_s=late_s)
-        return Settlement(
-            task,
-            "expire",
-            error=f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s",
-        )
-
-    def _no_processor(self, task: DelayTask) -> Settlement:
-        """Defer the task, because a deploy may bring its processor."""
-        known = ", ".join(sorted(processor.tag for processor in self._registry)) or "none"
-        wait_s = self._wait_s(task)
-        due = self._after(wait_s)
-        why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
-        error = defer_until(storable(why, 4096), due)
-        self._events.emit("task.no_processor", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return _deferred(task, error, due)
+        error = f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s"
+        return Settlement(task, "expire", error=error)
 
     def _lacks_key(self, task: DelayTask) -> bool:
         """Whether another process may be able to decrypt the body.
@@ -82,35 +77,19 @@ class DeferralRules:
         """
         return is_encrypted(task.body_json) and name_in(task.body_json) not in self._readable
 
-    def _no_key(self, task: DelayTask) -> Settlement:
-        """Defer the task, because some workers get a new key later than others."""
-        name, known = name_in(task.body_json), ", ".join(self._keys) or "none"
-        wait_s = self._wait_s(task)
-        due = self._after(wait_s)
-        why = f"{NO_KEY}{name} (this worker has: {known}); add it to delaytasks_encryption_keys"
-        self._events.emit("task.no_key", id=task.id, tag=task.tag, key=name, next_try_s=wait_s)
-        return _deferred(task, defer_until(why, due), due)
+    def _defer(self, task: DelayTask, why: str, event: str, **fields: Any) -> Settlement:
+        """Let the task run later on a worker that can run it; it keeps its due time.
 
-    def _no_time_limits(self, task: DelayTask) -> Settlement:
-        """Defer the task, because another worker may be able to keep its time limits."""
-        error = (
-            f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue {task.queue}"
+        It waits for a tenth of the time that it has been overdue, within bounds.
+        """
+        overdue_s = (self._clock.now() - task.due).total_seconds()
+        wait_s = min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
+        self._events.emit(event, id=task.id, tag=task.tag, **fields, next_try_s=wait_s)
+        due = self._clock.after(wait_s)
+        return Settlement(
+            task,
+            "give_back",
+            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), due),
+            due=due,
+            due_time=task.due,
         )
-        wait_s = self._wait_s(task)
-        due = self._after(wait_s)
-        self._events.emit("task.no_time_limits", id=task.id, tag=task.tag, next_try_s=wait_s)
-        return _deferred(task, defer_until(error, due), due)
-
-    def _wait_s(self, task: DelayTask) -> float:
-        """Return a tenth of the time that the task has been overdue, within bounds."""
-        now = self._clock.now()
-        overdue_s = (now - task.due).total_seconds()
-        return min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
-
-    def _after(self, wait_s: float) -> datetime:
-        return self._clock.now() + timedelta(seconds=wait_s)
-
-
-def _deferred(task: DelayTask, error: str, due: datetime) -> Settlement:
-    """Return the settlement that keeps the due time and runs the task again at `due`."""
-    return Settlement(task, "give_back", None, error, due, task.due)

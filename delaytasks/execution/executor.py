@@ -9,13 +9,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.current_run import Current, current_run
+from delaytasks.core.current_run import current_run
 from delaytasks.core.errors import InvalidOutcomesError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.execution.batch import Batch, BatchRun, Work, outcomes_of
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.outcome_rules import OutcomeRules
+from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.execution.task_run import Lease, TaskRun, TransactionOf
 from delaytasks.processors.registry import Processor
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("delaytasks")
 _EXITS = (SystemExit, KeyboardInterrupt)
 
 
-class Ended(NamedTuple):
+class RunResult(NamedTuple):
     """The settlement of one task, with the value or the error of its processor."""
 
     settlement: Settlement
@@ -35,10 +35,10 @@ class Ended(NamedTuple):
 
 
 #: Returns the settlements of one call from its value or its error.
-End = Callable[[object, BaseException | None], Sequence[Ended]]
-#: Calls the processor, and then `End`, in the context that the processor expects. An exception that
-#: it raises before it has called `End` counts as the processor's.
-Execute = Callable[[Work, DelayTask, End], object]
+Finish = Callable[[object, BaseException | None], Sequence[RunResult]]
+#: Calls the processor, and then `Finish`, in the context that the processor expects. An exception
+#: that it raises before it has called `Finish` counts as the processor's.
+Execute = Callable[[ProcessorCall, Finish], object]
 
 
 def ends_process(error: BaseException) -> bool:
@@ -55,14 +55,6 @@ class Watcher(Protocol):
     def defer(self, task: DelayTask, claimed: datetime, why: str) -> None: ...
     def flush(self) -> None:
         """Send what was observed."""
-
-
-class _Call(NamedTuple):
-    """One call of a processor, for the tasks of `runs`."""
-
-    work: Work
-    runs: Sequence[TaskRun]
-    current: Current
 
 
 class TaskExecutor:
@@ -100,11 +92,11 @@ class TaskExecutor:
             if watcher is not None:
                 for run in call.runs:
                     watcher.started(run.task, claimed, began)
-            ended: list[Ended] = []
+            ended: list[RunResult] = []
             context, end = copy_context(), self._end(call, began, ended, watcher)
-            context.run(current_run.set, call.current)
+            context.run(current_run.set, call)
             try:
-                context.run(self._execute, call.work, call.runs[0].task, end)
+                context.run(self._execute, call, end)
             except BaseException as error:
                 if ends_process(error):
                     raise
@@ -149,11 +141,10 @@ class TaskExecutor:
                 watcher.defer(task, claimed, settlement.error or "")
         return settlements, ready
 
-    def _calls(self, processor: Processor, tasks: Sequence[DelayTask]) -> Iterator[_Call]:
+    def _calls(self, processor: Processor, tasks: Sequence[DelayTask]) -> Iterator[ProcessorCall]:
         if processor.batch is None:
             for task in tasks:
-                run = self._run(task)
-                yield _Call(processor, [run], run)
+                yield ProcessorCall(processor, [self._run(task)])
             return
         runs: list[TaskRun] = []
         bodies: list[Any] = []
@@ -162,12 +153,11 @@ class TaskExecutor:
             try:
                 bodies.append(processor.checked(task.body))
             except Exception as error:  # fails this task alone, with this traceback
-                yield _Call(Batch(processor, [task], [], error), [run], BatchRun([run]))
+                yield ProcessorCall(processor, [run], refusal=error)
             else:
                 runs.append(run)
         if runs:
-            batch = Batch(processor, [run.task for run in runs], bodies)
-            yield _Call(batch, runs, BatchRun(runs))
+            yield ProcessorCall(processor, runs, bodies)
 
     def _run(self, task: DelayTask) -> TaskRun:
         return TaskRun(task, self._claims, self._transaction_of, self._lease)
@@ -175,38 +165,34 @@ class TaskExecutor:
     # -- ends -------------------------------------------------------------------------------------
 
     def _end(
-        self, call: _Call, began: datetime, ended: list[Ended], watcher: Watcher | None
-    ) -> End:
+        self, call: ProcessorCall, began: datetime, ended: list[RunResult], watcher: Watcher | None
+    ) -> Finish:
         """Return the function that fills `ended` from what the processor returned or raised."""
-        processor = call.work.processor if isinstance(call.work, Batch) else call.work
 
-        def end(value: object, error: BaseException | None) -> Sequence[Ended]:
+        def end(value: object, error: BaseException | None) -> Sequence[RunResult]:
             values = [value] * len(call.runs)
-            if isinstance(call.work, Batch) and error is None:
+            if error is None:
                 try:
-                    values = outcomes_of(value, call.work.tasks)
+                    values = call.outcomes(value)
                 except InvalidOutcomesError as refusal:
                     error = refusal
             for run, one in zip(call.runs, values, strict=True):
                 settlement, raised = self._outcome_rules.settlement(
-                    processor, run, began, one, error
+                    call.processor, run, began, one, error
                 )
                 if watcher is not None:
                     watcher.ended(settlement, self._clock.now(), raised)
-                ended.append(Ended(settlement, one, raised))
+                ended.append(RunResult(settlement, one, raised))
             return ended
 
         return end
 
-    def _raised(self, call: _Call, error: BaseException, ended: list[Ended], end: End) -> None:
+    def _raised(
+        self, call: ProcessorCall, error: BaseException, ended: list[RunResult], end: Finish
+    ) -> None:
         """Settle a call whose `execute` has raised, or log the error if the call is settled."""
         if not ended:
             end(None, error)
             return
-        task = call.runs[0].task
-        logger.error(
-            "delaytasks: an error after the end of task %s (tag %r)",
-            task.id,
-            task.tag,
-            exc_info=error,
-        )
+        where = "delaytasks: an error after the end of task %s (tag %r)"
+        logger.error(where, call.task.id, call.task.tag, exc_info=error)

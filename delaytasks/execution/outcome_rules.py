@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import AsyncGeneratorType, GeneratorType
 
+from delaytasks.core.body_json import encode_body
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     InvalidInputError,
@@ -13,9 +14,9 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.events import Events
-from delaytasks.core.inputs import check_wait, encode_body
+from delaytasks.core.inputs import check_wait
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
+from delaytasks.core.outcomes import Cancel, Done, Fail, Outcome, Retry, Snooze
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import storable, traceback_text
@@ -66,7 +67,7 @@ class OutcomeRules:
         If its lease was about to end, run it again immediately.
         """
         if isinstance(error, LeaseEndsError):  # the worker's fault, and not the task's
-            self._events.emit("task.broke_off", id=task.id, tag=task.tag, error=error)
+            self._events.emit("task.interrupted", id=task.id, tag=task.tag, error=error)
             return Settlement(task, "snooze", began, due=self._clock.now(), due_time=task.due)
         text = traceback_text(error, self._settings.max_error_bytes)
         retry_schedule = processor.retry_schedule_for(error, task)
@@ -83,7 +84,9 @@ class OutcomeRules:
             return self._retry(processor, task, began, value)
         if isinstance(value, Snooze):
             self._events.emit("task.snoozed", id=task.id, tag=task.tag)
-            return Settlement(task, "snooze", began, due=self._after(self._wait_s(value.after)))
+            return Settlement(
+                task, "snooze", began, due=self._clock.after(self._wait_s(value.after))
+            )
         if isinstance(value, Cancel):
             self._events.emit("task.withdrawn", id=task.id, tag=task.tag, reason=value.reason)
             reason = value.reason or "cancelled by its processor"
@@ -122,7 +125,7 @@ class OutcomeRules:
         self, processor: Processor, task: DelayTask, began: datetime, value: object
     ) -> Settlement:
         """Return the settlement of a run that rolled its `complete()` back, which is no success."""
-        if isinstance(value, (Retry, Snooze, Cancel, Fail)):
+        if isinstance(value, Outcome) and not isinstance(value, Done):
             return self._of_value(processor, task, began, value)
         raise TaskStateError(
             "complete() was called, its transaction was rolled back, and the processor returned as "
@@ -162,7 +165,7 @@ class OutcomeRules:
             wait_s=wait_s,
             error=error,
         )
-        return Settlement(task, "schedule_retry", began, text, self._after(wait_s))
+        return Settlement(task, "schedule_retry", began, text, self._clock.after(wait_s))
 
     def _kept(self, task: DelayTask, result: object) -> str | None:
         """Return the result as JSON; a result that cannot be kept does not undo the run."""
@@ -171,9 +174,6 @@ class OutcomeRules:
         except InvalidInputError as error:
             self._events.emit("result.dropped", id=task.id, tag=task.tag, error=str(error))
             return None
-
-    def _after(self, wait_s: float) -> datetime:
-        return self._clock.now() + timedelta(seconds=wait_s)
 
     def _wait_s(self, after: object) -> float:
         return check_wait(after, self._settings.max_delay_s)

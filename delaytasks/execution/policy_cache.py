@@ -15,11 +15,11 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.policies import NO_POLICIES, Changes, Policies, Stamp
 
-REFRESH_S = 1.0
+POLICY_REFRESH_S = 1.0
 #: The time between two comparisons of the whole table with the known policies. Processes of a
 #: release before migration 0010, and people who write SQL, change policies without counting the
 #: change.
-CHECK_S = 10.0
+POLICY_CHECK_S = 10.0
 
 
 class PolicyCache:
@@ -41,7 +41,7 @@ class PolicyCache:
 
     def current(self) -> Policies:
         """Return the policies, which are at most about a second old."""
-        if not self.is_led and monotonic() - self._read_at >= REFRESH_S:
+        if not self.is_led and monotonic() - self._read_at >= POLICY_REFRESH_S:
             try:
                 self.refresh()
             except StoreError:
@@ -53,7 +53,7 @@ class PolicyCache:
     def refresh(self, checks: bool = False) -> Policies:
         """Read the changes, and return the policies as they are now."""
         read_at, known = monotonic(), self.known
-        checks = checks or read_at - self._checked_at >= CHECK_S
+        checks = checks or read_at - self._checked_at >= POLICY_CHECK_S
         found = self._read(known.number if self._is_read else None, checks)
         if not found.is_whole and (found.policies or found.number != known.number):
             known = known.changed(found.policies, found.number)

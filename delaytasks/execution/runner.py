@@ -1,4 +1,4 @@
-"""Claims rows and runs them as chunks: the part of a task's path from RUNNING to DONE."""
+"""Claims rows and runs them as chunks: from NOT_COMPLETE by RUNNING to DONE or FAILED."""
 
 from __future__ import annotations
 
@@ -9,26 +9,20 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
-from delaytasks.core.capacity import WaitlistState
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import (
-    NO_WAITLISTS,
-    Claimed,
-    Entry,
-    Timer,
-    WaitlistsSeen,
-)
+from delaytasks.core.interfaces import Claimed, Entry, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.execution.chunk_runner import ChunkRunner, Kept, Tally
+from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen, WaitlistState
+from delaytasks.execution.chunk_runner import ChunkRunner, Tally, ThreadContext
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.executor import Execute, TaskExecutor, Watcher
+from delaytasks.execution.limits import LimitLoader, Waitlists
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.pause_filter import PauseFilter
 from delaytasks.execution.settlement import Settler
 from delaytasks.execution.task_run import Lease, TransactionOf
-from delaytasks.execution.waitlist_runner import WaitlistRunner
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
@@ -39,7 +33,7 @@ if TYPE_CHECKING:
 CLOCK_TOLERANCE_US = 50_000
 #: The additional wait, since some databases return the time in whole milliseconds.
 CLOCK_TOLERANCE_SLACK_US = 2_000
-#: During a backlog, abandoned rows are looked for again after this time, and after the look's
+#: During a backlog, recovered rows are looked for again after this time, and after the look's
 #: duration times `ABANDONED_SHARE`, since a look reads the whole backlog.
 ABANDONED_S, ABANDONED_SHARE = 1.0, 20
 
@@ -56,12 +50,12 @@ class Report(NamedTuple):
     wanted: int = 0
     #: This process, and its rows that still run although their chunk is over.
     pid: int = 0
-    left: tuple[int, ...] = ()
+    detached: tuple[int, ...] = ()
     #: Why the chunk failed as a whole, and whether the database was the reason.
     error: str = ""
     is_stores_error: bool = False
     #: The waitlists that a process should go on with.
-    lines: tuple[WaitlistState, ...] = ()
+    waitlists: tuple[WaitlistState, ...] = ()
     #: Events, tags and numbers, if the job asked for counts.
     counts: tuple[tuple[str, str, int], ...] = ()
 
@@ -69,17 +63,18 @@ class Report(NamedTuple):
 class Runner:
     """Runs chunks in one process.
 
-    `execute` calls a processor in the context that it expects, and `kept` holds this context
-    between rows that a thread runs one after another. With `may_leave`, concurrent rows may go on
-    while the next chunk runs: another process has to renew their leases, and `finish` has to be
-    called at the end. `renewed_at` returns when leases were renewed last, by the monotonic clock,
-    and `watcher` the watcher of the moment.
+    `execute` calls a processor in the context that it expects, and `thread_context` holds this
+    context between rows that a thread runs one after another. With `may_detach`, concurrent rows
+    may go on while the next chunk runs: another process has to renew their leases, and `finish` has
+    to be called at the end. `renewed_at` returns when leases were renewed last, by the monotonic
+    clock, and `watcher` the watcher of the moment.
     """
 
     def __init__(
         self,
         settings: Settings,
         claims: Claims,
+        limits: LimitLoader,
         clock: Clock,
         registry: Registry,
         timer: Timer,
@@ -89,9 +84,9 @@ class Runner:
         pause_filter: PauseFilter | None = None,
         keeps_time_limits: bool = True,
         thread_slots: ThreadSlots | None = None,
-        may_leave: bool = False,
+        may_detach: bool = False,
         renewed_at: Callable[[], float] = lambda: float("-inf"),
-        kept: Kept = nullcontext,
+        thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
     ) -> None:
         self._settings = settings
@@ -105,7 +100,7 @@ class Runner:
             OutcomeRules(settings, clock, events),
             execute,
             transaction_of,
-            Lease(settings.lease_s, settings.chunk_time_box_s, renewed_at),
+            Lease(settings.lease_s, settings.chunk_time_budget_s, renewed_at),
             watcher,
         )
         self._chunks = ChunkRunner(
@@ -117,64 +112,63 @@ class Runner:
             thread_slots or ThreadSlots(),
             pause_filter,
             events,
-            kept,
+            thread_context,
         )
-        self._may_leave = may_leave
-        self._waitlist_runner = WaitlistRunner(settings, claims, registry, self._chunks)
-        #: The next time for abandoned rows of each queue; they get at most half of the time.
-        self._abandoned_at: dict[str, float] = {}
+        self._may_detach = may_detach
+        self._waitlists = Waitlists(limits, settings, registry, claims, self._chunks)
+        #: The next time for recovered rows of each queue; they get at most half of the time.
+        self._recovered_at: dict[str, float] = {}
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
         claimed_at, tally = monotonic(), Tally()
         claimed = self._claims.claim(entries)
-        self._chunks.run(claimed, claimed_at, tally, self._may_leave)
+        self._chunks.run(claimed, claimed_at, tally, self._may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
             got = {task.id for task in claimed}
             missing = {entry[:2]: entry for entry in entries if entry.id not in got}
             early, more_seen = self._run_missing(missing, tally)
             seen = WaitlistsSeen(seen.waitlists | more_seen.waitlists, seen.held)
-        self._waitlist_runner.hold_backlog(
-            claimed.seen, len(entries), {entry[3:] for entry in entries}
-        )
-        states = self._waitlist_runner.run(seen.waitlists, len(entries), for_s, tally)
-        return self._report(tally, len(claimed), early, lines=states)
+        levels = {entry[3:] for entry in entries}
+        self._waitlists.hold_backlog(claimed.seen, len(entries), levels)
+        states = self._waitlists.run(seen.waitlists, len(entries), for_s, tally)
+        return self._report(tally, len(claimed), early, waitlists=states)
 
     def drain(self, queue: str, priorities: Sequence[int], limit: int, for_s: float = 0) -> Report:
-        """Run due rows straight from the table, an abandoned row, and the queue's waitlists."""
+        """Run due rows straight from the table, a recovered row, and the queue's waitlists."""
         claimed_at, tally = monotonic(), Tally()
-        is_turn_of_abandoned = claimed_at >= self._abandoned_at.setdefault(
+        is_turn_of_recovered = claimed_at >= self._recovered_at.setdefault(
             queue, claimed_at + ABANDONED_S
         )
-        most = limit - 1 if is_turn_of_abandoned else limit
+        most = limit - 1 if is_turn_of_recovered else limit
         claimed = self._claims.claim_due(queue, priorities, most) if most else Claimed()
         seen = claimed.seen
         is_full = len(claimed) + seen.held >= most
-        self._chunks.run(claimed, claimed_at, tally, self._may_leave)
-        if is_turn_of_abandoned or not is_full:
-            abandoned = self._run_abandoned(queue, priorities, tally)
-            is_full = bool(abandoned) or is_full
-            # Held abandoned rows are no sign of a backlog.
-            seen = WaitlistsSeen(seen.waitlists | abandoned.seen.waitlists, seen.held)
+        self._chunks.run(claimed, claimed_at, tally, self._may_detach)
+        if is_turn_of_recovered or not is_full:
+            recovered = self._run_recovered(queue, priorities, tally)
+            is_full = bool(recovered) or is_full
+            # Held recovered rows are no sign of a backlog.
+            seen = WaitlistsSeen(seen.waitlists | recovered.seen.waitlists, seen.held)
         levels = {(queue, priority) for priority in priorities}
-        self._waitlist_runner.hold_backlog(seen, limit, levels)
+        self._waitlists.hold_backlog(seen, limit, levels)
         waitlists = seen.waitlists
-        if not is_full or is_turn_of_abandoned:
-            waitlists = waitlists | self._claims.waitlists.in_queue(queue)
+        if not is_full or is_turn_of_recovered:
+            waitlists = waitlists | self._waitlists.in_queue(queue)
         # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
         # delay the backlog.
         later = waitlists - seen.waitlists if is_full else set()
-        states = self._waitlist_runner.run(waitlists - later, limit, for_s, tally)
+        states = self._waitlists.run(waitlists - later, limit, for_s, tally)
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
-        return self._report(tally, tally.claimed, is_full=is_full, lines=states)
+        return self._report(tally, tally.claimed, is_full=is_full, waitlists=states)
 
-    def _run_abandoned(self, queue: str, priorities: Sequence[int], tally: Tally) -> Claimed:
-        """Claim and run one abandoned row; it runs alone, since it may kill this process."""
+    def _run_recovered(self, queue: str, priorities: Sequence[int], tally: Tally) -> Claimed:
+        """Claim and run one recovered row; it runs alone, since it may kill this process."""
         claimed_at, rest_s = monotonic(), 0.0
-        self._abandoned_at[queue] = math.inf  # keeps the other threads of this process from it
+        self._recovered_at[queue] = math.inf  # keeps the other threads of this process from it
         try:
-            claimed = self._claims.claim_abandoned(queue, priorities)
+            claimed = self._claims.claim_recovered(queue, priorities)
             if claimed:
                 self._chunks.run_alone(claimed, claimed_at, tally)
                 rest_s = monotonic() - claimed_at
@@ -182,18 +176,19 @@ class Runner:
                 rest_s = max(ABANDONED_S, ABANDONED_SHARE * (monotonic() - claimed_at))
             return claimed
         finally:
-            self._abandoned_at[queue] = monotonic() + rest_s
+            self._recovered_at[queue] = monotonic() + rest_s
 
-    def work_off(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
+    def run_waitlist(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
         """Run tasks of one waitlist as long as there is capacity for them."""
         tally = Tally()
-        state = self._waitlist_runner.run_one(queue, tag, limit, for_s, tally)
-        return self._report(tally, tally.claimed, lines=() if state is None else (state,))
+        run_rows = self._waitlists.counting(tally)
+        state = self._waitlists.runner.run_one(queue, tag, limit, for_s, run_rows)
+        return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
 
     @property
-    def left(self) -> tuple[int, ...]:
+    def detached(self) -> tuple[int, ...]:
         """The ids of rows that still run in this process although their chunks are over."""
-        return self._chunks.left
+        return self._chunks.detached
 
     def finish(self) -> None:
         """Wait until the concurrent rows of past chunks have ended and are settled."""
@@ -205,7 +200,7 @@ class Runner:
         claimed: int,
         early: tuple[Entry, ...] = (),
         is_full: bool = False,
-        lines: tuple[WaitlistState, ...] = (),
+        waitlists: tuple[WaitlistState, ...] = (),
     ) -> Report:
         tally.add(*self._chunks.ended())
         return Report(
@@ -216,8 +211,8 @@ class Runner:
             is_full,
             wanted=tally.wanted if 2 * tally.wanting >= tally.started else 0,
             pid=os.getpid(),
-            left=self._chunks.left,
-            lines=lines,
+            detached=self._chunks.detached,
+            waitlists=waitlists,
         )
 
     # -- entries that the claim did not get -------------------------------------------------------
@@ -247,7 +242,7 @@ class Runner:
             time.sleep(wait_us / 1e6)
             claimed_at = monotonic()
             claimed = self._claims.claim(soon)
-            self._chunks.run(claimed, claimed_at, tally, self._may_leave)
+            self._chunks.run(claimed, claimed_at, tally, self._may_detach)
             seen = seen.merge(claimed.seen)
         for entry in recovered:
             claimed_at = monotonic()
@@ -264,7 +259,7 @@ class Runner:
         soon: list[Entry] = []
         early: list[Entry] = []
         recovered: list[Entry] = []
-        for miss in self._claims.misses({id for id, _ in missing}):
+        for miss in self._claims.unclaimed({id for id, _ in missing}):
             if miss.status is not Status.NOT_COMPLETE or miss[:2] not in missing:
                 continue
             entry = missing[miss[:2]]._replace(due_us=miss.due_us)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, monotonic, to_us
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, Settlement, Timer
+from delaytasks.core.interfaces import Entry, Settle, Settlement, Timer
 from delaytasks.core.settings import Settings
-from delaytasks.core.states import MOVES, Status, following
+from delaytasks.core.states import Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk
 
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 #: After this number of locked rows the other rows are settled first, since each try takes seconds.
 MAX_LOCKED = 3
 #: The time between two tries while the database is unavailable.
-RETRY_S = 0.5
-#: Writes settlements, and returns the ids that were accepted.
-Settle = Callable[[Sequence[Settlement]], set[int]]
+SETTLE_RETRY_S = 0.5
 
 
 def is_locked(error: StoreError) -> bool:
@@ -50,7 +48,7 @@ class Settler:
         Without patience, one try is made and then left to the runner; if the runner settles now,
         return False. `settle` is tried before the store's own function.
         """
-        chunk.keep(Settlement(task, "give_back") for task in chunk.take_waiting())
+        chunk.give_back()
         return self.settle_finished(chunk, patience_s, settle)
 
     def settle_finished(
@@ -128,7 +126,7 @@ class Settler:
                 self._events.emit("settle.waits", error=str(error), cause=error)
                 if monotonic() > deadline:
                     raise
-                time.sleep(RETRY_S)
+                time.sleep(SETTLE_RETRY_S)
                 settle = self._claims.settle
 
     @staticmethod
@@ -168,7 +166,7 @@ class Settler:
         for s in settlements:
             if s.task.id not in accepted:
                 self._events.emit("task.lease_lost", id=s.task.id, tag=s.task.tag)
-        again = (s for s in settlements if MOVES[s.move].target is Status.NOT_COMPLETE)
+        again = (s for s in settlements if s.target is Status.NOT_COMPLETE)
         self._arm_again([s for s in again if s.task.id in accepted])
 
     def _report_each(self, done: Sequence[Settlement]) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.core.body_json import encode_body
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
-from delaytasks.core.inputs import encode_body
-from delaytasks.core.interfaces import Executor, Transaction
+from delaytasks.core.errors import InvalidScheduleError, LeaseLostError
+from delaytasks.core.interfaces import CallerConnection, Transaction
 from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class Lease:
 
     duration_s: float
     #: The longest time from the claim of a row to the start of its run.
-    time_box_s: float
+    max_wait_s: float
     #: Returns when the last successful renewal was sent, by the monotonic clock.
     renewed_at: Callable[[], float]
 
     def left_s(self, began: float) -> float:
         """Return how long the lease of a row lasts whose run began at `began`."""
-        return max(began - self.time_box_s, self.renewed_at()) + self.duration_s - monotonic()
+        return max(began - self.max_wait_s, self.renewed_at()) + self.duration_s - monotonic()
 
 
 class TaskRun:
@@ -59,50 +59,44 @@ class TaskRun:
         #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
         #: happens.
         self.is_certain = False
-        self._executor: Executor | None = None
+        self._connection: CallerConnection | None = None
 
     @property
     def is_left_open(self) -> bool:
         """Whether the processor's transaction has not ended, so that the row is still locked."""
-        if self.is_committed or self._executor is None:
+        if self.is_committed or self._connection is None:
             return False
-        return self._executor.in_transaction()
+        return self._connection.in_transaction()
 
     @property
     def is_rolled_back(self) -> bool:
         return self.is_written and not self.is_committed and not self.is_left_open
 
-    def complete(self, id: int, session: Any, result: Any) -> None:
-        task = self._checked(id)
+    def complete(self, session: Any, result: Any) -> None:
+        task = self.task
         kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
         transaction = self._transaction_of(session, task)
         if transaction is None:
             raise InvalidScheduleError(
                 "complete() takes the session that the effect is written in: session=…"
             )
-        with transaction.guard() as self._executor:
-            if not self._claims.complete(task, kept, self._executor):
+        with transaction.guard() as self._connection:
+            if not self._claims.complete(task, kept, self._connection):
                 raise LeaseLostError(
-                    f"task {id} ({task.tag}) is no longer this run's: roll back what it did", id
+                    f"task {task.id} ({task.tag}) is no longer this run's: roll back what it did",
+                    task.id,
                 )
         self.is_written = True
         transaction.after_commit([task], self._committed)
 
-    def check_lease(self, id: int) -> None:
-        task, left_s = self._checked(id), self._lease.left_s(self._began)
+    def check_lease(self) -> None:
+        task, left_s = self.task, self._lease.left_s(self._began)
         if left_s < self._lease.duration_s * LAST_PART:
             raise LeaseEndsError(
-                f"the lease of task {id} ({task.tag}) could not be renewed and ends in "
+                f"the lease of task {task.id} ({task.tag}) could not be renewed and ends in "
                 f"{max(left_s, 0):.1f} s: break off",
-                id,
+                task.id,
             )
-
-    def _checked(self, id: int) -> DelayTask:
-        if id != self.task.id:
-            raise NotRunningError(
-                f"task {id} does not run here: this is a run of task {self.task.id}", id
-            )
-        return self.task
 
     def _committed(self, _tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         self.is_committed, self.is_certain = True, is_committed

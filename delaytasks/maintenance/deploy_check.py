@@ -36,7 +36,7 @@ class Finding(NamedTuple):
         }
 
 
-def check(
+def find_problems(
     pending: Iterable[Pending],
     bodies: Callable[[str], Iterable[tuple[int, str, datetime]]],
     registry: Registry,

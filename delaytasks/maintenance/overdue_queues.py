@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import islice
 from typing import TYPE_CHECKING
 
+from delaytasks.core.batches import batches
 from delaytasks.core.interfaces import QueuePlace
 
 if TYPE_CHECKING:
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 #: them.
 MOST_NAMED, MOST_OTHERS = 1000, 100
 #: Queues in one query.
-STEP = 50
+QUEUES_PER_QUERY = 50
 
 #: Called after each step of a sweep, so that the caller can show that the sweep makes progress.
-Beat = Callable[[], None]
+OnStep = Callable[[], None]
 #: The priorities that have overdue tasks, by queue. A queue with only a waitlist has priority 0.
-Late = dict[str, list[int]]
+OverdueLevels = dict[str, list[int]]
 
 
 class OverdueQueues:
@@ -32,31 +32,33 @@ class OverdueQueues:
         self._named_after = ""
         self._place = QueuePlace()
 
-    def of(self, queues: Iterable[str], beat: Beat = lambda: None) -> Late:
+    def of(self, queues: Iterable[str], on_step: OnStep = lambda: None) -> OverdueLevels:
         """Return the overdue levels of these queues."""
-        late: Late = {}
-        remaining = iter(queues)
-        while some := list(islice(remaining, STEP)):
+        late: OverdueLevels = {}
+        for some in batches(queues, QUEUES_PER_QUERY):
             for level in self._sweeps.levels_of(some, self._late_s):
                 late.setdefault(level.queue, []).append(level.priority)
-            beat()
+            on_step()
         return late
 
-    def of_named(self, queues: Collection[str], beat: Beat = lambda: None) -> Late:
+    def of_named(self, queues: Collection[str], on_step: OnStep = lambda: None) -> OverdueLevels:
         """Return the overdue levels of the queues that workers name, of at most `MOST_NAMED`."""
         names: Sequence[str] = sorted(queues)
         if len(names) > MOST_NAMED:
             next_names = [name for name in names if name > self._named_after]
             names = [*next_names, *names][:MOST_NAMED]
             self._named_after = names[-1]
-        return self.of(names, beat)
+        return self.of(names, on_step)
 
     def of_others(
-        self, named: Collection[str], beat: Beat = lambda: None, most: int = MOST_OTHERS
-    ) -> Late:
+        self,
+        named: Collection[str],
+        on_step: OnStep = lambda: None,
+        most: int = MOST_OTHERS,
+    ) -> OverdueLevels:
         """Return the overdue levels of the next `most` queues of the table, except those named."""
         if most <= 0:
             return {}
         queues, self._place = self._sweeps.next_queues(self._place, most)
-        beat()
-        return self.of(sorted(queues.difference(named)), beat)
+        on_step()
+        return self.of(sorted(queues.difference(named)), on_step)

@@ -10,25 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
+from delaytasks.core.batches import batches
 from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Level, Seen, Timer
-from delaytasks.core.policies import Policies, Policy
+from delaytasks.core.interfaces import FoundRow, Level, Timer
+from delaytasks.core.policies import Kind, Policies, Policy
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.execution.policy_cache import PolicyCache
-from delaytasks.maintenance.overdue_queues import Beat
+from delaytasks.maintenance.overdue_queues import OnStep
 
 if TYPE_CHECKING:
     from delaytasks.storage.paused_rows import PausedRows
     from delaytasks.storage.policies import PolicyTable
 
 #: Rows that one statement holds or releases.
-STEP = 500
+PAUSE_ROWS = 500
 #: The last instant that a row can have as its due time.
-LATEST = datetime.max.replace(tzinfo=UTC)
+LATEST_DUE = datetime.max.replace(tzinfo=UTC)
 #: The part of a sweep interval that a walk may take.
 SHARE = 0.4
 #: Seconds between two checks for rows that are held although nothing pauses them. A worker that was
@@ -39,8 +40,6 @@ STRAYS_S = 60.0
 FORGET_S = 3600.0
 #: Policies that one transaction marks as applied.
 APPLIED = 200
-
-T = TypeVar("T")
 
 
 class PauseSweeper:
@@ -69,26 +68,40 @@ class PauseSweeper:
         self._walk_policies: Sequence[Policy] = ()
         #: False if the walk could not release a row, because another transaction had locked it.
         self._is_complete = True
+        self._reported_limits: set[tuple[Kind, str]] = set()
         self._strays_checked_at = float("-inf")
         self._forget_at = monotonic() + FORGET_S
 
     def policies(self) -> Policies:
-        """Read the current policies."""
-        return self._cache.refresh()
+        """Read the current policies, and report each unusable limit once."""
+        policies = self._cache.refresh()
+        for name in policies.unusable.keys() - self._reported_limits:
+            policy = policies.unusable[name]
+            self._events.emit(
+                "policy.ignored",
+                kind=policy.kind,
+                policy=policy.name,
+                limits=policy.unusable,
+                remedy="set it again: delaytasks policy set",
+            )
+        self._reported_limits = set(policies.unusable)
+        return policies
 
-    def hold_near(self, policies: Policies, since: datetime, until: datetime, beat: Beat) -> None:
+    def hold_near(
+        self, policies: Policies, since: datetime, until: datetime, on_step: OnStep
+    ) -> None:
         """Hold paused rows that came within the horizon, until the time budget is used up.
 
         Claims hold the remaining rows.
         """
         deadline = monotonic() + self._budget_s
         while policies.has_pauses and monotonic() < deadline:
-            beat()
-            ids = self._rows.near(since, until)
+            on_step()
+            ids = self._rows.due_between(since, until)
             if not ids or not self._hold(ids):
                 return
 
-    def walk(self, policies: Policies, beat: Beat) -> None:
+    def walk(self, policies: Policies, on_step: OnStep) -> None:
         """Continue the walk that holds and releases rows, or start one if policies have changed."""
         unapplied = list(policies.unapplied.values())
         releases = any(not policy.is_paused for policy in unapplied) or self._has_strays(policies)
@@ -99,15 +112,15 @@ class PauseSweeper:
             self._walk_policies, self._is_complete = unapplied, True
         deadline = monotonic() + self._budget_s
         for _ in self._walk:
-            beat()
+            on_step()
             if monotonic() > deadline:
                 return
         self._walk = None
         self._forget_empty_policies()
         if self._is_complete:
-            for batch in _batches(unapplied, APPLIED):
+            for batch in batches(unapplied, APPLIED):
                 self._table.applied(batch)
-                beat()
+                on_step()
 
     def _has_strays(self, policies: Policies) -> bool:
         """Check, once in a while, for held rows that no policy holds."""
@@ -149,7 +162,7 @@ class PauseSweeper:
             for rows in self._rows_of(Status.NOT_COMPLETE, level, until):
                 yield
                 ids = [row.id for row in rows if policies.pauses(row.tag, level.queue)]
-                for batch in _batches(ids):
+                for batch in batches(ids, PAUSE_ROWS):
                     self._hold(batch)
                     yield
 
@@ -159,7 +172,7 @@ class PauseSweeper:
             for rows in self._rows_of(Status.HELD, level, until):
                 yield
                 ids = [row.id for row in rows if not policies.pauses(row.tag, level.queue)]
-                for batch in _batches(ids):
+                for batch in batches(ids, PAUSE_ROWS):
                     self._release(batch)
                     yield
 
@@ -174,7 +187,7 @@ class PauseSweeper:
 
     def _rows_of(
         self, status: Status, level: Level, until: datetime | None
-    ) -> Iterator[list[Seen]]:
+    ) -> Iterator[list[FoundRow]]:
         """Yield the rows of a level in batches, in the order of their due times."""
         since: datetime | None = None
         while rows := self._rows.look(status, level, since, until):
@@ -185,10 +198,10 @@ class PauseSweeper:
             # The batch has one due time only: read all rows of that instant in the order of their
             # ids, then continue behind it.
             after_id = 0
-            while rows := self._rows.crowd(status, level, since, after_id):
+            while rows := self._rows.due_at(status, level, since, after_id):
                 yield rows
                 after_id = rows[-1].id
-            if since == LATEST:
+            if since == LATEST_DUE:
                 return
             since += timedelta(microseconds=1)
 
@@ -214,9 +227,3 @@ class PauseSweeper:
         near = [entry for entry in released if now_us < entry.due_us <= now_us + horizon_us]
         if near:  # the sweep drains the overdue ones
             self._timer.arm(near)
-
-
-def _batches(items: Sequence[T], size: int | None = None) -> Iterator[Sequence[T]]:
-    size = size or STEP
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

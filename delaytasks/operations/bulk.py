@@ -8,16 +8,18 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
 from delaytasks.core.actors import actor_of
-from delaytasks.core.bulk import AuditEntry, BulkResult, Filter, Filters, OnProgress, filter_of
+from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult, Filters, filter_of
 from delaytasks.core.errors import InvalidScheduleError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.inputs import check_limit
+from delaytasks.core.inputs import check_page_limit
 from delaytasks.core.interfaces import To
+from delaytasks.operations.bulk_run import BulkRun
 
 if TYPE_CHECKING:
-    from delaytasks.scheduling.bulk import BulkRun
-    from delaytasks.sharding.shard import Shard
-    from delaytasks.wiring import Router
+    from delaytasks.routing.shard import Shard
+    from delaytasks.sharding.router import Router
+
+_NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
 
 
 class BulkOperations:
@@ -27,25 +29,16 @@ class BulkOperations:
 
     def cancel(
         self,
-        filters: Filters,
-        everything: bool,
-        dry_run: bool,
-        actor: str | None,
-        on_progress: OnProgress | None,
+        options: BulkOptions,
     ) -> BulkResult:
-        which = filter_of("cancel", filters, everything)
-        return self._run(which, lambda _: None, dry_run, actor, on_progress)
+        return self._run("cancel", lambda _: None, options)
 
     def reschedule(
         self,
-        filters: Filters,
         delay: float | timedelta | None,
         when: datetime | None,
         by: float | timedelta | None,
-        everything: bool,
-        dry_run: bool,
-        actor: str | None,
-        on_progress: OnProgress | None,
+        options: BulkOptions,
     ) -> BulkResult:
         if (delay is not None) + (when is not None) + (by is not None) != 1:
             raise InvalidScheduleError(
@@ -57,38 +50,25 @@ class BulkOperations:
                 return shard.producer.shift_of(by)
             return shard.producer.due_of(delay, when)
 
-        which = filter_of("reschedule", filters, everything)
-        return self._run(which, to, dry_run, actor, on_progress)
+        return self._run("reschedule", to, options)
 
     def retry(
         self,
-        filters: Filters,
         delay: float | timedelta,
-        everything: bool,
-        dry_run: bool,
-        actor: str | None,
-        on_progress: OnProgress | None,
+        options: BulkOptions,
     ) -> BulkResult:
-        which = filter_of("retry", filters, everything)
-        return self._run(
-            which, lambda shard: shard.producer.due_of(delay), dry_run, actor, on_progress
-        )
+        return self._run("retry", lambda shard: shard.producer.due_of(delay), options)
 
     def audit(self, limit: int) -> list[AuditEntry]:
-        check_limit(limit)
+        check_page_limit(limit)
         found = [entry for shard in self._router.shards for entry in shard.store.bulk.audit(limit)]
         return sorted(found, key=lambda entry: entry.started_at, reverse=True)[:limit]
 
-    def _run(
-        self,
-        which: Filter,
-        to: Callable[[Shard], To],
-        dry_run: bool,
-        actor: str | None,
-        on_progress: OnProgress | None,
-    ) -> BulkResult:
+    def _run(self, move: str, to: Callable[[Shard], To], options: BulkOptions) -> BulkResult:
         """Find the tasks of every shard, then move them. A shard that is down is left out."""
-        who = actor_of(actor)
+        filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
+        which = filter_of(move, filters, options.get("everything", False))
+        who, on_progress = actor_of(options.get("actor")), options.get("on_progress")
         runs: dict[int, BulkRun] = {}
         shards, missing = self._router.shards, dict[int, StoreUnavailableError]()
 
@@ -110,20 +90,13 @@ class BulkOperations:
 
         for number, shard in enumerate(shards):
             with unless_down(number):
-                run = self._bulk_run(shard, which, to(shard))
+                run = BulkRun(shard, which, to(shard), self._events)
                 run.find()
                 runs[number] = run
-        for number, run in runs.items() if not dry_run else ():
+        for number, run in runs.items() if not options.get("dry_run") else ():
             with unless_down(number):
                 run.move(shards[number].new_id(), who, report)
         return so_far()
-
-    def _bulk_run(self, shard: Shard, which: Filter, to: To) -> BulkRun:
-        from delaytasks.scheduling.bulk import BulkRun
-
-        return BulkRun(
-            shard.store.bulk, shard.producer, self._events, shard.number, which, to, shard.retry
-        )
 
 
 def _sum(results: Sequence[BulkResult], missing: tuple[int, ...]) -> BulkResult:

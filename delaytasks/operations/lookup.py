@@ -6,15 +6,21 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.attempt import Attempt
-from delaytasks.core.inputs import check_instant, check_key, check_limit, check_status, check_tag
+from delaytasks.core.inputs import (
+    check_instant,
+    check_key,
+    check_page_limit,
+    check_status,
+    check_tag,
+)
 from delaytasks.core.page import Page
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.operations.transactions import CallerTransactions
-from delaytasks.sharding.named_task import name_of
+from delaytasks.routing.named_task import name_of
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Router
+    from delaytasks.sharding.router import Router
 
 
 class Lookup:
@@ -36,7 +42,6 @@ class Lookup:
 
     def find(
         self,
-        *,
         tag: str | None,
         status: Status | str | None,
         key: str | None,
@@ -47,7 +52,7 @@ class Lookup:
         newest_first: bool,
         session: Any,
     ) -> Page:
-        check_limit(limit)
+        check_page_limit(limit)
         by = (
             None if tag is None else check_tag(tag),
             None if status is None else check_status(status),

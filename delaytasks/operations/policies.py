@@ -19,11 +19,11 @@ from delaytasks.core.policies import (
     named,
     parse_rate,
 )
-from delaytasks.sharding.shard import EACH_SHARD_S, Shard
+from delaytasks.routing.shard import EACH_SHARD_S, Shard
 
 if TYPE_CHECKING:
+    from delaytasks.sharding.router import Router
     from delaytasks.storage.policies import PolicyTable
-    from delaytasks.wiring import Router
 
 T = TypeVar("T")
 _EMPTY: dict[str, Any] = {

@@ -14,10 +14,10 @@ from delaytasks.core.inputs import check_key, check_tag
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
 from delaytasks.operations.transactions import CallerTransactions
-from delaytasks.sharding.named_task import NamedTask, id_or_task, name_of
+from delaytasks.routing.named_task import NamedTask, id_or_task, name_of
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Router
+    from delaytasks.sharding.router import Router
 
 
 class SingleTasks:

@@ -9,7 +9,8 @@ from sqlalchemy import Connection, func, select, text
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import first_id
-from delaytasks.partitions.table import DEFAULT, FIRST, Partitions, edge_after, periods
+from delaytasks.partitions.periods import edge_after, periods
+from delaytasks.partitions.table import DEFAULT, FIRST, Partitions
 
 #: Objects that would stay with the first partition, or that a partitioned table cannot have.
 _OBSTACLES = text(

@@ -18,11 +18,13 @@ from sqlalchemy import Connection, MetaData, Table, exc, exists, select, text
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
+from delaytasks.partitions.periods import Period, edge_after, periods
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import REMEDY
 from delaytasks.storage.migrations import exclusively, wait_for_turn
 from delaytasks.storage.partition_bounds import CHECK
-from delaytasks.storage.schema import HOT, STORAGE, build_schema
+from delaytasks.storage.schema import build_schema
+from delaytasks.storage.task_table import HOT, STORAGE
 
 T = TypeVar("T")
 #: Older servers search all partitions for the rows of an UPDATE.
@@ -31,7 +33,6 @@ OLDEST_SERVER = 14
 CLOCKS_DIFFER = timedelta(hours=1)
 #: Suffixes of partition names.
 FIRST, DEFAULT = "_first", "_default"
-Period = tuple[datetime, datetime]
 
 
 class Partition(NamedTuple):
@@ -282,20 +283,6 @@ class Partitions:
         id = self.table(name).c.id
         inside = exists().where(id >= first_id(period[0]), id < first_id(period[1]))
         return bool(self.database.alone(lambda c: c.execute(select(inside)).scalar()))
-
-
-def edge_after(instant: datetime, every: timedelta) -> datetime:
-    """Return the next edge between partitions: a multiple of `every` since the first id."""
-    return made_at(0) + ((instant - made_at(0)) // every + 1) * every
-
-
-def periods(start: datetime, end: datetime, every: timedelta) -> list[Period]:
-    """Return the periods from `start` to `end`. Only `start` may lie between two edges."""
-    found = []
-    while start < end:
-        found.append((start, edge_after(start, every)))
-        start = found[-1][1]
-    return found
 
 
 def _bound(bound: str) -> tuple[int | None, int | None]:

@@ -13,7 +13,7 @@ from typing import Any
 from delaytasks.core.forks import reset_in_child
 
 #: The value of a coroutine, or its error.
-Result = tuple[Any, BaseException | None]
+ResultAndError = tuple[Any, BaseException | None]
 
 
 class EventLoop:
@@ -34,7 +34,7 @@ class EventLoop:
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run the coroutine with the caller's context variables, and return its result."""
-        answer: Future[Result] = Future()
+        answer: Future[ResultAndError] = Future()
 
         def start() -> None:
             task = asyncio.ensure_future(_into(answer, coroutine))
@@ -67,7 +67,7 @@ class EventLoop:
             return self._loop
 
 
-async def _into(answer: Future[Result], coroutine: Coroutine[Any, Any, Any]) -> None:
+async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:
     """Pass on every exception, since an exit would end the loop and all coroutines in it."""
     try:
         answer.set_result((await coroutine, None))

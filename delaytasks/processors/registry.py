@@ -21,7 +21,6 @@ from delaytasks.core.inputs import check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.processors.event_loop import awaited
 from delaytasks.processors.thread_slots import MAX_SLOTS
 
 if TYPE_CHECKING:
@@ -81,17 +80,9 @@ class Processor:
     def has_time_limits(self) -> bool:
         return self.soft_time_limit_s is not None or self.time_limit_s is not None
 
-    def __call__(self, task: DelayTask, body: Any) -> Any:
-        if self.schema is not None:
-            body = self.schema(body)
-        return awaited(self.function(body, task) if self.wants_task else self.function(body))
-
     def checked(self, body: Any) -> Any:
         """Return the body as the schema made it."""
         return body if self.schema is None else self.schema(body)
-
-    def body_of(self, task: DelayTask) -> Any:
-        return task.body
 
     def retry_schedule_for(self, error: BaseException, task: DelayTask) -> RetrySchedule | None:
         """Return the retry schedule of a task whose run ended in `error`."""
@@ -150,7 +141,7 @@ class Registry:
 
         return register
 
-    def give_places(self, tag: str, in_flight: int) -> None:
+    def set_in_flight(self, tag: str, in_flight: int) -> None:
         """Set `in_flight` of a processor of this package after the settings are known."""
         self._processors[tag] = replace(self._processors[tag], in_flight=in_flight)
 

@@ -73,7 +73,7 @@ class ThreadSlots:
         with self._changed:
             return self._wait(is_so, until)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Let the callers of `wait` test again."""
         with self._changed:
             self._changed.notify_all()
@@ -94,7 +94,7 @@ class ThreadSlots:
             self._seconds += (monotonic() - began) / slots
             self._leave(tag)
         done(answer)
-        self.tell()
+        self.notify()
 
     def _leave(self, tag: str) -> None:
         self._taken[tag] -= 1

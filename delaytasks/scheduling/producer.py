@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -11,16 +10,23 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from delaytasks.core.clock import Clock, from_us, to_us
+from delaytasks.core.batches import batches
+from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import (
     DuplicateTaskError,
-    InvalidDelayError,
     OutcomeUnknownError,
     StoreUnavailableError,
 )
 from delaytasks.core.events import Events
-from delaytasks.core.inputs import check_delay, check_due, check_instant
-from delaytasks.core.interfaces import Entry, Executor, OnConflict, TaskStore, Timer, Transaction
+from delaytasks.core.inputs import check_delay, check_due, check_instant, check_shift
+from delaytasks.core.interfaces import (
+    CallerConnection,
+    Entry,
+    OnConflict,
+    TaskStore,
+    Timer,
+    Transaction,
+)
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
@@ -47,7 +53,7 @@ COMMIT_US = 50_000
 BULK = 5000
 ID_TRIES = 5
 #: Notifies workers of a shard's entries when a transaction is committed.
-Notify = Callable[[Sequence[Entry], int, Executor], None]
+Notify = Callable[[Sequence[Entry], int, CallerConnection], None]
 #: Is called with the tasks of each batch that was written.
 OnBatch = Callable[[Sequence[DelayTask]], None]
 
@@ -103,7 +109,7 @@ class Producer:
         task: DelayTask,
         on_conflict: OnConflict,
         has_own_id: bool,
-        on: Executor | None,
+        on: CallerConnection | None,
         is_id_taken: bool = False,
     ) -> tuple[DelayTask, bool]:
         """Return the task that is stored afterwards, and whether it is new."""
@@ -144,8 +150,7 @@ class Producer:
         """Write the tasks in batches of `BULK` and return their number."""
         check_on_conflict(on_conflict)
         total = 0
-        source = iter(items)
-        while batch := list(itertools.islice(source, BULK)):
+        for batch in batches(items, BULK):
             rows = self.make_batch(drained(batch), on_conflict)
             total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
         return total
@@ -172,7 +177,7 @@ class Producer:
         return len(written)
 
     def _write_batch(
-        self, rows: RowBatch, on_conflict: OnConflict, on: Executor | None
+        self, rows: RowBatch, on_conflict: OnConflict, on: CallerConnection | None
     ) -> list[DelayTask]:
         """Write the tasks of a batch and return those that are new."""
         plain, stored = rows.plain, 0
@@ -193,11 +198,11 @@ class Producer:
         named = [self._write(task, on_conflict, has_own_id, on) for task, has_own_id in rows.named]
         return [*plain, *(task for task, is_new in named if is_new)]
 
-    def _is_there(self, task: DelayTask, on: Executor | None) -> bool:
+    def _is_there(self, task: DelayTask, on: CallerConnection | None) -> bool:
         existing = self._existing(task.id, on)
         return existing is not None and _is_same(existing, task)
 
-    def _existing(self, id: int, on: Executor | None) -> DelayTask | None:
+    def _existing(self, id: int, on: CallerConnection | None) -> DelayTask | None:
         """Return the row with an id of ours; an earlier try may have written it."""
         try:
             return self._store.get(id, on)
@@ -213,14 +218,14 @@ class Producer:
             self.arm(tasks)
         elif self._notify is not None and not transaction.stands_alone:
             with transaction.guard() as on:
-                self._notify([Entry.of(task, to_us) for task in tasks], self._shard, on)
+                self._notify([Entry.of(task) for task in tasks], self._shard, on)
         elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
             transaction.after_commit(kept, self.arm)
 
     def arm(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
         """Arm the timer for tasks that are due soon. If that fails, the sweep finds the rows."""
         until_us = self._near_until_us()
-        entries = [Entry.of(task, to_us) for task in _to_arm(tasks, until_us)]
+        entries = [Entry.of(task) for task in _to_arm(tasks, until_us)]
         self._arm(entries, until_us, is_committed)
 
     def arm_entries(self, entries: Sequence[Entry]) -> None:
@@ -253,7 +258,7 @@ class Producer:
 
         def disarm(tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
             if is_committed:
-                self.disarm_entries([Entry.of(task, to_us) for task in tasks])
+                self.disarm_entries([Entry.of(task) for task in tasks])
 
         if transaction is None:
             disarm([task])
@@ -269,15 +274,7 @@ class Producer:
 
     def shift_of(self, by: Any) -> timedelta:
         """Return the checked shift of due times; a negative shift means earlier."""
-        is_earlier = (
-            by < timedelta()
-            if isinstance(by, timedelta)
-            else isinstance(by, (int, float)) and by < 0
-        )
-        shift = check_delay(-by if is_earlier else by, self._settings.max_delay_s, "a shift")
-        if not shift:
-            raise InvalidDelayError("a shift is not 0")
-        return -shift if is_earlier else shift
+        return check_shift(by, self._settings.max_delay_s)
 
 
 def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayTask]:

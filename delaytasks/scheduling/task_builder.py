@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+from delaytasks.core.body_json import encode_body
 from delaytasks.core.body_schema import plain
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError
 from delaytasks.core.ids import check_id
@@ -21,7 +22,6 @@ from delaytasks.core.inputs import (
     check_queue,
     check_tag,
     check_wait,
-    encode_body,
 )
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
@@ -62,7 +62,7 @@ class BuildCache:
         self.now = now
         self.tags: dict[str, Tag] = {}
         #: For each delay, the due time and the delay in whole seconds.
-        self.delays: dict[float, tuple[datetime, int]] = {}
+        self.delays: dict[Any, tuple[datetime, int]] = {}
 
 
 class TaskBuilder:
@@ -197,7 +197,7 @@ def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
     if new.retry is not None:
         retry_schedule = retry_schedule_of(new.retry)
         headers["retry"] = {
-            "rungs_s": retry_schedule.retry_delays_s,
+            "retry_delays_s": retry_schedule.retry_delays_s,
             "jitter": retry_schedule.jitter,
         }
     if new.expires is not None:

@@ -14,18 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from functools import cache
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import URL
-
 from delaytasks.core.errors import ShardMismatchError, StoreUnavailableError
-from delaytasks.core.ids import shard_of
-from delaytasks.core.interfaces import Executor, OnConflict
+from delaytasks.core.ids import home_of, shard_of
+from delaytasks.core.interfaces import CallerConnection, OnConflict
 from delaytasks.core.masking import mask_url
-from delaytasks.core.page import Page
-from delaytasks.core.shards import home_of
-from delaytasks.core.states import Status
+from delaytasks.core.page import Page, Search
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.database_addresses import addresses_of
@@ -34,27 +30,21 @@ from delaytasks.storage.key_owners import (
     HeldElsewhereError,
     PointsElsewhereError,
     changed_too_often,
-    refuse_unknown,
 )
 from delaytasks.storage.migrations import number_of
 from delaytasks.storage.store import Store
 from delaytasks.storage.tasks import Tasks
 
 T = TypeVar("T")
-#: A search: tag, status, key, due since, due until.
-By = tuple[str | None, Status | None, str | None, datetime | None, datetime | None]
 
 
 class Shards:
     def __init__(self, stores: Sequence[Store], before: int | None) -> None:
         self.stores = stores
-        self._addresses = [addresses_of(store.database.url) for store in stores]
         #: The numbers stored in the databases of callers' engines, if a URL fits several shards.
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._before = before
         self._checked: set[int] = set()
-        for store in stores:
-            store.tasks.key_owners.point_elsewhere = self._point_elsewhere
 
     def store(self, number: int) -> Store:
         """Return a store. Before its first use in this process, check that it is the shard that it
@@ -65,18 +55,11 @@ class Shards:
             self._checked.add(number)
         return store
 
-    def has(self, url: URL) -> bool:
-        return bool(self._at(url))
-
-    def _at(self, url: URL) -> list[int]:
-        """Return the shards to which a URL may lead."""
-        places = addresses_of(url)
-        return [number for number, own in enumerate(self._addresses) if own & places]
-
     def of(self, connection: Any) -> int:
         """Return the shard of a caller's connection."""
         engine = connection.engine
-        url, numbers = engine.url, self._at(engine.url)
+        url, addresses = engine.url, addresses_of(engine.url)
+        numbers = [store.shard for store in self.stores if store.database.addresses & addresses]
         if len(numbers) > 1:
             if engine not in self._numbers:
                 self._numbers[engine] = self._ask(connection, numbers)
@@ -109,7 +92,9 @@ class Shards:
         numbers.sort(key=lambda number: number != shard_of(id))
         return numbers
 
-    def named(self, tag: str, key: str, own: tuple[int, Executor] | None) -> tuple[int, int] | None:
+    def named(
+        self, tag: str, key: str, own: tuple[int, CallerConnection] | None
+    ) -> tuple[int, int] | None:
         """Return the shard and the id of the key's task. `own` is the caller's shard and
         connection."""
         for home in self._homes(tag, key):
@@ -129,7 +114,7 @@ class Shards:
         return None
 
     def ids_of_keys(
-        self, tag: str, keys: Sequence[str], own: tuple[int, Executor] | None
+        self, tag: str, keys: Sequence[str], own: tuple[int, CallerConnection] | None
     ) -> tuple[dict[str, int], StoreUnavailableError | None]:
         """Return the ids of live tasks by key, and the error that prevented some lookups."""
         found: dict[str, int] = {}
@@ -153,10 +138,10 @@ class Shards:
 
     def find(
         self,
-        by: By,
+        by: Search,
         cursor: str | None,
         limit: int,
-        own: tuple[int, Executor] | None,
+        own: tuple[int, CallerConnection] | None,
         newest_first: bool = False,
     ) -> Page:
         """Return a page of all shards' tasks. `by` contains the first arguments of `Tasks.find`."""
@@ -181,7 +166,7 @@ class Shards:
     # -- keys -------------------------------------------------------------------------------------
 
     def insert_keyed(
-        self, task: DelayTask, on_conflict: OnConflict, on: Executor | None = None
+        self, task: DelayTask, on_conflict: OnConflict, on: CallerConnection | None = None
     ) -> tuple[DelayTask, bool]:
         """Do what `Tasks.insert_keyed` does, for a task in the home of its key."""
         home, others = self.store(task.shard), self._others(task)
@@ -209,7 +194,7 @@ class Shards:
         id: int,
         due: datetime,
         version: int | None = None,
-        on: Executor | None = None,
+        on: CallerConnection | None = None,
     ) -> DelayTask:
         """Do what `Tasks.retry` does, and let the shard that decides about the key know the task
         again."""
@@ -262,11 +247,6 @@ class Shards:
             if number != task.shard
         ]
 
-    def _point_elsewhere(self, task: DelayTask, id: int) -> NoReturn:
-        if shard_of(id) >= len(self.stores):
-            refuse_unknown(task, id)
-        raise PointsElsewhereError(shard_of(id))
-
     def _homes(self, tag: str, key: str) -> list[int]:
         """Return the home, and the home as processes see it that do not know the newest shards."""
         counts = [len(self.stores), *([] if self._before is None else [self._before])]
@@ -276,7 +256,7 @@ class Shards:
         return self.store(number).tasks
 
     def _id_of_key(
-        self, number: int, tag: str, key: str, own: tuple[int, Executor] | None
+        self, number: int, tag: str, key: str, own: tuple[int, CallerConnection] | None
     ) -> int | None:
         return self._tasks(number).id_of_key(tag, key, _on(own, number))
 
@@ -292,13 +272,13 @@ class ShardTasks:
     def together(self, work: Callable[[Any], T], unknown_id: int) -> T:
         return self._tasks.together(work, unknown_id)
 
-    def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
+    def insert(self, task: DelayTask, on: CallerConnection | None = None) -> bool:
         return self._tasks.insert(task, on)
 
-    def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
+    def insert_many(self, tasks: Sequence[DelayTask], on: CallerConnection | None = None) -> bool:
         return self._tasks.insert_many(tasks, on)
 
-    def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
+    def get(self, id: int, on: CallerConnection | None = None) -> DelayTask | None:
         return self._tasks.get(id, on)
 
     @property
@@ -306,5 +286,5 @@ class ShardTasks:
         return self._shards.store(self._number).tasks
 
 
-def _on(own: tuple[int, Executor] | None, number: int) -> Executor | None:
+def _on(own: tuple[int, CallerConnection] | None, number: int) -> CallerConnection | None:
     return own[1] if own is not None and own[0] == number else None

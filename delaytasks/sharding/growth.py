@@ -7,13 +7,13 @@ from functools import partial
 from itertools import groupby, islice
 from typing import NamedTuple
 
-from delaytasks.core.ids import shard_of
-from delaytasks.core.shards import home_of
+from delaytasks.core.ids import home_of, shard_of
 from delaytasks.core.states import FINISHED
 from delaytasks.sharding.databases import Shards
+from delaytasks.storage.store import Store
 from delaytasks.storage.task_keys import KeyRow
 
-BATCH_ROWS = 1000
+COMPARED_IDS = 1000
 
 
 class KeysToMove(NamedTuple):
@@ -29,15 +29,15 @@ class Growth:
     """Tells new homes the live tasks that stay where they are. Then no process has to ask old
     homes."""
 
-    def __init__(self, shards: Shards) -> None:
-        self._shards = shards
-        self._count = len(shards.stores)
+    def __init__(self, stores: Sequence[Store]) -> None:
+        self._shards = Shards(stores, None)
+        self._count = len(stores)
 
     def left(self, number: int) -> KeysToMove:
         """Return the keys that remain to be moved or freed."""
         left = KeysToMove([], [])
         rows = iter(self._shards.store(number).tasks.key_owners.rows())
-        while batch := list(islice(rows, BATCH_ROWS)):
+        while batch := list(islice(rows, COMPARED_IDS)):
             left.dead.extend(
                 row for row in batch if row.status is None and self._is_dead(row, number)
             )
@@ -63,10 +63,10 @@ class Growth:
         return left
 
     def _unknown(self, moved: Sequence[KeyRow], number: int) -> Iterator[KeyRow]:
-        def place(row: KeyRow) -> tuple[int, str]:
+        def home_and_tag(row: KeyRow) -> tuple[int, str]:
             return self._home(row), row.tag
 
-        for (home, tag), some in groupby(sorted(moved, key=place), place):
+        for (home, tag), some in groupby(sorted(moved, key=home_and_tag), home_and_tag):
             rows = list(some)
             known = self._shards.store(home).touches.ids_of_keys(tag, [row.key for row in rows])
             yield from (

@@ -7,11 +7,10 @@ Every other task goes to any shard that can be reached.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from threading import Thread
-from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import (
@@ -19,20 +18,18 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
     TaskNotFoundError,
 )
-from delaytasks.core.interfaces import Executor, OnConflict, Transaction
+from delaytasks.core.interfaces import CallerConnection, OnConflict, Transaction, connection_of
 from delaytasks.core.new_task import NewTask
-from delaytasks.core.page import Page
+from delaytasks.core.page import Page, Search
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
+from delaytasks.routing.named_task import Name, NamedTask, refuse_elsewhere
+from delaytasks.routing.shard import EACH_SHARD_S, Shard
+from delaytasks.routing.single_router import SingleRouter
 from delaytasks.scheduling.producer import BULK, OnBatch
 from delaytasks.scheduling.task_builder import RowBatch
-from delaytasks.sharding.databases import By, Shards
-from delaytasks.sharding.named_task import Name, NamedTask, refuse_elsewhere
+from delaytasks.sharding.databases import Shards
 from delaytasks.sharding.selection import ShardSelection
-from delaytasks.sharding.shard import EACH_SHARD_S, Shard
-
-if TYPE_CHECKING:
-    from sqlalchemy import URL
 
 
 class ShardRouter:
@@ -159,7 +156,7 @@ class ShardRouter:
 
     def find(
         self,
-        by: By,
+        by: Search,
         cursor: str | None,
         limit: int,
         transaction: Transaction | None,
@@ -191,21 +188,7 @@ class ShardRouter:
             candidates = {id_of(name): self._likely(name) for name in names}
         else:
             candidates = {id_of(name): [session_shard] for name in names}
-        touched: set[int] = set()
-        down: StoreUnavailableError | None = None
-        for turn in range(len(self.shards)):  # the most likely shard of each task first
-            by_shard: dict[int, list[int]] = {}
-            for id, numbers in candidates.items():
-                if turn < len(numbers) and id not in touched:
-                    by_shard.setdefault(numbers[turn], []).append(id)
-            for number, ids in by_shard.items():
-                shard = self.shards[number]
-                on = None if transaction is None else transaction.executor
-                try:
-                    touched |= shard.store.touches.touch_many(ids, shard.producer.due_of(delay), on)
-                except StoreUnavailableError as error:
-                    # Raised after the other shards: one outage must not end their timeouts.
-                    down = error
+        touched, down = self._touch_in_turn(candidates, delay, transaction)
         if down is not None:
             raise down
         if session_shard is not None:
@@ -214,6 +197,33 @@ class ShardRouter:
                 if number != session_shard:
                     refuse_elsewhere(id, [self.shards[number]], session_shard)
         return touched
+
+    def _touch_in_turn(
+        self,
+        candidates: Mapping[int, Sequence[int]],
+        delay: float | timedelta | None,
+        transaction: Transaction | None,
+    ) -> tuple[set[int], StoreUnavailableError | None]:
+        """Look for each task in its candidate shards, the most likely one first.
+
+        Return the ids of the tasks that still wait, and the error of a shard that is unavailable.
+        The error does not prevent the calls of the other shards.
+        """
+        on = connection_of(transaction)
+        touched: set[int] = set()
+        down: StoreUnavailableError | None = None
+        for turn in range(len(self.shards)):
+            by_shard: dict[int, list[int]] = {}
+            for id, numbers in candidates.items():
+                if turn < len(numbers) and id not in touched:
+                    by_shard.setdefault(numbers[turn], []).append(id)
+            for number, ids in by_shard.items():
+                shard = self.shards[number]
+                try:
+                    touched |= shard.store.touches.touch_many(ids, shard.producer.due_of(delay), on)
+                except StoreUnavailableError as error:
+                    down = error
+        return touched, down
 
     def touch_keys(
         self,
@@ -238,10 +248,6 @@ class ShardRouter:
         if session_shard is not None and session_shard != task.shard:
             refuse_elsewhere(task.id, [self.shards[task.shard]], session_shard)
 
-    def has_database(self, url: URL) -> bool:
-        """Return whether `url` leads to one of the databases."""
-        return self.databases.has(url)
-
     def _likely(self, name: int | DelayTask) -> list[int]:
         if isinstance(name, DelayTask) and name.shard < len(self.shards):
             return [name.shard]
@@ -254,7 +260,13 @@ class ShardRouter:
             return self.databases.of(on)
 
 
-def _own(transaction: Transaction | None, session_shard: int | None) -> tuple[int, Executor] | None:
+#: Sends each call to its database.
+Router = SingleRouter | ShardRouter
+
+
+def _own(
+    transaction: Transaction | None, session_shard: int | None
+) -> tuple[int, CallerConnection] | None:
     if transaction is None or session_shard is None:
         return None
-    return session_shard, transaction.executor
+    return session_shard, transaction.connection

@@ -11,10 +11,9 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidIdError, ShardMismatchError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.ids import check_id, shard_of
+from delaytasks.core.ids import check_id, home_of, shard_of
 from delaytasks.core.inputs import check_key, check_tag
 from delaytasks.core.new_task import NewTask
-from delaytasks.core.shards import home_of
 
 T = TypeVar("T")
 #: A shard that is down is tried last for this time; then one call tries it again.

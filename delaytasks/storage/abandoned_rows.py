@@ -11,10 +11,11 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
-from delaytasks.core.interfaces import Lapsed, Level
+from delaytasks.core.interfaces import Level, Recovered
 from delaytasks.core.states import MOVES, Status
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
+from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.rows import columns, next_version, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
@@ -43,7 +44,7 @@ class AbandonedRows:
         max_lost_leases: int,
         limit: int | None = None,
         time_limits: Mapping[str, float] | None = None,
-    ) -> Lapsed:
+    ) -> Recovered:
         """Recover these RUNNING rows. Rows that another transaction has locked are left for the
         next call.
 
@@ -62,7 +63,7 @@ class AbandonedRows:
         max_lost_leases: int,
         limit: int | None,
         time_limits: Mapping[str, float],
-    ) -> Lapsed:
+    ) -> Recovered:
         t = self._t
         # Every transaction locks keys before tasks. A key that this query misses belongs to a
         # finished task, which is harmless.
@@ -78,14 +79,14 @@ class AbandonedRows:
         query = query.where(which).order_by(order).limit(limit)
         rows = on.execute(query.with_for_update(skip_locked=True)).all()
         if not rows:
-            return Lapsed(0, [])
+            return Recovered(0, [])
         reasons: dict[str, list[Any]] = {}
         for row in rows:
             reasons.setdefault(_reason(time_limits.get(row[6]), row[3], row[7]), []).append(row)
         for reason, some in reasons.items():
             ids = t.c.id.in_([row[0] for row in some])
-            met = on.execute(recover_statement(t, max_lost_leases, reason).where(ids)).rowcount
-            assert met == len(some), "they are locked"
+            changed = on.execute(recover_statement(t, max_lost_leases, reason).where(ids)).rowcount
+            check_row_count(changed, len(some), "abandoned rows")
             self._attempts.record_lost_leases(on, [row[:5] for row in some], LEASE_LOST + reason)
         timed_out = tuple(
             (row[0], row[6]) for reason, some in reasons.items() if reason for row in some
@@ -93,10 +94,12 @@ class AbandonedRows:
         last = {row[0] for row in rows if row[5] + 1 >= max_lost_leases}
         levels = {Level(row.queue, row.priority) for row in rows if row[0] not in last}
         if not last:
-            return Lapsed(len(rows), [], timed_out, levels)
+            return Recovered(len(rows), [], timed_out, levels)
         self._keys.release_all(on, [row for row in locked if row[0] in last])
         found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
-        return Lapsed(len(rows), [task_of(row, self._schema) for row in found], timed_out, levels)
+        return Recovered(
+            len(rows), [task_of(row, self._schema) for row in found], timed_out, levels
+        )
 
 
 def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str:

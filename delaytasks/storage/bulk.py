@@ -13,17 +13,19 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Update, case, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Update, case, func, select, update
 
 from delaytasks.core.bulk import Filter
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Step, To
 from delaytasks.core.json_text import dump_json
-from delaytasks.core.states import LIVE, MOVES, Status, following
+from delaytasks.core.states import LIVE, Status, following
 from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
-from delaytasks.storage.queue_levels import levels
-from delaytasks.storage.rows import instant_text, json_rows, listed, next_version
+from delaytasks.storage.queue_levels import has_status, levels
+from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.row_lists import instant_text, json_rows, listed
+from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import LATEST, db_now, earliest
@@ -88,8 +90,7 @@ class Bulk:
         """
         t = self._t.c
         for status in sorted(statuses & LIVE):
-            # A literal, since a parameter may be planned without the partial index of these rows.
-            here = t.status == literal_column(str(int(status)))
+            here = has_status(self._t, status)
             for level in self._db.alone(partial(levels, t=self._t, status=status)):
                 if queue in (None, level.queue):
                     rows = [here, t.queue == level.queue, t.priority == level.priority]
@@ -194,7 +195,7 @@ class Bulk:
             return set()
         locked = {row[0] for row in self._keys.lock_all(on, with_key)}
         others = [row for row in with_key if row[0] not in locked]
-        return {row[0] for row in self._keys.held(on, others)}
+        return {row[0] for row in self._keys.owned(on, others)}
 
     def _lock(
         self, on: Any, named: Sequence[ColumnElement[bool]], ids: Sequence[int]
@@ -220,19 +221,18 @@ class Bulk:
             result = on.execute(
                 self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
             )
-            assert result.rowcount == len(rows), "they are locked"
+            check_row_count(result.rowcount, len(rows), f"tasks to {move}")
         return entries
 
     def _update(self, move: str) -> Update:
         t, w = self._t, json_rows(self._dialect, ("id", "version", "due"))
-        values = {
-            "status": int(MOVES[move].target),
-            "version": next_version(t.c.version),
-            "expected_time": func.coalesce(w.c.due, t.c.expected_time),
-            "due_time": case((w.c.due.is_(None), t.c.due_time), else_=None),
-            "update_time": db_now(),
+        values = moved(
+            t,
+            move,
+            expected_time=func.coalesce(w.c.due, t.c.expected_time),
+            due_time=case((w.c.due.is_(None), t.c.due_time), else_=None),
             **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
-        }
+        )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
 

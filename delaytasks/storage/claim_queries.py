@@ -1,4 +1,21 @@
-"""The queries of claims: they choose named or due rows, and claim them in one statement."""
+"""The queries of claims: they choose named or due rows, and claim them in one statement.
+
+On PostgreSQL and SQLite this is, in essence:
+
+    WITH picked AS (
+        SELECT id FROM yb_delay_task_message
+        WHERE id = ANY(:ids) AND version = :version AND status = NOT_COMPLETE
+          AND lapses <= :lapses AND expected_time <= now()
+        ORDER BY id FOR UPDATE SKIP LOCKED  -- SQLite has one writer, and needs no lock
+    )
+    UPDATE yb_delay_task_message SET status = RUNNING, version = version + 1, ...
+    WHERE id IN (SELECT id FROM picked) RETURNING ...
+
+Two workers cannot both claim a row: the second one skips it while it is locked, and afterwards its
+version and status no longer match. On MariaDB and MySQL, which have no `UPDATE ... RETURNING`, the
+locking SELECT and an UPDATE by id are two statements of one transaction. If a tag has limits, all
+databases lock the candidates first, because some of them may have to be held.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +43,8 @@ from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import Status
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
-from delaytasks.storage.rows import (
-    MOST,
+from delaytasks.storage.row_lists import (
     by_id,
-    columns,
     each_listed,
     json_rows,
     list_of,
@@ -37,12 +52,23 @@ from delaytasks.storage.rows import (
     shared_parameter,
     within_list,
 )
+from delaytasks.storage.rows import MAX_INTEGER, columns
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import UTCDateTime, db_now, earliest, is_past, once
-from delaytasks.storage.waitlist import Candidate
 
 #: No row has more lapses.
-ANY_LAPSES = MOST
+ANY_LAPSES = MAX_INTEGER
+
+
+class Candidate(NamedTuple):
+    """A due row that a claim has locked; the fields are named as the columns."""
+
+    id: int
+    tag: str
+    queue: str
+    priority: int
+    expected_time: datetime
+    concurrency_key: str | None
 
 
 class ClaimQuery(NamedTuple):
@@ -87,7 +113,7 @@ class ClaimQueries:
             self._pick(self._in_time(since))
             for since in (None, bindparam("due_since", type_=UTCDateTime()))
         )
-        self._abandoned = self._pick(self._least_lapses())
+        self._recovered = self._pick(self._least_lapses())
 
     # -- which and how ----------------------------------------------------------------------------
 
@@ -123,9 +149,9 @@ class ClaimQueries:
             else (self._due_since, {**level, "due_since": since})
         )
 
-    def abandoned(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
+    def recovered(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
         """Choose the due row that lost the fewest leases, of these the oldest."""
-        return self._abandoned, {"due_queue": queue, "due_priority": priority}
+        return self._recovered, {"due_queue": queue, "due_priority": priority}
 
     # -- statements -------------------------------------------------------------------------------
 

@@ -2,49 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from sqlalchemy import select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
-from delaytasks.core.interfaces import (
-    NO_WAITLISTS,
-    Claimed,
-    Entry,
-    Executor,
-    Miss,
-    Settlement,
-    WaitlistsSeen,
-)
+from delaytasks.core.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
+from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.storage.backlog import Backlog
-from delaytasks.storage.claim_queries import ANY_LAPSES, ClaimQueries, ClaimQuery
+from delaytasks.storage.claim_queries import ANY_LAPSES, Candidate, ClaimQueries, ClaimQuery
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.rows import (
-    CLAIMED,
-    MOST,
-    columns,
-    each_listed,
-    list_of,
-    next_version,
-    one_more,
-    task_of,
-)
+from delaytasks.storage.row_lists import each_listed, list_of
+from delaytasks.storage.rows import CLAIMED, MAX_INTEGER, columns, moved, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.settlements import Settlements
-from delaytasks.storage.slot_transfer import SlotTransfer
 from delaytasks.storage.types import db_now, db_now_plus
-from delaytasks.storage.waitlist import Candidate, Limited, Waitlist
+
+#: Holds those of the locked rows for which there is no capacity. Returns the ids of the other ones.
+HoldExcess = Callable[[Any, Sequence[Candidate]], tuple[list[int], WaitlistsSeen]]
 
 
 class Claims:
-    """The claims of one process; `worker` and `ip` are written into the rows."""
+    """The claims of one process; `worker` and `ip` are written into the rows.
+
+    `limits` returns what holds the rows beyond the limits of their tags, or None while no tag has
+    limits.
+    """
 
     def __init__(
         self,
@@ -53,31 +44,29 @@ class Claims:
         worker: str,
         ip: int | None,
         lease_s: float,
-        limited: Limited,
+        limits: Callable[[], HoldExcess | None],
     ) -> None:
         self._db = database
         self._t = t = schema.tasks
         self._schema = schema
-        self._columns = columns(schema, CLAIMED)
-        self._claimed = {
-            "status": int(MOVES["claim"].target),
-            "version": next_version(t.c.version),
-            "attempts": one_more(t.c.attempts),
-            "execution_time": db_now(),
-            "lease_until": db_now_plus(lease_s),
-            "update_time": db_now(),
-            "worker": worker,
-            "ip_address": ip,
-        }
+        self._limits = limits
+        self.columns = columns(schema, CLAIMED)
+        self._claimed = moved(
+            t,
+            "claim",
+            attempts=one_more(t.c.attempts),
+            execution_time=db_now(),
+            lease_until=db_now_plus(lease_s),
+            worker=worker,
+            ip_address=ip,
+        )
         #: An admitted row gets the same values as a claimed one.
-        admitted = {**self._claimed, "status": int(MOVES["admit"].target)}
-        self._claim_queries = ClaimQueries(database, schema, self._claimed, self._columns)
+        self.admitted = {**self._claimed, "status": int(MOVES["admit"].target)}
+        self._claim_queries = ClaimQueries(database, schema, self._claimed, self.columns)
         take = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
-        self._take_listed = Prepared(database, take.returning(*self._columns))
+        self._take_listed = Prepared(database, take.returning(*self.columns))
         self._backlog = Backlog()
         self._settlements = Settlements(database, schema, worker)
-        slot_transfer = SlotTransfer(database, schema, admitted, self._columns)
-        self.waitlists = Waitlist(database, schema, self._admit, slot_transfer, limited)
 
     # -- claim ------------------------------------------------------------------------------------
 
@@ -105,7 +94,7 @@ class Claims:
         def claim(since: datetime | None, most: int) -> Claimed:
             return self._claim(*self._claim_queries.due(queue, priority, since, most))
 
-        if self.waitlists.limited():  # the claim holds some of the rows that it finds
+        if self._limits() is not None:  # the claim holds some of the rows that it finds
             return claim(None, limit)
         since = self._backlog.since(queue, priority)
         claimed = claim(since, limit)
@@ -114,7 +103,7 @@ class Claims:
         self._backlog.reach(queue, priority, claimed, len(claimed) >= limit)
         return claimed
 
-    def claim_abandoned(
+    def claim_recovered(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)
     ) -> Claimed:
         """Claim the due row of the highest priority that lost the fewest leases.
@@ -124,36 +113,36 @@ class Claims:
         """
         seen = NO_WAITLISTS
         for priority in sorted(priorities, reverse=True):
-            claimed = self._claim(*self._claim_queries.abandoned(queue, priority))
+            claimed = self._claim(*self._claim_queries.recovered(queue, priority))
             seen = seen.merge(claimed.seen)
             if claimed:
                 return Claimed(claimed, seen)
         return Claimed((), seen)
 
     def _claim(self, query: ClaimQuery, parameters: dict[str, Any]) -> Claimed:
-        if self.waitlists.limited():
-            rows, seen = self._db.run(lambda: self._claim_limited(query.candidates, parameters))
+        hold_excess = self._limits()
+        if hold_excess is not None:
+            claim = partial(self._claim_limited, query.candidates, parameters, hold_excess)
+            rows, seen = self._db.transaction(claim)
             return Claimed(self._tasks(rows), seen)
         if self._db.can.update_returning:
             return Claimed(self._tasks(self._db.alone(lambda c: query.take(c, parameters).rows)))
-        rows = self._db.run(lambda: self._claim_locked(query.take, parameters))
+        rows = self._db.transaction(lambda c: self._claim_locked(c, query.take, parameters))
         return Claimed(self._tasks(rows, is_claimed=False))
 
-    def _claim_locked(self, query: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
+    def _claim_locked(self, on: Any, query: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
         """Claim the rows, and return them as they were before, which saves another read."""
-        with self._db.begin() as connection:
-            rows = query(connection, parameters).rows
-            if rows:
-                self._mark(connection, [row[0] for row in rows])
-            return rows
+        rows = query(on, parameters).rows
+        if rows:
+            self._mark(on, [row[0] for row in rows])
+        return rows
 
     def _claim_limited(
-        self, query: Prepared, parameters: dict[str, Any]
+        self, query: Prepared, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
     ) -> tuple[Sequence[Any], WaitlistsSeen]:
-        with self._db.begin() as connection:
-            candidates = [Candidate(*row) for row in query(connection, parameters).rows]
-            starting, seen = self.waitlists.hold_excess(connection, candidates)
-            return self._take(connection, starting), seen
+        candidates = [Candidate(*row) for row in query(on, parameters).rows]
+        starting, seen = hold_excess(on, candidates)
+        return self._take(on, starting), seen
 
     def _take(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
         """Claim or admit rows that this transaction has locked."""
@@ -164,13 +153,13 @@ class Claims:
             check_row_count(len(rows), len(ids), "rows to claim")
             return rows
         self._mark(on, ids)
-        return list(on.execute(select(*self._columns).where(self._t.c.id.in_(ids))).all())
+        return list(on.execute(select(*self.columns).where(self._t.c.id.in_(ids))).all())
 
     def _mark(self, on: Any, ids: Sequence[int]) -> None:
         claimed = on.execute(update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed))
         check_row_count(claimed.rowcount, len(ids), "rows to claim")
 
-    def _admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
+    def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
         query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
         if self._db.can.update_returning:
@@ -183,10 +172,10 @@ class Claims:
         if not is_claimed:
             for task in tasks:
                 task.status, task.version = MOVES["claim"].target, following(task.version)
-                task.attempts = min(task.attempts + 1, MOST)
+                task.attempts = min(task.attempts + 1, MAX_INTEGER)
         return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
 
-    def misses(self, ids: Iterable[int]) -> list[Miss]:
+    def unclaimed(self, ids: Iterable[int]) -> list[UnclaimedRow]:
         """Return the present state of rows that a claim did not get."""
         t, wanted = self._t, list(ids)
         if not wanted:
@@ -195,7 +184,9 @@ class Claims:
             t.c.id.in_(wanted)
         )
         rows = self._db.alone(lambda c: c.execute(query).all())
-        return [Miss(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows]
+        return [
+            UnclaimedRow(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows
+        ]
 
     # -- settle -----------------------------------------------------------------------------------
 
@@ -203,26 +194,13 @@ class Claims:
         """Return the ids that were accepted; this process had lost the leases of the other ones."""
         return self._settlements.settle(settlements)
 
-    def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
+    def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.
 
         Return False if its lease was lost.
         """
         return self._settlements.complete(task, result, on)
 
-    def settle_and_admit(
-        self, settlements: Sequence[Settlement], queue: str, tag: str
-    ) -> tuple[set[int], Sequence[DelayTask]]:
-        """Settle tasks of a limited tag, and transfer their slots to the next ones of the waitlist.
-
-        One transaction does both. The number of running tasks stays the same for every other
-        worker, so the capacity need not be measured.
-        """
-
-        def work() -> tuple[set[int], Sequence[DelayTask]]:
-            with self._db.begin() as connection:
-                accepted = self._settlements.settle_together(connection, settlements)
-                slots = len(accepted)
-                return accepted, self.waitlists.admit_to_slots(connection, queue, tag, slots)
-
-        return self._db.run(work)
+    def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
+        """Settle like `settle`, in the transaction of `on`."""
+        return self._settlements.settle_together(on, settlements)

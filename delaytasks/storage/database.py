@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -22,7 +22,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.forks import reset_in_child
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.capabilities import capabilities_of
-from delaytasks.storage.database_addresses import SEVERAL_HOSTS
+from delaytasks.storage.database_addresses import SEVERAL_HOSTS, addresses_of
 from delaytasks.storage.driver_errors import (
     TRIES,
     first_cause,
@@ -91,6 +91,7 @@ class Database:
         self.url = normalize_url(url)
         #: The number of this shard, or None if there is one database.
         self._shard = shard
+        self.addresses = addresses_of(self.url)
         self.can = capabilities_of(self.url.get_backend_name())
         self._pool_size = pool_size
         self._expects_file = False
@@ -101,6 +102,10 @@ class Database:
             self.url.get_backend_name(), partial(make_plain_engine, self.url)
         )
         reset_in_child(self)
+
+    def may_be_at(self, url: URL) -> bool:
+        """Return whether `url` may lead to this database."""
+        return bool(self.addresses & addresses_of(url))
 
     @property
     def auto(self) -> Engine:
@@ -127,12 +132,7 @@ class Database:
         statement is a transaction."""
         if on is not None:
             return work(on)
-
-        def once() -> T:
-            with self.auto.connect() as connection:
-                return work(connection)
-
-        return self.run(once, unknown_id, tries)
+        return self.repeat(work, self.auto.connect, unknown_id, tries)
 
     def transaction(
         self, work: Callable[[Any], T], on: Any = None, unknown_id: int | None = None
@@ -141,12 +141,7 @@ class Database:
         tried again as a whole."""
         if on is not None:
             return work(on)
-
-        def once() -> T:
-            with self.begin() as connection:
-                return work(connection)
-
-        return self.run(once, unknown_id)
+        return self.repeat(work, self.begin, unknown_id)
 
     def rows(self, query: Select[Any]) -> Sequence[Any]:
         return self.alone(lambda c: c.execute(query).all())
@@ -192,8 +187,18 @@ class Database:
             if engine is not None:
                 engine.dispose(close=close)
 
-    def run(self, work: Callable[[], T], unknown_id: int | None = None, tries: int = TRIES) -> T:
-        """Call `work`, and call it again after an error if a second call is safe.
+    def run(self, work: Callable[[], T], unknown_id: int | None = None) -> T:
+        """Call `work`, which opens its own connections, and repeat it as `repeat` does."""
+        return self.repeat(lambda _: work(), nullcontext, unknown_id)
+
+    def repeat(
+        self,
+        work: Callable[[Any], T],
+        connect: Callable[[], AbstractContextManager[Any]],
+        unknown_id: int | None = None,
+        tries: int = TRIES,
+    ) -> T:
+        """Call `work` with a connection, and repeat this after an error if that is safe.
 
         It is safe after a conflict, and after a lost connection too, because each of our statements
         is fenced by a version or names its own ids. Driver errors become errors of
@@ -203,7 +208,8 @@ class Database:
         began, is_sent = time.monotonic(), False
         for attempt in range(1, tries + 1):
             try:
-                return work()
+                with connect() as connection:
+                    return work(connection)
             except TaskStateError as refusal:
                 if not is_sent or unknown_id is None or isinstance(refusal, DuplicateTaskError):
                     raise

@@ -74,6 +74,24 @@ def rename_table(op: Operations, prefix: str, before: str, after: str, schema: s
         op.execute(f'ALTER TABLE {table} RENAME CONSTRAINT "{old}" TO "{new}"')
 
 
+def rename_column(
+    op: Operations, table: str, before: str, after: str, kind: Any, schema: str | None
+) -> None:
+    """Rename a NOT NULL column of a table, unless that was done before."""
+    if not op.get_context().as_sql and (
+        table not in tables(op, schema) or lacks(op, table, schema, [before])
+    ):
+        return
+    op.alter_column(
+        table,
+        before,
+        new_column_name=after,
+        existing_type=kind,
+        existing_nullable=False,
+        schema=schema,
+    )
+
+
 def drop_columns(op: Operations, name: str, schema: str | None, columns: Iterable[str]) -> None:
     with op.batch_alter_table(name, schema=schema) as batch:
         for column in columns:

@@ -10,19 +10,21 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, case, func, or_, select, update
+from sqlalchemy import ColumnElement, Select, and_, case, func, or_, select, update
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.encryption import MARK_LENGTH, PREFIX, PREFIXES, marks_of
+from delaytasks.core.encryption import BOUND_PREFIX, MARK_LENGTH, PREFIXES, marks_of
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.states import MOVES, Status, following
+from delaytasks.core.states import Status, following
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
 from delaytasks.storage.database import Database
-from delaytasks.storage.rows import listing, next_version
+from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.row_lists import listing
+from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus, once
 
-BATCH_ROWS = 500
+DEFERRED_BATCH_ROWS = 500
 
 
 class DeferredRows:
@@ -40,6 +42,38 @@ class DeferredRows:
         queues. A row that was rescheduled or touched meanwhile keeps the due time of that call.
         """
         t = self._t
+        query, parameters = self._deferred(tags, queues, within_s)
+        # A touch may have made the task due later than now.
+        due = case((t.c.due_time > db_now(), t.c.due_time), else_=db_now())
+        values = moved(t, "reschedule", expected_time=due)
+        brought: list[Entry] = []
+
+        def step(connection: Any, since: Any) -> tuple[list[Entry], Any]:
+            """Bring a batch forward. Return its entries, and where the next one starts."""
+            rows = connection.execute(query.where(t.c.expected_time > since), parameters).all()
+            deferred = [row for row in rows if is_deferred_until(row[5], row[2])]
+            if deferred:
+                ids = t.c.id.in_([row[0] for row in deferred])
+                changed = connection.execute(update(t).where(ids).values(values)).rowcount
+                check_row_count(changed, len(deferred), "deferred rows")
+                now = connection.execute(select(db_now())).scalar_one()
+            entries = [
+                Entry(row[0], following(row[1]), to_us(max(now, row[6] or now)), row[3], row[4])
+                for row in deferred
+            ]
+            return entries, rows[-1][2] if len(rows) == DEFERRED_BATCH_ROWS else None
+
+        since: Any = once(db_now())
+        while since is not None:
+            entries, since = self._db.transaction(partial(step, since=since))
+            brought += entries
+        return brought
+
+    def _deferred(
+        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
+    ) -> tuple[Select[Any], dict[str, Any]]:
+        """Return the query of a batch of deferred rows, in the order of their tries."""
+        t = self._t
         # `+ 0` prevents planners from reading all rows that wait to find those due within the
         # horizon.
         is_why = or_(
@@ -49,7 +83,7 @@ class DeferredRows:
         )
         is_deferred = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)
         conditions = [t.c.tag.in_(listing("tags"))]
-        parameters = {"tags": list(tags)}
+        parameters: dict[str, Any] = {"tags": list(tags)}
         if queues is not None:
             conditions.append(t.c.queue.in_(listing("queues")))
             parameters["queues"] = list(queues)
@@ -65,44 +99,16 @@ class DeferredRows:
             )
             .where(*is_deferred, *conditions, t.c.expected_time <= once(db_now_plus(within_s)))
             .order_by(t.c.expected_time)
-            .limit(BATCH_ROWS)
+            .limit(DEFERRED_BATCH_ROWS)
             .with_for_update(skip_locked=True)
         )
-        values = {
-            "status": int(MOVES["reschedule"].target),
-            "version": next_version(t.c.version),
-            # A touch may have made the task due later than now.
-            "expected_time": case((t.c.due_time > db_now(), t.c.due_time), else_=db_now()),
-            "update_time": db_now(),
-        }
-        brought: list[Entry] = []
-
-        def step(connection: Any, since: Any) -> tuple[list[Entry], Any]:
-            """Bring a batch forward. Return its entries, and where the next one starts."""
-            rows = connection.execute(query.where(t.c.expected_time > since), parameters).all()
-            deferred = [row for row in rows if is_deferred_until(row[5], row[2])]
-            if deferred:
-                ids = t.c.id.in_([row[0] for row in deferred])
-                met = connection.execute(update(t).where(ids).values(values)).rowcount
-                assert met == len(deferred), "they are locked"
-                now = connection.execute(select(db_now())).scalar_one()
-            entries = [
-                Entry(row[0], following(row[1]), to_us(max(now, row[6] or now)), row[3], row[4])
-                for row in deferred
-            ]
-            return entries, rows[-1][2] if len(rows) == BATCH_ROWS else None
-
-        since: Any = once(db_now())
-        while since is not None:
-            entries, since = self._db.transaction(partial(step, since=since))
-            brought += entries
-        return brought
+        return query, parameters
 
     def _is_readable(self) -> ColumnElement[bool]:
         """Whether this process has the key that the body names now: it may have changed since the
         deferral."""
         body = self._t.c.message_body
-        is_plain = func.substr(body, 1, len(PREFIX)).not_in(PREFIXES)
+        is_plain = func.substr(body, 1, len(BOUND_PREFIX)).not_in(PREFIXES)
         return (
             or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))
             if self._marks

@@ -49,18 +49,7 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
     backend = url.get_backend_name()
     if backend == "sqlite":
-        options["connect_args"] = {"timeout": 30, "check_same_thread": False}
-        # A database in memory needs this pool too, since its own takes no sizes. Each of its
-        # connections is another database, so rows exist in the caller's session only, but any
-        # connection can return the time.
-        engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
-        event.listen(engine, "connect", _sqlite_connect)
-        event.listen(engine, "handle_error", _connecting_sent_nothing)
-        event.listen(engine, "checkout", gate.enter)
-        event.listen(engine, "checkin", gate.leave)
-        if not autocommit:
-            event.listen(engine, "begin", _sqlite_begin_immediate)
-        return engine
+        return _sqlite_engine(url, autocommit, options)
     if backend == "postgresql":
         options["connect_args"] = {
             "connect_timeout": 5,
@@ -101,6 +90,21 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         raise ConfigError(
             f"no driver {error.name!r} for {url.drivername}: pip install {package}"
         ) from error
+
+
+def _sqlite_engine(url: URL, autocommit: bool, options: dict[str, Any]) -> Engine:
+    options["connect_args"] = {"timeout": 30, "check_same_thread": False}
+    # A database in memory needs this pool too, since its own takes no sizes. Each of its
+    # connections is another database, so rows exist in the caller's session only, but any
+    # connection can return the time.
+    engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
+    event.listen(engine, "connect", _sqlite_connect)
+    event.listen(engine, "handle_error", _connecting_sent_nothing)
+    event.listen(engine, "checkout", gate.enter)
+    event.listen(engine, "checkin", gate.leave)
+    if not autocommit:
+        event.listen(engine, "begin", _sqlite_begin_immediate)
+    return engine
 
 
 def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import and_, func, literal_column, select
+from sqlalchemy import and_, func, select
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.encryption import names_of
@@ -12,6 +12,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.why import Facts, WorkerFacts
+from delaytasks.storage.queue_levels import has_status
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
 
@@ -54,7 +55,7 @@ class FactReader:
         """Return the workers in the registry."""
         at = self._now()[0] if now is None else now
         found = []
-        for row in self._store.workers.alive():
+        for row in self._store.workers.all():
             age_s = max((at - row["seen_at"]).total_seconds(), 0.0)
             is_alive = abs((at - row["seen_at"]).total_seconds()) <= self._silent_s
             found.append(WorkerFacts(row["name"], is_alive, age_s, row["queues"], row["tags"]))
@@ -67,11 +68,11 @@ class FactReader:
         return now, clock.offset_s
 
     def _is_in_waitlist(self, task: DelayTask) -> bool:
-        waitlist = self._schema.lines
+        waitlist = self._schema.waitlists
         entry = and_(
             waitlist.c.queue == task.queue,
             waitlist.c.tag == task.tag,
-            waitlist.c.lane == (task.concurrency_key or ""),
+            waitlist.c.concurrency_key == (task.concurrency_key or ""),
             waitlist.c.place == -task.priority,
             waitlist.c.due == task.expected_time,
             waitlist.c.task_id == task.id,
@@ -81,9 +82,7 @@ class FactReader:
 
     def _running_tasks(self, tag: str, key: str | None = None) -> int:
         t = self._schema.tasks
-        query = select(func.count()).where(
-            t.c.status == literal_column(f"{Status.RUNNING:d}"), t.c.tag == tag
-        )
+        query = select(func.count()).where(has_status(t, Status.RUNNING), t.c.tag == tag)
         if key is not None:
             query = query.where(t.c.concurrency_key == key)
         return self._db.alone(lambda c: int(c.execute(query).scalar_one()))

@@ -17,15 +17,8 @@ from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import as_sqlalchemy_error
 from delaytasks.storage.prepared_statements import Prepared
-from delaytasks.storage.rows import (
-    DIFFERING_COLUMNS,
-    MAX_TEXT,
-    NEW_COLUMNS,
-    instant_text,
-    json_rows,
-    new_values,
-    parts,
-)
+from delaytasks.storage.row_lists import MAX_TEXT, instant_text, json_rows, parts
+from delaytasks.storage.rows import DIFFERING_COLUMNS, NEW_COLUMNS, new_values
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import UTCDateTime
 
@@ -63,27 +56,14 @@ class Insert:
         """True if the row is new."""
         try:
             if self._db.owns(on):
-                return bool(self._prepared(on, values).met)
+                return bool(self._prepared(on, values).row_count)
             if _is_psycopg2(on):  # a caller's connection, on which we leave no prepared statement
                 return bool(on.exec_driver_sql(self._sql, values).rowcount)
             return bool(on.execute(self._statement, values).rowcount)
         except exc.IntegrityError as error:
-            self._check_duplicate(error)
-            return False
-
-    def alone(self, values: dict[str, Any]) -> bool:
-        """As a call, on a connection of our own where each statement is a transaction."""
-        with self._db.auto.connect() as connection:
-            try:
-                return bool(self._prepared(connection, values).met)
-            except exc.IntegrityError as error:
-                self._check_duplicate(error)
-                return False
-
-    def _check_duplicate(self, error: exc.IntegrityError) -> None:
-        """Raise `error` again unless it is how this database reports a row that exists."""
-        if self._db.can.insert_or_skip or not is_duplicate(error):
-            raise error
+            if self._db.can.insert_or_skip or not is_duplicate(error):
+                raise
+            return False  # this is how the database reports a row that exists
 
     @functools.cached_property
     def _sql(self) -> str:

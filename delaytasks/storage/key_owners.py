@@ -29,9 +29,6 @@ from delaytasks.storage.rows import task_of, values_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import Keyed, KeyRow, TaskKeys
 
-#: Writes the row of a task that has taken its key.
-Write = Callable[[Any, DelayTask], object]
-
 
 class HeldElsewhereError(Exception):
     """The key's owner waits in another database, where it can be replaced."""
@@ -49,15 +46,6 @@ class PointsElsewhereError(Exception):
         self.shard = shard
 
 
-def refuse_unknown(task: DelayTask, owner_id: int) -> NoReturn:
-    raise DuplicateTaskError(
-        f"key {task.key!r} of tag {task.tag!r} belongs to task {owner_id}, which is not here: "
-        f"its id names shard {shard_of(owner_id)}, which this process does not know; "
-        "give it the longer delaytasks_database_url",
-        owner_id,
-    )
-
-
 def changed_too_often(task: DelayTask) -> StoreUnavailableError:
     return StoreUnavailableError(
         f"key {task.key!r} of tag {task.tag!r} changed its owner {TRIES} times; try again"
@@ -65,51 +53,40 @@ def changed_too_often(task: DelayTask) -> StoreUnavailableError:
 
 
 class KeyOwners:
-    def __init__(self, database: Database, schema: Schema, keys: TaskKeys, moves: Moves) -> None:
+    """`shards` is the number of databases of the deployment."""
+
+    def __init__(
+        self, database: Database, schema: Schema, keys: TaskKeys, moves: Moves, shards: int
+    ) -> None:
         self._db = database
         self._schema = schema
         self._shard = schema.shard
         self._keys = keys
         self._moves = moves
         self.rows = keys.rows
-        #: Called if the key's row names an id of another database.
-        self.point_elsewhere: Callable[[DelayTask, int], NoReturn] = refuse_unknown
+        self._shards = shards
 
     def take(
         self,
         on: Any,
         task: DelayTask,
         on_conflict: OnConflict,
-        write: Write,
         pointing: Collection[int] = (),
     ) -> tuple[DelayTask, bool]:
-        """Return the task that owns the key afterwards, and whether it was written now.
+        """Return the task that owns the key afterwards, and whether the key or the row is new.
 
-        If that is `task` itself, `write` has been called. `pointing` are other shards whose key
-        rows point to the shard of `task`.
+        If the owner is `task` itself, its row has yet to be written. `pointing` are other shards
+        whose key rows point to the shard of `task`.
         """
-        for attempt in range(TRIES):
-            # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
-            is_free = (
-                self._db.can.insert_or_skip
-                or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
-            )
-            if is_free and self._keys.take(on, task):
-                write(on, task)
-                return task, True
-            # The key's row is locked before the task's, as in settling and cancelling. Else they
-            # could deadlock.
-            owner_id = self._keys.lock(on, task)
-            if owner_id is not None:
-                break  # None: the owner has just ended
-        else:
-            raise changed_too_often(task)
+        owner_id = self._take_or_lock(on, task)
+        if owner_id is None:
+            return task, True
         owner = self._moves.locked(on, owner_id)
         if owner is None and shard_of(owner_id) not in (self._shard, task.shard, *pointing):
-            self.point_elsewhere(task, owner_id)
+            self._point_elsewhere(task, owner_id)
         if owner is None or owner.is_finished:
             # The owner was purged, or another program finished it.
-            return self._take_over(on, task, write)
+            return self._take_over(on, task)
         if owner.id == task.id:
             return owner, False
         if on_conflict == "reject":
@@ -122,17 +99,44 @@ class KeyOwners:
             return owner, False
         if owner.status not in MOVES["replace"].sources:
             # The owner runs, and may finish. From now on the key belongs to the new task.
-            return self._take_over(on, task, write)
+            return self._take_over(on, task)
         if owner.shard != task.shard:
             raise HeldElsewhereError(owner)
         return self._replaced(on, owner, task), True
 
-    def _take_over(self, on: Any, task: DelayTask, write: Write) -> tuple[DelayTask, bool]:
+    def _take_or_lock(self, on: Any, task: DelayTask) -> int | None:
+        """Take the key if it is free, else lock it and return the id of its owner."""
+        for attempt in range(TRIES):
+            # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
+            is_free = (
+                self._db.can.insert_or_skip
+                or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
+            )
+            if is_free and self._keys.take(on, task):
+                return None
+            # The key's row is locked before the task's, as in settling and cancelling. Else they
+            # could deadlock.
+            owner_id = self._keys.lock(on, task)
+            if owner_id is not None:
+                return owner_id
+            # The owner has just ended.
+        raise changed_too_often(task)
+
+    def _point_elsewhere(self, task: DelayTask, owner_id: int) -> NoReturn:
+        shard = shard_of(owner_id)
+        if shard < self._shards:
+            raise PointsElsewhereError(shard)
+        raise DuplicateTaskError(
+            f"key {task.key!r} of tag {task.tag!r} belongs to task {owner_id}, which is not here: "
+            f"its id names shard {shard}, which this process does not know; "
+            "give it the longer delaytasks_database_url",
+            owner_id,
+        )
+
+    def _take_over(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
         if not self._keys.pass_to(on, task):
-            raise changed_too_often(
-                task
-            )  # only if each statement is a transaction, so no lock lasts
-        write(on, task)
+            # This happens only if each statement is a transaction, so that no lock lasts.
+            raise changed_too_often(task)
         return task, True
 
     def _replaced(self, on: Any, owner: DelayTask, task: DelayTask) -> DelayTask:
@@ -156,9 +160,7 @@ class KeyOwners:
         Returns None, or the answer of `take` if a task here owns the key and keeps it.
         """
 
-        answer = self._db.transaction(
-            lambda c: self.take(c, task, on_conflict, lambda *_: None, pointing)
-        )
+        answer = self._db.transaction(lambda c: self.take(c, task, on_conflict, pointing))
         return None if answer[0] is task else answer
 
     @contextmanager
@@ -184,16 +186,15 @@ class KeyOwners:
         """Return the live task here that owns the key. Wait for a transaction that is about to take
         it."""
 
-        def look() -> DelayTask | None:
-            with self._db.tx.connect() as connection:  # never committed
+        def look(connection: Connection) -> DelayTask | None:
+            id = self._keys.lock(connection, task)
+            if id is None and not self._keys.take(connection, task):
                 id = self._keys.lock(connection, task)
-                if id is None and not self._keys.take(connection, task):
-                    id = self._keys.lock(connection, task)
-                row = connection.execute(self._moves.get, {"task_id": id}).first()
-                found = None if row is None else task_of(row, self._schema)
-                return None if found is None or found.is_finished else found
+            row = connection.execute(self._moves.get, {"task_id": id}).first()
+            found = None if row is None else task_of(row, self._schema)
+            return None if found is None or found.is_finished else found
 
-        return self._db.run(look)
+        return self._db.repeat(look, self._db.tx.connect)  # never committed
 
     def drop(self, pointer: KeyRow, is_dead: Callable[[], bool]) -> bool:
         """Free a key that points to another database if no task owns it there. Returns whether it

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
 
-from delaytasks.core.interfaces import Lapsed
+from delaytasks.core.interfaces import Recovered
 from delaytasks.core.states import Status
 from delaytasks.storage.abandoned_rows import AbandonedRows
 from delaytasks.storage.database import Database
@@ -34,10 +34,10 @@ class Leases:
         is_current = (
             or_(t.c.update_time >= since, t.c.id.in_(named)) if named else t.c.update_time >= since
         )
-        held = and_(self._held(workers), is_current)
+        leased = and_(self._leased_by(workers), is_current)
         # A row that another transaction has locked is skipped, so that the other rows do not wait
         # for it. `+ 0` prevents planners from walking the whole primary key.
-        pick = select(t.c.id).where(held).order_by(t.c.id + 0).with_for_update(skip_locked=True)
+        pick = select(t.c.id).where(leased).order_by(t.c.id + 0).with_for_update(skip_locked=True)
 
         def work(connection: Any) -> int:
             ids = connection.execute(pick).scalars().all()
@@ -55,11 +55,11 @@ class Leases:
         workers: Sequence[str],
         max_lost_leases: int,
         time_limits: Mapping[str, float] | None = None,
-    ) -> Lapsed:
+    ) -> Recovered:
         """Recover the rows of dead processes immediately, not only when their leases end."""
         return self._abandoned.recover(
-            self._held(workers), max_lost_leases, time_limits=time_limits
+            self._leased_by(workers), max_lost_leases, time_limits=time_limits
         )
 
-    def _held(self, workers: Sequence[str]) -> ColumnElement[Any]:
+    def _leased_by(self, workers: Sequence[str]) -> ColumnElement[Any]:
         return and_(self._t.c.status == int(Status.RUNNING), self._t.c.worker.in_(list(workers)))

@@ -21,7 +21,8 @@ from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.database import Database
-from delaytasks.storage.schema import STORAGE, Schema, build_schema
+from delaytasks.storage.schema import Schema, build_schema
+from delaytasks.storage.task_table import STORAGE
 
 if TYPE_CHECKING:
     from alembic.config import Config

@@ -9,7 +9,7 @@ from zlib import crc32
 
 from sqlalchemy import bindparam, func, select
 
-from delaytasks.core.interfaces import Executor
+from delaytasks.core.interfaces import CallerConnection
 from delaytasks.storage.database import Database
 from delaytasks.storage.engines import make_engine
 from delaytasks.storage.schema import Schema
@@ -33,7 +33,7 @@ class Notices:
     def is_possible(self) -> bool:
         return self._db.can.notify
 
-    def tell(self, payloads: Iterable[str], on: Executor | None = None) -> None:
+    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None:
         """Send the payloads at the commit of `on`, or immediately without `on`."""
 
         def work(connection: Any) -> None:

@@ -8,14 +8,14 @@ from datetime import datetime
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Select, Table, and_, literal_column, or_
+from sqlalchemy import Select, Table, and_, or_
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.storage.queue_levels import levels
+from delaytasks.storage.queue_levels import has_status, levels
 from delaytasks.storage.types import EARLIEST, LATEST
 
 
@@ -40,7 +40,7 @@ def first(
     query = query.order_by(*order).limit(limit)
     if status is None:
         return list(connection.execute(query))
-    query = query.where(t.status == literal_column(str(int(status))))
+    query = query.where(has_status(tasks, status))
     if is_narrow or status is Status.DONE:  # nearly all rows are DONE
         return list(connection.execute(query))
     found: list[Any] = []

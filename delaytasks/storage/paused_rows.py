@@ -10,19 +10,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, func, literal_column, select, update
+from sqlalchemy import ColumnElement, Select, and_, func, select, update
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.interfaces import Entry, Level, Seen
+from delaytasks.core.interfaces import Entry, FoundRow, Level
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.policies import is_paused
-from delaytasks.storage.queue_levels import levels_of, queues_after
-from delaytasks.storage.rows import json_rows, listed, next_version
+from delaytasks.storage.queue_levels import has_status, levels_of, queues_after
+from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.row_lists import json_rows, listed
+from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
-from delaytasks.storage.types import db_now
 
 #: Rows that one query returns. With many more, planners that expect fewer would sort all later
 #: rows.
@@ -35,14 +36,14 @@ class PausedRows:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
-        waitlist = schema.lines
+        waitlist = schema.waitlists
         self._listed = listed(database, t.c.id, "ids")
         # Rows in a waitlist are HELD too, but only the waitlist releases them. This is a scalar
         # subquery for each row, since MariaDB would read the whole waitlist for an EXISTS.
         entry = and_(
             waitlist.c.queue == t.c.queue,
             waitlist.c.tag == t.c.tag,
-            waitlist.c.lane == func.coalesce(t.c.concurrency_key, ""),
+            waitlist.c.concurrency_key == func.coalesce(t.c.concurrency_key, ""),
             waitlist.c.place == -t.c.priority,
             waitlist.c.due == t.c.expected_time,
             waitlist.c.task_id == t.c.id,
@@ -80,7 +81,7 @@ class PausedRows:
 
     def look(
         self, status: Status, level: Level, since: datetime | None, until: datetime | None
-    ) -> list[Seen]:
+    ) -> list[FoundRow]:
         """Return the first rows of a level, by due time, that are due from `since` until
         `until`."""
         # Without a second sort key, since planners that expect few rows would sort all of them.
@@ -89,7 +90,7 @@ class PausedRows:
             query = query.where(self._t.c.expected_time >= since)
         return self._seen(query if until is None else query.where(self._t.c.expected_time <= until))
 
-    def crowd(self, status: Status, level: Level, due: datetime, after: int) -> list[Seen]:
+    def due_at(self, status: Status, level: Level, due: datetime, after: int) -> list[FoundRow]:
         """Return rows that are due at the same instant, by id, since there may be more than one
         query returns."""
         t = self._t
@@ -99,18 +100,15 @@ class PausedRows:
 
     def _of(self, status: Status, level: Level) -> Select[Any]:
         t = self._t
-        # A literal, since a parameter may be planned without the partial index of these rows.
-        here = t.c.status == literal_column(str(int(status)))
-        columns = (t.c.id, t.c.tag, t.c.expected_time)
-        query = select(*columns).where(
-            here, t.c.queue == level.queue, t.c.priority == level.priority
+        query = select(t.c.id, t.c.tag, t.c.expected_time).where(
+            has_status(t, status), t.c.queue == level.queue, t.c.priority == level.priority
         )
         return query.where(self._is_not_in_waitlist) if status is Status.HELD else query
 
-    def _seen(self, query: Select[Any]) -> list[Seen]:
-        return [Seen(*row) for row in self._db.rows(query.limit(ROWS_PER_QUERY))]
+    def _seen(self, query: Select[Any]) -> list[FoundRow]:
+        return [FoundRow(*row) for row in self._db.rows(query.limit(ROWS_PER_QUERY))]
 
-    def near(self, since: datetime, until: datetime) -> list[int]:
+    def due_between(self, since: datetime, until: datetime) -> list[int]:
         """Return the ids of some waiting rows due in (since, until] that are paused."""
         t = self._t
         query = (
@@ -137,18 +135,15 @@ class PausedRows:
 
     def release(self, ids: Sequence[int]) -> list[Entry]:
         """Release the held rows, whatever holds them, and return them as they wait now."""
-        entries, met = self._move("release", ids)
-        assert met == len(entries), "they are locked"
-        return entries
+        return self._move("release", ids)[0]
 
     def _move(
         self, name: str, ids: Sequence[int], *where: ColumnElement[bool]
     ) -> tuple[list[Entry], int]:
-        """Lock the rows and move them. Return the locked rows, and how many the UPDATE has met."""
+        """Lock the rows and move them. Return the locked rows, and how many were changed."""
         t, move = self._t, MOVES[name]
-        [source] = move.sources
         # `+ 0` prevents planners from reading all rows of the status.
-        named = and_(self._listed, t.c.status + 0 == int(source), *where)
+        named = and_(self._listed, t.c.status + 0 == int(move.source), *where)
         pick = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
             .where(named)
@@ -158,22 +153,19 @@ class PausedRows:
         locking = pick.with_for_update(
             skip_locked=True, of=t if self._db.can.update_returning else None
         )
-        values = {
-            "status": int(move.target),
-            "version": next_version(t.c.version),
-            "update_time": db_now(),
-        }
-        moving = update(t).where(self._listed, *where).values(values)
+        moving = update(t).where(self._listed, *where).values(moved(t, name))
 
         def work(connection: Any) -> tuple[list[Entry], int]:
             rows = connection.execute(locking, {"ids": ids}).all()
             if not rows:
                 return [], 0
-            met: int = connection.execute(moving, {"ids": [row.id for row in rows]}).rowcount
+            changed: int = connection.execute(moving, {"ids": [row.id for row in rows]}).rowcount
+            if not where:
+                check_row_count(changed, len(rows), f"rows to {name}")
             entries = [
                 Entry(row[0], following(row[1]), to_us(row[2]), row[3], row[4]) for row in rows
             ]
-            return entries, met
+            return entries, changed
 
         return self._db.transaction(work)
 
@@ -185,24 +177,22 @@ class PausedRows:
         ordered = sorted(tasks, key=lambda task: task.id)
         ids = [task.id for task in ordered]
         rows = dump_json([{"id": task.id, "version": task.version} for task in ordered])
-        [source] = move.sources
         mine = and_(
             t.c.id == w.c.id,
             t.c.version == w.c.version,
-            t.c.status + 0 == int(source),
+            t.c.status + 0 == int(move.source),
             self._listed,
         )
         # The values of a row that was given back: it never ran.
-        values: dict[str, Any] = {
-            "status": int(move.target),
-            "version": next_version(t.c.version),
-            "attempts": t.c.attempts - 1,
-            "execution_time": None,
-            "lease_until": None,
-            "worker": None,
-            "ip_address": None,
-            "update_time": db_now(),
-        }
+        values = moved(
+            t,
+            move.name,
+            attempts=t.c.attempts - 1,
+            execution_time=None,
+            lease_until=None,
+            worker=None,
+            ip_address=None,
+        )
         statement = update(t).where(mine, self._is_paused).values(values)
         after = select(t.c.id, t.c.version).where(self._listed, t.c.status + 0 == int(move.target))
         versions = {task.id: following(task.version) for task in tasks}

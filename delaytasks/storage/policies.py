@@ -12,7 +12,6 @@ from sqlalchemy import (
     delete,
     exists,
     func,
-    literal_column,
     not_,
     or_,
     select,
@@ -24,7 +23,9 @@ from delaytasks.core.policies import Changes, Kind, Policy, Stamp
 from delaytasks.core.states import Status
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import Insert
-from delaytasks.storage.rows import listing
+from delaytasks.storage.queue_levels import has_status
+from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.row_lists import listing
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
 
@@ -144,8 +145,8 @@ class PolicyTable:
                 "updated_by": by,
                 "change_number": self._next(connection),
             }
-            met = connection.execute(update(p).where(mine).values(**values)).rowcount
-            assert met == 1, "it is locked"
+            changed = connection.execute(update(p).where(mine).values(**values)).rowcount
+            check_row_count(changed, 1, f"the policy of the {kind} {name!r}")
             return Policy(*connection.execute(query).one()), True
 
         return self._db.transaction(work)
@@ -169,8 +170,8 @@ class PolicyTable:
             if found:
                 values = {"applied_version": p.c.version, "change_number": self._next(connection)}
                 statement = applying.values(values)
-                met = connection.execute(statement, {"policies": found}).rowcount
-                assert met == len(found), "they are locked"
+                changed = connection.execute(statement, {"policies": found}).rowcount
+                check_row_count(changed, len(found), "policies")
 
         self._db.transaction(work)
 
@@ -189,7 +190,7 @@ class PolicyTable:
         )
         if not on.execute(counting).rowcount:
             self._insert_number(on, {"id": CHANGE_ROW, "number": 0})
-            assert on.execute(counting).rowcount == 1, "this transaction or another inserted it"
+            check_row_count(on.execute(counting).rowcount, 1, "the number of policy changes")
         number: int = on.execute(self._number).scalar_one()
         return number
 
@@ -203,9 +204,7 @@ class PolicyTable:
 
     def _count(self, status: Status) -> dict[tuple[str, str], int]:
         t = self._t
-        query = select(t.c.tag, t.c.queue, func.count()).where(
-            t.c.status == literal_column(f"{status:d}")
-        )
+        query = select(t.c.tag, t.c.queue, func.count()).where(has_status(t, status))
         rows = self._db.rows(query.group_by(t.c.tag, t.c.queue))
         return {(row[0], row[1]): row[2] for row in rows}
 

@@ -19,7 +19,7 @@ _UTC = {"UTC", "Etc/UTC"}
 class Answer(NamedTuple):
     rows: Sequence[Sequence[Any]]
     #: The number of rows that the statement changed or returned.
-    met: int
+    row_count: int
 
 
 class Prepared:

@@ -1,54 +1,20 @@
-"""Converts between rows and tasks, and builds lists of rows for statements."""
+"""Converts between rows and tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    BindParameter,
-    Column,
-    ColumnElement,
-    FromClause,
-    Integer,
-    Select,
-    SmallInteger,
-    Table,
-    Text,
-    Update,
-    and_,
-    any_,
-    bindparam,
-    case,
-    cast,
-    column,
-    func,
-    literal_column,
-    select,
-    text,
-)
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
-from sqlalchemy.types import TypeEngine
+from sqlalchemy import Column, ColumnElement, Table, case
 
-from delaytasks.core.clock import UTC
-from delaytasks.core.states import MOST_VERSIONS, Status
+from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.database import Database
 from delaytasks.storage.schema import BODY, RESULT, Schema
-from delaytasks.storage.types import UTCDateTime
+from delaytasks.storage.types import db_now
 
-T = TypeVar("T")
-S = TypeVar("S", Select[Any], Update)
-#: Bytes of texts in one statement. Quoted for JSON and then for SQL they may be several times as
-#: long, and MariaDB accepts 16 MB.
-MAX_TEXT = 2_000_000
 #: The largest value of an INTEGER column.
-MOST = 2**31 - 1
+MAX_INTEGER = 2**31 - 1
 #: The columns in the order of DelayTask's fields.
 COLUMNS = (
     "id tag message_body expected_time status version queue priority task_key delay_time attempts "
@@ -112,31 +78,14 @@ def values_of(task: DelayTask, schema: Schema) -> dict[str, Any]:
     return row
 
 
-#: The types of columns in a list of rows that is sent as one JSON parameter, so that a statement's
-#: text never varies.
-_TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
-    "id": (BigInteger(), "BIGINT"),
-    "version": (BigInteger(), "BIGINT"),
-    "status": (SmallInteger(), "SMALLINT"),
-    "was": (SmallInteger(), "SMALLINT"),
-    "lapses": (Integer(), "INT"),
-    "error": (Text(), "LONGTEXT"),
-    "began": (UTCDateTime(), "DATETIME(6)"),
-    "due": (UTCDateTime(), "DATETIME(6)"),
-    "due_time": (UTCDateTime(), "DATETIME(6)"),
-    "returned": (Integer(), "INT"),
-    "never_ran": (Integer(), "INT"),
-    "result": (Text(), "LONGTEXT"),
-    **dict.fromkeys(
-        ("tag", "queue", "task_key", "concurrency_key", "message_body", "headers"),
-        (Text(), "LONGTEXT"),
-    ),
-    **dict.fromkeys(
-        ("expected_time", "create_time", "update_time"), (UTCDateTime(), "DATETIME(6)")
-    ),
-    "delay_time": (BigInteger(), "BIGINT"),
-    "priority": (Integer(), "INT"),
-}
+def moved(tasks: Table, move: str, **others: Any) -> dict[str, Any]:
+    """Return the new values of rows that this move changes; `others` are the columns of its own."""
+    return {
+        "status": int(MOVES[move].target),
+        "version": next_version(tasks.c.version),
+        "update_time": db_now(),
+        **others,
+    }
 
 
 def next_version(version: Column[int]) -> ColumnElement[int]:
@@ -146,158 +95,4 @@ def next_version(version: Column[int]) -> ColumnElement[int]:
 def one_more(count: Column[int]) -> ColumnElement[int]:
     """Add one, but not beyond the largest integer: such a row of another program must not fail the
     statement."""
-    return case((count < MOST, count + 1), else_=count)
-
-
-def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
-    """Return a table `w` with these columns, which the database makes from the JSON array parameter
-    `rows`."""
-    if dialect == "postgresql":
-        shape = [column(name, _TYPES[name][0]) for name in names]
-        return (
-            func.json_to_recordset(cast(bindparam("rows", type_=Text()), JSON))
-            .table_valued(*shape)
-            .render_derived(name="w", with_types=True)
-        )
-    if dialect == "sqlite":
-        picked = [
-            func.json_extract(literal_column("j.value"), f"$.{name}", type_=_TYPES[name][0]).label(
-                name
-            )
-            for name in names
-        ]
-        return select(*picked).select_from(text("json_each(:rows) AS j")).subquery("w")
-    fields = ", ".join(f"{name} {_TYPES[name][1]} PATH '$.{name}'" for name in names)
-    picked = [literal_column(f"j.{name}", _TYPES[name][0]).label(name) for name in names]
-    return (
-        select(*picked)
-        .select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j"))
-        .subquery("w")
-    )
-
-
-def shared_name(name: str) -> str:
-    """Return the name of the parameter for a column that has one value in all rows."""
-    return f"all_{name}"
-
-
-def shared_parameter(name: str) -> BindParameter[Any]:
-    return bindparam(shared_name(name), type_=_TYPES[name][0])
-
-
-def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:
-    """The condition that a column's value is in the list parameter `name`.
-
-    The index is searched for each value, whatever the statistics contain. PostgreSQL would rather
-    scan a table of medium size, unless the list is made while the query runs.
-    """
-    if not database.can.array_parameters:
-        return column.in_(listing(name))
-    values = select(func.unnest(bindparam(name, type_=_array(column.type))))
-    return column == any_(func.array(values.scalar_subquery()))
-
-
-def _array(kind: Any) -> TypeEngine[Any]:
-    from sqlalchemy.dialects.postgresql import ARRAY  # only where the database is PostgreSQL
-
-    return ARRAY(kind)
-
-
-def each_listed(database: Database, id: Column[int]) -> ColumnElement[bool]:
-    """The condition that an id is in the list of `list_of`, for prepared statements.
-
-    Without it a table that was never analysed is scanned.
-    """
-    if not database.can.array_parameters:
-        return id.in_(listing("ids"))
-    return and_(id == any_(bindparam("ids", type_=_array(BigInteger()))), within_list(id))
-
-
-def within_list(id: Column[int]) -> ColumnElement[bool]:
-    """The range of the listed ids. A kept plan can choose partitions by a range, but not by a
-    list."""
-    return id.between(bindparam("first", type_=BigInteger), bindparam("last", type_=BigInteger))
-
-
-def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
-    """Return the parameters of a sorted list of ids."""
-    return (
-        {"ids": ids, "first": ids[0], "last": ids[-1]}
-        if database.can.array_parameters
-        else {"ids": ids}
-    )
-
-
-def listing(name: str) -> Any:
-    """A list parameter that is written out, one placeholder for each value."""
-    return bindparam(name, expanding=True)
-
-
-def by_id(statement: S, table: Table) -> S:
-    """Let MySQL find the listed rows by their ids.
-
-    It would rather scan a small table or use the index of the status, and wait for each locked row
-    there.
-    """
-    for dialect in ("mysql", "mariadb"):
-        statement = statement.with_hint(
-            text="FORCE INDEX (PRIMARY)", selectable=table, dialect_name=dialect
-        )
-    return statement
-
-
-class _ValueOfId(FunctionElement[Any]):
-    inherit_cache = True
-
-
-def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[Any]:
-    """The value of a row in the list parameter `name`, for rows that `each_listed` finds.
-
-    The list has one value for each id of `list_of`, in the same order.
-    """
-    kind = _TYPES[name][0]
-    if not database.can.array_parameters:
-        return _ValueOfId(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
-    return _ValueOfId(
-        id, bindparam("ids", type_=_array(BigInteger())), bindparam(name, type_=_array(kind))
-    )
-
-
-@compiles(_ValueOfId, "postgresql")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    id, ids, values = (compiler.process(clause, **kw) for clause in element.clauses)
-    # The ids are sorted, so width_bucket finds an id's position by binary search.
-    return f"({values})[width_bucket({id}, {ids})]"
-
-
-@compiles(_ValueOfId, "mysql")
-@compiles(_ValueOfId, "mariadb")
-def _(element: Any, compiler: Any, **kw: Any) -> str:
-    id, *lists = (compiler.process(clause, **kw) for clause in element.clauses)
-    # Lists have parentheses, as IN needs them.
-    ids, values = (written.removeprefix("(").removesuffix(")") for written in lists)
-    return f"ELT(FIELD({id}, {ids}), {values})"
-
-
-def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """Split `items` into lists that one statement can carry each, in their order."""
-    part: list[T] = []
-    size = 0
-    for item in items:
-        length = size_of(item)
-        if part and size + length > MAX_TEXT:
-            yield part
-            part, size = [], 0
-        part.append(item)
-        size += length
-    if part:
-        yield part
-
-
-def instant_text(dialect: str, instant: datetime | None) -> str | None:
-    """Return an instant as text inside a JSON parameter."""
-    if instant is None:
-        return None
-    # isoformat is several times as fast as strftime, and each row of a chunk has one.
-    shown = instant.astimezone(UTC).isoformat(" ", "microseconds")
-    return shown if dialect == "postgresql" else shown.removesuffix("+00:00")
+    return case((count < MAX_INTEGER, count + 1), else_=count)

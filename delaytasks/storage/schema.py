@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
     Double,
-    Identity,
     Index,
     Integer,
     MetaData,
@@ -22,6 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import conv
 
+from delaytasks.core.encryption import TextCipher
 from delaytasks.core.inputs import (
     ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,
@@ -29,35 +30,11 @@ from delaytasks.core.inputs import (
     QUEUE_LENGTH,
     TAG_LENGTH,
 )
-from delaytasks.core.states import Status
+from delaytasks.storage.task_table import MYSQL_OPTIONS, task_table
 from delaytasks.storage.types import LongText, UTCDateTime, db_now
-
-if TYPE_CHECKING:
-    from delaytasks.encryption.cipher import Cipher
 
 #: The columns that encryption keys encrypt.
 BODY, RESULT = "message_body", "result"
-
-#: SQLite generates ids only for INTEGER PRIMARY KEY.
-RowId = BigInteger().with_variant(Integer(), "sqlite")
-
-HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
-ENDED_BADLY = f"status IN ({Status.FAILED:d}, {Status.CANCELLED:d})"
-#: MySQL's default collations ignore case and trailing blanks, but 'a' and 'A' are two tags.
-_MYSQL: Any = {
-    "mysql_charset": "utf8mb4",
-    "mysql_collate": "utf8mb4_bin",
-    "mariadb_charset": "utf8mb4",
-    "mariadb_collate": "utf8mb4_bin",
-}
-#: PostgreSQL's storage options. The migration that sets them gives the reasons.
-STORAGE = {
-    "fillfactor": "85",
-    "autovacuum_vacuum_scale_factor": "0.01",
-    "autovacuum_vacuum_threshold": "5000",
-    "autovacuum_analyze_scale_factor": "0.02",
-    "autovacuum_analyze_threshold": "5000",
-}
 
 
 @dataclass(frozen=True)
@@ -72,97 +49,63 @@ class Schema:
     policies: Table
     policy_changes: Table
     audit: Table
-    lines: Table
+    waitlists: Table
     #: The number of the shard that has these tables.
     shard: int
     #: Encrypts bodies and results; None if they are stored as plain text.
-    cipher: Cipher | None = None
+    cipher: TextCipher | None = None
+
+
+@dataclass(frozen=True)
+class _TableMaker:
+    metadata: MetaData
+    prefix: str
+
+    def make(self, name: str, *items: Column[Any] | Index, key: Sequence[str]) -> Table:
+        """Return a table. `key` are the columns of its primary key."""
+        primary_key = PrimaryKeyConstraint(*key, name=conv(f"{self.prefix}pk_{name}"))
+        return Table(self.prefix + name, self.metadata, *items, primary_key, **MYSQL_OPTIONS)
 
 
 def build_schema(
-    prefix: str = "", schema: str | None = None, shard: int = 0, cipher: Cipher | None = None
+    prefix: str = "", schema: str | None = None, shard: int = 0, cipher: TextCipher | None = None
 ) -> Schema:
     metadata = MetaData(schema=schema or None)
-    tasks = Table(
-        prefix + "yb_delay_task_message",
-        metadata,
-        # Columns up to update_time are a contract: a row with only these is a valid task.
-        Column("id", RowId, Identity(always=False), primary_key=True),
-        Column("tag", String(TAG_LENGTH), nullable=False),
-        Column("message_body", LongText, nullable=False),
-        Column(
-            "status", SmallInteger, nullable=False, server_default=text(f"{Status.NOT_COMPLETE:d}")
-        ),
-        Column("error_stack", LongText),
-        Column("version", BigInteger, nullable=False, server_default=text("0")),
-        Column("ip_address", BigInteger),
-        Column("delay_time", BigInteger, nullable=False, server_default=text("0")),
-        Column("expected_time", UTCDateTime, nullable=False, server_default=db_now()),
-        Column("execution_time", UTCDateTime),
-        Column("create_time", UTCDateTime, nullable=False, server_default=db_now()),
-        Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
-        Column("queue", String(QUEUE_LENGTH), nullable=False, server_default="default"),
-        Column("priority", SmallInteger, nullable=False, server_default=text("0")),
-        Column("headers", LongText),
-        Column("attempts", Integer, nullable=False, server_default=text("0")),
-        Column("lapses", Integer, nullable=False, server_default=text("0")),
-        Column("lease_until", UTCDateTime),
-        Column("worker", String(255)),
-        Column("task_key", String(KEY_LENGTH)),
-        Column("result", LongText),
-        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
-        # The due time of a deferred task, whose expected_time is its next try; NULL for other
-        # tasks.
-        Column("due_time", UTCDateTime),
-        Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
-        Index(
-            conv(prefix + "idx_yb_delay_hot"),
-            "status",
-            "queue",
-            "priority",
-            "expected_time",
-            # Complete on other databases: MySQL has no partial indexes, and SQLite does not use one
-            # for a status that is a parameter.
-            postgresql_where=text(HOT),
-        ),
-        Index(
-            conv(prefix + "idx_yb_delay_held"),
-            "queue",
-            "priority",
-            "expected_time",
-            postgresql_where=text(f"status = {Status.HELD:d}"),
-        ).ddl_if(dialect="postgresql"),
-        Index(
-            conv(prefix + "idx_yb_delay_ended_badly"),
-            "status",
-            "queue",
-            "priority",
-            "expected_time",
-            postgresql_where=text(ENDED_BADLY),
-        ).ddl_if(dialect="postgresql"),
-        Index(
-            conv(prefix + "idx_yb_delay_key"),
-            "task_key",
-            "expected_time",
-            postgresql_where=text("task_key IS NOT NULL"),
-            sqlite_where=text("task_key IS NOT NULL"),
-        ),
-        **_MYSQL,
+    tables = _TableMaker(metadata, prefix)
+    return Schema(
+        metadata=metadata,
+        tasks=task_table(metadata, prefix),
+        keys=_keys(tables),
+        attempts=_attempts(tables),
+        sweeps=_sweeps(tables),
+        workers=_workers(tables),
+        shards=_shards(tables),
+        policies=_policies(tables),
+        policy_changes=_policy_changes(tables),
+        audit=_audit(tables),
+        waitlists=_waitlists(tables),
+        shard=shard,
+        cipher=cipher,
     )
-    keys = Table(
-        prefix + "yb_delay_task_key",
-        metadata,
+
+
+def _keys(tables: _TableMaker) -> Table:
+    """The keys of live tasks."""
+    return tables.make(
+        "yb_delay_task_key",
         Column("tag", String(TAG_LENGTH), nullable=False),
         Column("task_key", String(KEY_LENGTH), nullable=False),
         Column("task_id", BigInteger, nullable=False),
         # The key comes first, since it distinguishes rows. If the tag came first, a planner might
         # read all keys of a tag.
-        PrimaryKeyConstraint("task_key", "tag", name=conv(prefix + "pk_yb_delay_task_key")),
-        **_MYSQL,
+        key=["task_key", "tag"],
     )
-    attempts = Table(
-        prefix + "yb_delay_attempt",
-        metadata,
+
+
+def _attempts(tables: _TableMaker) -> Table:
+    """Failed attempts."""
+    return tables.make(
+        "yb_delay_attempt",
         Column("task_id", BigInteger, nullable=False, autoincrement=False),
         # The version of the row while it ran. Attempts are counted anew after a manual retry,
         # versions never are.
@@ -172,12 +115,14 @@ def build_schema(
         Column("ended", UTCDateTime, nullable=False),
         Column("worker", String(255)),
         Column("error", LongText),
-        PrimaryKeyConstraint("task_id", "version", name=conv(prefix + "pk_yb_delay_attempt")),
-        **_MYSQL,
+        key=["task_id", "version"],
     )
-    sweeps = Table(
-        prefix + "yb_delay_sweep",
-        metadata,
+
+
+def _sweeps(tables: _TableMaker) -> Table:
+    """The last sweep of each sweep partition."""
+    return tables.make(
+        "yb_delay_sweep",
         # The number of a sweep partition, and how many there are.
         Column("house", Integer, key="sweep_partition", nullable=False, autoincrement=False),
         Column("houses", Integer, key="sweep_partitions", nullable=False, autoincrement=False),
@@ -185,14 +130,14 @@ def build_schema(
         Column("armed_until", UTCDateTime, nullable=False),
         # The timer that holds the tasks up to armed_until.
         Column("timer", String(16), nullable=False, server_default="eta"),
-        PrimaryKeyConstraint(
-            "sweep_partitions", "sweep_partition", name=conv(prefix + "pk_yb_delay_sweep")
-        ),
-        **_MYSQL,
+        key=["sweep_partitions", "sweep_partition"],
     )
-    workers = Table(
-        prefix + "yb_delay_worker",
-        metadata,
+
+
+def _workers(tables: _TableMaker) -> Table:
+    """The workers that are alive."""
+    return tables.make(
+        "yb_delay_worker",
         Column("name", String(255), nullable=False),
         Column("seen_at", UTCDateTime, nullable=False),
         Column("started_at", UTCDateTime, nullable=False),
@@ -203,19 +148,23 @@ def build_schema(
         # The tags for which the worker has processors, as JSON; NULL if they are unknown or too
         # many.
         Column("tags", LongText),
-        PrimaryKeyConstraint("name", name=conv(prefix + "pk_yb_delay_worker")),
-        **_MYSQL,
+        key=["name"],
     )
-    shards = Table(  # one row
-        prefix + "yb_delay_shard",
-        metadata,
+
+
+def _shards(tables: _TableMaker) -> Table:
+    """The number of the shard, in one row."""
+    return tables.make(
+        "yb_delay_shard",
         Column("number", Integer, nullable=False, autoincrement=False),
-        PrimaryKeyConstraint("number", name=conv(prefix + "pk_yb_delay_shard")),
-        **_MYSQL,
+        key=["number"],
     )
-    policies = Table(
-        prefix + "yb_delay_policy",
-        metadata,
+
+
+def _policies(tables: _TableMaker) -> Table:
+    """The pauses and limits of tags and queues."""
+    return tables.make(
+        "yb_delay_policy",
         Column("kind", String(8), nullable=False),
         Column("name", String(TAG_LENGTH), nullable=False),
         Column("is_paused", Boolean, nullable=False),
@@ -234,21 +183,25 @@ def build_schema(
         Column("turn", String(CONCURRENCY_KEY_LENGTH)),
         # The number of the transaction that last changed the policy, counted in the next table.
         Column("change_number", BigInteger, nullable=False, server_default=text("0")),
-        PrimaryKeyConstraint("kind", "name", name=conv(prefix + "pk_yb_delay_policy")),
-        Index(conv(prefix + "idx_yb_delay_policy_change"), "change_number"),
-        **_MYSQL,
+        Index(conv(tables.prefix + "idx_yb_delay_policy_change"), "change_number"),
+        key=["kind", "name"],
     )
-    policy_changes = Table(  # one row
-        prefix + "yb_delay_policy_change",
-        metadata,
+
+
+def _policy_changes(tables: _TableMaker) -> Table:
+    """The number of the last change of a policy, in one row."""
+    return tables.make(
+        "yb_delay_policy_change",
         Column("id", SmallInteger, nullable=False, autoincrement=False),
         Column("number", BigInteger, nullable=False),
-        PrimaryKeyConstraint("id", name=conv(prefix + "pk_yb_delay_policy_change")),
-        **_MYSQL,
+        key=["id"],
     )
-    audit = Table(
-        prefix + "yb_delay_audit",
-        metadata,
+
+
+def _audit(tables: _TableMaker) -> Table:
+    """The audit rows of bulk operations."""
+    return tables.make(
+        "yb_delay_audit",
         Column("id", BigInteger, nullable=False, autoincrement=False),
         Column("action", String(32), nullable=False),
         Column("filter", LongText, nullable=False),
@@ -260,46 +213,23 @@ def build_schema(
         Column("matched", BigInteger, nullable=False),
         Column("changed", BigInteger, nullable=False),
         Column("refused", BigInteger, nullable=False),
-        PrimaryKeyConstraint("id", name=conv(prefix + "pk_yb_delay_audit")),
-        **_MYSQL,
+        key=["id"],
     )
-    lines = Table(
-        prefix + "yb_delay_waitlist",
-        metadata,
+
+
+def _waitlists(tables: _TableMaker) -> Table:
+    """The due tasks of limited tags that wait for capacity."""
+    return tables.make(
+        "yb_delay_waitlist",
         Column("queue", String(QUEUE_LENGTH), nullable=False),
         Column("tag", String(TAG_LENGTH), nullable=False),
         # The concurrency key; empty for tasks that have none.
-        Column("lane", String(CONCURRENCY_KEY_LENGTH), nullable=False),
+        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH), nullable=False),
         # The higher the priority, the lower the number.
         Column("place", Integer, nullable=False, autoincrement=False),
         Column("due", UTCDateTime, nullable=False),
         Column("task_id", BigInteger, nullable=False, autoincrement=False),
         # The version of the held row. If the row has another version, this entry is void.
         Column("version", BigInteger, nullable=False, autoincrement=False),
-        PrimaryKeyConstraint(
-            "queue",
-            "tag",
-            "lane",
-            "place",
-            "due",
-            "task_id",
-            "version",
-            name=conv(prefix + "pk_yb_delay_waitlist"),
-        ),
-        **_MYSQL,
-    )
-    return Schema(
-        metadata=metadata,
-        tasks=tasks,
-        keys=keys,
-        attempts=attempts,
-        sweeps=sweeps,
-        workers=workers,
-        shards=shards,
-        policies=policies,
-        policy_changes=policy_changes,
-        audit=audit,
-        lines=lines,
-        shard=shard,
-        cipher=cipher,
+        key=["queue", "tag", "concurrency_key", "place", "due", "task_id", "version"],
     )

@@ -8,34 +8,29 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
 
-from delaytasks.core.interfaces import Executor, Settlement
+from delaytasks.core.interfaces import CallerConnection, Settlement
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
-from delaytasks.storage.rows import (
+from delaytasks.storage.row_lists import (
     at_place,
     by_id,
     each_listed,
     instant_text,
     json_rows,
     list_of,
-    next_version,
     parts,
     shared_name,
     shared_parameter,
 )
+from delaytasks.storage.rows import next_version
 from delaytasks.storage.schema import RESULT, Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now
 
-#: Moves after which a row looks as if it was never claimed, and moves that are no attempt.
-NEVER_RAN = frozenset({"give_back", "expire"})
-RETURNS_ATTEMPT = NEVER_RAN | {"snooze"}
-#: Moves that record a failed attempt.
-MISSES = frozenset({"fail", "schedule_retry"})
 #: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
 #: the same value, since constants would lead planners to the index of all running rows.
 _FENCE = ("id", "version", "was")
@@ -107,7 +102,7 @@ class Settlements:
             accepted |= self._settle_part(part)
         return accepted
 
-    def complete(self, task: DelayTask, result: str | None, on: Executor) -> bool:
+    def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.
 
         Return False if its lease was lost.
@@ -131,16 +126,9 @@ class Settlements:
         return bool(on.execute(update(t).where(is_ours).values(**done)).rowcount)
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
-        if not any(
-            s.move in MISSES or (s.task.key is not None and s.move != "give_back") for s in ordered
-        ):
+        if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
             return self._db.alone(lambda c: self._settled(c, ordered))
-
-        def together() -> set[int]:
-            with self._db.begin() as connection:
-                return self._together(connection, ordered)
-
-        return self._db.run(together)
+        return self._db.transaction(lambda c: self._together(c, ordered))
 
     def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
         """Settle all of them in the transaction that has begun."""
@@ -148,27 +136,28 @@ class Settlements:
 
     def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
         # Keys before tasks, in the order of a replacement: the other order would lead to deadlocks.
-        held = self._lock_keys(on, ordered)
-        settlements = [self._unless_replaced(s, held) for s in ordered]
+        owners = self._lock_keys(on, ordered)
+        settlements = [self._unless_replaced(s, owners) for s in ordered]
         accepted = self._settled(on, settlements)
         over = [s for s in settlements if s.task.id in accepted]
         self._keys.release_all(
-            on, [_named(s) for s in over if s.task.id in held and MOVES[s.move].target in FINISHED]
+            on, [_named(s) for s in over if s.task.id in owners and s.target in FINISHED]
         )
-        if failed := [s for s in over if s.move in MISSES]:
+        if failed := [s for s in over if s.ending.is_failure]:
             self._attempts.record(on, failed, self._worker)
         return accepted
 
     def _lock_keys(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
         """Lock the keys, and return the ids of the tasks that still own theirs."""
-        named = [_named(s) for s in settlements if s.task.key is not None and s.move != "give_back"]
+        named = [_named(s) for s in settlements if _may_release_key(s)]
         return {row[0] for row in self._keys.lock_all(on, named, skip_locked=False)}
 
     @staticmethod
-    def _unless_replaced(settlement: Settlement, held: set[int]) -> Settlement:
+    def _unless_replaced(settlement: Settlement, owners: set[int]) -> Settlement:
         """Return the settlement; a task that would run again fails if it has lost its key."""
-        task, again = settlement.task, settlement.move in ("schedule_retry", "snooze")
-        if not again or task.key is None or task.id in held:
+        task = settlement.task
+        runs_again = settlement.target is Status.NOT_COMPLETE and settlement.ending.has_run
+        if not runs_again or task.key is None or task.id in owners:
             return settlement
         why = f"Not run again: its key {task.key!r} went to another task."
         error = f"{settlement.error or settlement.move}\n{why}"
@@ -179,15 +168,15 @@ class Settlements:
             settlement.task.id,
             settlement.task.version,
             int(Status.RUNNING),
-            int(MOVES[settlement.move].target),
+            int(settlement.target),
             settlement.error,
             self._kept(settlement.result, settlement.task),
             settlement.began,
             settlement.due,
             # No other move changes a running row, so its due time is still the claimed one.
             settlement.due_time if settlement.due is not None else settlement.task.due_time,
-            int(settlement.move in RETURNS_ATTEMPT),
-            int(settlement.move in NEVER_RAN),
+            int(not settlement.ending.is_attempt),
+            int(not settlement.ending.has_run),
         )
 
     def _kept(self, result: str | None, task: DelayTask) -> str | None:
@@ -218,7 +207,7 @@ class Settlements:
             parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
         if are_alike:
             parameters |= {shared_name(name): columns[name][0] for name in shared}
-        if statement(connection, parameters).met == len(ordered):
+        if statement(connection, parameters).row_count == len(ordered):
             return set(columns["id"])
         # Some leases were lost, or an earlier try of the same settlement was committed and its
         # answer was lost.
@@ -235,11 +224,11 @@ class Settlements:
 
         A lost lease leaves other ones.
         """
-        task, never_ran = settlement.task, settlement.move in NEVER_RAN
+        task = settlement.task
         return (
             following(task.version),
-            int(MOVES[settlement.move].target),
-            task.lapses if never_ran else 0,
+            int(settlement.target),
+            0 if settlement.ending.has_run else task.lapses,
         )
 
 
@@ -250,6 +239,10 @@ def _is_shared(values: Sequence[Any]) -> bool:
     """
     first = values[0]
     return (first is None or isinstance(first, int)) and values.count(first) == len(values)
+
+
+def _may_release_key(settlement: Settlement) -> bool:
+    return settlement.task.key is not None and settlement.move != "give_back"
 
 
 def _named(settlement: Settlement) -> tuple[int, str, str | None]:

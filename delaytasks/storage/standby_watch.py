@@ -41,18 +41,22 @@ class Sessions:
     end: str
 
 
-_POSTGRESQL = Sessions(
+_POSTGRESQL_SESSIONS = Sessions(
     "SELECT pid, query_start FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND pid IN :ids",
     # The condition is checked again, since the session may execute another statement by now.
     "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
     "WHERE pid = :id AND wait_event = 'SyncRep' AND query_start = :statement",
 )
-_MYSQL = Sessions(
+_MYSQL_SESSIONS = Sessions(
     "SELECT id, 0 FROM information_schema.processlist "
     "WHERE state LIKE 'Waiting for semi-sync ACK%' AND id IN :ids",
     "KILL :id",
 )
-_BACKENDS = {"postgresql": _POSTGRESQL, "mysql": _MYSQL, "mariadb": _MYSQL}
+_BACKENDS = {
+    "postgresql": _POSTGRESQL_SESSIONS,
+    "mysql": _MYSQL_SESSIONS,
+    "mariadb": _MYSQL_SESSIONS,
+}
 
 
 @dataclass

@@ -6,27 +6,25 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    Connection,
-    and_,
-    case,
-    func,
-    literal_column,
-    null,
-    select,
-)
+from sqlalchemy import ColumnElement, Connection, and_, case, func, null, select
 
-from delaytasks.core.encryption import MARK_LENGTH, NO_NAME, PREFIX, PREFIXES, marks_of, name_in
+from delaytasks.core.encryption import (
+    BOUND_PREFIX,
+    MARK_LENGTH,
+    NO_NAME,
+    PREFIXES,
+    marks_of,
+    name_in,
+)
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import Late, Pending, UntrustedInput
+from delaytasks.core.interfaces import OverdueGroup, Pending, UntrustedInput
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.text import DEFER_MAX_S, DEFERRALS, shown
 from delaytasks.storage.abandoned_rows import lease_is_over
 from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.database import Database
 from delaytasks.storage.estimates import estimate
-from delaytasks.storage.queue_levels import steps
+from delaytasks.storage.queue_levels import has_status, steps
 from delaytasks.storage.schema import BODY, Schema
 from delaytasks.storage.types import db_now_plus
 
@@ -81,7 +79,7 @@ class Stats:
 
     def _count(self, connection: Connection, status: Status) -> Count:
         t = self._t
-        rows = select(t.c.id).where(t.c.status == literal_column(str(int(status))))
+        rows = select(t.c.id).where(has_status(t, status))
         guess = estimate(connection, rows)
         if guess > MAX_COUNTED or status is Status.DONE:  # they have no index
             return Count(guess, is_estimate=True)
@@ -125,7 +123,7 @@ class Stats:
     def _due(self) -> ColumnElement[datetime]:
         return func.coalesce(self._t.c.due_time, self._t.c.expected_time)
 
-    def lapsed(self, lease_s: float) -> int:
+    def expired_leases(self, lease_s: float) -> int:
         """Count RUNNING rows whose lease is over. The next sweep recovers them."""
         query = select(func.count()).where(lease_is_over(self._t, lease_s))
         return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
@@ -144,10 +142,10 @@ class Stats:
             )
         return list(found.values())
 
-    def late(self, late_s: float, most: int) -> list[Late]:
+    def late(self, late_s: float, most: int) -> list[OverdueGroup]:
         """Return the largest groups of what `overdue` counts, by queue, tag and cause of the
         deferral."""
-        t, groups = self._t, list[Late]()
+        t, groups = self._t, list[OverdueGroup]()
         is_not_deferred, is_deferred = self._late_parts(late_s)
         codes = [(t.c.error_stack.startswith(begin), code) for begin, code in DEFERRALS.items()]
         cause = case(*codes, else_="deferred")
@@ -163,7 +161,8 @@ class Stats:
                 c.queue, c.tag, c.cause
             )
             groups += [
-                Late(*row) for row in self._db.rows(query.order_by(tasks.desc()).limit(most))
+                OverdueGroup(*row)
+                for row in self._db.rows(query.order_by(tasks.desc()).limit(most))
             ]
         return sorted(groups, key=lambda group: -group.tasks)[:most]
 
@@ -220,7 +219,7 @@ class Stats:
         marks = [] if self._cipher is None else marks_of(self._cipher.names)
         mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
         needs = [
-            func.substr(t.message_body, 1, len(PREFIX)).in_(PREFIXES),
+            func.substr(t.message_body, 1, len(BOUND_PREFIX)).in_(PREFIXES),
             *([mark.not_in(marks)] if marks else []),
         ]
         found: dict[tuple[str, str], UntrustedInput] = {}

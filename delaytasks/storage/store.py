@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from sqlalchemy import Connection, exc, inspect
 
+from delaytasks.core.encryption import TextCipher
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.claims import Claims
+from delaytasks.storage.claims import Claims, HoldExcess
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
 from delaytasks.storage.driver_errors import REMEDY, TRIES
@@ -25,23 +26,19 @@ from delaytasks.storage.schema import build_schema
 from delaytasks.storage.sweep_queries import SweepQueries
 from delaytasks.storage.tasks import Tasks
 from delaytasks.storage.touches import Touches
-from delaytasks.storage.waitlist import Limited
+from delaytasks.storage.waitlist_names import WaitlistNames
 from delaytasks.storage.worker_table import WorkerTable
-
-if TYPE_CHECKING:
-    from delaytasks.encryption.cipher import Cipher
 
 
 class Store:
     def __init__(
-        self, url: str, settings: Settings, shard: int = 0, cipher: Cipher | None = None
+        self, url: str, settings: Settings, shard: int = 0, cipher: TextCipher | None = None
     ) -> None:
         self.shard = shard
-        self.database = Database(
-            url, settings.pool_size, shard if len(settings.database_url) > 1 else None
-        )
+        shards = max(len(settings.database_url), 1)
+        self.database = Database(url, settings.pool_size, shard if shards > 1 else None)
         self.schema = build_schema(settings.table_prefix, settings.table_schema, shard, cipher)
-        self.tasks = Tasks(self.database, self.schema)
+        self.tasks = Tasks(self.database, self.schema, shards)
         self.bulk = Bulk(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
         self.sweeps = SweepQueries(self.database, self.schema, settings.lease_s, settings.timer)
@@ -50,13 +47,19 @@ class Store:
         self.workers = WorkerTable(self.database, self.schema)
         self.deferred_rows = DeferredRows(self.database, self.schema)
         self.policies = PolicyTable(self.database, self.schema)
-        self.holding = PausedRows(self.database, self.schema)
+        self.paused_rows = PausedRows(self.database, self.schema)
+        self.waitlist_names = WaitlistNames(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s
         self._is_number_checked = False
 
-    def claims(self, worker: str, ip: int | None, limited: Limited = dict) -> Claims:
-        return Claims(self.database, self.schema, worker, ip, self._lease_s, limited)
+    def claims(
+        self,
+        worker: str,
+        ip: int | None,
+        limits: Callable[[], HoldExcess | None] = lambda: None,
+    ) -> Claims:
+        return Claims(self.database, self.schema, worker, ip, self._lease_s, limits)
 
     def check(self) -> None:
         """Raise `ConfigError` if tables are missing, too old or too narrow, or the policies cannot
@@ -94,12 +97,10 @@ class Store:
         if self._is_number_checked:
             return
 
-        def ask() -> int | None:
-            with self.database.auto.connect() as connection:
-                return number_of(connection, self.schema)
-
         try:
-            found = self.database.run(ask, tries=TRIES if insists else 1)
+            found = self.database.alone(
+                lambda c: number_of(c, self.schema), tries=TRIES if insists else 1
+            )
         except StoreUnavailableError:
             raise
         except StoreError:

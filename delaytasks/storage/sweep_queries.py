@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Select, and_, delete, exc, exists, insert, not_, select, update
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.interfaces import Entry, Lapsed, Level, QueuePlace
+from delaytasks.core.interfaces import Entry, Level, QueuePlace, Recovered
 from delaytasks.core.policies import NO_POLICIES, Policies
 from delaytasks.core.states import FINISHED, Status
 from delaytasks.storage.abandoned_rows import AbandonedRows, lease_is_over
@@ -21,6 +21,7 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.partition_bounds import end_of
 from delaytasks.storage.policies import is_paused
 from delaytasks.storage.queue_levels import first_levels_of, levels, queues_after, steps
+from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import db_now, db_now_plus, is_past
@@ -46,7 +47,7 @@ class SweepQueries:
         self._audit = Audit(database, schema)
         self._t = schema.tasks
         self._s = schema.sweeps
-        self._waitlist = schema.lines
+        self._waitlist = schema.waitlists
         self._is_paused = is_paused(schema)
 
     def begin_sweep(
@@ -83,8 +84,8 @@ class SweepQueries:
             # Our workers do not receive what another timer holds, so rows are armed again.
             armed_until = now if is_set_back or row.timer != self._timer else row.armed_until
             values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
-            met = connection.execute(update(s).where(mine).values(values)).rowcount
-            assert met == 1, "it is locked"
+            changed = connection.execute(update(s).where(mine).values(values)).rowcount
+            check_row_count(changed, 1, f"sweep partition {sweep_partition}")
             return armed_until
 
         try:
@@ -133,7 +134,7 @@ class SweepQueries:
             if sweep_partition not in swept
         ]
 
-    def near(
+    def due_between(
         self,
         since: datetime,
         until: datetime,
@@ -142,7 +143,7 @@ class SweepQueries:
         policies: Policies = NO_POLICIES,
     ) -> Iterator[list[Entry]]:
         """Yield waiting rows due in (since, until] that are not paused, by due time, in batches."""
-        query = self._near(since, until, policies)
+        query = self._due_between(since, until, policies)
         if sweep_partitions > 1:
             query = query.where(
                 (self._t.c.id % _PARTITION_PRIME) % sweep_partitions == sweep_partition
@@ -150,15 +151,17 @@ class SweepQueries:
         for rows in self._db.stream(query, size=1000):
             yield _entries(rows)
 
-    def look(
+    def first_due_between(
         self, since: datetime, until: datetime, limit: int, policies: Policies = NO_POLICIES
     ) -> list[Entry]:
-        """Return the first rows that `near` yields, by a single statement. For callers that ask
-        often."""
-        query = self._near(since, until, policies).limit(limit)
+        """Return the first rows that `due_between` yields, by one statement.
+
+        For callers that ask often.
+        """
+        query = self._due_between(since, until, policies).limit(limit)
         return _entries(self._db.rows(query))
 
-    def _near(self, since: datetime, until: datetime, policies: Policies) -> Select[Any]:
+    def _due_between(self, since: datetime, until: datetime, policies: Policies) -> Select[Any]:
         t = self._t
         query = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
@@ -215,7 +218,7 @@ class SweepQueries:
 
         def work(connection: Any) -> tuple[set[str], QueuePlace]:
             tasks = queues_after(connection, self._t, Status.NOT_COMPLETE, after.tasks, most)
-            later = None if after.lines is None else waitlist_queue > after.lines
+            later = None if after.waitlists is None else waitlist_queue > after.waitlists
             waitlists = list(islice(steps(connection, waitlist_queue, later), most))
             # A part that is not full was the last one.
             place = QueuePlace(
@@ -244,7 +247,7 @@ class SweepQueries:
         found += [Level(queue, 0) for queue in in_waitlist if queue not in known]
         return sorted(found, key=lambda level: (-level.priority, level.queue))
 
-    def lapse(self, max_lost_leases: int, limit: int) -> Lapsed:
+    def recover(self, max_lost_leases: int, limit: int) -> Recovered:
         """Recover RUNNING rows whose lease is over: their worker is dead or stuck."""
         return self._abandoned.recover(
             lease_is_over(self._t, self._lease_s), max_lost_leases, limit

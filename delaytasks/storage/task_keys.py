@@ -14,7 +14,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import Insert
-from delaytasks.storage.rows import listed
+from delaytasks.storage.row_lists import listed
 from delaytasks.storage.schema import Schema
 
 
@@ -86,7 +86,7 @@ class TaskKeys:
         With `skip_locked`, keys that another transaction has locked are left out."""
         return self._owners(on, tasks, lambda q: q.with_for_update(skip_locked=skip_locked))
 
-    def held(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
+    def owned(self, on: Any, tasks: Sequence[Any]) -> list[Any]:
         """Return the (id, tag, key) of `tasks` that own their key, whether it is locked or not."""
         return self._owners(on, tasks, lambda q: q)
 

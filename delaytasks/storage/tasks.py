@@ -12,7 +12,7 @@ from sqlalchemy import Connection, exc, select
 
 from delaytasks.core.attempt import Attempt
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
-from delaytasks.core.interfaces import Executor, OnConflict
+from delaytasks.core.interfaces import CallerConnection, OnConflict
 from delaytasks.core.page import Page
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Tasks:
-    def __init__(self, database: Database, schema: Schema) -> None:
+    def __init__(self, database: Database, schema: Schema, shards: int) -> None:
         self._db = database
         self._t = t = schema.tasks
         self._schema = schema
@@ -43,18 +43,19 @@ class Tasks:
         self._insert_bulk = BulkInsert(database, schema)
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
-        self.key_owners = KeyOwners(database, schema, self._keys, self._moves)
+        self.key_owners = KeyOwners(database, schema, self._keys, self._moves, shards)
 
     # -- schedule ---------------------------------------------------------------------------------
 
-    def insert(self, task: DelayTask, on: Executor | None = None) -> bool:
+    def insert(self, task: DelayTask, on: CallerConnection | None = None) -> bool:
         """Insert one row; return False if a row with this id exists."""
         values = values_of(task, self._schema)
         if on is not None:
             return self._insert(on, values)
-        return self._db.run(partial(self._insert.alone, values), unknown_id=task.id)
+        insert = partial(self._insert, values=values)
+        return self._db.repeat(insert, self._db.auto.connect, unknown_id=task.id)
 
-    def insert_many(self, tasks: Sequence[DelayTask], on: Executor | None = None) -> bool:
+    def insert_many(self, tasks: Sequence[DelayTask], on: CallerConnection | None = None) -> bool:
         """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
 
         def work(connection: Any) -> bool:
@@ -75,37 +76,36 @@ class Tasks:
         self,
         task: DelayTask,
         on_conflict: OnConflict,
-        on: Executor | None = None,
+        on: CallerConnection | None = None,
         pointing: Collection[int] = (),
     ) -> tuple[DelayTask, bool]:
         """Return the task that owns the key afterwards, and whether it was written now."""
 
         def work(connection: Any) -> tuple[DelayTask, bool]:
             with self._savepoint(on):  # an id that exists must not leave its key behind
-                return self.key_owners.take(
-                    connection, task, on_conflict, self._insert_own, pointing
-                )
+                owner, is_new = self.key_owners.take(connection, task, on_conflict, pointing)
+                if owner is task and not self._insert(connection, values_of(task, self._schema)):
+                    raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
+                return owner, is_new
 
-        return self._db.transaction(work, on, unknown_id=task.id)
-
-    def _insert_own(self, on: Any, task: DelayTask) -> None:
-        if not self._insert(on, values_of(task, self._schema)):
-            raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
+        if on is not None:
+            return work(on)
+        return self._db.repeat(work, self._db.begin, unknown_id=task.id)
 
     # -- look up ----------------------------------------------------------------------------------
 
-    def get(self, id: int, on: Executor | None = None) -> DelayTask | None:
+    def get(self, id: int, on: CallerConnection | None = None) -> DelayTask | None:
         row = self._db.alone(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
         return None if row is None else task_of(row, self._schema)
 
-    def read(self, id: int, on: Executor | None = None) -> DelayTask:
+    def read(self, id: int, on: CallerConnection | None = None) -> DelayTask:
         """Return the task, or raise `TaskNotFoundError`."""
         found = self.get(id, on)
         if found is None:
             raise TaskNotFoundError(f"there is no task {id}", id)
         return found
 
-    def id_of_key(self, tag: str, key: str, on: Executor | None = None) -> int | None:
+    def id_of_key(self, tag: str, key: str, on: CallerConnection | None = None) -> int | None:
         found = self._db.alone(lambda c: self._keys.id_of(c, tag, key), on)
         if on is None or not self._db.can.reads_as_of_start:
             return found
@@ -120,7 +120,7 @@ class Tasks:
         # connection sees. A locking read on that connection sees both.
         return self._keys.id_of(on, tag, key, is_locked=True)
 
-    def attempts(self, id: int, on: Executor | None = None) -> list[Attempt]:
+    def attempts(self, id: int, on: CallerConnection | None = None) -> list[Attempt]:
         found = self._db.alone(lambda c: self._attempts.of(c, id), on)
         if not found:
             self.read(id, on)
@@ -135,7 +135,7 @@ class Tasks:
         until: datetime | None,
         cursor: str | None,
         limit: int,
-        on: Executor | None = None,
+        on: CallerConnection | None = None,
         newest_first: bool = False,
     ) -> Page:
         """Return a page of tasks in the order of their due times."""
@@ -165,7 +165,7 @@ class Tasks:
     # -- move -------------------------------------------------------------------------------------
 
     def cancel(
-        self, id: int, version: int | None = None, on: Executor | None = None
+        self, id: int, version: int | None = None, on: CallerConnection | None = None
     ) -> DelayTask | None:
         """Return the task as it was left, or None if it was cancelled already."""
         tried: list[DelayTask] = []
@@ -188,7 +188,7 @@ class Tasks:
         return self._db.transaction(work, on, id)
 
     def reschedule(
-        self, id: int, due: datetime, version: int | None = None, on: Executor | None = None
+        self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
     ) -> DelayTask:
         def work(connection: Any) -> DelayTask:
             task = self._moves.take(connection, "reschedule", id, version)
@@ -201,7 +201,7 @@ class Tasks:
         id: int,
         due: datetime,
         version: int | None = None,
-        on: Executor | None = None,
+        on: CallerConnection | None = None,
         pointing: Collection[int] = (),
         once_held: Callable[[], object] = lambda: None,
     ) -> DelayTask:
@@ -213,9 +213,9 @@ class Tasks:
             if task.key is not None:
                 try:
                     with self._savepoint(on):
-                        self.key_owners.take(
-                            connection, task, "reject", lambda *_: once_held(), pointing
-                        )
+                        owner, _ = self.key_owners.take(connection, task, "reject", pointing)
+                        if owner is task:
+                            once_held()
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
                     raise DuplicateTaskError(f"retry: {fact}", error.id) from None

@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 from sqlalchemy import Select, bindparam, case, select, update
 
 from delaytasks.core.errors import TaskNotFoundError
-from delaytasks.core.interfaces import Executor
+from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import MOVES
 from delaytasks.core.text import shown
 from delaytasks.storage.database import Database
-from delaytasks.storage.rows import listed
+from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.row_lists import listed
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import UTCDateTime, db_now
 
-T = TypeVar("T")
-Name = TypeVar("Name", int, str)
+IdOrKey = TypeVar("IdOrKey", int, str)
 #: Rows in one transaction, so that their locks are short.
-BATCH_ROWS = 2000
+TOUCH_BATCH_ROWS = 2000
 
 
 class Touches:
@@ -56,7 +56,7 @@ class Touches:
         self._lock = waiting.with_for_update()
         self._lock_free = waiting.with_for_update(skip_locked=True)
 
-    def touch(self, id: int, due: datetime, on: Executor | None = None) -> bool:
+    def touch(self, id: int, due: datetime, on: CallerConnection | None = None) -> bool:
         """Move one timeout. Returns False if the task no longer waits."""
 
         def work(connection: Any) -> bool:
@@ -68,7 +68,9 @@ class Touches:
 
         return self._db.alone(work, on)
 
-    def touch_key(self, tag: str, key: str, due: datetime, on: Executor | None = None) -> bool:
+    def touch_key(
+        self, tag: str, key: str, due: datetime, on: CallerConnection | None = None
+    ) -> bool:
         """Do the same by key, in one statement."""
 
         def work(connection: Any) -> bool:
@@ -84,7 +86,9 @@ class Touches:
 
         return self._db.alone(work, on)
 
-    def touch_many(self, ids: Iterable[int], due: datetime, on: Executor | None = None) -> set[int]:
+    def touch_many(
+        self, ids: Iterable[int], due: datetime, on: CallerConnection | None = None
+    ) -> set[int]:
         """Move many timeouts. Returns the ids of the tasks that still wait."""
         wanted = set(ids)
         if on is not None:
@@ -107,12 +111,12 @@ class Touches:
         deadlock."""
         waiting: list[int] = on.execute(lock, {"ids": ids}).scalars().all()
         if waiting:
-            met = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
-            assert met == len(waiting), "they are locked"
+            changed = on.execute(self._touch_listed, {"ids": waiting, "due": due}).rowcount
+            check_row_count(changed, len(waiting), "tasks to touch")
         return waiting
 
     def ids_of_keys(
-        self, tag: str, keys: Iterable[str], on: Executor | None = None
+        self, tag: str, keys: Iterable[str], on: CallerConnection | None = None
     ) -> dict[str, int]:
         """Return the ids of live tasks by their keys."""
         wanted, found = set(keys), dict[str, int]()
@@ -130,7 +134,7 @@ class Touches:
         return found
 
 
-def _batches(items: Iterable[Name]) -> Iterator[list[Name]]:
+def _batches(items: Iterable[IdOrKey]) -> Iterator[list[IdOrKey]]:
     ordered = sorted(items)
-    for start in range(0, len(ordered), BATCH_ROWS):
-        yield ordered[start : start + BATCH_ROWS]
+    for start in range(0, len(ordered), TOUCH_BATCH_ROWS):
+        yield ordered[start : start + TOUCH_BATCH_ROWS]

@@ -11,14 +11,14 @@ from sqlalchemy import Connection, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
-from delaytasks.core.interfaces import Executor, Transaction
+from delaytasks.core.interfaces import CallerConnection, Transaction
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.driver_errors import reason_of, unknown_outcome
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-Action = Callable[..., None]
+CommitAction = Callable[..., None]
 #: Actions that wait for a session's commit, in its `info`. A session with this entry has our
 #: listeners.
 _PENDING = "delaytasks.pending"
@@ -48,21 +48,21 @@ def transaction_of(session: Any) -> Transaction:
 
 
 class _CallersTransaction:
-    executor: Any
+    connection: Any
 
     @property
     def stands_alone(self) -> bool:
-        return _stands_alone(self.executor)
+        return _stands_alone(self.connection)
 
     @contextmanager
-    def guard(self, unknown_id: int | None = None) -> Iterator[Executor]:
+    def guard(self, unknown_id: int | None = None) -> Iterator[CallerConnection]:
         stands_alone = False
         try:
-            executor = self.executor
-            if executor.dialect.is_async and not in_greenlet():
+            connection = self.connection
+            if connection.dialect.is_async and not in_greenlet():
                 raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC)
-            stands_alone = _stands_alone(executor)
-            yield executor
+            stands_alone = _stands_alone(connection)
+            yield connection
         except exc.DBAPIError as error:
             if stands_alone and unknown_id is not None and error.connection_invalidated:
                 raise unknown_outcome(
@@ -94,8 +94,8 @@ class _CallersTransaction:
             ) from error
 
 
-def _stands_alone(executor: Any) -> bool:
-    return bool(executor._is_autocommit_isolation())
+def _stands_alone(connection: Any) -> bool:
+    return bool(connection._is_autocommit_isolation())
 
 
 class SessionTransaction(_CallersTransaction):
@@ -105,14 +105,14 @@ class SessionTransaction(_CallersTransaction):
         self._session = session
         #: The connection of the last guard. A caller that ends a transaction between two steps gets
         #: another one.
-        self._connection: Connection | None = None
+        self._last_connection: Connection | None = None
 
     @property
-    def executor(self) -> Connection:
-        self._connection = self._session.connection()
-        return self._connection
+    def connection(self) -> Connection:
+        self._last_connection = self._session.connection()
+        return self._last_connection
 
-    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+    def after_commit(self, tasks: Sequence[DelayTask], action: CommitAction) -> None:
         session = self._session
         if _PENDING not in session.info:
             event.listen(session, "after_commit", _on_commit)
@@ -121,7 +121,7 @@ class SessionTransaction(_CallersTransaction):
             session.info[_PENDING] = []
         transaction = session.get_nested_transaction() or session.get_transaction()
         session.info[_PENDING].append(
-            (transaction, self._connection or self.executor, tasks, action)
+            (transaction, self._last_connection or self.connection, tasks, action)
         )
 
 
@@ -164,9 +164,9 @@ def _is_inside(transaction: Any, ended: Any) -> bool:
 #: Actions that wait for a Connection's commit: open savepoints, tasks, action. They are not in
 #: `Connection.info`, which belongs to the driver's connection and which the pool gives to other
 #: users.
-_waiting: WeakKeyDictionary[Connection, list[tuple[set[str], Sequence[DelayTask], Action]]] = (
-    WeakKeyDictionary()
-)
+_waiting: WeakKeyDictionary[
+    Connection, list[tuple[set[str], Sequence[DelayTask], CommitAction]]
+] = WeakKeyDictionary()
 
 
 class ConnectionTransaction(_CallersTransaction):
@@ -178,10 +178,10 @@ class ConnectionTransaction(_CallersTransaction):
             raise SessionUnusableError("the caller's connection is closed; nothing was sent")
 
     @property
-    def executor(self) -> Executor:
+    def connection(self) -> CallerConnection:
         return self._connection
 
-    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+    def after_commit(self, tasks: Sequence[DelayTask], action: CommitAction) -> None:
         connection = self._connection
         if not connection.in_transaction() or connection._is_autocommit_isolation():
             action(tasks)

@@ -27,7 +27,7 @@ class WorkerTable:
         #: The tags that this process has published, by the worker's name.
         self._published: dict[str, str | None] = {}
 
-    def seen(
+    def report(
         self,
         name: str,
         queues: Sequence[str],
@@ -64,12 +64,12 @@ class WorkerTable:
 
         self._db.alone(work)
 
-    def gone(self, name: str) -> None:
+    def remove(self, name: str) -> None:
         """Remove a worker that stopped in order, after it has returned its tasks."""
         w = self._w
         self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
-    def bury(self, silent_s: float) -> list[str]:
+    def expire(self, silent_s: float) -> list[str]:
         """Remove some workers that were silent for `silent_s` seconds. Each is returned once.
 
         A worker whose `seen_at` is as far in the future counts as silent, too, because no live
@@ -94,7 +94,8 @@ class WorkerTable:
 
         return self._db.alone(work)
 
-    def alive(self) -> list[dict[str, Any]]:
+    def all(self) -> list[dict[str, Any]]:
+        """Return all rows, also those of workers that have died and are yet to be removed."""
         w = self._w
         return [
             {

@@ -67,6 +67,24 @@ def is_home_node_down(error: BaseException | str) -> bool:
     return "NOT_FOUND" in str(error) and "home node" in str(error)
 
 
+def remedy_of(error: str, name: str, prefix: str) -> str:
+    """Return what an operator does about a refused queue."""
+    if is_home_node_down(error):
+        return (
+            f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
+            "(task_default_queue_type); meanwhile workers find its tasks in the table"
+        )
+    if WRONG_TYPE in error:
+        return (
+            f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run "
+            "late"
+        )
+    return (
+        f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
+        "it: correct the setting, or delete the queue while no worker runs; its tasks run late"
+    )
+
+
 class RefusedError(Exception):
     """The broker works, but refuses this queue."""
 

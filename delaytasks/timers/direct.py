@@ -9,21 +9,24 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreError
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import Entry, Executor, NoticeChannel, by_shard
+from delaytasks.core.interfaces import CallerConnection, Entry, NoticeChannel, by_queue, by_shard
 from delaytasks.timers.eta import ENTRIES_PER_MESSAGE, read_message
 
 #: Workers that receive notifications poll the table this often.
-LOOK_S = 1.0
-#: Rows that are due within `LOOK_S + SLACK_S` are notified.
-SLACK_S = 1.0
+NOTIFIED_POLL_S = 1.0
+#: Rows that are due within `NOTIFIED_POLL_S + NOTICE_SLACK_S` are notified.
+NOTICE_SLACK_S = 1.0
 #: More notifications than this in one call are replaced by `LOOK`.
 MAX_NOTICES = 10
 #: The notification to poll the table now.
 LOOK = "look"
+#: The main process of a worker adds the entries to its own timing wheel.
+OnArmed = Callable[[Sequence[Entry]], None]
 
 
 class DirectTimer:
@@ -37,8 +40,14 @@ class DirectTimer:
         reset_in_child(self)
 
     def after_fork(self) -> None:
-        #: In a worker's main process: adds entries to its own timing wheel.
-        self.take: Callable[[Sequence[Entry]], None] | None = None
+        self._subscribers: list[OnArmed] = []
+
+    def subscribe(self, subscriber: OnArmed) -> None:
+        """Call `subscriber` with the entries that this process arms, until it unsubscribes."""
+        self._subscribers.append(subscriber)
+
+    def unsubscribe(self, subscriber: OnArmed) -> None:
+        self._subscribers = [known for known in self._subscribers if known != subscriber]
 
     @property
     def is_up(self) -> bool:
@@ -47,25 +56,27 @@ class DirectTimer:
 
     def arm(self, entries: Iterable[Entry]) -> bool:
         entries = list(entries)
-        if self.take is not None:
-            self.take(entries)
+        for subscriber in self._subscribers:
+            subscriber(entries)
         for shard, some in by_shard(entries, len(self._notices)).items():
             try:
-                self.tell(some, shard)
+                self.notify(some, shard)
             except StoreError:
                 pass  # workers find the rows at their next poll
         return True
 
-    def tell(self, entries: Iterable[Entry], shard: int, on: Executor | None = None) -> None:
+    def notify(
+        self, entries: Iterable[Entry], shard: int, on: CallerConnection | None = None
+    ) -> None:
         """Notify workers when the transaction `on` commits, or immediately without one."""
         if shard >= len(self._notices) or not self._notices[shard].is_possible:
             return
-        until = self._clock.now_us() + (LOOK_S + SLACK_S) * 1e6
+        until = self._clock.now_us() + (NOTIFIED_POLL_S + NOTICE_SLACK_S) * 1e6
         if near := [entry for entry in entries if entry.due_us <= until]:
-            self._notices[shard].tell(payloads_of(near), on)
+            self._notices[shard].send(payloads_of(near), on)
 
-    def tell_to_look(self, shard: int) -> None:
-        self._notices[shard].tell([LOOK])
+    def request_poll(self, shard: int) -> None:
+        self._notices[shard].send([LOOK])
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Do nothing: the claim refuses an entry that is no longer valid."""
@@ -83,18 +94,10 @@ def payloads_of(entries: Iterable[Entry]) -> Sequence[str]:
 
 
 def _payloads(entries: Iterable[Entry]) -> Iterator[str]:
-    queues: dict[str, list[Entry]] = {}
-    for entry in entries:
-        # Another program wrote the other rows: workers find them at their next poll.
-        if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0 and is_queue(entry.queue):
-            queues.setdefault(entry.queue, []).append(entry)
-    for queue, some in queues.items():
-        for start in range(0, len(some), ENTRIES_PER_MESSAGE):
-            named = [
-                [e.id, e.version, e.due_us, e.priority]
-                for e in some[start : start + ENTRIES_PER_MESSAGE]
-            ]
-            yield json.dumps([queue, named], separators=(",", ":"))
+    for queue, queued in by_queue(entries).items():
+        for some in batches(queued, ENTRIES_PER_MESSAGE):
+            notice = [queue, [entry.as_list() for entry in some]]
+            yield json.dumps(notice, separators=(",", ":"))
 
 
 def read_notice(payload: str) -> list[Entry]:

@@ -5,17 +5,20 @@ received them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, NamedTuple
 
+from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.ids import MAX_SHARDS, check_id
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import Entry
+from delaytasks.core.interfaces import Entry, by_queue
 from delaytasks.timers.publisher import Publisher
 
 RUN = "delaytasks.run"
+#: The Celery task that sweeps; beat sends it.
+SWEEP = "delaytasks.sweep"
 #: The entries in one message, which costs as much as a message with one entry.
 ENTRIES_PER_MESSAGE = 100
 #: The beginning of the year 10000, which no `datetime` can represent.
@@ -38,16 +41,11 @@ class EtaTimer:
         return self._publisher.is_up
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        queues: dict[str, list[Entry]] = {}
-        for entry in entries:
-            if entry.id <= 0 or entry.version < 0 or entry.due_us < 0:
-                continue  # another program's row: workers refuse its message, and find the row
-            queues.setdefault(entry.queue, []).append(entry)
-        # Only another program can have written other queue names. The broker gets no queue for
-        # them.
-        named = ((queue, some) for queue, some in queues.items() if is_queue(queue))
-        results = [self._publisher.send(RUN, queue, list(_messages(some))) for queue, some in named]
-        return all(results)
+        sent = [
+            self._publisher.send(RUN, queue, list(_messages(some)))
+            for queue, some in by_queue(entries).items()
+        ]
+        return all(sent)
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Do nothing: the message stays in the broker, and the claim refuses its old version."""
@@ -66,11 +64,9 @@ class EtaTimer:
 
 def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     entries.sort(key=lambda entry: entry.due_us)
-    for start in range(0, len(entries), ENTRIES_PER_MESSAGE):
-        some = entries[start : start + ENTRIES_PER_MESSAGE]
-        args = [[[entry.id, entry.version, entry.due_us, entry.priority] for entry in some]]
-        eta: datetime = from_us(some[0].due_us)
-        yield args, {"eta": eta, "repr": f"({len(some)} tasks)"}
+    for some in batches(entries, ENTRIES_PER_MESSAGE):
+        options = {"eta": from_us(some[0].due_us), "repr": f"({len(some)} tasks)"}
+        yield [[entry.as_list() for entry in some]], options
 
 
 class TimerMessage(NamedTuple):

@@ -15,12 +15,11 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.forks import reset_in_child
 from delaytasks.timers.broker_link import (
-    WRONG_TYPE,
     BlockedError,
     BrokerLink,
     MessageGroup,
     RefusedError,
-    is_home_node_down,
+    remedy_of,
 )
 
 #: Nothing is sent to a queue for this time after the broker has refused it.
@@ -281,22 +280,5 @@ class Publisher:
         self._refused[queue] = monotonic() + REFUSED_QUEUE_REST_S
         if is_new:
             prefix = (self._app.conf.broker_transport_options or {}).get("global_keyprefix", "")
-            remedy = _remedy(error, target.name, prefix)
+            remedy = remedy_of(error, target.name, prefix)
             self._events.emit("queue.refused", queue=queue, error=error, remedy=remedy)
-
-
-def _remedy(error: str, name: str, prefix: str) -> str:
-    if is_home_node_down(error):
-        return (
-            f"bring the RabbitMQ node of the queue {name} back, or use quorum queues "
-            "(task_default_queue_type); meanwhile workers find its tasks in the table"
-        )
-    if WRONG_TYPE in error:
-        return (
-            f"the key {prefix}{name} in Redis is not a list: delete it; meanwhile its tasks run "
-            "late"
-        )
-    return (
-        f"the queue {name} is not of the type in task_default_queue_type, or its user may not use "
-        "it: correct the setting, or delete the queue while no worker runs; its tasks run late"
-    )

@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
+from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.ids import MAX_ID, shard_of
-from delaytasks.core.inputs import MAX_PRIORITY, is_queue
-from delaytasks.core.interfaces import Entry
+from delaytasks.core.inputs import MAX_PRIORITY
+from delaytasks.core.interfaces import Entry, by_queue
 from delaytasks.core.settings import Settings
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.redis_link import RedisLink, call, execute, is_wrong_type
 from delaytasks.timers.redis_location import RedisLocation
-from delaytasks.timers.redis_scripts import ARM, BATCH_ROWS, TAKE
+from delaytasks.timers.redis_scripts import ARM, MAX_ENTRIES, TAKE
 
 #: An entry that a poller took and did not hand on within this time returns: the poller has died.
 RETURN_S = 2.0
@@ -125,9 +126,8 @@ class RedisTimer:
 
     def _by_slot(self, entries: Iterable[Entry]) -> dict[Slot, list[Entry]]:
         found: dict[Slot, list[Entry]] = {}
-        for entry in entries:
-            # Another program wrote the other rows: no worker would accept their entries.
-            if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0 and is_queue(entry.queue):
+        for queued in by_queue(entries).values():
+            for entry in queued:
                 found.setdefault(self.slot(entry), []).append(entry)
         return found
 
@@ -155,9 +155,9 @@ class RedisTimer:
             pipe, asked = client.pipeline(transaction=False), []
             for slot, some in slots.items():
                 some.sort(key=lambda entry: entry.due_us)
-                for start in range(0, len(some), BATCH_ROWS):
+                for batch in batches(some, MAX_ENTRIES):
                     words: list[Any] = [self.channel(slot.queue), slot.name]
-                    for entry in some[start : start + BATCH_ROWS]:
+                    for entry in batch:
                         words += (entry.due_us / 1000, _member(entry))
                     pipe.execute_command(*call(client, ARM), 2, *self.keys(slot), *words)
                     asked.append(slot)
@@ -209,7 +209,7 @@ class RedisTimer:
                 ticket = int(now) + RETURN_S * 1000 - next(self._ticket_numbers) % 1000 / 1000
                 times = now, int(now) - int(grace_s * 1000), now + AHEAD_MS, ticket
                 pipe.execute_command(
-                    *call(client, TAKE), 2, *self.keys(slot), *times, min(count, BATCH_ROWS)
+                    *call(client, TAKE), 2, *self.keys(slot), *times, min(count, MAX_ENTRIES)
                 )
             for some in handed_on:
                 pipe.zremrangebyscore(self.keys(some.slot)[1], some.ticket, some.ticket)

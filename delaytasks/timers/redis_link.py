@@ -36,7 +36,7 @@ IDLE_CHECK_S = 15
 #: The number of calls that may go on after their callers reached the time limit.
 MAX_BACKGROUND_CALLS = 50
 #: The oldest supported release of Redis.
-OLDEST_SERVER = (6, 2)
+OLDEST_TIMER_REDIS = (6, 2)
 #: The name of each script in Redis.
 _NAMES = {
     script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ARM, TAKE)
@@ -156,8 +156,8 @@ class RedisLink:
         """
         for info in self.attempt(_infos) or ():
             version = str(info["redis_version"])
-            if tuple(map(int, version.split(".")[:2])) < OLDEST_SERVER:
-                needed = ".".join(map(str, OLDEST_SERVER))
+            if tuple(map(int, version.split(".")[:2])) < OLDEST_TIMER_REDIS:
+                needed = ".".join(map(str, OLDEST_TIMER_REDIS))
                 raise ConfigError(
                     f"delaytasks_timer = 'redis' needs Redis {needed} or Valkey, and this one is "
                     f"{version}"

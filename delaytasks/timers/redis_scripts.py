@@ -10,7 +10,7 @@ that Redis lost.
 from __future__ import annotations
 
 #: The members in one call. Lua's stack holds a few thousand values.
-BATCH_ROWS = 1000
+MAX_ENTRIES = 1000
 
 #: Adds entries to a slot; repeating the call has no effect.
 #:
@@ -44,13 +44,13 @@ local back, most = tonumber(ARGV[4]), ARGV[5]
 redis.call('ZREM', prepare, '.')
 local was_lost = redis.call('ZADD', store, 'NX', '+inf', '.')
 
-local stale = redis.call('ZRANGEBYSCORE', prepare, '-inf', now, 'LIMIT', 0, {BATCH_ROWS})
+local stale = redis.call('ZRANGEBYSCORE', prepare, '-inf', now, 'LIMIT', 0, {MAX_ENTRIES})
 for _, member in ipairs(stale) do
   redis.call('ZADD', store, now, member)
   redis.call('ZREM', prepare, member)
 end
 
-local dropped = redis.call('ZRANGEBYSCORE', store, '-inf', '(' .. late, 'LIMIT', 0, {BATCH_ROWS})
+local dropped = redis.call('ZRANGEBYSCORE', store, '-inf', '(' .. late, 'LIMIT', 0, {MAX_ENTRIES})
 local priorities = {{}}
 if #dropped > 0 then
   for _, member in ipairs(dropped) do

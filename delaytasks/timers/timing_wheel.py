@@ -34,7 +34,7 @@ class TimingWheel(Generic[E]):
 
     In a wheel of 8,192 slots, tick 10,000 is round 1 of slot 1808. Later entries of the same slot
     belong to later rounds, so that a tick reads only the entries that are due. Not thread-safe,
-    unlike `WheelThread`.
+    unlike `SharedWheel`.
     """
 
     def __init__(self, slots: int = SLOTS, now: int = 0) -> None:
@@ -136,79 +136,111 @@ class TimingWheel(Generic[E]):
         )
 
 
-class WheelThread(Generic[E]):
-    """Turns a wheel in a loop, which sleeps until the next entry is due, or one is added."""
+class SharedWheel(Generic[E]):
+    """A wheel that several threads use, and that follows a clock.
 
-    def __init__(
-        self,
-        clock: Clock,
-        on_due: Callable[[list[E]], None],
-        events: Events,
-        stuck_s: float = math.inf,
-    ) -> None:
+    `earlier` is set when an entry is added that is due before all others.
+    """
+
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._on_due = on_due
         self._lock = threading.Lock()
         self._wheel: TimingWheel[E] = TimingWheel(now=self._tick())
-        self._wakes_at: int | None = None
-        #: The time of the next turn. If it has passed, it has saved turns, up to those of
-        #: `SAVED_TURNS_S`.
-        self._rests_until = 0.0
-        #: The wheel keeps its entries if the loop's thread dies.
-        self.loop = Loop("wheel", self._turn, events, stuck_s)
+        self._next_tick: int | None = None
+        self._is_open = True
+        self.earlier = threading.Event()
 
     def __len__(self) -> int:
         return len(self._wheel)
 
     @property
     def late_s(self) -> float:
-        """The time since the next entry should have been processed."""
-        wakes_at = self._wakes_at
-        return 0.0 if wakes_at is None else max(self._clock.now_us() - wakes_at * TICK_US, 0) / 1e6
+        """The time since the next entry should have been taken."""
+        tick = self._next_tick
+        return 0.0 if tick is None else max(self._clock.now_us() - tick * TICK_US, 0) / 1e6
 
-    def stop(self) -> list[E]:
-        """Wait for the thread, and return the entries that the wheel still holds."""
-        self.loop.stop()
-        with self._lock:
-            self._wakes_at = None  # no entry is late now
-            return self._wheel.take_all()
+    def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> bool:
+        """Add entries, each as (name, due time in microseconds, entry).
 
-    def add(self, entries: Iterable[tuple[Hashable, int, E]]) -> None:
-        """Add entries, each as (name, due time in microseconds, entry)."""
+        Return False, and add none of them, after `close`.
+        """
         with self._lock:
+            if not self._is_open:
+                return False
             self._wheel.go_back(self._tick())
             for name, due_us, entry in entries:
                 # Rounded up, since a tick is processed at its beginning, and no entry may be early.
                 tick = self._wheel.add(name, -(-due_us // TICK_US), entry)
-                if self._wakes_at is None or tick < self._wakes_at:
-                    self._wakes_at = tick
-                    self.loop.wake()
+                if self._next_tick is None or tick < self._next_tick:
+                    self._next_tick = tick
+                    self.earlier.set()
+        return True
+
+    def take_due(self) -> list[E]:
+        """Remove and return the entries that are due."""
+        with self._lock:
+            return self._wheel.advance(self._tick())
+
+    def next_in_s(self) -> float | None:
+        """Return the time until the next entry is due, or None without entries."""
+        with self._lock:
+            self._next_tick = self._wheel.next_tick()
+            if self._next_tick is None:
+                return None
+            return (self._next_tick * TICK_US - self._clock.now_us()) / 1e6
 
     def soonest(self, count: int) -> list[E]:
         """Return the first `count` entries by their due times, without removing them."""
         with self._lock:
             return self._wheel.soonest(count)
 
+    def close(self) -> list[E]:
+        """Remove and return all entries, and add no more."""
+        with self._lock:
+            self._is_open = False
+            self._next_tick = None  # no entry is late now
+            return self._wheel.take_all()
+
     def _tick(self) -> int:
         return self._clock.now_us() // TICK_US
+
+
+class WheelThread(Generic[E]):
+    """Takes the entries that are due from a wheel, in a loop that sleeps until the next one is due.
+
+    The wheel keeps its entries if this thread dies.
+    """
+
+    def __init__(
+        self,
+        wheel: SharedWheel[E],
+        on_due: Callable[[list[E]], None],
+        events: Events,
+        stuck_s: float = math.inf,
+    ) -> None:
+        self._wheel = wheel
+        self._on_due = on_due
+        #: The time of the next turn. If it has passed, it has saved turns, up to those of
+        #: `SAVED_TURNS_S`.
+        self._rests_until = 0.0
+        self.loop = Loop("wheel", self._turn, events, stuck_s, wake=wheel.earlier)
+
+    def stop(self) -> list[E]:
+        """Wait for the thread, close the wheel, and return the entries that it still held."""
+        self.loop.stop()
+        return self._wheel.close()
 
     def _turn(self) -> float | None:
         rests_s = self._rests_until - monotonic()
         if rests_s > 0:
             return rests_s
-        with self._lock:
-            due = self._wheel.advance(self._tick())
+        due = self._wheel.take_due()
         if due:
             self._rests_until = (
                 max(self._rests_until, monotonic() - SAVED_TURNS_S) + TURN_INTERVAL_S
             )
             self._on_due(due)  # if it fails or is stuck, the sweep finds the rows
-        with self._lock:
-            self._wakes_at = self._wheel.next_tick()
-            if self._wakes_at is None:
-                return None
-            return max(
-                (self._wakes_at * TICK_US - self._clock.now_us()) / 1e6,
-                self._rests_until - monotonic(),
-                0,
-            )
+        next_in_s = self._wheel.next_in_s()
+        if next_in_s is None:
+            return None
+        return max(next_in_s, self._rests_until - monotonic(), 0)

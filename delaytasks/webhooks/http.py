@@ -13,9 +13,7 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.callbacks import CALLBACK as CALLBACK
-from delaytasks.core.callbacks import RETRY_SCHEDULE as RETRY_SCHEDULE
-from delaytasks.core.callbacks import Callback as Callback
+from delaytasks.core.callbacks import RETRY_SCHEDULE, Callback
 from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.errors import ForbiddenURLError
 from delaytasks.core.forks import reset_in_child

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 from kombu.messaging import Producer
 
-from delaytasks.core.callbacks import MESSAGE as MESSAGE
-from delaytasks.core.callbacks import Message as Message
+from delaytasks.core.callbacks import Message
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.outcomes import Done, Fail, Outcome
 from delaytasks.core.task import DelayTask

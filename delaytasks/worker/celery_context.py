@@ -20,9 +20,10 @@ from celery.exceptions import Retry, TaskPredicate
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.task import DelayTask
-from delaytasks.execution.batch import Batch, Work
-from delaytasks.execution.executor import End, Ended, ends_process
+from delaytasks.execution.executor import Finish, RunResult, ends_process
+from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.processors import event_loop
+from delaytasks.processors.registry import Processor
 from delaytasks.worker.current_task import (
     CurrentTask,
     TaskInContext,
@@ -101,7 +102,7 @@ class CurrentStack:
 
 
 class _ThreadStacks(threading.local):
-    kept: CurrentStack | None = None
+    reused: CurrentStack | None = None
 
 
 class CeleryTaskContext:
@@ -130,28 +131,29 @@ class CeleryTaskContext:
         event_loop.at_start(_show_coroutines)
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keep the stack for the tasks that this thread runs one after another."""
-        before, stack = self._stacks.kept, CurrentStack()
-        self._stacks.kept = stack
+    def reuse_stack(self) -> Iterator[None]:
+        """Reuse one stack for the tasks that this thread runs one after another."""
+        before, stack = self._stacks.reused, CurrentStack()
+        self._stacks.reused = stack
         try:
             yield
         finally:
-            self._stacks.kept = before
+            self._stacks.reused = before
             stack.clear()
 
-    def __call__(self, work: Work, task: DelayTask, end: End) -> None:
-        """Call the processor, and then `end`; `task` is the first one of a batch."""
-        sender = self._tasks.get(task.tag) or self._make_task(work)
+    def __call__(self, call: ProcessorCall, end: Finish) -> None:
+        """Call the processor, and then `end`. The request is that of a batch's first task."""
+        task, processor = call.task, call.processor
+        sender = self._tasks.get(task.tag) or self._make_task(processor)
         error: BaseException | None
-        body, error = _body_of(work, task)
-        request = RowRequest(task, body, self._hostname)
-        row_in_context.set((sender, request))
-        kept = self._stacks.kept
-        stack = kept or CurrentStack()
+        argument, error = _argument_of(call)
+        request = RowRequest(task, argument, self._hostname)
+        token = row_in_context.set((sender, request))
+        reused = self._stacks.reused
+        stack = reused or CurrentStack()
         stack.show(sender, request)
         value: object = None
-        ends: Sequence[Ended] = ()
+        ends: Sequence[RunResult] = ()
         try:
             if signals.task_prerun.receivers:
                 signals.task_prerun.send(
@@ -163,14 +165,14 @@ class CeleryTaskContext:
                 )
             if error is None:
                 try:
-                    if self._around or (self._keeps_time_limits and work.has_time_limits):
-                        value = self._call_within(work, task, body)
+                    if self._keeps_time_limits and processor.has_time_limits:
+                        value = limited(processor, partial(self._call, call, argument))
                     else:
-                        value = work(task, body)
+                        value = self._call(call, argument) if self._around else call(argument)
                     if isinstance(value, TaskPredicate):
                         raise value
                 except BaseException as raised:
-                    value, error = self._meaning_of(raised, work)
+                    value, error = self._meaning_of(raised, task.tag)
             ends = end(value, error)
             self._send_ends(stack, sender, request, ends)
         finally:
@@ -186,27 +188,23 @@ class CeleryTaskContext:
                         state=state_of(ends[0]) if ends else "FAILURE",
                     )
             finally:
-                if stack is not kept:
+                row_in_context.reset(token)
+                if stack is not reused:
                     stack.clear()
 
-    def _call_within(self, work: Work, task: DelayTask, body: Any) -> object:
-        """Call a processor within its time limits, or within the context managers of `around`."""
-        if self._keeps_time_limits and work.has_time_limits:
-            return limited(work, partial(self._call, work, task, body))
-        return self._call(work, task, body)
-
-    def _call(self, work: Work, task: DelayTask, body: Any) -> Any:
+    def _call(self, call: ProcessorCall, argument: Any) -> Any:
+        """Call a processor within the context managers of `around`."""
         with ExitStack() as stack:
             for make_context in self._around:
-                stack.enter_context(make_context(task))
-            return work(task, body)
+                stack.enter_context(make_context(call.task))
+            return call(argument)
 
-    def _meaning_of(self, raised: BaseException, work: Work) -> tuple[object, BaseException | None]:
+    def _meaning_of(self, raised: BaseException, tag: str) -> tuple[object, BaseException | None]:
         """Return the outcome or the error that an exception of a processor means."""
         if isinstance(raised, Retry):
             return retry_of(raised, self._app, self._clock), None
         if isinstance(raised, TaskPredicate):  # Ignore and Reject
-            refusal = refusal_of(raised, work.tag)
+            refusal = refusal_of(raised, tag)
             refusal.__cause__ = raised
             return None, refusal
         if ends_process(raised):
@@ -214,7 +212,7 @@ class CeleryTaskContext:
         return None, raised
 
     def _send_ends(
-        self, stack: CurrentStack, sender: Any, request: RowRequest, ends: Sequence[Ended]
+        self, stack: CurrentStack, sender: Any, request: RowRequest, ends: Sequence[RunResult]
     ) -> None:
         """Send one signal for each task of a batch, each with a request of its own."""
         for ended in ends:
@@ -228,17 +226,17 @@ class CeleryTaskContext:
         if len(ends) > 1:
             stack.show(sender, request)
 
-    def _make_task(self, work: Work) -> Any:
+    def _make_task(self, processor: Processor) -> Any:
         """Make the Celery task of a tag. No message can call it: the app's registry lacks it."""
         body = {
-            "name": work.tag,
-            "run": staticmethod(work.function),
-            "__module__": work.function.__module__,
-            "processor": work.processor if isinstance(work, Batch) else work,
+            "name": processor.tag,
+            "run": staticmethod(processor.function),
+            "__module__": processor.function.__module__,
+            "processor": processor,
         }
         sender = type("DelayTaskRow", (CurrentTask, self._app.Task), body)()
         sender.bind(self._app)
-        self._tasks[work.tag] = sender
+        self._tasks[processor.tag] = sender
         return sender
 
 
@@ -247,10 +245,10 @@ def _show_coroutines() -> None:
     _task_stack.push(TaskInContext())
 
 
-def _body_of(work: Work, task: DelayTask) -> tuple[Any, Exception | None]:
+def _argument_of(call: ProcessorCall) -> tuple[Any, Exception | None]:
     """Return the processor's argument, or the reason why it cannot be called."""
     try:
-        return work.body_of(task), None
+        return call.read_argument(), None
     except Exception as error:
         return None, error
 

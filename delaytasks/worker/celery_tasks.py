@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
 from delaytasks.core.interfaces import by_shard
-from delaytasks.timers.eta import RUN, read_message
+from delaytasks.timers.eta import RUN, SWEEP, read_message
 
 if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
+    from delaytasks.worker.processes import Processes
 
-SWEEP = "delaytasks.sweep"
 #: These override the app's configuration. The row is the truth, so a message may get lost.
 _TASK_OPTIONS = {
     "shared": False,  # or all Celery apps of the process would have a task of this instance
@@ -66,33 +64,39 @@ class _NoEvents:
     def publish(*args: Any, **options: Any) -> None: ...
 
 
-def register_tasks(delays: DelayTasks) -> None:
-    """Add our tasks to the instance's Celery app.
+def processes_of(celery_app: Any) -> Processes:
+    """Return the processes that `register_tasks` was called with."""
+    processes: Processes = celery_app.tasks[RUN].processes
+    return processes
+
+
+def register_tasks(celery_app: Any, processes: Processes) -> None:
+    """Add our tasks to a Celery app.
 
     If they are called without a worker (task_always_eager), they do their work within the call.
     """
 
     def run(entries: list[Any], options: Any = None) -> None:
         args = [entries] if options is None else [entries, options]
-        queue, shards = delays.settings.default_queue, delays.shards
+        settings, shards = processes.wiring.settings, processes.wiring.shards
+        queue = settings.default_queue
         content = read_message(args, queue)
         for number, some in by_shard(content.entries, len(shards)).items():
-            delays.runner(number).run(some)
+            processes.runner(number).run(some)
         if content.priorities and content.shard < len(shards):
-            runner = delays.runner(content.shard)
-            runner.drain(queue, content.priorities, delays.settings.chunk_max)
+            runner = processes.runner(content.shard)
+            runner.drain(queue, content.priorities, settings.chunk_max)
 
     def sweep(partition: int | None = None) -> None:
-        every = range(delays.settings.sweep_partitions)
+        every = range(processes.wiring.settings.sweep_partitions)
         for number in every if partition is None else [partition]:
-            for shard in delays.shards:
+            for shard in processes.wiring.shards:
                 shard.sweeper.sweep(number)
 
-    _register(delays, run, RUN, "delaytasks.worker.message_strategy:run_strategy")
-    _register(delays, sweep, SWEEP, "delaytasks.worker.message_strategy:sweep_strategy")
-
-
-def _register(delays: DelayTasks, function: Callable[..., None], name: str, strategy: str) -> None:
-    task = delays._celery.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
-    task.Strategy = strategy
-    task.delays = delays
+    strategies = "delaytasks.worker.message_strategy"
+    for function, name, strategy in (
+        (run, RUN, f"{strategies}:run_strategy"),
+        (sweep, SWEEP, f"{strategies}:sweep_strategy"),
+    ):
+        task = celery_app.task(function, name=name, base=CarrierTask, **_TASK_OPTIONS)
+        task.Strategy, task.processes = strategy, processes

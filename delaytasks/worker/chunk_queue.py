@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from delaytasks.core.chunk_size import ChunkSize
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, by_shard
 from delaytasks.core.settings import Settings
-from delaytasks.execution.chunk import ChunkSize
 from delaytasks.execution.runner import Report
-from delaytasks.worker.job import Job
+from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.shard_queue import ShardQueue
 from delaytasks.worker.unfinished_work import UnfinishedWork
-from delaytasks.worker.waitlists import SERVE_ALONE_S, SERVE_S
+
+#: How long one process serves waitlists before its next chunk may be of another kind: the first
+#: bound holds while another process is free, the second one otherwise.
+SERVE_S, SERVE_ALONE_S = 1.0, 0.05
 
 
 class ChunkQueue:
@@ -42,8 +45,8 @@ class ChunkQueue:
         ]
         #: The same ones in the order of their turns.
         self._turns = list(self.shard_queues)
-        self._size = ChunkSize(settings.chunk_time_box_s, settings.chunk_max)
-        self._jobs = 0
+        self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
+        self._last_number = 0
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Add entries that are due. Those of a shard that is unknown here are left to others."""
@@ -79,9 +82,9 @@ class ChunkQueue:
         """
         budgets = free = self.free_processes
         if self._size.fits:
-            soon_s = 2 * self._settings.chunk_time_box_s
+            soon_s = 2 * self._settings.chunk_time_budget_s
             budgets += free + sum(one.began_within(soon_s) for one in self.shard_queues)
-        most = budgets * self._size.brought
+        most = budgets * self._size.prefetch
         waiting = coming + sum(one.waiting for one in self.shard_queues if one.may_send())
         return most - waiting if 2 * waiting <= most else 0
 
@@ -101,8 +104,8 @@ class ChunkQueue:
             if dropped:
                 self._events.emit("entry.late", count=dropped)
 
-    def next_job(self, sends_events: bool) -> tuple[int, Job] | None:
-        """Return the next chunk and its number, or None if none may be sent. Shards take turns."""
+    def next_chunk(self) -> ChunkRequest | None:
+        """Return the next chunk, or None if none may be sent. Shards take turns."""
         free, budget = self.free_processes, self.row_budget
         size = self._size.rows if budget is None else min(self._size.rows, budget)
         if free <= 0 or size <= 0:
@@ -111,27 +114,48 @@ class ChunkQueue:
             has_all_others = 0 < len(shard_queue.in_flight) == self._pool_size() - 1
             if not shard_queue.may_send() or (has_all_others and not shard_queue.may_take_last()):
                 continue
-            number = self._jobs + 1
-            job = shard_queue.next_job(number, size, free, sends_events, self._size.least)
-            if job is not None:
-                self._jobs = number
+            number = self._last_number + 1
+            request = shard_queue.next_chunk(number, size, free, self._size.least)
+            if request is not None:
+                self._last_number = number
                 self._turns.remove(shard_queue)
                 self._turns.append(shard_queue)
-                return number, self._with_budgets(job, free)
+                return self._with_budgets(request, free)
         return None
 
-    def _with_budgets(self, job: Job, free: int) -> Job:
+    def _with_budgets(self, request: ChunkRequest, free: int) -> ChunkRequest:
         if self.row_budget is not None:
-            self.row_budget -= job.limit
-            return job
-        serve_s = 0.0 if job.is_probe else SERVE_S if free > 1 else SERVE_ALONE_S
-        return job._replace(serve_s=serve_s)
+            self.row_budget -= request.limit
+            return request
+        serve_s = 0.0 if request.is_probe else SERVE_S if free > 1 else SERVE_ALONE_S
+        return request._replace(serve_s=serve_s)
 
-    def chunk_ended(self, number: int, job: Job, ran: int) -> None:
+    def chunk_ended(self, request: ChunkRequest, ran: int) -> None:
         """Record that the pool has this chunk no more."""
-        was_in_flight = self.shard_queues[job.shard].in_flight.pop(number, None) is not None
-        if was_in_flight and self.row_budget is not None:
-            self.row_budget += max(job.limit - ran, 0)
+        began = self.shard_queues[request.shard].in_flight.pop(request.number, None)
+        if began is not None and self.row_budget is not None:
+            self.row_budget += max(request.limit - ran, 0)
+
+    def continue_after(self, request: ChunkRequest, report: Report) -> float | None:
+        """Record the drain and the waitlists of a chunk.
+
+        Return the number of seconds until a waitlist has to be checked, or None.
+        """
+        shard_queue = self.shard_queues[request.shard]
+        if request.drain is not None:
+            shard_queue.drain_chunk_ended(request, request.drain, report.is_full)
+        return shard_queue.update_waitlists(report, request)
+
+    def chunk_failed(self, request: ChunkRequest, is_down: bool, ran: int) -> None:
+        """Record that a chunk will not report. With `is_down` the shard may be unavailable."""
+        shard_queue = self.shard_queues[request.shard]
+        self.chunk_ended(request, ran)
+        if request.drain is not None:
+            shard_queue.drain_chunk_failed(request, request.drain, is_down)
+        if request.waitlist is not None and shard_queue.waitlists is not None:
+            shard_queue.waitlists.visit_failed(request.waitlist)
+        if is_down:
+            shard_queue.mark_failed()
 
     def learn_size(self, report: Report) -> None:
         """Adapt the size of chunks to how long this one took."""

@@ -13,8 +13,6 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from billiard.exceptions import WorkerLostError
-
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
@@ -22,23 +20,26 @@ from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
 from delaytasks.execution.runner import Report
 from delaytasks.worker.calls import Call, DelayedCall
+from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker.chunk_failures import ChunkFailure, FailingProcesses
 from delaytasks.worker.chunk_queue import ChunkQueue
-from delaytasks.worker.job import Job
-from delaytasks.worker.pool import FailingProcesses, Pool
+from delaytasks.worker.chunk_request import ChunkRequest
+from delaytasks.worker.near_entries import NearEntries
+from delaytasks.worker.pool import Pool
 from delaytasks.worker.shard_health import ShardHealth
 from delaytasks.worker.shard_queue import FAILED_SHARD_PAUSE_S
-from delaytasks.worker.time_limits import without_celerys_limits
 from delaytasks.worker.unfinished_work import UnfinishedWork
-from delaytasks.worker.waitlists import PROBE_S
 
 
 class Dispatcher:
     """Lives in the worker's main process. Each chunk has rows of one shard only.
 
-    The pool may be used from one thread only, to which `call_soon` brings a call. `hold` takes
-    entries that a chunk found early. `send_back` takes what a chunk or a timer brings after
-    `close`. With `on_report`, chunks count the outcomes of their tasks in their reports. At most
-    `row_budget` rows are claimed.
+    The pool may be used from one thread only, to which `call_soon` brings a call: `pump`, `_send`
+    and `recall` run there. Any thread may call the other methods. `_lock` protects the queues of
+    the shards, and no code that holds it waits for the database or the broker.
+
+    `send_back` takes the entries and requests that come after `close`. With `on_report`, chunks
+    count the outcomes of their tasks in their reports. At most `row_budget` rows are claimed.
     """
 
     def __init__(
@@ -49,22 +50,22 @@ class Dispatcher:
         pool: Any,
         *,
         call_soon: Callable[[Call], object],
-        hold: Callable[[Sequence[Entry]], None],
+        near_entries: NearEntries,
+        capacity_request: CapacityRequest,
         send_back: Callable[[UnfinishedWork], None],
         policy_stamp: Callable[[int], Stamp | None],
         sends_events: Callable[[], bool],
-        on_capacity: Callable[[], None] = lambda: None,
         on_report: Callable[[Report], None] | None = None,
         row_budget: int | None = None,
     ) -> None:
         self._events = events
         self._pool = Pool(pool)
         self._call_soon = call_soon
-        self._hold = hold
+        self._near_entries = near_entries
+        self._capacity_request = capacity_request
         self._send_back = send_back
         self._policy_stamp = policy_stamp
         self._sends_events = sends_events
-        self._on_capacity = on_capacity
         self._on_report = on_report
         self._lock = threading.RLock()
         self._queue = ChunkQueue(settings, clocks, events, lambda: self._pool.size, row_budget)
@@ -77,6 +78,12 @@ class Dispatcher:
         self._delayed_pump = DelayedCall(call_soon, self.pump)
 
     # -- entries and requests ---------------------------------------------------------------------
+
+    def receive(self, entries: Sequence[Entry]) -> None:
+        """Hold the entries until they are due, and take those that are due now."""
+        due = self._near_entries.hold(entries)
+        if due:
+            self.take(due)
 
     def take(self, entries: Sequence[Entry]) -> None:
         """Take entries that are due now; called by the timing wheel's thread, among others."""
@@ -92,9 +99,15 @@ class Dispatcher:
     def drain(self, queue: str, priorities: Sequence[int], shard: int = 0) -> None:
         """Claim what is overdue in `queue`, until a chunk comes back that is not full."""
         with self._lock:
-            if shard < len(self.shard_queues):  # a newer shard is left to workers that know it
+            is_open = self._is_open
+            if is_open and shard < len(self.shard_queues):
+                # A newer shard is left to workers that know it.
                 self.shard_queues[shard].request_drain(queue, priorities)
-        self._pump_soon()
+        if is_open:
+            self._pump_soon()
+        else:
+            # One message for one, since this worker may receive it again before it stops.
+            self._send_back(UnfinishedWork([], [(queue, set(priorities), shard)], tokens=1))
 
     def close(self) -> UnfinishedWork:
         """Send no more chunks, and return what waits."""
@@ -120,20 +133,26 @@ class Dispatcher:
         pids = self._pool.pids().union(*(list(one.running_on) for one in self.shard_queues))
         return pids - {os.getpid()}
 
+    def running(self, shard: int) -> tuple[list[float], dict[int, Sequence[int]]]:
+        """Return the starts of a shard's chunks, and by process the rows that outlive theirs."""
+        with self._lock:
+            shard_queue = self.shard_queues[shard]
+            return [*shard_queue.in_flight.values()], dict(shard_queue.running_on)
+
+    def process_died(self, pid: int, shard: int) -> None:
+        with self._lock:
+            self.shard_queues[shard].set_running(pid, ())
+
     @property
     def waiting(self) -> int:
         """How many entries wait."""
         return self._queue.waiting
 
     @property
-    def in_flight(self) -> dict[int, float]:
+    def in_flight(self) -> list[float]:
         """The start of each chunk in the pool, by the clock of its database."""
         with self._lock:
-            return {
-                number: began
-                for one in self.shard_queues
-                for number, began in one.in_flight.items()
-            }
+            return [began for one in self.shard_queues for began in one.in_flight.values()]
 
     @property
     def row_budget(self) -> int | None:
@@ -162,8 +181,8 @@ class Dispatcher:
                 return
             self._is_pumping = True
         try:
-            while (numbered := self._next_job()) is not None:
-                if self._send(*numbered):
+            while (request := self._next_chunk()) is not None:
+                if self._send(request):
                     self._pump_soon()  # the chunk ran inline: let the loop read its messages first
                     return
         finally:
@@ -172,43 +191,41 @@ class Dispatcher:
                 if self._is_open and self._queue.free_processes > 0:
                     # Free processes need not wait for the end of a slow task.
                     self._delayed_pump.call_within(self._queue.held_up_in_s())
-            self._on_capacity()
+            self._capacity_request.grant_if(self.capacity)
 
-    def _next_job(self) -> tuple[int, Job] | None:
+    def _next_chunk(self) -> ChunkRequest | None:
         with self._lock:
             self._queue.drop_late()  # first: they must not accumulate while the pool is busy
-            numbered = self._queue.next_job(self._sends_events()) if self._is_open else None
-            if numbered is None:
+            request = self._queue.next_chunk() if self._is_open else None
+            if request is None:
                 return None
-            number, job = numbered
-            return number, job._replace(
-                policies=self._policy_stamp(job.shard),
+            return request._replace(
+                sends_events=self._sends_events(),
+                policies=self._policy_stamp(request.shard),
                 counts_outcomes=self._on_report is not None,
             )
 
-    def _send(self, number: int, job: Job) -> bool:
+    def _send(self, request: ChunkRequest) -> bool:
         """Return True if the chunk has ended already, as in a solo pool."""
-        shard_queue = self.shard_queues[job.shard]
+        shard_queue = self.shard_queues[request.shard]
         with self._lock:
-            shard_queue.chunk_sent(number)
-            check_s = shard_queue.waitlists.next_check_s if job.waitlist is not None else inf
+            shard_queue.chunk_sent(request.number)
+            check_s = shard_queue.waitlist_check_s if request.waitlist is not None else inf
         if check_s < inf:  # it may run one task for minutes: others check the waitlist meanwhile
             self._delayed_pump.call_after(max(check_s, 0))
         try:
             sent = self._pool.send(
-                job, partial(self._done, number, job), partial(self._failed, number, job)
+                request, partial(self._done, request), partial(self._failed, request)
             )
         except Exception as error:
-            self._failed(number, job, error)
+            self._failed(request, error)
             return False
         with self._lock:
-            if number not in shard_queue.in_flight:
+            if request.number not in shard_queue.in_flight:
                 return True
-            self._pool.sent[number] = sent
+            self._pool.sent[request.number] = sent
         if sent.result is None:
-            self._failed(number, job, "the pool takes no more work")
-        else:
-            without_celerys_limits(sent.result)
+            self._failed(request, "the pool takes no more work")
         return False
 
     # -- from the pool ----------------------------------------------------------------------------
@@ -221,79 +238,61 @@ class Dispatcher:
         with self._lock:
             lost = self._pool.recall()
             if self._is_open:  # else a process may have it, and its leases are renewed
-                for number, job in lost:
-                    self._remove(number, job, is_down=False)
-        return [entry for _, job in lost for entry in job.entries]
+                for request in lost:
+                    self._pool.forget(request.number)
+                    self._queue.chunk_failed(request, is_down=False, ran=0)
+        return [entry for request in lost for entry in request.entries]
 
-    def _done(self, number: int, job: Job, report: Any) -> None:
+    def _done(self, request: ChunkRequest, report: Any) -> None:
         if not isinstance(report, Report):
-            self._failed(number, job, report)
+            self._failed(request, report)
             return
         if self._on_report is not None:
             self._on_report(report)
-        shard_queue = self.shard_queues[job.shard]
+        shard_queue = self.shard_queues[request.shard]
         with self._lock:
-            self._pool.sent.pop(number, None)
-            shard_queue.set_running(report.pid, report.left)
+            self._pool.forget(request.number)
+            shard_queue.set_running(report.pid, report.detached)
             if report.error:
                 self._failing_processes.chunk_failed(
                     report.pid, report.error, report.is_stores_error
                 )
-                self._failed(number, job, report.error, ran=report.ran)
+                self._failed(request, report.error, ran=report.ran)
                 return
             self._failing_processes.chunk_succeeded(report.pid)
-            self._queue.chunk_ended(number, job, report.ran)
+            self._queue.chunk_ended(request, report.ran)
             self._queue.learn_size(report)
             shard_queue.mark_answered()
             if is_open := self._is_open:
-                self._continue_after(number, job, report)
+                check_s = self._queue.continue_after(request, report)
+                if check_s is not None:
+                    self._delayed_pump.call_after(check_s)
+                if report.early:
+                    self.receive(report.early)
         if not is_open:
-            queues = {state.queue for state in report.lines}
-            unfinished = [(queue, set[int](), job.shard) for queue in queues]
+            queues = {state.queue for state in report.waitlists}
+            unfinished = [(queue, set[int](), request.shard) for queue in queues]
             self._send_back(UnfinishedWork(list(report.early), unfinished))
         self._pump_soon()
 
-    def _continue_after(self, number: int, job: Job, report: Report) -> None:
-        """Take over what a chunk found. The caller holds the lock."""
-        shard_queue = self.shard_queues[job.shard]
-        if job.drain is not None:
-            shard_queue.drain_chunk_ended(number, job.drain, job.priorities, report.is_full)
-        was_probe = job.is_probe and report.seconds < PROBE_S
-        check_s = shard_queue.waitlists.update(report.lines, job.waitlist, was_probe)
-        if check_s is not None:
-            self._delayed_pump.call_after(check_s)
-        if report.early:
-            self._hold(report.early)
-
-    def _failed(self, number: int, job: Job, info: Any, ran: int = 0) -> None:
+    def _failed(self, request: ChunkRequest, info: Any, ran: int = 0) -> None:
         """Record that a chunk's process died, or that the database is unavailable.
 
         The sweep and the leases take care of its rows.
         """
-        is_down = (kind := getattr(info, "type", None)) is not WorkerLostError
+        failure = ChunkFailure.of(info)
         with self._lock:
-            if is_down and kind is not None:  # the process could not even report the failure
+            if failure.is_unreported:
                 self._failing_processes.chunk_failed(
-                    self._pool.pid_of(number), str(info.exception), is_stores_error=False
+                    self._pool.pid_of(request.number), failure.error, is_stores_error=False
                 )
-            self._remove(number, job, is_down, ran)
-            if is_down:
-                self.shard_queues[job.shard].mark_failed()
-        error = str(getattr(info, "exception", info))
-        # Its process has logged why it failed, or the pool has logged how the process died.
-        is_logged = isinstance(info, str) or not is_down
-        cause = info if isinstance(info, BaseException) else None
+            self._pool.forget(request.number)
+            self._queue.chunk_failed(request, failure.is_down, ran)
         self._events.emit(
-            "chunk.failed", error=error, cause=cause, shard=job.shard, is_logged=is_logged
+            "chunk.failed",
+            error=failure.error,
+            cause=failure.cause,
+            shard=request.shard,
+            is_logged=failure.is_logged,
         )
-        self._delayed_pump.call_after(FAILED_SHARD_PAUSE_S if is_down else 0)
-
-    def _remove(self, number: int, job: Job, is_down: bool, ran: int = 0) -> None:
-        """Forget a chunk that will not report. The caller holds the lock."""
-        self._pool.sent.pop(number, None)
-        shard_queue = self.shard_queues[job.shard]
-        self._queue.chunk_ended(number, job, ran)
-        if job.drain is not None:
-            shard_queue.drain_chunk_failed(number, job.drain, is_down)
-        if job.waitlist is not None:
-            shard_queue.waitlists.visit_failed(job.waitlist)
+        self._delayed_pump.call_after(FAILED_SHARD_PAUSE_S if failure.is_down else 0)

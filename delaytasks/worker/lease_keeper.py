@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Lapsed
+from delaytasks.core.interfaces import Recovered
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
-from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.processors.registry import Registry
+from delaytasks.worker.celery_compat.pool_results import running_pids
 from delaytasks.worker.worker_shares import serves
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
     from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
 
@@ -63,9 +64,9 @@ class LeaseKeeper:
         alive = self._find_dead()
         if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
             return self._check_s
+        self._renew(alive)  # first, so that dead processes cannot delay it
         if self._dead:
             self._release_dead()
-        self._renew(alive)
         self._shard.clock.refresh_if_due()
         return self._check_s
 
@@ -74,31 +75,30 @@ class LeaseKeeper:
         alive = self._alive_pids()
         for pid in self._known_pids - alive:
             self._dead.add(self._processes.name(pid))
-            self._dispatcher.shard_queues[self._shard.number].set_running(pid, ())
+            self._dispatcher.process_died(pid, self._shard.number)
         self._known_pids = alive
         return alive
 
     def _release_dead(self) -> None:
         dead = sorted(self._dead)
-        lapsed = self._shard.store.leases.release(
+        recovered = self._shard.store.leases.release(
             dead, self._settings.max_lost_leases, self._registry.time_limits
         )
         self._dead.difference_update(dead)
-        tell_lapsed(self._events, lapsed, reason="a pool process died")
-        self._run_again(lapsed)
+        emit_recovered(self._events, recovered, reason="a pool process died")
+        self._run_again(recovered)
 
-    def _run_again(self, lapsed: Lapsed) -> None:
+    def _run_again(self, recovered: Recovered) -> None:
         """Run released rows here now, and not only after the next sweep."""
-        for queue, priority in lapsed.levels:
+        for queue, priority in recovered.levels:
             if serves(self._processes.queues, queue):
                 self._dispatcher.drain(queue, (priority,), self._shard.number)
 
     def _renew(self, alive: set[int]) -> None:
-        shard_queue = self._dispatcher.shard_queues[self._shard.number]
+        starts, rows_by_pid = self._dispatcher.running(self._shard.number)
         now = self._shard.clock.now_us()
-        oldest = min(list(shard_queue.in_flight.values()), default=now)
-        running = list(shard_queue.running_on.items())
-        left = [id for pid, ids in running if pid in alive for id in ids]
+        oldest = min(starts, default=now)
+        left = [id for pid, ids in rows_by_pid.items() if pid in alive for id in ids]
         has_old_rows = left or now - oldest > self._lease_s * 0.25e6
         is_due = monotonic() - self._renewed_at >= self._lease_s / 3 - PROCESS_CHECK_S
         if not (has_old_rows and is_due):
@@ -113,10 +113,7 @@ class LeaseKeeper:
         self._processes.renewals.record(self._shard.number, asked_at)
 
     def _alive_pids(self) -> set[int]:
-        try:
-            pids = set((self._pool.info or {}).get("processes") or [os.getpid()])
-        except AttributeError:
-            return set()  # a prefork pool that has stopped has no information
+        pids = running_pids(self._pool)
         dead = set(filter(has_exited, pids))
         if dead and self._hub is not None:
             # Celery checks the pool when a process closes its pipe, which may be a moment too

@@ -11,42 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from celery.utils.log import get_logger
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.events import Events
 from delaytasks.timers.eta import read_message
+from delaytasks.worker.refused_messages import JSON, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from delaytasks.worker.runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 Handler = Callable[..., None]
-#: Longer messages are not ours: 1,000 entries of four 64-bit numbers fit.
-MAX_MESSAGE_BYTES = 256 * 1024
-#: The only content type that is decoded.
-JSON = "application/json"
-#: At most one refused message is logged in this time, since any client of the broker can send them.
-REFUSAL_LOG_S = 60.0
-
-
-class RefusedMessages:
-    """Counts the messages that a worker drops, and logs one from time to time."""
-
-    def __init__(self, events: Events) -> None:
-        self._events = events
-        self._logged_at = -REFUSAL_LOG_S
-
-    def refuse(self, kind: str, error: Exception) -> None:
-        if monotonic() - self._logged_at < REFUSAL_LOG_S:
-            self._events.counts["message.refused"] += 1
-            return
-        self._logged_at = monotonic()
-        self._events.emit("message.refused", task=kind, reason=str(error)[:200])
 
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
     """Return Celery's handler of messages with entries or drain tokens."""
     runtime: WorkerRuntime = consumer.controller.delays_runtime
-    runtime.connected()
     prefix = runtime.settings.namespace + "."
     acknowledge = _acknowledger(app, consumer.connection_errors)
 
@@ -65,7 +42,7 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
             runtime.refused_messages.refuse("run", error)
             return
         if content.entries:
-            runtime.near_entries.hold(content.entries)
+            runtime.dispatcher.receive(content.entries)
         if content.priorities is not None and not is_expired:
             runtime.dispatcher.drain(queue, content.priorities, content.shard)
 

@@ -18,7 +18,7 @@ from delaytasks.core.loop import Loop
 from delaytasks.timers.direct import LOOK, read_notice
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
     from delaytasks.storage.notices import Listener
 
 #: How long one turn waits for a notice.
@@ -90,7 +90,7 @@ class NotifyListener:
                 )
         elif now - self._test_arrived_at > TEST_EVERY_S:
             self._test_sent_at = now
-            self._shard.store.notices.tell([self._test_notice])
+            self._shard.store.notices.send([self._test_notice])
 
     def _receive(self, payload: str) -> None:
         if payload == self._test_notice:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
-from delaytasks.execution.policy_cache import REFRESH_S
+from delaytasks.execution.policy_cache import POLICY_REFRESH_S
 from delaytasks.worker.database_health import DatabaseOutages
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
 
 #: A read that takes longer is stuck, and a fresh thread with a new connection replaces it.
 POLICY_READ_S = 10.0
@@ -35,13 +35,13 @@ def policy_loop(shard: Shard, events: Events, outages: DatabaseOutages) -> Loop:
                 outages.mark_up(number)
             else:
                 outages.mark_down(number, error)
-            return REFRESH_S
+            return POLICY_REFRESH_S
         except StoreError:  # the database has answered, with a refusal
             outages.mark_up(number)
             raise
         outages.mark_up(number)
         if now != before:
             events.emit("policies.read", shard=number)
-        return REFRESH_S
+        return POLICY_REFRESH_S
 
     return Loop(shard.named("policies"), read_policies, events, POLICY_READ_S, shard.close)

@@ -9,7 +9,7 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,11 @@ from celery import signals
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.processors.thread_slots import ThreadSlots
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
     from delaytasks.execution.runner import Runner
+    from delaytasks.wiring import Wiring
     from delaytasks.worker.task_events import TaskEvents
 
 #: The events that are counted, and for which of them each tag is counted.
@@ -37,8 +36,9 @@ class Processes:
     load no module that runs tasks.
     """
 
-    def __init__(self, delays: DelayTasks) -> None:
-        self._delays = delays
+    def __init__(self, wiring: Callable[[], Wiring]) -> None:
+        """`wiring` returns the objects of the instance; its first call makes them."""
+        self._wiring = wiring
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
         self.is_worker = False
@@ -48,7 +48,7 @@ class Processes:
         #: The logical queues that this worker serves.
         self.queues: list[str] = []
         #: Whether concurrent tasks may run on when their chunk has ended, while others run.
-        self.leaves_rows = True
+        self.may_detach = True
         self.after_fork()
         reset_in_child(self)
 
@@ -60,11 +60,15 @@ class Processes:
         self._thread_slots = ThreadSlots()
         self._outcome_counts: OutcomeCounts | None = None
 
-    def serve(self, hostname: str, pool: Any, leaves_rows: bool = True) -> None:
+    @property
+    def wiring(self) -> Wiring:
+        return self._wiring()
+
+    def serve(self, hostname: str, pool: Any, may_detach: bool = True) -> None:
         """Make this process the main process of a worker. Its children inherit the name."""
         self.hostname = hostname
         self.is_worker = True
-        self.leaves_rows = leaves_rows
+        self.may_detach = may_detach
         self.renewals = Renewals()  # before the pool's processes are forked
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
@@ -79,7 +83,7 @@ class Processes:
         """
         return f"{self.hostname}/{pid}-{self._token}"
 
-    def runner(self, shard: int, sends_events: bool) -> Runner:
+    def runner(self, shard: int, sends_events: bool = False) -> Runner:
         """Return this process's runner for a shard."""
         with self._lock:
             if self._task_events is None:
@@ -95,7 +99,7 @@ class Processes:
         """Return what sends Celery events for the tasks of this process."""
         from delaytasks.worker.task_events import TaskEvents
 
-        app, settings = wiring_of(self._delays).celery, self._delays.settings
+        app, settings = self.wiring.celery, self.wiring.settings
         shows_bodies = settings.event_bodies and not settings.encryption_keys
         return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
@@ -103,7 +107,7 @@ class Processes:
         """Count from now on the outcomes of the tasks that this process runs."""
         if self._outcome_counts is None:
             self._outcome_counts = OutcomeCounts()
-            self._delays.events.subscribe(self._outcome_counts)
+            self.wiring.events.subscribe(self._outcome_counts)
 
     def take_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Return (event, tag, number) of each outcome since the last call."""
@@ -111,16 +115,18 @@ class Processes:
 
     def _build_runner(self, number: int) -> Runner:
         # Most producers run no tasks, so they do not import what runs them.
+        from delaytasks.execution.limits import LimitLoader
         from delaytasks.execution.pause_filter import PauseFilter
         from delaytasks.execution.runner import Runner
         from delaytasks.worker.celery_context import CeleryTaskContext
 
-        delays, wiring = self._delays, wiring_of(self._delays)
-        shard = delays.shards[number]
+        wiring = self.wiring
+        shard = wiring.shards[number]
+        limits = LimitLoader(shard.store, lambda: shard.policies.current().limited)
         claims = shard.store.claims(
             self.name(os.getpid()),
             own_address(shard.store.database.url.host),
-            lambda: shard.policies.current().limited,
+            limits.hold_excess,
         )
         task_context = CeleryTaskContext(
             wiring.celery,
@@ -130,22 +136,23 @@ class Processes:
             self.keeps_time_limits,
         )
         return Runner(
-            delays.settings,
+            wiring.settings,
             claims,
+            limits,
             shard.clock,
             wiring.registry,
             wiring.inline_timer,
-            delays.events,
+            wiring.events,
             task_context,
             wiring.transaction_for,
-            PauseFilter(shard.policies, shard.store.holding, delays.events),
+            PauseFilter(shard.policies, shard.store.paused_rows, wiring.events),
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
             renewed_at=partial(self.renewals.last, number),
             # The main process of a worker renews the leases of the rows that are left.
-            may_leave=self.is_worker and self.leaves_rows,
-            kept=task_context.kept,
+            may_detach=self.is_worker and self.may_detach,
+            thread_context=task_context.reuse_stack,
             watcher=lambda: self._task_events if self._sends_events else None,
         )
 

@@ -13,17 +13,17 @@ from collections.abc import Mapping
 from itertools import chain
 from math import inf
 
-from delaytasks.core.availability import REST_S
+from delaytasks.core.availability import SERVICE_REST_S
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
 from delaytasks.timers.redis_location import FAILURES
-from delaytasks.timers.redis_scripts import BATCH_ROWS
+from delaytasks.timers.redis_scripts import MAX_ENTRIES
+from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.message_strategy import RefusedMessages
-from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes
+from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.sweep_loop import SweepLoops
 
 #: All slots are read this often, whatever was published: a message may be lost, a worker may die.
@@ -53,7 +53,7 @@ class RedisPoller:
         events: Events,
         processes: Processes,
         dispatcher: Dispatcher,
-        near_entries: NearEntries,
+        capacity_request: CapacityRequest,
         sweep_loops: SweepLoops,
         refused_messages: RefusedMessages,
     ) -> None:
@@ -62,7 +62,7 @@ class RedisPoller:
         self._events = events
         self._processes = processes
         self._dispatcher = dispatcher
-        self._near_entries = near_entries
+        self._capacity_request = capacity_request
         self._sweep_loops = sweep_loops
         self._refused_messages = refused_messages
         self._lock = threading.Lock()
@@ -75,8 +75,15 @@ class RedisPoller:
         self._passed_on: list[Taken] = []
         self._delete_at = 0.0
         self._read_all_at = 0.0
-        self._needs_capacity = self._was_down = False
-        self._poll_loop = Loop("redis_poller", self._poll, events, REDIS_STUCK_S, self._reconnect)
+        self._was_down = False
+        self._poll_loop = Loop(
+            "redis_poller",
+            self._poll,
+            events,
+            REDIS_STUCK_S,
+            self._reconnect,
+            wake=capacity_request.granted,
+        )
         self._listen_loop = Loop(
             "redis_listener", self._listen, events, REDIS_STUCK_S, self._reconnect
         )
@@ -87,12 +94,6 @@ class RedisPoller:
         self._listen_loop.stop(0)
         self._poll_loop.stop()
         self._timer.take({}, self._passed_on)
-
-    def wake_if_waiting(self) -> None:
-        """Take more entries if the last turn had no capacity for them and there is some now."""
-        if self._needs_capacity and self._dispatcher.capacity():
-            self._needs_capacity = False
-            self._poll_loop.wake()
 
     # -- polling ----------------------------------------------------------------------------------
 
@@ -108,8 +109,9 @@ class RedisPoller:
             if taken is None:
                 self._was_down = True
                 self._read_all_soon()
-                return REST_S
-            self._poll_loop.beat()  # ends a thread that was replaced: Redis returns its entries
+                return SERVICE_REST_S
+            # This ends a thread that was replaced: Redis returns its entries.
+            self._poll_loop.report_progress()
             with self._lock:
                 for some in taken:  # an earlier time may have been published meanwhile
                     self._read_at[some.slot] = min(self._read_at[some.slot], some.next_ms)
@@ -127,7 +129,7 @@ class RedisPoller:
 
     def _slots_to_read(self) -> tuple[dict[Slot, int], float]:
         """Return how many entries to take of each slot that is due, or how long to rest at most."""
-        self._needs_capacity = True  # first, or capacity that comes meanwhile would be missed
+        self._capacity_request.open()  # first, or capacity that comes meanwhile would be missed
         now_us = self._clock.now_us()
         # If the clock was set back, entries may wait for hours again. They use no capacity.
         latest_us = now_us + AHEAD_MS * 1000
@@ -142,11 +144,11 @@ class RedisPoller:
             due = {slot: at for slot, at in self._read_at.items() if at * 1000 <= now_us}
             if due and capacity:
                 wanted = {slot: 0 for slot, at in due.items() if at == READ_NOW}
-                wanted |= share(min(capacity, BATCH_ROWS), due)
+                wanted |= share(min(capacity, MAX_ENTRIES), due)
                 self._read_at |= dict.fromkeys(wanted, inf)
                 return wanted, 0
             if not due:
-                self._needs_capacity = False
+                self._capacity_request.withdraw()
                 next_ms = min(self._read_at.values(), default=inf)
                 rest_s = min(rest_s, (next_ms * 1000 - now_us) / 1e6)
             return {}, rest_s
@@ -154,7 +156,7 @@ class RedisPoller:
     def _pass_on(self, taken: list[Taken]) -> None:
         entries = list(chain.from_iterable(some.entries for some in taken))
         self._ahead += [entry.due_us for entry in self._timer.shifted(entries, 1)]
-        self._near_entries.hold(entries)
+        self._dispatcher.receive(entries)
         self._passed_on = [some for some in taken if some.ticket]
         self._delete_at = monotonic() + DELETE_S
         for some in taken:
@@ -194,7 +196,7 @@ class RedisPoller:
         """
         link, queues, failures = self._timer.link, self._processes.queues, self._timer.link.failures
         if not queues:
-            return REST_S
+            return SERVICE_REST_S
         channels = {self._timer.channel(queue): self._timer.slots(queue) for queue in queues}
         slots = {
             (channel.encode(), slot.name.encode()): slot
@@ -210,14 +212,14 @@ class RedisPoller:
                     self._processes.queues,
                     link.failures,
                 ):
-                    self._listen_loop.beat()
+                    self._listen_loop.report_progress()
                     message = listener.get_message(timeout=LISTEN_S)
                     if message is not None:
                         self._receive(message, slots)
             finally:
                 listener.close()
         except (*FAILURES, ValueError):  # ValueError if the connection is closed meanwhile
-            return REST_S  # the poll loop reports that Redis is down, with the error
+            return SERVICE_REST_S  # the poll loop reports that Redis is down, with the error
         return 0
 
     def _receive(

@@ -11,25 +11,27 @@ from celery.worker import state
 
 from delaytasks.core.clock import Clock, from_us, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Timer
+from delaytasks.core.interfaces import Entry, Timer
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
-from delaytasks.worker.celery_compat.versions import brpop_s
+from delaytasks.timers.timing_wheel import WheelThread
+from delaytasks.worker.celery_compat.last_read import stop_reading
+from delaytasks.worker.celery_compat.pool_results import running_pids
 from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.message_strategy import RefusedMessages
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes, logical_queues
+from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.sweep_loop import SweepLoops
-from delaytasks.worker.table_poller import TablePollers
 from delaytasks.worker.task_events import WorkerLostEvents
 from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
+    from delaytasks.sharding.router import Router
     from delaytasks.timers.publisher import Publisher
-    from delaytasks.wiring import Router
     from delaytasks.worker.redis_poller import RedisPoller
+    from delaytasks.worker.table_poller import TablePollers
 
 #: How often the watchdog checks the loops.
 WATCHDOG_S = 1.0
@@ -38,8 +40,6 @@ WATCHDOG_S = 1.0
 SUSPENDED_S = 3 * WATCHDOG_S
 #: A turn of the watch loop that takes longer is stuck. It may wait for broker and database.
 WATCH_STUCK_S = 30.0
-#: Redis answers a pending BRPOP at most this long after its timeout.
-BRPOP_ANSWER_S = 1.0
 
 
 @dataclass(eq=False)
@@ -61,6 +61,7 @@ class WorkerRuntime:
     timer: Timer
     dispatcher: Dispatcher
     near_entries: NearEntries
+    wheel_thread: WheelThread[Entry]
     sweep_loops: SweepLoops
     table_pollers: TablePollers | None
     redis_poller: RedisPoller | None
@@ -100,10 +101,9 @@ class WorkerRuntime:
             self.redis_poller.stop()
         if self.table_pollers is not None:
             self.table_pollers.stop()
-        waiting = self.near_entries.wheel.stop()  # before the dispatcher, which takes what is due
+        # The dispatcher closes before the wheel, so that it sends back all that comes from now on.
         unfinished = self.dispatcher.close()
-        waiting += unfinished.entries
-        waiting += self.near_entries.wheel.stop()  # for entries that a chunk found early meanwhile
+        waiting = unfinished.entries + self.wheel_thread.stop()
         if is_warm:
             waiting += self.dispatcher.recall()
         self.work_sender.send_back(UnfinishedWork(waiting, unfinished.queues))
@@ -115,7 +115,7 @@ class WorkerRuntime:
 
     def _watch(self) -> float:
         """Do once a second what needs no database."""
-        self.watchdog.loop.look()
+        self.watchdog.loop.check()
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
@@ -144,13 +144,11 @@ class WorkerRuntime:
 
     def pids(self) -> set[int]:
         """Return the pool's processes and this one, which runs the tasks of a pool of threads."""
-        info = getattr(self.celery_worker.pool, "info", None) or {}
-        return {os.getpid(), *(info.get("processes") or ())}
+        return {os.getpid(), *running_pids(self.celery_worker.pool)}
 
     def info(self) -> dict[str, Any]:
         """Return what `celery inspect stats` shows."""
         in_flight = self.dispatcher.in_flight
-        began = list(in_flight.values())
         return {
             "held": len(self.near_entries.wheel),
             "waiting": self.dispatcher.waiting,
@@ -158,7 +156,7 @@ class WorkerRuntime:
             "timer": self.settings.timer,
             "timer_is_up": self.timer.is_up,
             # `celery inspect` prints the answer as JSON, so it is text.
-            "oldest_chunk": from_us(min(map(int, began))).isoformat() if began else None,
+            "oldest_chunk": from_us(int(min(in_flight))).isoformat() if in_flight else None,
             "shards": {
                 str(shard): info for shard, info in self.dispatcher.shard_health.info().items()
             },
@@ -189,33 +187,9 @@ class Watchdog:
         was_suspended, self._checked_at = now - self._checked_at > SUSPENDED_S, now
         if not was_suspended:
             for loop in self.loops:
-                self._events.attempt("watchdog", loop.name, loop.look)
+                self._events.attempt("watchdog", loop.name, loop.check)
         return WATCHDOG_S
 
     def info(self) -> dict[str, Any]:
         """Return the state of each loop by its name."""
         return {loop.name: loop.info() for loop in self.loops}
-
-
-def stop_reading(consumer: Any) -> None:
-    """On Redis, wait for the answer to the last BRPOP of a consumer that has stopped.
-
-    The answer may be on its way, or be a message that this worker has just sent back. It is waited
-    for, for about a second at most. Since the queue is not consumed any more, the message returns
-    to its queue.
-    """
-    connection = getattr(consumer, "connection", None)
-    if connection is None or connection.transport.driver_type != "redis":
-        return
-    for channel in connection.transport.channels or ():
-        client = vars(channel).get("client")
-        if client is None or client.connection is None:
-            continue
-        try:
-            timeout_s = brpop_s(channel) + BRPOP_ANSWER_S
-            if channel._in_poll and client.connection.can_read(timeout_s):
-                channel._brpop_read()
-        except Exception:
-            pass  # Redis is down, or had no message
-        client.connection.disconnect()
-        channel._in_poll = None  # or closing the channel would wait for an answer that cannot come

@@ -6,12 +6,16 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from math import inf
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.interfaces import Entry
-from delaytasks.worker.job import Job
+from delaytasks.execution.runner import Report
+from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.queue_drain import QueueDrain
-from delaytasks.worker.waitlists import Waitlists
+
+if TYPE_CHECKING:
+    from delaytasks.limits.tracked_waitlists import TrackedWaitlists
 
 #: After a chunk failed as a whole, which means that the database is unavailable, the pool gets no
 #: chunk of the shard for this long.
@@ -50,7 +54,8 @@ class ShardQueue:
         self._ready: dict[int, deque[Entry]] = {}
         self._drains: dict[str, QueueDrain] = {}
         self._is_tables_turn = self._is_waitlists_turn = False
-        self.waitlists = Waitlists()
+        #: The waitlists that processes have reported, or None before the first one.
+        self.waitlists: TrackedWaitlists | None = None
         #: The start of each chunk in the pool, by the clock of the database. The leases of the
         #: rows that such a chunk claimed are renewed.
         self.in_flight: dict[int, float] = {}
@@ -98,13 +103,14 @@ class ShardQueue:
         waiting = [entry for ready in self._ready.values() for entry in ready]
         self._ready.clear()
         self._drains.clear()
-        self.waitlists.clear()
+        self.waitlists = None
         return waiting
 
     @property
     def unfinished_queues(self) -> dict[str, set[int]]:
         """The priorities of each queue's drain. The set is empty if it only has waitlists."""
-        priorities: dict[str, set[int]] = {queue: set() for queue in self.waitlists.queues}
+        waitlist_queues = self.waitlists.queues if self.waitlists else ()
+        priorities: dict[str, set[int]] = {queue: set() for queue in waitlist_queues}
         return priorities | {queue: drain.priorities for queue, drain in self._drains.items()}
 
     @property
@@ -114,7 +120,12 @@ class ShardQueue:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self.in_flight or self._ready or self._drains or self.waitlists.is_active)
+        return bool(
+            self.in_flight
+            or self._ready
+            or self._drains
+            or (self.waitlists and self.waitlists.is_active)
+        )
 
     @property
     def waiting(self) -> int:
@@ -125,6 +136,26 @@ class ShardQueue:
         """Return how many chunks began in the last `seconds`."""
         since = self.clock.now_us() - seconds * 1e6
         return sum(began > since for began in self.in_flight.values())
+
+    def update_waitlists(self, report: Report, request: ChunkRequest) -> float | None:
+        """Record the waitlists that a chunk reports.
+
+        Return the number of seconds until a further check is needed, or None.
+        """
+        if self.waitlists is None and not report.waitlists:
+            return None
+        # Imported here: most shards have no limits.
+        from delaytasks.limits.tracked_waitlists import PROBE_S, TrackedWaitlists
+
+        if self.waitlists is None:
+            self.waitlists = TrackedWaitlists()
+        was_probe = request.is_probe and report.seconds < PROBE_S
+        return self.waitlists.update(report.waitlists, request.waitlist, was_probe)
+
+    @property
+    def waitlist_check_s(self) -> float:
+        """In how many seconds the next check of a waitlist is due."""
+        return inf if self.waitlists is None else self.waitlists.next_check_s
 
     # -- the state of the shard -------------------------------------------------------------------
 
@@ -177,9 +208,9 @@ class ShardQueue:
             return inf
         return min((drain.held_up_in_s() for drain in self._drains.values()), default=inf)
 
-    def next_job(
-        self, number: int, size: int, free: int, sends_events: bool, at_least: int = 1
-    ) -> Job | None:
+    def next_chunk(
+        self, number: int, size: int, free: int, at_least: int = 1
+    ) -> ChunkRequest | None:
         """Return chunk `number`, of at most `size` rows.
 
         The `free` processes share the waiting entries, but no chunk gets less than `at_least`.
@@ -187,38 +218,40 @@ class ShardQueue:
         waiting = self.waiting
         # If both wait they take turns, so that neither starves the other.
         if self._is_tables_turn or not waiting:
-            job = self._next_table_job(number, size, sends_events)
-            if job is not None:
+            request = self._next_table_chunk(number, size)
+            if request is not None:
                 self._is_tables_turn = False
-                return job
+                return request
         if not waiting:
             return None
         self._is_tables_turn = True
         ready = tuple(self._pop_ready(min(size, max(-(-waiting // free), at_least))))
-        return Job(ready, sends_events=sends_events, shard=self.shard)
+        return ChunkRequest(ready, shard=self.shard, number=number)
 
-    def _next_table_job(self, number: int, size: int, sends_events: bool) -> Job | None:
+    def _next_table_chunk(self, number: int, size: int) -> ChunkRequest | None:
         """Return a chunk that claims from the table. Waitlists and drains take turns."""
         self._is_waitlists_turn = not self._is_waitlists_turn
-        job = self._next_waitlist_job(size, sends_events) if self._is_waitlists_turn else None
-        if job is not None:
-            return job
+        request = self._next_waitlist_chunk(number, size) if self._is_waitlists_turn else None
+        if request is not None:
+            return request
         for queue, drain in self._drains.items():
             if drain.wants_chunk():
                 drain.begin_chunk(number)
                 self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
-                return Job((), queue, tuple(drain.priorities), size, sends_events, shard=self.shard)
-        return self._next_waitlist_job(size, sends_events)
+                return ChunkRequest(
+                    (), queue, tuple(drain.priorities), size, shard=self.shard, number=number
+                )
+        return self._next_waitlist_chunk(number, size)
 
-    def _next_waitlist_job(self, size: int, sends_events: bool) -> Job | None:
-        visit = self.waitlists.next_visit()
+    def _next_waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        visit = self.waitlists.next_visit() if self.waitlists else None
         if visit is None:
             return None
-        return Job(
+        return ChunkRequest(
             (),
             limit=size,
-            sends_events=sends_events,
             shard=self.shard,
+            number=number,
             waitlist=visit.waitlist,
             is_probe=visit.is_probe,
         )
@@ -233,15 +266,13 @@ class ShardQueue:
                 del self._ready[priority]
         return popped
 
-    def drain_chunk_ended(
-        self, number: int, queue: str, priorities: Sequence[int], is_full: bool
-    ) -> None:
+    def drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
         drain = self._drains.get(queue)
         if drain is None and is_full:
-            drain = self._drains[queue] = QueueDrain(set(priorities))
+            drain = self._drains[queue] = QueueDrain(set(request.priorities))
         if drain is None:
             return
-        chunk = drain.chunks.pop(number, None)
+        chunk = drain.chunks.pop(request.number, None)
         if is_full:
             drain.is_deep = True
         elif chunk is None:
@@ -251,7 +282,7 @@ class ShardQueue:
         else:
             del self._drains[queue]
 
-    def drain_chunk_failed(self, number: int, queue: str, is_down: bool) -> None:
+    def drain_chunk_failed(self, request: ChunkRequest, queue: str, is_down: bool) -> None:
         """End the drain if the database is unavailable: the next sweep requests it again.
 
         If only the process died, other processes continue the drain.
@@ -259,4 +290,4 @@ class ShardQueue:
         if is_down:
             self._drains.pop(queue, None)
         elif (drain := self._drains.get(queue)) is not None:
-            drain.chunks.pop(number, None)
+            drain.chunks.pop(request.number, None)

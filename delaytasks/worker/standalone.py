@@ -20,16 +20,17 @@ from celery.concurrency import get_implementation
 from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.maintenance.sweeper import tell_lapsed
-from delaytasks.wiring import use_direct_timer, wiring_of
+from delaytasks.maintenance.sweeper import emit_recovered
+from delaytasks.wiring import Wired, use_direct_timer, wiring_of
 from delaytasks.worker.building import build_runtime
+from delaytasks.worker.celery_compat.pool_results import running_pids
+from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.time_limits import check_time_limits
 
 if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
     from delaytasks.execution.runner import Report
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
 
 #: How often the worker asks whether all work is done.
 DONE_CHECK_S = 0.1
@@ -48,7 +49,7 @@ class StandaloneWorker:
 
     def __init__(
         self,
-        delays: DelayTasks,
+        delays: Wired,
         queues: Sequence[str],
         processes: int | None,
         polls_table: bool,
@@ -56,12 +57,13 @@ class StandaloneWorker:
         row_budget: int | None = None,
     ) -> None:
         use_direct_timer(delays)
-        self._delays = delays
+        self._wiring = wiring = wiring_of(delays)
         self._polls_table = polls_table
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = self._is_done = False
         self._was_current = getattr(_state._tls, "current_app", None)
-        app = wiring_of(delays).celery
+        app = wiring.celery
+        pool_processes = processes_of(app)
         app.set_current()
         self.hostname = f"drain{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
         if processes is not None:
@@ -70,10 +72,15 @@ class StandaloneWorker:
         self.hub = None if processes is None else set_event_loop(Hub())
         self.pool = self._make_pool(app, processes)
         if processes is not None:
-            wiring_of(delays).processes.serve(self.hostname, self.pool, leaves_rows=polls_table)
-        wiring_of(delays).processes.queues = list(queues) or [ALL_QUEUES]
+            pool_processes.serve(self.hostname, self.pool, may_detach=polls_table)
+        pool_processes.queues = list(queues) or [ALL_QUEUES]
         self.runtime = build_runtime(
-            delays, self, polls_table=polls_table, on_report=on_report, row_budget=row_budget
+            wiring,
+            pool_processes,
+            self,
+            polls_table=polls_table,
+            on_report=on_report,
+            row_budget=row_budget,
         )
 
     def _make_pool(self, app: Any, processes: int | None) -> Any:
@@ -98,9 +105,9 @@ class StandaloneWorker:
         """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
         runtime = self.runtime
         if self._polls_table:
-            wiring_of(self._delays).checks.check_ready()
+            self._wiring.checks.check_ready()
             queues = runtime.processes.queues
-            check_time_limits(runtime.registry, wiring_of(self._delays).queues, queues, self.pool)
+            check_time_limits(runtime.registry, self._wiring.queues, queues, self.pool)
         if self.hub is not None:
             freeze_loaded_objects()
         self.pool.start()  # it forks, so it starts before there are threads
@@ -144,7 +151,7 @@ class StandaloneWorker:
         """Kill running tasks, and release their rows as if their processes had died."""
         runtime = self.runtime
         runtime.stop()
-        pids = self._pids()
+        pids = running_pids(self.pool)
         for pid in pids:
             if pid != os.getpid():
                 os.kill(pid, signal.SIGKILL)
@@ -155,14 +162,8 @@ class StandaloneWorker:
 
     def _release(self, names: Sequence[str], shard: Shard) -> None:
         runtime = self.runtime
-        lapsed = shard.store.leases.release(names, runtime.settings.max_lost_leases)
-        tell_lapsed(runtime.events, lapsed)
-
-    def _pids(self) -> Sequence[int]:
-        try:
-            return (self.pool.info or {}).get("processes") or [os.getpid()]
-        except AttributeError:
-            return []  # it has stopped
+        recovered = shard.store.leases.release(names, runtime.settings.max_lost_leases)
+        emit_recovered(runtime.events, recovered)
 
     def _close(self) -> None:
         """Undo what concerns the whole process, which may continue with other work."""

@@ -17,12 +17,13 @@ from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import DEFER_MAX_S
-from delaytasks.maintenance.sweeper import DIRECT, DRAIN, SILENT_SWEEPS
+from delaytasks.maintenance.overdue_drain import DIRECT, DRAIN
+from delaytasks.maintenance.sweeper import SILENT_SWEEPS
 from delaytasks.processors.registry import Registry
 from delaytasks.worker.database_health import DatabaseContact, DatabasePace
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
     from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
 
@@ -65,9 +66,8 @@ class SweepLoop:
         self._lock = threading.Lock()
         self._requested: set[int] = set()
         self._must_forget = threading.Event()
-        self._reported_at = self._checked_at = float("-inf")
+        self._reported_at = self._checked_at = self._drained_at = float("-inf")
         self._started_at = monotonic()
-        self._has_begun = False
         self._pace = DatabasePace(events, shard.number)
         # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
         self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
@@ -77,7 +77,7 @@ class SweepLoop:
         self._kind = DIRECT if self._polls_table else DRAIN if is_direct else ""
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
-        # One statement on a large table may take long. A stage of many calls `beat` after each.
+        # One statement on a large table may take long. A stage of many reports its progress.
         stuck_s = 2 * settings.self_sweep_s
         self.loop = Loop(shard.named("sweep"), self._turn, events, stuck_s, shard.close)
 
@@ -96,7 +96,7 @@ class SweepLoop:
     def stop(self) -> None:
         self.loop.stop()
         self._events.attempt(
-            self.loop.name, "sign off", lambda: self._shard.store.workers.gone(self._hostname)
+            self.loop.name, "sign off", lambda: self._shard.store.workers.remove(self._hostname)
         )
 
     def _turn(self) -> float:
@@ -105,10 +105,9 @@ class SweepLoop:
         is_due = monotonic() - self._reported_at >= self._settings.sweep_s
         if is_due and not attempt("report", self._report_alive):
             self._contact.mark_failed()
-        if not self._has_begun:
-            # A worker that polls the table, or drains it, looks for overdue tasks anyway.
-            begin = partial(self._shard.sweeper.begin, self._processes.queues, self._drain_here)
-            self._has_begun = bool(self._kind) or attempt("begin", begin)
+        # A worker that polls the table, or drains it, looks for overdue tasks anyway.
+        if not self._kind and monotonic() - self._drained_at >= self._settings.self_sweep_s:
+            attempt("own queues", self._drain_own_queues)
         if self._must_forget.is_set():
             attempt("forget", self._forget_armed_rows)
         with self._lock:
@@ -125,10 +124,18 @@ class SweepLoop:
 
     def _sweep(self, partition: int) -> None:
         self._shard.sweeper.sweep(
-            partition, self._note_answer, self._contact.seconds, self._drain_here
+            partition, self._note_answer, self._contact.seconds, self._drain_locally
         )
 
-    def _drain_here(self, queue: str, priorities: Sequence[int]) -> bool:
+    def _drain_own_queues(self) -> None:
+        """Drain this worker's queues, at its start and then every `self_sweep_s`.
+
+        Without a broker, the worker that sweeps can drain only the queues that it serves itself.
+        """
+        self._shard.sweeper.drain_own(self._processes.queues, self._drain_locally)
+        self._drained_at = monotonic()
+
+    def _drain_locally(self, queue: str, priorities: Sequence[int]) -> bool:
         """Drain a queue in this worker; return False if the worker does not serve it."""
         is_served = queue in self._processes.queues
         if is_served:
@@ -137,13 +144,13 @@ class SweepLoop:
 
     def _note_answer(self) -> None:
         """Called at each step of a sweep, after the database has answered."""
-        self.loop.beat()
+        self.loop.report_progress()
         self._contact.mark_answered()
 
     def _report_alive(self) -> None:
         """Write this worker's row, and read which workers are alive."""
         store, began = self._shard.store, monotonic()
-        store.workers.seen(
+        store.workers.report(
             self._hostname,
             self._processes.queues,
             self._kind + type(self._pool).__module__.rpartition(".")[2],
@@ -154,7 +161,7 @@ class SweepLoop:
         self._reported_at = monotonic()
         self._contact.mark_answered()
         self._pace.record(self._reported_at - began)
-        workers = {(worker["name"], worker["started_at"]) for worker in store.workers.alive()}
+        workers = {(worker["name"], worker["started_at"]) for worker in store.workers.all()}
         if workers != self._workers:
             # A worker that begins, or that is left alone, may be the first one that knows a tag.
             self._bring_forward()

@@ -20,15 +20,14 @@ from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import MOST_OTHERS, OverdueQueues
 from delaytasks.scheduling.queue_routing import QueueRouting
-from delaytasks.timers.direct import LOOK_S, SLACK_S, DirectTimer
+from delaytasks.timers.direct import NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer
 from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.message_strategy import RefusedMessages
-from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.notify_listener import NotifyListener
+from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.worker_shares import WorkerShares, serves
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
+    from delaytasks.routing.shard import Shard
     from delaytasks.worker.processes import Processes
 
 #: The rest between two reads of a table without notices. It grows from the first to the second
@@ -54,7 +53,6 @@ class TablePoller:
         processes: Processes,
         queue_routing: QueueRouting,
         dispatcher: Dispatcher,
-        near_entries: NearEntries,
         refused_messages: RefusedMessages,
         hostname: str,
     ) -> None:
@@ -63,7 +61,6 @@ class TablePoller:
         self._processes = processes
         self._queue_routing = queue_routing
         self._dispatcher = dispatcher
-        self._near_entries = near_entries
         self._shares = WorkerShares(hostname)
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
@@ -98,7 +95,7 @@ class TablePoller:
         ]
         self._passed_on.update((entry[:2], entry.due_us) for entry in mine)
         if mine:
-            self._near_entries.hold(mine)
+            self._dispatcher.receive(mine)
         return mine
 
     # -- reading ----------------------------------------------------------------------------------
@@ -106,15 +103,15 @@ class TablePoller:
     def _turn(self) -> float:
         number, store = self._shard.number, self._shard.store
         if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
-            return LOOK_S
+            return NOTIFIED_POLL_S
         checks_overdue = monotonic() >= self._overdue_check_at
         if checks_overdue:
             self._overdue_check_at = monotonic() + OVERDUE_CHECK_S
-            alive, now = store.workers.alive(), self._shard.clock.now()
-            self._shares.learn(alive, now, self._settings.sweep_s)
+            now = self._shard.clock.now()
+            self._shares.learn(store.workers.all(), now, self._settings.sweep_s)
         now_us, grace_us = self._shard.clock.now_us(), self._settings.grace_s * 1e6
-        until_us = now_us + (self._normal_rest_s() + SLACK_S) * 1e6
-        found = store.sweeps.look(
+        until_us = now_us + (self._normal_rest_s() + NOTICE_SLACK_S) * 1e6
+        found = store.sweeps.first_due_between(
             from_us(int(now_us - grace_us)),
             from_us(int(until_us)),
             MAX_READ_ROWS,
@@ -133,7 +130,7 @@ class TablePoller:
         return max(rest_s, MIN_REST_S)
 
     def _normal_rest_s(self) -> float:
-        return LOOK_S if self.listener.is_listening else self._rest_s
+        return NOTIFIED_POLL_S if self.listener.is_listening else self._rest_s
 
     def _adapt_rest(self, was_late: bool) -> None:
         self._rest_s = MIN_REST_S if was_late else min(self._rest_s * REST_GROWTH, MAX_REST_S)
@@ -145,11 +142,11 @@ class TablePoller:
         serves_all = ALL_QUEUES in queues
         if serves_all:
             queues = self._queue_routing.all()
-        late = self._overdue.of_named(queues, self.loop.beat)
+        late = self._overdue.of_named(queues, self.loop.report_progress)
         if serves_all:
             # No more unknown queues than can have their turn soon, in between the known ones.
             most = MOST_OTHERS - self._dispatcher.shard_queues[number].drain_count
-            late |= self._overdue.of_others(queues, self.loop.beat, most)
+            late |= self._overdue.of_others(queues, self.loop.report_progress, most)
         for queue, priorities in late.items():
             self._dispatcher.drain(queue, priorities, number)
 
@@ -161,17 +158,17 @@ class TablePollers:
         self._timer = timer
         self._pollers = pollers
         self.loops = [loop for poller in pollers for loop in poller.loops]
-        timer.take = self._take
+        timer.subscribe(self._take)
 
     def stop(self) -> None:
-        self._timer.take = None
+        self._timer.unsubscribe(self._take)
         for poller in self._pollers:
             poller.stop()
 
     def wake_others(self) -> None:
         """Make the other workers read what was this worker's, once its row has been deleted."""
         for number in range(len(self._pollers)):
-            self._timer.tell_to_look(number)
+            self._timer.request_poll(number)
 
     def _take(self, entries: Sequence[Entry]) -> None:
         for shard, some in by_shard(entries, len(self._pollers)).items():

@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
+from celery import states
 from celery.events.event import get_exchange
 from celery.utils.log import get_logger
 from kombu.messaging import Producer
@@ -78,24 +79,25 @@ class TaskEvents:
             self.flush()  # first, since the task may kill this process, too
 
     def ended(
-        self, ending: Settlement, ended: datetime, error: BaseException | None = None
+        self, settlement: Settlement, ended: datetime, error: BaseException | None = None
     ) -> None:
-        task, runtime = ending.task, (ended - (ending.began or ended)).total_seconds()
-        if ending.move == "succeed":
-            result = (ending.result or "") if self._shows_bodies else HIDDEN
+        task, runtime = settlement.task, (ended - (settlement.began or ended)).total_seconds()
+        state = settlement.ending.celery_state
+        if state == states.SUCCESS:
+            result = (settlement.result or "") if self._shows_bodies else HIDDEN
             self._add("task-succeeded", task, ended, runtime=runtime, result=result)
-        elif ending.move == "withdraw":
-            self._revoked(ending, ended, is_expired=False)
+        elif state == states.REVOKED:
+            self._revoked(settlement, ended, is_expired=False)
         else:
-            kind = "task-failed" if ending.move == "fail" else "task-retried"
-            why = ending.error or f"until {ending.due}"
+            kind = "task-failed" if state == states.FAILURE else "task-retried"
+            why = settlement.error or f"until {settlement.due}"
             traceback = why if error is not None else ""
             fields = _error_fields(why if error is None else shown(error, LONGEST_REPR), traceback)
             self._add(kind, task, ended, runtime=runtime, **fields)
 
-    def expired(self, ending: Settlement, claimed: datetime) -> None:
-        self._received(ending.task, claimed)
-        self._revoked(ending, claimed, is_expired=True)
+    def expired(self, settlement: Settlement, claimed: datetime) -> None:
+        self._received(settlement.task, claimed)
+        self._revoked(settlement, claimed, is_expired=True)
 
     def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
         self._received(task, claimed)
@@ -112,12 +114,12 @@ class TaskEvents:
             **_error_fields(task.error or RECOVERED),
         )
 
-    def _revoked(self, ending: Settlement, at: datetime, is_expired: bool) -> None:
+    def _revoked(self, settlement: Settlement, at: datetime, is_expired: bool) -> None:
         # Celery has no `exception` in this event, but monitors show it.
-        why = _error_fields(ending.error or "")["exception"]
+        why = _error_fields(settlement.error or "")["exception"]
         self._add(
             "task-revoked",
-            ending.task,
+            settlement.task,
             at,
             terminated=False,
             signum=None,

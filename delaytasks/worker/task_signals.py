@@ -14,15 +14,8 @@ from celery.exceptions import Retry
 
 from delaytasks.core.errors import TaskFailedError
 from delaytasks.core.outcomes import Done
-from delaytasks.execution.executor import Ended
+from delaytasks.execution.executor import RunResult
 
-#: Celery's name for the state of a row after each move. After all other moves the row runs again.
-_STATES: dict[str, str] = {
-    "succeed": states.SUCCESS,
-    "fail": states.FAILURE,
-    "withdraw": states.REVOKED,
-    "expire": states.REVOKED,
-}
 _SIGNALS = {
     states.SUCCESS: signals.task_success,
     states.FAILURE: signals.task_failure,
@@ -31,15 +24,15 @@ _SIGNALS = {
 }
 
 
-def state_of(ended: Ended) -> str:
-    return _STATES.get(ended.settlement.move, str(states.RETRY))
+def state_of(ended: RunResult) -> str:
+    return ended.settlement.ending.celery_state
 
 
 def has_receivers(state: str) -> bool:
     return bool(_SIGNALS[state].receivers)
 
 
-def result_of(ended: Ended) -> Any:
+def result_of(ended: RunResult) -> Any:
     """Return what Celery calls the return value: an exception if the run did not succeed."""
     if state_of(ended) == states.SUCCESS:
         return ended.value.result if isinstance(ended.value, Done) else ended.value
@@ -51,7 +44,7 @@ def result_of(ended: Ended) -> Any:
     return TaskFailedError(why, ended.settlement.task.id)
 
 
-def send_end(sender: Any, request: Any, ended: Ended, result: Any) -> None:
+def send_end(sender: Any, request: Any, ended: RunResult, result: Any) -> None:
     """Send the signal for this end. `result` is what `result_of` returns."""
     state = state_of(ended)
     if state == states.SUCCESS:

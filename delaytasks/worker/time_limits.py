@@ -10,7 +10,6 @@ is, and ends the process. The worker's main process sees this, and the rows are 
 from __future__ import annotations
 
 import faulthandler
-import math
 import signal
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,10 +17,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from celery.exceptions import SoftTimeLimitExceeded
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.execution.batch import Work
 
 if TYPE_CHECKING:
-    from delaytasks.processors.registry import Registry
+    from delaytasks.processors.registry import Processor, Registry
     from delaytasks.scheduling.queue_routing import QueueRouting
 
 T = TypeVar("T")
@@ -57,17 +55,17 @@ def check_time_limits(
             )
 
 
-def limited(work: Work, call: Callable[[], T]) -> T:
+def limited(processor: Processor, call: Callable[[], T]) -> T:
     """Call a processor within its limits.
 
     Both limits must be disarmed, even if the soft one strikes at the last moment. So each one has a
     `finally` of its own, and the soft one is the inner one.
     """
-    if work.time_limit_s is None:
-        return _soft_limited(work.soft_time_limit_s, call)
-    faulthandler.dump_traceback_later(work.time_limit_s, exit=True, file=STDERR)
+    if processor.time_limit_s is None:
+        return _soft_limited(processor.soft_time_limit_s, call)
+    faulthandler.dump_traceback_later(processor.time_limit_s, exit=True, file=STDERR)
     try:
-        return _soft_limited(work.soft_time_limit_s, call)
+        return _soft_limited(processor.soft_time_limit_s, call)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
@@ -89,14 +87,3 @@ def _soft_limited(limit_s: float | None, call: Callable[[], T]) -> T:
     finally:
         # A limit that struck before this statement raises here at the latest.
         signal.signal(signal.SIGALRM, before)
-
-
-def without_celerys_limits(result: Any) -> None:
-    """Remove the app's `task_time_limit` from a job that has not begun.
-
-    The setting is for messages. A chunk has many tasks, and the limit would end all of them. A pool
-    with such a limit applies it to every job that it accepts.
-    """
-    if hasattr(result, "_on_timeout_set"):
-        result._on_timeout_set = None
-        result._timeout = result._soft_timeout = math.inf

@@ -11,8 +11,8 @@ from delaytasks.core.interfaces import Entry, Timer
 from delaytasks.core.settings import Settings
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.shard import Shard
-    from delaytasks.wiring import Router
+    from delaytasks.routing.shard import Shard
+    from delaytasks.sharding.router import Router
 
 logger = get_logger(__name__)
 
@@ -24,6 +24,8 @@ class UnfinishedWork(NamedTuple):
     #: Queues that it was draining, with their priorities (none if only their waitlists were
     #: served), and the shard.
     queues: list[tuple[str, set[int], int]]
+    #: How many drain messages are sent for each queue; None means the setting `drain_tokens`.
+    tokens: int | None = None
 
 
 class WorkSender:
@@ -41,9 +43,9 @@ class WorkSender:
                 logger.info("delaytasks: sent back %d near tasks", len(work.entries))
             else:
                 self._router.each(self._forget_armed)
+        tokens = self._settings.drain_tokens if work.tokens is None else work.tokens
         for queue, priorities, shard in work.queues:
-            tokens, expires_s = self._settings.drain_tokens, self._settings.sweep_s
-            self._timer.drain(queue, sorted(priorities), tokens, expires_s, shard)
+            self._timer.drain(queue, sorted(priorities), tokens, self._settings.sweep_s, shard)
 
     def _forget_armed(self, shard: Shard) -> None:
         """Make the next sweep arm all near tasks of the shard again."""

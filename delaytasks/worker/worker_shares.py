@@ -11,7 +11,8 @@ from typing import Any
 
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Entry
-from delaytasks.maintenance.sweeper import DIRECT, SILENT_SWEEPS
+from delaytasks.maintenance.overdue_drain import DIRECT
+from delaytasks.maintenance.sweeper import SILENT_SWEEPS
 
 _PRIME = 1_000_003
 

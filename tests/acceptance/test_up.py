@@ -18,9 +18,12 @@ from delaytasks.embedded import broker_of, socket_path
 from tests.acceptance.user_folder import DELAYTASKS, UserFolder
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not Path("/proc/self/environ").exists(), reason="looks for processes in /proc"
+    ),
+]
 
 
 @pytest.fixture
@@ -64,6 +67,7 @@ def test_scheduled_tasks_survive_a_restart_of_up(up: UserFolder) -> None:
     assert up.stop() == 0
 
 
+@pytest.mark.quick
 def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     up.up("--no-flower")
     assert len(up.processes()) >= 4

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from sqlalchemy import Connection
 
 from delaytasks import DelayTasks
+from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer, delays_on, record
 
@@ -21,3 +23,17 @@ def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
 @pytest.fixture
 def timer(delays: DelayTasks) -> RecordingTimer:
     return record(delays)
+
+
+@pytest.fixture
+def claims(store: Store) -> Claims:
+    return store.claims("worker-1", 0x7F000001)
+
+
+@pytest.fixture
+def owner(store: Store) -> Iterator[Connection]:
+    """Yield a caller's transaction that stays open."""
+    with store.database.tx.connect() as connection, connection.begin() as transaction:
+        yield connection
+        if transaction.is_active:
+            transaction.rollback()

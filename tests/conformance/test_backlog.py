@@ -24,11 +24,6 @@ def make(store: Store, *ids: int, priority: int = 0) -> None:
         store.tasks.insert(DelayTask(id, "mail", "{}", due, priority=priority, create_time=now))
 
 
-@pytest.fixture
-def claims(store: Store) -> Claims:
-    return store.claims("w", None)
-
-
 def ids(claims: Claims, limit: int, *priorities: int) -> list[int]:
     return [task.id for task in claims.claim_due("default", priorities or [0], limit)]
 

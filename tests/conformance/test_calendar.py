@@ -11,9 +11,10 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from delaytasks import NewTask
-from delaytasks.core.clock import ManualClock, to_us
+from delaytasks.core.clock import to_us
 from delaytasks.core.ids import IdMaker
 from delaytasks.storage.store import Store
+from tests.manual_clock import ManualClock
 from tests.runner_harness import RunnerHarness
 
 UTC = timezone.utc
@@ -21,7 +22,7 @@ BERLIN = ZoneInfo("Europe/Berlin")
 
 
 def utc(*numbers: int) -> datetime:
-    return datetime(*numbers, tzinfo=UTC)  # type: ignore[misc, arg-type]
+    return datetime(*numbers, tzinfo=UTC)  # type: ignore[misc]
 
 
 @pytest.fixture(params=["America/New_York", "Asia/Kolkata"])

@@ -155,7 +155,7 @@ def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: RunnerHarness, 
 
     def work(task: DelayTask) -> None:
         bench.change(task, lease_until=bench.clock.now() - timedelta(seconds=1))
-        assert bench.store.sweeps.lapse(5, 10).total == 1
+        assert bench.store.sweeps.recover(5, 10).total == 1
         try:
             with begin(bench) as session:
                 session.execute(insert(credits).values(task=1))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from sqlalchemy import update
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
-from delaytasks.core.clock import ManualClock
 from delaytasks.core.interfaces import Settlement
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
+from tests.manual_clock import ManualClock
 from tests.recording import RecordingTimer, delays_on, record
 
 #: This date is in the past, so tasks due by this clock are also due by the database's clock.

@@ -10,6 +10,7 @@ from delaytasks.core.text import is_deferred_until
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.processors.registry import Registry
 from delaytasks.wiring import wiring_of
+from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.sweep_loop import SweepLoop
 from tests.conformance.test_putoffs import bring
 from tests.recording import RecordingTimer
@@ -21,8 +22,12 @@ def defer(delays: DelayTasks) -> Any:
     claims = wiring_of(delays).store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)
     wiring = wiring_of(delays)
-    rules = DeferralRules(delays.settings, wiring.clock, delays.events, Registry(), False)
-    assert claims.settle([rules._no_time_limits(claimed)])
+    registry = Registry()
+    registry.processor("limited", time_limit=60)(lambda body: None)
+    rules = DeferralRules(delays.settings, wiring.clock, delays.events, registry, False)
+    deferral = rules.settlement(registry.get("limited"), claimed)
+    assert deferral is not None
+    assert claims.settle([deferral])
     found = delays.get(task)
     assert (found.status, found.expected_time > wiring_of(delays).clock.now()) == (
         Status.NOT_COMPLETE,
@@ -52,22 +57,22 @@ def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
 ) -> None:
     delays.processor("limited", time_limit=60)(lambda body: None)
     task = defer(delays)
-    wiring_of(delays).processes.queues = ["default"]
+    processes_of(wiring_of(delays).celery).queues = ["default"]
     loop = SweepLoop(
         delays.shards[0],
         delays.settings,
         delays.events,
-        wiring_of(delays).processes,
+        processes_of(wiring_of(delays).celery),
         wiring_of(delays).registry,
         wiring_of(delays).inline_timer,
-        dispatcher=SimpleNamespace(),  # type: ignore[arg-type]
+        dispatcher=SimpleNamespace(),
         pool=None,
         hostname="w",
         polls_table=False,
     )
-    wiring_of(delays).processes.keeps_time_limits = False
+    processes_of(wiring_of(delays).celery).keeps_time_limits = False
     loop._bring_forward()
     assert delays.get(task).version == task.version
-    wiring_of(delays).processes.keeps_time_limits = True
+    processes_of(wiring_of(delays).celery).keeps_time_limits = True
     loop._bring_forward()
     assert delays.get(task).version > task.version

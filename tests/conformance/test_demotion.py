@@ -14,6 +14,8 @@ from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.recording import delays_on, record
 
+pytestmark = pytest.mark.slow
+
 #: These statements make a session refuse writes, like the server of a former primary.
 READ_ONLY = {
     "postgresql": "SET default_transaction_read_only = on",

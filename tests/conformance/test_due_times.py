@@ -9,7 +9,6 @@ from datetime import datetime, timedelta
 import pytest
 
 from delaytasks import DelayTask, DelayTasks, Retry, RetrySchedule, Snooze, Status
-from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.execution.task_run import LeaseEndsError
@@ -235,7 +234,7 @@ def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     task = delays.schedule_delay("new", {}, 0)
-    delays.runner().run([Entry.of(task, to_us)])
+    delays.runner().run([Entry.of(task)])
     before = delays.get(task)
     assert before.expected_time > before.due
     assert delays.reschedule_many(by=3600, tag="new").changed == 1

@@ -11,12 +11,13 @@ from sqlalchemy import insert, literal_column, select, update
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
-from delaytasks.core.encryption import PREFIX, key_name, new_key
+from delaytasks.core.encryption import BOUND_PREFIX, key_name, new_key
 from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
+from delaytasks.worker.celery_tasks import processes_of
 from tests.recording import delays_on, record, run_now
 
 OLD, NEW = new_key(), new_key()
@@ -43,7 +44,7 @@ def open_with(store: Store, database_url: str) -> Iterator[Open]:
 
 def stored(store: Store) -> list[tuple[str, str | None]]:
     """Return each body and result as the table stores them."""
-    names = (literal_column("message_body"), literal_column("result"))
+    names: list[Any] = [literal_column("message_body"), literal_column("result")]
     with store.database.begin() as connection:
         query = select(*names).select_from(store.schema.tasks).order_by(store.schema.tasks.c.id)
         return [(row[0], row[1]) for row in connection.execute(query)]
@@ -57,7 +58,7 @@ def change(store: Store, task: DelayTask, **values: Any) -> None:
 
 
 def are_sealed(store: Store, key: str = NEW) -> bool:
-    begin = f"{PREFIX}{key_name(key)}:"
+    begin = f"{BOUND_PREFIX}{key_name(key)}:"
     return all(
         body.startswith(begin) and (result or begin).startswith(begin)
         for body, result in stored(store)
@@ -289,7 +290,7 @@ CHANGES: dict[str, Callable[[str], str]] = {
     "its end": lambda text: text[:-4] + "AAA=",
     "no token": lambda text: text[:16],
     "another letter": lambda text: text[:40] + "é" + text[41:],
-    "no name": lambda text: PREFIX,
+    "no name": lambda text: BOUND_PREFIX,
     "a short name": lambda text: text[:12] + text[15:],
     "a name that is none": lambda text: text[:7] + "ABCDEFGH" + text[15:],
     "no colon": lambda text: text[:15],
@@ -349,8 +350,8 @@ def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Ope
     delays = open_with(NEW)
     delays.processor("mail", schema=dict)(lambda body: None)
     damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))
-    change(wiring_of(delays).store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
-    change(wiring_of(delays).store, stranger, message_body=f"{PREFIX}nonsense")
+    change(wiring_of(delays).store, damaged, message_body=f"{BOUND_PREFIX}{key_name(NEW)}:gAAAAA")
+    change(wiring_of(delays).store, stranger, message_body=f"{BOUND_PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
         f"encrypted with key {key_name(NEW)}, "
@@ -364,7 +365,7 @@ def test_monitors_see_no_bodies_that_are_encrypted(open_with: Open) -> None:
         delays = open_with(*keys)
         task = delays.schedule_delay("mail", BODY, 60)
         assert (
-            "cAnArY" in repr(wiring_of(delays).processes.task_events()._about(task))
+            "cAnArY" in repr(processes_of(wiring_of(delays).celery).task_events()._about(task))
         ) is is_shown
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -19,9 +18,9 @@ SILENT_S = 15.0
 
 
 @pytest.fixture
-def bench(store: Store) -> Iterator[RunnerHarness]:
+def bench(store: Store) -> RunnerHarness:
     bench = RunnerHarness(store)
-    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
+    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
     bench.store.sweeps.begin_sweep(0, 1, 4.0)
     return bench
 
@@ -58,9 +57,9 @@ def test_a_worker_that_was_not_seen_for_long_serves_nothing(bench: RunnerHarness
 def test_a_paused_tag_and_a_paused_queue_are_named(bench: RunnerHarness) -> None:
     task = bench.schedule()
     for kind, name in (("tag", "note"), ("queue", "default")):
-        bench.store.policies.set(kind, name, {"is_paused": True}, "ann")  # type: ignore[arg-type]
+        bench.store.policies.set(kind, name, {"is_paused": True}, "ann")
         assert codes(bench, task) == ["paused"]
-        bench.store.policies.set(kind, name, {"is_paused": False}, "ann")  # type: ignore[arg-type]
+        bench.store.policies.set(kind, name, {"is_paused": False}, "ann")
     assert codes(bench, task) == ["due"]
 
 
@@ -100,21 +99,21 @@ def test_rows_of_nonsense_have_reasons_too(bench: RunnerHarness) -> None:
 def test_a_worker_publishes_its_tags_and_forgets_those_that_it_has_no_longer(
     bench: RunnerHarness,
 ) -> None:
-    assert bench.store.workers.alive()[0]["tags"] == {"note", "limited"}
-    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["other"])
-    assert bench.store.workers.alive()[0]["tags"] == {"other"}
+    assert bench.store.workers.all()[0]["tags"] == {"note", "limited"}
+    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["other"])
+    assert bench.store.workers.all()[0]["tags"] == {"other"}
 
 
 def test_a_worker_that_was_removed_publishes_its_tags_again(bench: RunnerHarness) -> None:
-    bench.store.workers.gone("w1")
-    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
-    assert bench.store.workers.alive()[0]["tags"] == {"note", "limited"}
+    bench.store.workers.remove("w1")
+    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["note", "limited"])
+    assert bench.store.workers.all()[0]["tags"] == {"note", "limited"}
 
 
 def test_more_tags_than_the_registry_takes_are_not_published(bench: RunnerHarness) -> None:
     many = [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
-    bench.store.workers.seen("w1", ["default"], "prefork", 2, 0, many)
-    assert bench.store.workers.alive()[0]["tags"] is None
+    bench.store.workers.report("w1", ["default"], "prefork", 2, 0, many)
+    assert bench.store.workers.all()[0]["tags"] is None
     assert codes(bench, bench.schedule()) == ["due"], "what is not known is no reason"
 
 
@@ -122,10 +121,10 @@ def test_a_worker_that_starts_again_replaces_the_tags_of_the_one_before(
     bench: RunnerHarness,
 ) -> None:
     restarted = WorkerTable(bench.store.database, bench.store.schema)
-    restarted.seen(
+    restarted.report(
         "w1", ["default"], "prefork", 2, 0, [f"tag.{number}" for number in range(MAX_TAG_BYTES)]
     )
-    assert restarted.alive()[0]["tags"] is None
+    assert restarted.all()[0]["tags"] is None
 
 
 def test_a_text_of_another_program_in_the_registry_is_no_reason(bench: RunnerHarness) -> None:

@@ -37,7 +37,7 @@ def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
         found: list[int] = []
         cursor: str | None = None
         while True:
-            page = delays.find(**filters, limit=limit, cursor=cursor, newest_first=newest_first)  # type: ignore[arg-type]
+            page = delays.find(**filters, limit=limit, cursor=cursor, newest_first=newest_first)
             found += [task.id for task in page]
             cursor = page.cursor
             if cursor is None:

@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Lapsed
+from delaytasks.core.interfaces import Recovered
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.maintenance.sweeper import tell_lapsed
+from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 from delaytasks.worker.task_events import WorkerLostEvents
@@ -36,11 +36,11 @@ def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> 
     _add(store, id=2, **running, lapses=0)
     _add(store, id=3, status=int(Status.FAILED), lapses=0, attempts=1)
     lapsed = store.leases.release(["w/1"], 3)
-    [task] = lapsed.given_up
+    [task] = lapsed.worker_lost
     assert lapsed.total == 2
     assert (task.id, task.status, task.lapses) == (1, Status.FAILED, 3)
     assert "3 times in a row" in (task.error or "")
-    assert store.leases.release(["w/1"], 3) == Lapsed(0, [])
+    assert store.leases.release(["w/1"], 3) == Recovered(0, [])
 
 
 def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
@@ -61,7 +61,7 @@ def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     for id, error in ends.items():
         assert error is not None
         assert error.endswith("; its time limit of 5 s was over") is (id in (1, 2))
-    errors = {task.id: task.error or "" for task in lapsed.given_up}
+    errors = {task.id: task.error or "" for task in lapsed.worker_lost}
     assert errors.keys() == {1, 4}
     assert errors[1].endswith(
         "3 times in a row while this task ran; its time limit of 5 s was over"
@@ -71,7 +71,7 @@ def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     assert found is not None
     assert (found.status, found.lapses, found.version) == (Status.NOT_COMPLETE, 1, 1)
     events = Events()
-    tell_lapsed(events, lapsed)
+    emit_recovered(events, lapsed)
     assert (
         events.counts["task.recovered"],
         events.counts["task.timed_out"],
@@ -79,7 +79,7 @@ def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     ) == (4, 2, 2)
 
 
-class Heard:
+class RecordingTaskEvents:
     """Record calls in place of `TaskEvents`."""
 
     def __init__(self) -> None:
@@ -100,13 +100,13 @@ def test_those_who_watch_hear_of_each_row_that_was_given_up(
     running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 3}
     _add(store, id=1, **running, lapses=2)
     _add(store, id=2, **running, lapses=1)
-    events, heard = Events(), Heard()
+    events, heard = Events(), RecordingTaskEvents()
     seen: list[tuple[str, int | None]] = []
     events.subscribe(
         lambda name, fields: seen.append((name, fields.get("id") or fields.get("count")))
     )
-    events.subscribe(WorkerLostEvents(heard, lambda: sends_events))  # type: ignore[arg-type]
-    tell_lapsed(events, store.leases.release(["w/1"], 3), reason="it died")
+    events.subscribe(WorkerLostEvents(heard, lambda: sends_events))
+    emit_recovered(events, store.leases.release(["w/1"], 3), reason="it died")
     assert seen == [("task.recovered", 2), ("task.worker_lost", 1)]
     assert [id for id, _ in heard.rows] == ([1] if sends_events else [])
     assert heard.flushed == len(heard.rows)

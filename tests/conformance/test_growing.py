@@ -27,6 +27,8 @@ from delaytasks.sharding.growth import Growth as Growing
 from delaytasks.wiring import wiring_of
 from tests.several import TAG, Several, keys_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["MariaDB added", "to MariaDB"])
 def module_shards(shard_urls: list[str], request: pytest.FixtureRequest) -> Iterator[Several]:
@@ -148,7 +150,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
     """Another process considered the reservation abandoned and removed it."""
     home = growth.shards.stores[growth.home]
     key_owners = growth.new.shards[growth.home].store.tasks.key_owners
-    point, taken = key_owners.point, []
+    point, taken = key_owners.point, list[DelayTask]()
 
     def point_and_lose(*asked: Any) -> tuple[DelayTask, bool] | None:
         answer = point(*asked)
@@ -158,7 +160,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
             taken.append(growth.schedule(growth.old))
         return answer
 
-    key_owners.point = point_and_lose  # type: ignore[method-assign]
+    key_owners.point = point_and_lose  # type: ignore[assignment, method-assign]
     with pytest.raises(DuplicateTaskError):
         growth.schedule(growth.new)
     assert growth.live == [(taken[0].id, growth.home)]
@@ -357,7 +359,7 @@ def test_once_homes_know_what_stays_elsewhere_nobody_asks_at_old_ones(growth: Gr
     stays = next(keys_of(growth.home, growth.added + 1, growth.added, growth.home))
     growth.old.schedule_delay(TAG, None, 60, key=stays)
     after = growth.shards.delays(growth.added + 1)
-    look = Growing(wiring_of(after).router.databases)
+    look = Growing(wiring_of(after).router.stores)
     assert [row.key for row in look.left(growth.home).unknown] == [growth.key]
     assert [row.id for row in look.finish(growth.home).unknown] == [was.id]
     assert look.left(growth.home) == ([], [])
@@ -378,7 +380,7 @@ def test_what_points_to_nothing_is_dropped_and_what_is_needed_stays(growth: Grow
     moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
     live, gone = (growth.new.schedule_delay(TAG, None, 60, key=next(moving)) for _ in range(2))
     growth.new.cancel(gone)
-    look = Growing(wiring_of(growth.new).router.databases)
+    look = Growing(wiring_of(growth.new).router.stores)
     assert [row.key for row in look.left(growth.home).dead] == [gone.key]
     assert [row.key for row in look.finish(growth.home).dead] == [gone.key]
     assert look.left(growth.home) == ([], [])

@@ -17,23 +17,26 @@ from delaytasks.core.interfaces import Level, QueuePlace
 from delaytasks.core.states import Status
 from delaytasks.maintenance import overdue_queues as overdue
 from delaytasks.maintenance import sweeper as sweeper_module
+from delaytasks.maintenance.overdue_drain import MOST_TOKENS
 from delaytasks.maintenance.overdue_queues import MOST_NAMED, MOST_OTHERS, OverdueQueues
-from delaytasks.maintenance.sweeper import MOST_TOKENS, Sweeper
+from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage import paused_rows as store_holding
 from delaytasks.storage import worker_table as store_workers
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import MAX_PRIORITIES
-from delaytasks.storage.waitlist import MAX_WAITLISTS
+from delaytasks.storage.waitlist_names import WAITLISTS_PER_CALL
 from delaytasks.timers.eta import read_message
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
+
+pytestmark = pytest.mark.slow
 
 #: A sweep may use this number of statements for each queue that it queries.
 EACH = 8
 MANY = 12 * MOST_OTHERS
 
 
-class Site:
+class ManyQueues:
     """A sweeper on tables with rows in many queues."""
 
     def __init__(self, store: Store) -> None:
@@ -69,7 +72,7 @@ class Site:
             connection.execute(insert(self.store.schema.tasks), [{**common, **row} for row in rows])
 
     def serve(self, name: str, *queues: str) -> None:
-        self.store.workers.seen(name, queues, "prefork", 2, 0)
+        self.store.workers.report(name, queues, "prefork", 2, 0)
 
     def sweep(self, beat: Callable[[], None] = lambda: None) -> None:
         s = self.store.schema.sweeps
@@ -79,7 +82,7 @@ class Site:
             connection.execute(
                 update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
             )
-        assert self.sweeper.sweep(beat=beat)
+        assert self.sweeper.sweep(on_step=beat)
         assert self.of("loop.failed") == []
 
     def of(self, name: str) -> list[dict[str, Any]]:
@@ -102,8 +105,8 @@ class Site:
 
 
 @pytest.fixture
-def site(store: Store) -> Site:
-    return Site(store)
+def site(store: Store) -> ManyQueues:
+    return ManyQueues(store)
 
 
 def names(count: int) -> list[str]:
@@ -111,7 +114,7 @@ def names(count: int) -> list[str]:
 
 
 def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_workers_first(
-    site: Site,
+    site: ManyQueues,
 ) -> None:
     site.rows(*names(MANY))
     site.rows("served", priority=3)
@@ -123,10 +126,10 @@ def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_w
     assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.drained] == [
         ("served", [3])
     ]
-    assert len(beats) >= MOST_OTHERS / overdue.STEP, "the loop shows that it goes on"
+    assert len(beats) >= MOST_OTHERS / overdue.QUEUES_PER_QUERY, "the loop shows that it goes on"
 
 
-def test_one_line_of_the_log_sums_up_the_queues_that_nobody_serves(site: Site) -> None:
+def test_one_line_of_the_log_sums_up_the_queues_that_nobody_serves(site: ManyQueues) -> None:
     site.rows(*names(MANY))
     site.serve("w1", "default")
     site.sweep()
@@ -136,7 +139,7 @@ def test_one_line_of_the_log_sums_up_the_queues_that_nobody_serves(site: Site) -
     assert "start a worker" in told["remedy"]
 
 
-def test_each_queue_has_its_turn_in_one_of_the_sweeps(site: Site) -> None:
+def test_each_queue_has_its_turn_in_one_of_the_sweeps(site: ManyQueues) -> None:
     """A worker without queue names of its own serves all of them."""
     site.rows(*names(3 * MOST_OTHERS - 10))
     site.serve("w1", "*")
@@ -150,7 +153,7 @@ def test_each_queue_has_its_turn_in_one_of_the_sweeps(site: Site) -> None:
 
 
 def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(overdue, "MOST_NAMED", 20)
     site.rows(*names(50))
@@ -164,11 +167,11 @@ def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
     assert site.of("queue.unserved") == []
 
 
-def test_waitlists_of_many_queues_have_their_turns_as_well(site: Site) -> None:
-    line = site.store.schema.lines
+def test_waitlists_of_many_queues_have_their_turns_as_well(site: ManyQueues) -> None:
+    line = site.store.schema.waitlists
     values = {
         "tag": "mail",
-        "lane": "",
+        "concurrency_key": "",
         "place": 0,
         "due": site.store.tasks.now(),
         "task_id": 1,
@@ -187,11 +190,11 @@ def test_waitlists_of_many_queues_have_their_turns_as_well(site: Site) -> None:
     assert site.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
 
 
-def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site) -> None:
-    line = site.store.schema.lines
+def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: ManyQueues) -> None:
+    line = site.store.schema.waitlists
     values = {
         "queue": "default",
-        "lane": "",
+        "concurrency_key": "",
         "place": 0,
         "due": site.store.tasks.now(),
         "task_id": 1,
@@ -199,22 +202,24 @@ def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: Site)
     }
     with site.store.database.begin() as connection:
         connection.execute(
-            insert(line), [{**values, "tag": tag} for tag in names(2 * MAX_WAITLISTS + 50)]
+            insert(line), [{**values, "tag": tag} for tag in names(2 * WAITLISTS_PER_CALL + 50)]
         )
-    waitlists, found = site.store.claims("w", None).waitlists, list[str]()
+    waitlists, found = site.store.waitlist_names, list[str]()
     for _ in range(3):
         with site.counted() as seen:
             some = waitlists.in_queue("default")
-        assert len(some) <= MAX_WAITLISTS
-        assert len(seen) <= MAX_WAITLISTS + 1
+        assert len(some) <= WAITLISTS_PER_CALL
+        assert len(seen) <= WAITLISTS_PER_CALL + 1
         found += sorted(tag for _, tag in some)
-    assert found == names(2 * MAX_WAITLISTS + 50)
+    assert found == names(2 * WAITLISTS_PER_CALL + 50)
     assert min(waitlists.in_queue("default")) == ("default", "q000000"), (
         "and again from the beginning"
     )
 
 
-def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(site: Site) -> None:
+def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(
+    site: ManyQueues,
+) -> None:
     """Another program may write any number into the column, and our own priorities must not wait
     behind those numbers."""
     others = [*range(100, 100 + 2 * MAX_PRIORITIES), *range(-2 * MAX_PRIORITIES, 0)]
@@ -227,7 +232,7 @@ def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(si
     assert read_message([[], {"drain": list(priorities)}], "default").priorities == list(priorities)
 
 
-def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: Site) -> None:
+def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: ManyQueues) -> None:
     site.rows("default")
     w = site.store.schema.workers
     values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
@@ -244,7 +249,7 @@ def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: Site) ->
 
 
 def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_workers, "EXPIRED_PER_SWEEP", 10)
     for name in names(15):
@@ -260,7 +265,7 @@ def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
 
 
 def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each queue needs its own message.
 
@@ -284,12 +289,12 @@ def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
 
 
 def test_a_walk_over_many_queues_goes_step_by_step(
-    site: Site, monkeypatch: pytest.MonkeyPatch
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_holding, "QUEUES_PER_CALL", 10)
     site.rows(*names(25), priority=2)
     site.rows("q000003", priority=7)
-    rows, found, after = site.store.holding, list[Level](), None
+    rows, found, after = site.store.paused_rows, list[Level](), None
     with site.counted() as seen:
         some, after = rows.levels(Status.NOT_COMPLETE)
     assert len(seen) < EACH * 10
@@ -302,7 +307,7 @@ def test_a_walk_over_many_queues_goes_step_by_step(
     assert sorted(found) == sorted([Level(queue, 2) for queue in names(25)] + [Level("q000003", 7)])
 
 
-def test_a_look_that_may_ask_about_no_queue_asks_nothing(site: Site) -> None:
+def test_a_look_that_may_ask_about_no_queue_asks_nothing(site: ManyQueues) -> None:
     site.rows(*names(3))
     with site.counted() as seen:
         assert OverdueQueues(site.store.sweeps, 1.0).of_others((), most=0) == {}

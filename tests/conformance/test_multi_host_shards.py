@@ -12,6 +12,8 @@ from sqlalchemy.orm import Session
 from delaytasks.core.errors import ShardMismatchError
 from tests.several import TAG, Several, keys_of
 
+pytestmark = pytest.mark.slow
+
 SCHEMAS = ("first_shard", "second_shard")
 
 

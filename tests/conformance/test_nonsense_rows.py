@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import Connection, create_engine
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTasks, Status
+from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.errors import (
     CancelTooLateError,
     DelayTaskError,
@@ -22,6 +22,8 @@ from delaytasks.core.errors import (
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
 from tests.recording import delays_on, record
+
+pytestmark = pytest.mark.slow
 
 MOST = 2**63 - 1
 PAST = {
@@ -95,16 +97,22 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
         FAILED,
     ),
     (
-        {"headers": """'{"retry": {"rungs_s": {"a": 1}, "jitter": "x"}}'""", "tag": "'fails'"},
-        FAILED,
-    ),
-    (
-        {"headers": """'{"retry": {"rungs_s": [1e400, -1], "jitter": 0}}'""", "tag": "'fails'"},
+        {
+            "headers": """'{"retry": {"retry_delays_s": {"a": 1}, "jitter": "x"}}'""",
+            "tag": "'fails'",
+        },
         FAILED,
     ),
     (
         {
-            "headers": f"""'{{"retry": {{"rungs_s": {[1] * 1001}, "jitter": 0}}}}'""",
+            "headers": """'{"retry": {"retry_delays_s": [1e400, -1], "jitter": 0}}'""",
+            "tag": "'fails'",
+        },
+        FAILED,
+    ),
+    (
+        {
+            "headers": f"""'{{"retry": {{"retry_delays_s": {[1] * 1001}, "jitter": 0}}}}'""",
             "tag": "'fails'",
         },
         FAILED,
@@ -167,56 +175,25 @@ def put(on: Connection, table: str, values: dict[str, str]) -> None:
 def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
     store: Store, delays: DelayTasks, by: str
 ) -> None:
-    kind = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
     ran: list[Any] = []
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     delays.processor("fails")(lambda body: 1 / 0)
     delays.processor("climbs", retry="1h")(lambda body: 1 / 0)
-    expected, good = {}, set(range(1000, 1100))
     owner = delays.schedule_delay("mail", {}, 3600, key="of another task")
-    with store.database.begin() as connection:
-        if kind == "mysql":
-            mode = connection.exec_driver_sql("SELECT @@sql_mode").scalar()
-            connection.exec_driver_sql("SET sql_mode = ''")
-        for id, (nonsense, end) in enumerate(EVERYWHERE + ONLY[kind], 1):
-            row = {
-                "tag": "'mail'",
-                "message_body": "'{}'",
-                "expected_time": PAST[kind],
-                "id": str(id),
-            }
-            put(connection, store.schema.tasks.name, row | nonsense)
-            expected[id] = (nonsense, end)
-        for id in good:
-            row = {
-                "tag": "'mail'",
-                "message_body": "'7'",
-                "expected_time": PAST[kind],
-                "id": str(id),
-            }
-            put(connection, store.schema.tasks.name, row)
-        if kind == "mysql":
-            connection.exec_driver_sql("SET sql_mode = %s", (mode,))
-
+    good = range(1000, 1100)
+    expected = insert_rows(store, good)
     for _ in range(3):
         # No process arms a row whose queue name is invalid.
         named = [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense]
-        work_off(store, delays, named if by == "messages" else ())
+        run_all(store, delays, named if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
     assert delays.runner().drain("default", levels(store), 100).claimed == 0, (
         "nothing is tried again at once"
     )
 
     # Each valid row ran once, and the pages show each row once.
-    assert sorted(id for id in ran if id in good) == sorted(good)
-    by_id, cursor = {}, None
-    for _ in range(100):
-        page = delays.find(limit=7, cursor=cursor)
-        by_id |= {task.id: task for task in page}
-        cursor = page.cursor
-        if cursor is None:
-            break
-    assert cursor is None, "the pages have no end"
+    assert sorted(id for id in ran if id in good) == list(good)
+    by_id = all_pages(delays)
     assert all(json.dumps(task.as_json()) for task in by_id.values())
     found = {id: by_id[id].status for id in expected}
     wrong = {
@@ -232,8 +209,45 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
         "what nobody will ever take, somebody can know of"
     )
 
-    # Each operator call succeeds or raises one of our errors, never an error of the database
-    # driver.
+    assert_calls_raise_our_errors(delays, expected)
+    delays.cancel_many(tag="mail")
+    delays.pause(tag="climbs")
+    run_all(store, delays, expected)
+    assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
+
+
+def insert_rows(store: Store, good: Iterable[int]) -> dict[int, tuple[Any, Any]]:
+    """Insert rows of nonsense and good ones. Return each row of nonsense, and how it shall end."""
+    kind = {"mariadb": "mysql"}.get(name := store.database.url.get_backend_name(), name)
+    plain = {"tag": "'mail'", "message_body": "'{}'", "expected_time": PAST[kind]}
+    expected = dict(enumerate(EVERYWHERE + ONLY[kind], 1))
+    with store.database.begin() as connection:
+        if kind == "mysql":
+            mode = connection.exec_driver_sql("SELECT @@sql_mode").scalar()
+            connection.exec_driver_sql("SET sql_mode = ''")
+        for id, (nonsense, _) in expected.items():
+            put(connection, store.schema.tasks.name, plain | {"id": str(id)} | nonsense)
+        for id in good:
+            row = plain | {"id": str(id), "message_body": "'7'"}
+            put(connection, store.schema.tasks.name, row)
+        if kind == "mysql":
+            connection.exec_driver_sql("SET sql_mode = %s", (mode,))
+    return expected
+
+
+def all_pages(delays: DelayTasks) -> dict[int, DelayTask]:
+    by_id, cursor = dict[int, DelayTask](), None
+    for _ in range(100):
+        page = delays.find(limit=7, cursor=cursor)
+        by_id |= {task.id: task for task in page}
+        cursor = page.cursor
+        if cursor is None:
+            return by_id
+    raise AssertionError("the pages have no end")
+
+
+def assert_calls_raise_our_errors(delays: DelayTasks, ids: Iterable[int]) -> None:
+    """Each operator call succeeds or raises one of our errors, never one of the database driver."""
     calls: list[Callable[[int], Any]] = [
         delays.get,
         delays.attempts,
@@ -243,21 +257,17 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
         delays.retry,
         partial(delays.cancel, strict=True),
     ]
-    refused = {(id, type(error)) for id in expected for error in map(partial(refusal, id), calls)}
+    refused = {(id, type(error)) for id in ids for error in map(partial(refusal, id), calls)}
     assert {kind for _, kind in refused} <= {type(None), InvalidStatusError, CancelTooLateError}, (
         refused
     )
-    delays.cancel_many(tag="mail")
-    delays.pause(tag="climbs")
-    work_off(store, delays, expected)
-    assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
 
 
 def levels(store: Store) -> list[int]:
     return sorted({level.priority for level in store.sweeps.levels(1)} | {0})
 
 
-def work_off(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
+def run_all(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
     """Process the rows like a worker: from messages that name them, and from the table."""
     assert delays.shards[0].sweeper.sweep(0)
     delays.runner().run([Entry(id, 0, 0) for id in ids])

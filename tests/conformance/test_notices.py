@@ -52,7 +52,7 @@ def listener(delays: DelayTasks) -> Iterator[Listener]:
 
 def heard(listener: Listener, delays: DelayTasks) -> list[Entry]:
     """Return all entries that the listener received so far."""
-    wiring_of(delays).store.notices.tell(["end"])
+    wiring_of(delays).store.notices.send(["end"])
     payloads: list[str] = []
     wait_until(
         lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"],
@@ -190,9 +190,10 @@ def test_an_ear_hears_entries_looks_and_garbage(
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
     before = hearing.looks
     task = delays.schedule_delay("mail", {}, 0)
-    assert wiring_of(delays).direct_timer is not None
-    wiring_of(delays).direct_timer.tell_to_look(0)
-    wiring_of(delays).store.notices.tell(["garbage"])
+    timer = wiring_of(delays).direct_timer
+    assert timer is not None
+    timer.request_poll(0)
+    wiring_of(delays).store.notices.send(["garbage"])
     wait_until(lambda: hearing.refused, 10, "all to be heard")
     assert (hearing.entries, hearing.looks) == ([entry(task)], before + 1)
 
@@ -220,16 +221,16 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
 ) -> None:
     hearing = hear()
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
-    tell = Notices.tell
+    send = Notices.send
 
     def elsewhere(notices: Notices, payloads: Any, on: Any = None) -> None:
         """Drop the notice, like a server connection other than the one that the listener waits
         on."""
 
-    monkeypatch.setattr(Notices, "tell", elsewhere)
+    monkeypatch.setattr(Notices, "send", elsewhere)
     wait_until(lambda: "notices.down" in hearing.told, 10, "it to notice")
     assert not hearing.listener.is_listening
-    monkeypatch.setattr(Notices, "tell", tell)
+    monkeypatch.setattr(Notices, "send", send)
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear again")
 
 
@@ -238,7 +239,7 @@ def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str],
     try:
         assert wiring_of(delays).store.notices.listen() is None
         assert Hearing(delays).listener._turn() is None
-        wiring_of(delays).store.notices.tell(["nobody hears"])
+        wiring_of(delays).store.notices.send(["nobody hears"])
     finally:
         delays.close()
 
@@ -252,8 +253,10 @@ def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
         tasks = [delays.schedule_delay("mail", {}, delay) for delay in (3, 1, 2, 60)]
         delays.cancel(tasks[2])
         now = wiring_of(delays).clock.now()
-        found = store.sweeps.look(now, now + timedelta(seconds=10), 10)
+        found = store.sweeps.first_due_between(now, now + timedelta(seconds=10), 10)
         assert found == [entry(tasks[1]), entry(tasks[0])]
-        assert store.sweeps.look(now, now + timedelta(seconds=10), 1) == [entry(tasks[1])]
+        assert store.sweeps.first_due_between(now, now + timedelta(seconds=10), 1) == [
+            entry(tasks[1])
+        ]
     finally:
         delays.close()

@@ -132,7 +132,7 @@ def test_a_lapse_is_an_attempt_that_failed(bench: RunnerHarness) -> None:
     task = bench.schedule()
     bench.claims.claim([bench.entry(task)])
     bench.change(task, lease_until=bench.clock.now() - timedelta(seconds=1))
-    bench.store.sweeps.lapse(5, 10)
+    bench.store.sweeps.recover(5, 10)
     [kept] = bench.store.tasks.attempts(task.id)
     assert (kept.number, kept.worker) == (1, "worker-1")
     assert "lost its lease" in (kept.error or "")

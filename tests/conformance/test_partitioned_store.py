@@ -1,4 +1,4 @@
-"""Run the store suite again on a partitioned table, with ids that belong to different
+"""Run the suites of the store again on a partitioned table, with ids that belong to different
 partitions."""
 
 from __future__ import annotations
@@ -14,13 +14,35 @@ from delaytasks.core.ids import first_id
 from delaytasks.partitions.conversion import convert
 from delaytasks.partitions.table import Partitions
 from delaytasks.storage.store import Store
-from tests.conformance import test_store
-from tests.conformance.test_store import claims, owner  # noqa: F401
+from tests.conformance import (
+    store_rows,
+    test_claims,
+    test_inserts,
+    test_keys,
+    test_leases,
+    test_lookup,
+    test_operator_moves,
+    test_settlements,
+    test_sweep_queries,
+)
 from tests.conftest import empty, open_store
 
+pytestmark = pytest.mark.slow
+
+SUITES = (
+    test_inserts,
+    test_keys,
+    test_lookup,
+    test_operator_moves,
+    test_claims,
+    test_settlements,
+    test_leases,
+    test_sweep_queries,
+)
 globals().update(
     (name, each)
-    for name, each in vars(test_store).items()
+    for suite in SUITES
+    for name, each in vars(suite).items()
     if name.startswith("test_") and "store" in inspect.signature(each).parameters
 )
 
@@ -43,6 +65,6 @@ def store(partitioned: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
         [0, *(first_id(now + timedelta(days=days)) for days in (15, 22, 24, 1000))]
     )
     ids = (base + n for base, n in zip(bases, itertools.count(1_000_000), strict=False))
-    monkeypatch.setattr(test_store, "_ids", ids)
+    monkeypatch.setattr(store_rows, "_ids", ids)
     empty(partitioned)
     return partitioned

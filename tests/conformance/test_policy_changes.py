@@ -178,7 +178,7 @@ def test_a_process_that_slept_while_a_policy_was_deleted_learns_of_it(
     cleared, _ = table.set("tag", "mail", {"is_paused": False}, "me")
     table.applied([cleared])
     assert table.forget(older_than_s=-10) == 1
-    monkeypatch.setattr(engine_policies, "CHECK_S", 0)
+    monkeypatch.setattr(engine_policies, "POLICY_CHECK_S", 0)
     assert not reader.cache.refresh().has_pauses
 
 
@@ -296,12 +296,18 @@ class Walker:
     def __init__(self, store: Store) -> None:
         settings = settings_for(store.database.url.render_as_string(hide_password=False))
         self.cache = PolicyCache(store.policies.changes)
-        parts = (store.policies, store.holding, Clock(store.tasks.now), RecordingTimer(), Events())
-        self.holding = PauseSweeper(settings, self.cache, *parts)
+        parts = (
+            store.policies,
+            store.paused_rows,
+            Clock(store.tasks.now),
+            RecordingTimer(),
+            Events(),
+        )
+        self.paused_rows = PauseSweeper(settings, self.cache, *parts)
         self.beats = 0
 
     def walk(self) -> None:
-        self.holding.walk(self.holding.policies(), self._beat)
+        self.paused_rows.walk(self.paused_rows.policies(), self._beat)
 
     def _beat(self) -> None:
         self.beats += 1
@@ -343,9 +349,9 @@ def test_a_sweep_knows_near_rows_of_forty_thousand_paused_tags(paused: Store) ->
         ids = dict(connection.execute(select(t.c.tag, t.c.id)).all())
     policies = PolicyCache(paused.policies.changes).refresh()
     until = now + timedelta(seconds=60)
-    [entries] = list(paused.sweeps.near(now, until, 0, 1, policies))
+    [entries] = list(paused.sweeps.due_between(now, until, 0, 1, policies))
     assert [entry.id for entry in entries] == [ids["mail"]]
-    held = paused.holding.near(now, until)
+    held = paused.paused_rows.due_between(now, until)
     assert sorted(held) == sorted([ids["p00017"], ids["p39999"]])
-    assert paused.holding.hold(held) == 2
+    assert paused.paused_rows.hold(held) == 2
     wait_until(lambda: paused.tasks.get(ids["p00017"]).status is Status.HELD, 5, "the hold")  # type: ignore[union-attr]

@@ -90,7 +90,7 @@ def test_a_climber_waits_for_its_rung_whatever_its_error_says(
 def test_however_many_they_are(
     delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(putoffs, "BATCH_ROWS", 7)
+    monkeypatch.setattr(putoffs, "DEFERRED_BATCH_ROWS", 7)
     store: Store = wiring_of(delays).store
     some = putoffs.DeferredRows(store.database, store.schema)
     tasks = defer(delays, 30)

@@ -29,10 +29,10 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
     text = url.render_as_string(hide_password=False)
     store = Store(text, settings_for(text, table_prefix="ro_"))
     stages = {
-        "seen": lambda: store.workers.seen("w", ["default"], "solo", 1, 0),
-        "bury": lambda: store.workers.bury(60),
-        "house 0": lambda: store.sweeps.begin_sweep(0, 1, 4),
-        "read": store.workers.alive,
+        "seen": lambda: store.workers.report("w", ["default"], "solo", 1, 0),
+        "expire": lambda: store.workers.expire(60),
+        "sweep partition 0": lambda: store.sweeps.begin_sweep(0, 1, 4),
+        "read": store.workers.all,
     }
     caplog.set_level(logging.DEBUG, "delaytasks")
     for _ in range(3):

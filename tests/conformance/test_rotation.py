@@ -31,6 +31,8 @@ from tests.conformance.test_encryption import (
 )
 from tests.recording import run_now
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["open_with"]
 ALL = frozenset(Status)
 OF_OLD, OF_NEW = key_name(OLD), key_name(NEW)
@@ -64,7 +66,7 @@ def moved(store: Store) -> list[Any]:
 def test_rows_go_from_plain_to_a_key_to_the_next_one_and_back(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rotation, "BATCH_ROWS", 7)
+    monkeypatch.setattr(rotation, "ROTATED_ROWS", 7)
     bodies = [{"n": n, "card": "cAnArY 😀"} for n in range(30)]
     open_with().schedule_many(
         [NewTask("mail", body, 60, priority=n % 3) for n, body in enumerate(bodies)]

@@ -9,14 +9,18 @@ from sqlalchemy import create_engine, update
 
 from delaytasks import DelayTask
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.storage import database
 from delaytasks.storage.store import Store
 from tests.runner_harness import RunnerHarness
 
+pytestmark = pytest.mark.slow
+
 
 def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour(
-    store: Store,
+    store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench = RunnerHarness(store, lease_s=2, chunk_time_box_s=1)
+    monkeypatch.setattr(database, "RETRY_FOR_S", 0)
+    bench = RunnerHarness(store, lease_s=2, chunk_time_budget_s=1)
     engine = create_engine(store.database.url)
     connection = engine.connect()
     t = store.schema.tasks

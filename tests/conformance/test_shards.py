@@ -21,8 +21,7 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
     TaskNotFoundError,
 )
-from delaytasks.core.ids import IdMaker, shard_of
-from delaytasks.core.shards import home_of
+from delaytasks.core.ids import IdMaker, home_of, shard_of
 from delaytasks.wiring import wiring_of
 from tests.recording import delays_on
 from tests.services import free_port
@@ -60,6 +59,7 @@ def schedule_at(delays: DelayTasks, shard: int, delay: float = 60) -> DelayTask:
 # -- shard selection ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(st.text(max_size=20), st.text(max_size=20), st.integers(1, 31))
 def test_a_new_shard_takes_keys_and_no_other_key_moves(tag: str, key: str, shards: int) -> None:
     before, after = home_of(tag, key, shards), home_of(tag, key, shards + 1)
@@ -71,6 +71,7 @@ def test_keys_spread_evenly() -> None:
     assert all(1700 < homes[shard] < 2300 for shard in range(4)), homes
 
 
+@pytest.mark.slow
 def test_tasks_without_a_key_spread_and_their_ids_name_their_shards(
     shards: Several, delays: DelayTasks
 ) -> None:

@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 import pytest
-from sqlalchemy import make_url
+from sqlalchemy import URL, make_url
 
 from delaytasks.core.errors import StoreError
 from delaytasks.storage.database import Database
@@ -18,7 +18,8 @@ def test_a_missing_file_of_a_uri_is_an_error_and_is_made_for_its_owner(
     tmp_path: Path, form: str
 ) -> None:
     path = tmp_path / "a file.sqlite3"
-    url = f"sqlite:///{form.format(path).replace(' ', '%2520')}?uri=true"
+    uri = form.format(path).replace(" ", "%20")
+    url = URL.create("sqlite", database=uri, query={"uri": "true"}).render_as_string()
     database = Database(url)
     database.expect_file()
     with pytest.raises(StoreError, match=r"there is no database .*a file"):

@@ -15,6 +15,8 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer
 
+pytestmark = pytest.mark.slow
+
 #: `rate` and `rate_period_s` as SQL, and the databases that can store them.
 RATES = [
     ("0", "1", "postgresql mysql sqlite"),

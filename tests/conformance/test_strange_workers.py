@@ -13,7 +13,9 @@ from delaytasks.cli import stats_document
 from delaytasks.storage.facts import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.worker.worker_shares import WorkerShares
-from tests.recording import RecordingTimer
+from tests.recording import RecordingTimer, record_sweeps
+
+pytestmark = pytest.mark.slow
 
 STRANGE = [
     "x",
@@ -33,7 +35,7 @@ FAR = datetime(2099, 1, 1, tzinfo=timezone.utc)
 
 
 def add_worker(store: Store, name: str, **values: Any) -> None:
-    store.workers.seen(name, ["default"], "prefork", 2, 0, ["mail"])
+    store.workers.report(name, ["default"], "prefork", 2, 0, ["mail"])
     w = store.schema.workers
     with store.database.begin() as connection:
         connection.execute(update(w).where(w.c.name == name).values(values))
@@ -65,10 +67,10 @@ def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
 def test_strange_queues_of_a_worker_do_not_keep_overdue_rows_from_the_others(
     store: Store, delays: DelayTasks, timer: RecordingTimer, queues: str
 ) -> None:
-    store.workers.seen("good", ["default"], "prefork", 2, 0)
+    store.workers.report("good", ["default"], "prefork", 2, 0)
     add_worker(store, "strange", queues=queues)
     add_overdue_row(store)
-    delays.shards[0].sweeper._timer = timer
+    record_sweeps(delays.shards[0], timer)
     assert sweep(delays) == []
     assert [queue for queue, _, _ in timer.drained] == ["default"]
     assert [worker["queues"] for worker in workers_of_stats(delays)] == [["default"], []]
@@ -81,7 +83,7 @@ def test_a_queue_name_that_cannot_be_stored_is_ignored(
 ) -> None:
     add_worker(store, "strange", queues=queues)
     add_overdue_row(store)
-    delays.shards[0].sweeper._timer = timer
+    record_sweeps(delays.shards[0], timer)
     assert sweep(delays) == []
     assert [queue for queue, _, _ in timer.drained] == ["default"]
 
@@ -89,7 +91,7 @@ def test_a_queue_name_that_cannot_be_stored_is_ignored(
 def test_values_of_other_types_do_not_stop_the_workers(store: Store, delays: DelayTasks) -> None:
     if store.database.url.get_backend_name() != "sqlite":
         pytest.skip("only SQLite stores values of any type")
-    store.workers.seen("strange", ["default"], "prefork", 2, 0)
+    store.workers.report("strange", ["default"], "prefork", 2, 0)
     with store.database.begin() as connection:
         connection.exec_driver_sql(
             "UPDATE s_yb_delay_worker SET queues = x'00', pool = x'00', concurrency = 'x', "
@@ -102,13 +104,13 @@ def test_values_of_other_types_do_not_stop_the_workers(store: Store, delays: Del
 
 
 def test_a_worker_that_was_seen_in_the_future_is_lost(store: Store, delays: DelayTasks) -> None:
-    store.workers.seen("good", ["default"], "prefork", 2, 0)
+    store.workers.report("good", ["default"], "prefork", 2, 0)
     add_worker(store, "strange", seen_at=FAR, pool="direct/prefork")
     assert [w["is_alive"] for w in workers_of_stats(delays)] == [True, False]
     facts = FactReader(store, delays.settings, 60)
     assert [worker.is_alive for worker in facts.workers()] == [True, False]
     members = WorkerShares("me")
-    members.learn(store.workers.alive(), store.tasks.now(), delays.settings.sweep_s)
+    members.learn(store.workers.all(), store.tasks.now(), delays.settings.sweep_s)
     assert members._workers == []
-    assert store.workers.bury(60) == ["strange"]
-    assert [worker["name"] for worker in store.workers.alive()] == ["good"]
+    assert store.workers.expire(60) == ["strange"]
+    assert [worker["name"] for worker in store.workers.all()] == ["good"]

@@ -1,6 +1,10 @@
 """The timers' conformance suite on rabbitmq."""
 
+import pytest
+
 from tests.conformance import timer_faults, timers
+
+pytestmark = pytest.mark.slow
 
 
 class TestTimers(timers.Timers):

@@ -3,7 +3,6 @@ database."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -17,6 +16,7 @@ from delaytasks.core.states import MOVES
 from delaytasks.storage import touches
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
+from tests.conformance.store_rows import has_row_locks
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
 
@@ -124,7 +124,8 @@ def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(
         77
     ]
     assert min(lateness(delays, task) for task in (a, b, c)) > 50
-    assert delays.touch_many([], 60) == delays.touch_many(tag="lost", keys=(), delay=60) == []
+    assert delays.touch_many([], 60) == []
+    assert delays.touch_many(tag="lost", keys=(), delay=60) == []
 
 
 def test_nothing_is_sent_for_what_is_touched(delays: DelayTasks, timer: RecordingTimer) -> None:
@@ -156,7 +157,7 @@ def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
 def test_many_are_a_few_statements_however_many(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(touches, "BATCH_ROWS", 30)
+    monkeypatch.setattr(touches, "TOUCH_BATCH_ROWS", 30)
     keys = [f"k{n}" for n in range(80)]
     delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
     seen: list[str] = []
@@ -171,24 +172,12 @@ def test_many_are_a_few_statements_however_many(
     )
 
 
-@pytest.fixture
-def owner(store: Store) -> Iterator[Connection]:
-    """Yield another caller's transaction that stays open."""
-    with store.database.tx.connect() as connection:
-        yield connection
-        connection.rollback()
-
-
-def has_row_locks(store: Store) -> bool:
-    return store.database.url.get_backend_name() != "sqlite"  # one writer at a time
-
-
 def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting(
     store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_row_locks(store):
         return
-    monkeypatch.setattr(touches, "BATCH_ROWS", 2)
+    monkeypatch.setattr(touches, "TOUCH_BATCH_ROWS", 2)
     tasks = [schedule(delays) for _ in range(5)]
     store.tasks.reschedule(tasks[0].id, tasks[0].expected_time, on=owner)
     with ThreadPoolExecutor(1) as pool:

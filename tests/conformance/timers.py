@@ -90,7 +90,7 @@ def did_not_run(d: Deployment, task: DelayTask) -> DelayTask:
 
 
 def entry(task: DelayTask, **changes: Any) -> Entry:
-    return Entry.of(task, to_us)._replace(**changes)
+    return Entry.of(task)._replace(**changes)
 
 
 class Timers:
@@ -306,7 +306,7 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
 
 
 def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
-    """Add entries that any program could write to our slots, due together with `near`."""
+    """Add entries that any program could write to our slots, due together with `due_between`."""
     due_ms = -(-to_us(near.expected_time) // 1000)
     members = [
         "",

@@ -26,7 +26,7 @@ from tests.waiting import wait_until
 PAY_WITHIN_S = 2.0
 
 
-class Shop:
+class ExampleShop:
     """Run an example under `examples/` with its own database and its own queues."""
 
     def __init__(self, example: str, folder: Path, database_url: str, broker_url: str) -> None:

@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.running import Deployment
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def test_tasks_run_in_time_by_amqps_and_who_does_not_know_the_certificate_sends_nothing(

@@ -15,6 +15,8 @@ from benchmarks.peers.catalogue import SYSTEMS
 from benchmarks.processes import ROOT
 from delaytasks.embedded import find_server
 
+pytestmark = pytest.mark.slow
+
 
 def _one() -> str:
     installed = [

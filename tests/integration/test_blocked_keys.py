@@ -19,11 +19,13 @@ from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 #: A worker tries a blocked queue again after at most this many seconds.
 RETRY_S = 5
 
 
-class Broker:
+class RedisDeployment:
     """Run a deployment on a Redis server that only this test uses."""
 
     def __init__(self, folder: Path, database: str, server: RedisServer, **settings: Any) -> None:
@@ -55,7 +57,7 @@ class Broker:
 
         def is_on_time() -> bool:
             [task] = self.run_soon(1)
-            return self.lateness_s(task) < QUICK["grace_s"]
+            return self.lateness_s(task) < float(QUICK["grace_s"])
 
         wait_until(
             is_on_time, RETRY_S + 30, lambda: f"the queue to be used again\n{self.d.stacks()}"
@@ -67,17 +69,17 @@ class Broker:
         self.redis.close()
 
 
-Open = Callable[..., Broker]
+Open = Callable[..., RedisDeployment]
 
 
 @pytest.fixture
 def open_broker(
     tmp_path: Path, postgresql_url: str, start_redis: Callable[..., RedisServer]
 ) -> Iterator[Open]:
-    made: list[Broker] = []
+    made: list[RedisDeployment] = []
 
-    def make(*options: str, **settings: Any) -> Broker:
-        made.append(Broker(tmp_path, postgresql_url, start_redis(*options), **settings))
+    def make(*options: str, **settings: Any) -> RedisDeployment:
+        made.append(RedisDeployment(tmp_path, postgresql_url, start_redis(*options), **settings))
         return made[-1]
 
     yield make

@@ -15,7 +15,7 @@ import pytest
 from delaytasks import Done, Retry
 from delaytasks.webhooks.connections import MAX_INTERIM_RESPONSES
 from tests.certificates import self_signed
-from tests.integration.test_http_callbacks import Caller
+from tests.integration.http_callbacks.caller import Caller
 from tests.waiting import wait_until
 from tests.webserver import Exchange, WebServer, answer
 

@@ -29,6 +29,8 @@ from tests.running import ROOT, Deployment
 from tests.waiting import wait_until
 from tests.webserver import WebServer, answer
 
+pytestmark = pytest.mark.slow
+
 #: SECRET appears in URLs and keys, BODY in bodies and headers.
 SECRET, BODY = "sEcReT-cAnArY", "bOdY-cAnArY"
 KEY = "whsec_" + base64.b64encode((SECRET * 2).encode()).decode()
@@ -62,12 +64,8 @@ def deployment(
 
 
 def end_of(delays: DelayTasks, task: DelayTask) -> DelayTask:
-    over = {Status.DONE, Status.FAILED}
-    return wait_until(
-        lambda: found if (found := delays.get(task)).status in over else None,
-        20,
-        f"the end of {task}",
-    )
+    wait_until(lambda: delays.get(task).is_finished, 20, f"the end of {task}")
+    return delays.get(task)
 
 
 def test_secrets_and_bodies_are_not_told(
@@ -90,18 +88,7 @@ def test_secrets_and_bodies_are_not_told(
     d.schedule("test.nobody", body={"card": BODY})
     d.schedule(delay=3600, body={"card": BODY}, key="k")
     d.schedule("test.fail", body={"text": HOSTILE, "card": BODY})
-    # Another program wrote these rows, and no configured key decrypts the last one.
-    with d.store.database.begin() as connection:
-        table = d.store.schema.tasks.name
-        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', :body)"
-        connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
-        insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
-        connection.execute(text(insert), {"tag": HOSTILE})
-        insert = (
-            f"INSERT INTO {table} (tag, message_body) "
-            "VALUES ('test.note', 'aesgcm:ffffffff:gAAAAA')"
-        )
-        connection.execute(text(insert))
+    insert_foreign_rows(d)
     rows = [end_of(delays, task) for task in ends]
     assert {row.status for row in rows} == {Status.DONE, Status.FAILED}
     wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
@@ -114,16 +101,7 @@ def test_secrets_and_bodies_are_not_told(
         "errors": "\n".join(str(row.error) for row in rows),
         "attempts": "\n".join(str(attempt) for row in rows for attempt in delays.attempts(row)),
         "inspect": repr([inspect.conf(with_defaults=True), inspect.stats(), inspect.active()]),
-        "commands": commands(
-            d,
-            ["list"],
-            ["stats"],
-            ["config"],
-            ["check"],
-            ["db", "current"],
-            ["audit"],
-            ["encryption", "status"],
-        ),
+        "commands": commands(d, *COMMANDS),
         "table": repr(in_table(d)),
     }
     assert "Error" in told["errors"]
@@ -142,6 +120,21 @@ def test_secrets_and_bodies_are_not_told(
     assert not any(name in shown for name in HIDDEN)
 
 
+def insert_foreign_rows(d: Deployment) -> None:
+    """Insert rows like another program. No configured key decrypts the last one."""
+    with d.store.database.begin() as connection:
+        table = d.store.schema.tasks.name
+        insert = f"INSERT INTO {table} (tag, message_body) VALUES ('test.note', :body)"
+        connection.execute(text(insert), {"body": f'{{"card": {BODY}'})
+        insert = f"INSERT INTO {table} (tag, message_body) VALUES (:tag, '{{}}')"
+        connection.execute(text(insert), {"tag": HOSTILE})
+        insert = (
+            f"INSERT INTO {table} (tag, message_body) "
+            "VALUES ('test.note', 'aesgcm:ffffffff:gAAAAA')"
+        )
+        connection.execute(text(insert))
+
+
 def in_table(d: Deployment) -> list[Any]:
     """Bodies and results of our own rows, as they are stored."""
     with d.store.database.begin() as connection:
@@ -154,6 +147,15 @@ def in_table(d: Deployment) -> list[Any]:
     return found
 
 
+COMMANDS = [
+    ["list"],
+    ["stats"],
+    ["config"],
+    ["check"],
+    ["db", "current"],
+    ["audit"],
+    ["encryption", "status"],
+]
 SCRIPT = """
 import json, sys
 from click.testing import CliRunner

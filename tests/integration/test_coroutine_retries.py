@@ -10,6 +10,8 @@ from delaytasks import Status
 from tests.integration.test_worker import Deploy, deploy
 from tests.waiting import SLACK_S
 
+pytestmark = pytest.mark.slow
+
 __all__ = ["deploy"]
 PROJECT = """
 import asyncio
@@ -30,7 +32,7 @@ def lazy(body, task):
 """
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads"])
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick)])
 def test_a_coroutine_retries_as_a_celery_task_does(
     deploy: Deploy, tmp_path: Path, pool: str
 ) -> None:

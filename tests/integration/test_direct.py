@@ -20,6 +20,8 @@ from tests.running import Deployment, Process
 from tests.services import free_port
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 Deploy = Callable[..., Deployment]
 
 
@@ -188,6 +190,7 @@ def test_a_second_signal_gives_up_what_runs(on_postgresql: Deploy) -> None:
     )
 
 
+@pytest.mark.quick
 def test_nobody_asks_the_broker(on_postgresql: Deploy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         d = on_postgresql(broker_url=f"redis://127.0.0.1:{mute.getsockname()[1]}/0")

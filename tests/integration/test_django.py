@@ -1,4 +1,4 @@
-"""Test Django: transactions on its own connection, its migrations, its test runner, and a shop."""
+"""Test Django: transactions and statements on its own connection."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from sqlalchemy import literal_column
 
 from delaytasks import NewTask, Status
 from delaytasks.contrib.django import instance
-from delaytasks.contrib.django.executor import DjangoExecutor
-from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.contrib.django.connection import DjangoConnection
+from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.transaction import DjangoTransaction
-from delaytasks.contrib.django.url import database_url as url_of
 from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import (
     BodyEncryptedError,
-    ConfigError,
     DuplicateTaskError,
     OutcomeUnknownError,
     SessionUnusableError,
@@ -83,7 +81,7 @@ def delays(module_delays: DjangoDelays, armed: list[Entry]) -> Iterator[DjangoDe
             cursor.execute(f"DELETE FROM {table.name}")
 
 
-class RolledBackError(Exception):
+class UndoneError(Exception):
     """End an atomic block with a rollback."""
 
 
@@ -92,8 +90,8 @@ def rolled_back(alias: str) -> Iterator[None]:
     try:
         with transaction.atomic(alias):
             yield
-            raise RolledBackError
-    except RolledBackError:
+            raise UndoneError
+    except UndoneError:
         pass
 
 
@@ -102,7 +100,7 @@ def rows(delays: DjangoDelays) -> list[Any]:
     return wiring_of(delays).store.tasks.find(None, None, None, None, None, None, 1000).tasks
 
 
-# -- transactions ---------------------------------------------------------------------------------
+# -- transactions --------------------------------------------------------------------------------
 
 
 def test_a_task_is_written_in_the_atomic_block_and_armed_after_its_commit(
@@ -184,7 +182,7 @@ def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
     assert len(queries) == 1, queries.captured_queries
 
 
-# -- statements on Django's cursor ----------------------------------------------------------------
+# -- statements on Django's cursor ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("is_atomic", [True, False])
@@ -288,12 +286,19 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     own.close()
 
 
+def test_the_model_has_the_columns_of_the_table(delays: DjangoDelays) -> None:
+    from delaytasks.contrib.django.models import DelayTaskRow
+
+    columns = [column.name for column in wiring_of(delays).store.schema.tasks.columns]
+    assert [field.column for field in DelayTaskRow._meta.concrete_fields] == columns
+
+
 def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
         unit = DjangoTransaction(delays.alias)
-        assert not wiring_of(delays).store.tasks.insert_many([task], unit.executor)
-        assert not wiring_of(delays).store.tasks.insert(task, unit.executor)
+        assert not wiring_of(delays).store.tasks.insert_many([task], unit.connection)
+        assert not wiring_of(delays).store.tasks.insert(task, unit.connection)
         assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
     assert [found.id for found in rows(delays)] == [task.id]
 
@@ -308,7 +313,7 @@ def test_find_sees_what_the_transaction_wrote(delays: DjangoDelays) -> None:
         assert not delays.find(until=DUE).tasks
 
 
-# -- keys and status changes ----------------------------------------------------------------------
+# -- keys and status changes ---------------------------------------------------------------------
 
 
 def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(
@@ -351,7 +356,7 @@ def test_operators_moves_are_part_of_the_transaction(
     assert len(armed) == 2
 
 
-# -- errors ---------------------------------------------------------------------------------------
+# -- errors --------------------------------------------------------------------------------------
 
 
 def test_many_are_moved_in_transactions_of_their_own(delays: DjangoDelays) -> None:
@@ -392,8 +397,8 @@ def test_an_error_of_the_database_rolls_back_the_callers_block_even_if_he_goes_o
 
 
 def fail_in_sql(*arguments: Any) -> bool:
-    executor = next(argument for argument in arguments if isinstance(argument, DjangoExecutor))
-    with executor._connection.cursor() as cursor:
+    connection = next(argument for argument in arguments if isinstance(argument, DjangoConnection))
+    with connection._connection.cursor() as cursor:
         cursor.execute("SELECT 1 FROM no_such_table")
     return True
 
@@ -459,132 +464,9 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
     delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(wiring_of(delays).store.tasks, "_insert_own", fail_in_sql)
+        patch.setattr(wiring_of(delays).store.tasks, "_insert", fail_in_sql)
         with pytest.raises(StoreError):
             delays.schedule_delay("order.close", 1, 60, key="k")
     with connections[delays.alias].cursor() as cursor:
         cursor.execute(f"SELECT count(*) FROM {wiring_of(delays).store.schema.keys.name}")
         assert cursor.fetchone() == (0,)
-
-
-# -- choice of the database -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("vendor", "settings", "url"),
-    [
-        (
-            "postgresql",
-            {"NAME": "shop", "USER": "me", "PASSWORD": "p@ss:/%", "HOST": "db", "PORT": "5433"},
-            "postgresql+psycopg2://me:p%40ss%3A%2F%25@db:5433/shop",
-        ),
-        ("postgresql", {"NAME": "shop"}, "postgresql+psycopg2:///shop"),
-        (
-            "postgresql",
-            {"NAME": "shop", "HOST": "/var/run/postgresql", "PORT": 5433},
-            "postgresql+psycopg2:///shop?host=%2Fvar%2Frun%2Fpostgresql&port=5433",
-        ),
-        (
-            "postgresql",
-            {
-                "NAME": "shop",
-                "HOST": "db",
-                "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3},
-            },
-            "postgresql+psycopg2://db/shop?sslmode=require",
-        ),
-        (
-            "postgresql",
-            {
-                "NAME": "shop",
-                "HOST": "db",
-                "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"},
-            },
-            "postgresql+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db",
-        ),
-        (
-            "postgresql",
-            {"NAME": "", "OPTIONS": {"service": "shop"}},
-            "postgresql+psycopg2://?service=shop",
-        ),
-        (
-            "mysql",
-            {
-                "NAME": "shop",
-                "USER": "me",
-                "PASSWORD": "p w",
-                "HOST": "db",
-                "PORT": 3307,
-                "OPTIONS": {"charset": "x"},
-            },
-            "mysql+pymysql://me:p w@db:3307/shop",
-        ),
-        (
-            "mysql",
-            {"NAME": "shop", "HOST": "/run/mysqld.sock"},
-            "mysql+pymysql://localhost/shop?unix_socket=%2Frun%2Fmysqld.sock",
-        ),
-        (
-            "mysql",
-            {
-                "NAME": "shop",
-                "HOST": "db",
-                "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}},
-            },
-            "mysql+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false",
-        ),
-        ("sqlite", {"NAME": "/srv/shop.sqlite3"}, "sqlite:////srv/shop.sqlite3"),
-        (
-            "sqlite",
-            {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
-            "sqlite:///file%3Amemorydb_default?cache=shared&mode=memory&uri=true",
-        ),
-    ],
-)
-def test_the_url_says_what_djangos_settings_say(
-    vendor: str, settings: dict[str, Any], url: str
-) -> None:
-    assert url_of(vendor, settings) == url
-
-
-def test_a_database_that_is_not_supported_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"oracle.*DELAYTASKS\['database'\]"):
-        url_of("oracle", {"NAME": "shop"})
-
-
-def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
-    django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
-    try:
-        delays = DjangoDelays(django_settings.new_celery_app(), "moving")
-        before = wiring_of(delays).store
-        assert wiring_of(delays).store is before
-        connections.settings["moving"]["NAME"] = str(tmp_path / "test_shop.sqlite3")
-        assert str(wiring_of(delays).store.database.url.database) == str(
-            tmp_path / "test_shop.sqlite3"
-        )
-        assert wiring_of(delays).store is wiring_of(delays).store is not before
-        delays.close()
-    finally:
-        django_settings.remove_database("moving")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
-        ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
-        ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
-        ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
-        ({"database_url": "sqlite://"}, "name an alias"),
-        ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),
-        ([("horizon_s", 30)], "is a dict"),
-    ],
-)
-def test_a_wrong_setting_is_told_at_start(
-    options: Any, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if isinstance(options, dict):
-        monkeypatch.setattr(django_settings, "celery_app", django_settings.new_celery_app())
-        options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}
-    with override_settings(DELAYTASKS=options), pytest.raises(ConfigError, match=message):
-        project_delays.__wrapped__()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("django")
 
 SITE = """
@@ -79,7 +81,10 @@ fields["due_time"] = fields["expected_time"]
 for name in ("expected_time", "create_time", "update_time", "due_time"):
     if name in fields:
         fields[name + "_0"], fields[name + "_1"] = fields.pop(name)[:19].split("T")
-fields.update(tag="changed", headers="x", worker="x", task_key="x", error_stack="x", ip_address="1")
+fields.update(tag="changed", ip_address="1")
+fields.update(dict.fromkeys(
+    ["headers", "worker", "task_key", "error_stack", "result", "concurrency_key"], "x"
+))
 fields.update({"execution_time_0": "2030-01-01", "execution_time_1": "00:00", \
 "lease_until_0": "2030-01-01"})
 fields["lease_until_1"] = "00:00"
@@ -120,6 +125,7 @@ def test_a_row_that_is_registered_plainly_is_refused_and_not_a_server_error(tmp_
     run(tmp_path, "None", LOOK + REFUSED + ACTION + SAME)
 
 
+@pytest.mark.quick
 def test_the_admin_that_is_brought_along_offers_nothing_that_would_be_refused(
     tmp_path: Path,
 ) -> None:

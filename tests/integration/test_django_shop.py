@@ -15,8 +15,10 @@ from sqlalchemy import create_engine, text
 from delaytasks import Status
 from delaytasks.storage import migrations
 from delaytasks.wiring import wiring_of
-from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
+from tests.integration.shops import PAY_WITHIN_S, ExampleShop, new_database
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("django")
 
@@ -39,14 +41,14 @@ each_database = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[Shop]:
+def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[ExampleShop]:
     """Return a shop whose database is empty and whose processes are not started."""
-    shop = Shop("django_shop", tmp_path, fresh_url, redis_url)
+    shop = ExampleShop("django_shop", tmp_path, fresh_url, redis_url)
     yield shop
     shop.close()
 
 
-def differences(shop: Shop) -> list[Any]:
+def differences(shop: ExampleShop) -> list[Any]:
     """Return the changes with which Alembic would make the tables match the metadata."""
     tables = wiring_of(shop.delays).store.schema.metadata
     options = {
@@ -96,7 +98,7 @@ WHERE tablename LIKE 'yb_delay%'
 
 
 @each_database
-def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: Shop) -> None:
+def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: ExampleShop) -> None:
     shop.command("manage.py", "migrate")
     assert differences(shop) == []
     assert migrations.is_current(wiring_of(shop.delays).store.database)
@@ -112,7 +114,7 @@ def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: Shop) ->
 
 
 @each_database
-def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: Shop) -> None:
+def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: ExampleShop) -> None:
     migrations.upgrade(wiring_of(shop.delays).store.database)
     task = shop.delays.schedule_delay("order.close", {"order": 7}, 3600)
     shop.command("manage.py", "migrate")
@@ -122,7 +124,7 @@ def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: Shop) ->
 
 @each_database
 def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its_rows(
-    shop: Shop,
+    shop: ExampleShop,
 ) -> None:
     is_sqlite = shop.database_url.startswith("sqlite")
     instant = "DATETIME" if is_sqlite else "TIMESTAMP"
@@ -154,8 +156,9 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
     assert shop.delays.get(7).tag == "old"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
-def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
+def test_djangos_models_ask_for_no_other_migration(shop: ExampleShop) -> None:
     assert "No changes detected" in shop.command(
         "manage.py", "makemigrations", "--check", "--dry-run"
     )
@@ -165,7 +168,7 @@ def test_djangos_models_ask_for_no_other_migration(shop: Shop) -> None:
 
 
 @each_database
-def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
+def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: ExampleShop) -> None:
     """Django creates, fills, copies and drops the test databases.
 
     Copying and dropping a database require that no other connection to it is open.
@@ -176,7 +179,7 @@ def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: Shop) -> None:
 
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
 def test_delays_modules_are_imported_and_the_module_level_functions_are_the_projects(
-    shop: Shop,
+    shop: ExampleShop,
 ) -> None:
     shown = shop.command(
         "manage.py",
@@ -190,8 +193,10 @@ def test_delays_modules_are_imported_and_the_module_level_functions_are_the_proj
     assert f"tags ['order.close'] True {shop.environment['SHOP_NAMESPACE']}" in shown
 
 
-@pytest.mark.parametrize("fresh_url", ["postgresql", "sqlite"], indirect=True)
-def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Shop) -> None:
+@pytest.mark.parametrize(
+    "fresh_url", ["postgresql", pytest.param("sqlite", marks=pytest.mark.quick)], indirect=True
+)
+def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: ExampleShop) -> None:
     shop.command("manage.py", "migrate")
     shop.serve("{project}/manage.py", "runserver", "--noreload", "127.0.0.1:{port}")
     shop.work()

@@ -20,6 +20,8 @@ from tests.redis_timer_harness import RedisTimerHarness
 from tests.running import ROOT, delete_keys
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 LIMIT_S = 0.5
 #: A busy machine adds up to this many seconds to a call.
 SLACK_S = 0.4

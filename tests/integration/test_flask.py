@@ -27,7 +27,7 @@ from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage import migrations
-from tests.integration.shops import PAY_WITHIN_S, Shop, new_database
+from tests.integration.shops import PAY_WITHIN_S, ExampleShop, new_database
 from tests.waiting import wait_until
 
 
@@ -37,7 +37,7 @@ def own_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "_default", None)
 
 
-class Project:
+class FlaskProject:
     """Provide the objects that a module of a Flask project defines."""
 
     def __init__(self, **options: Any) -> None:
@@ -61,9 +61,9 @@ class Project:
 
 
 @pytest.fixture
-def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
+def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlaskProject]:
     """Yield a project with tables of its own; `project.delays` has an app."""
-    project = Project()
+    project = FlaskProject()
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
     monkeypatch.setattr(wiring_of(project.delays).timer, "arm", project.armed.extend)
     tables, database = (
@@ -80,13 +80,13 @@ def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proj
     project.delays.close()
 
 
-def app_of(project: Project) -> Flask:
+def app_of(project: FlaskProject) -> Flask:
     app = project.delays._flask
     assert app is not None
     return app
 
 
-def count(project: Project) -> int:
+def count(project: FlaskProject) -> int:
     """Return the number of rows that other connections see."""
     query = select(func.count()).select_from(wiring_of(project.delays).store.schema.tasks)
     found: int = wiring_of(project.delays).store.database.alone(
@@ -99,7 +99,7 @@ def count(project: Project) -> int:
 
 
 def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
-    project: Project,
+    project: FlaskProject,
 ) -> None:
     with app_of(project).test_request_context():
         task = project.delays.schedule_delay("order.close", {"order": 7}, 1)
@@ -112,7 +112,7 @@ def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
         assert [entry.id for entry in project.armed] == [task.id]
 
 
-def test_bodies_are_encrypted_in_the_requests_transaction(project: Project) -> None:
+def test_bodies_are_encrypted_in_the_requests_transaction(project: FlaskProject) -> None:
     app, tables = app_of(project), wiring_of(project.delays).store.schema.tasks
     app.config["DELAYTASKS"]["encryption_keys"] = [new_key()]
     project.delays.init_app(app)
@@ -126,7 +126,7 @@ def test_bodies_are_encrypted_in_the_requests_transaction(project: Project) -> N
         project.db.session.commit()
 
 
-def test_a_rollback_leaves_no_row_and_arms_nothing(project: Project) -> None:
+def test_a_rollback_leaves_no_row_and_arms_nothing(project: FlaskProject) -> None:
     with app_of(project).test_request_context():
         project.delays.schedule_delay("order.close", 1, 1, key="k")
         project.delays.schedule_many([NewTask("order.close", n, 1) for n in range(10)])
@@ -137,7 +137,7 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(project: Project) -> None:
     assert [entry.id for entry in project.armed] == [kept.id]
 
 
-def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(project: Project) -> None:
+def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(project: FlaskProject) -> None:
     with app_of(project).test_request_context():
         kept = project.delays.schedule_delay("order.close", 1, 1)
         savepoint = project.db.session.begin_nested()
@@ -148,7 +148,7 @@ def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(project: Projec
     assert [entry.id for entry in project.armed] == [kept.id]
 
 
-def test_cancelling_is_part_of_the_requests_transaction(project: Project) -> None:
+def test_cancelling_is_part_of_the_requests_transaction(project: FlaskProject) -> None:
     task = project.delays.schedule_delay("order.close", 1, 3600, key="k")
     with app_of(project).app_context():
         assert project.delays.cancel(tag="order.close", key="k")
@@ -161,7 +161,7 @@ def test_cancelling_is_part_of_the_requests_transaction(project: Project) -> Non
 
 
 def test_a_request_that_forgets_to_commit_is_told_of_in_the_log(
-    project: Project, caplog: pytest.LogCaptureFixture
+    project: FlaskProject, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = app_of(project)
 
@@ -184,12 +184,12 @@ def test_a_request_that_forgets_to_commit_is_told_of_in_the_log(
     assert count(project) == 1
 
 
-def test_without_an_application_context_a_task_is_there_at_once(project: Project) -> None:
+def test_without_an_application_context_a_task_is_there_at_once(project: FlaskProject) -> None:
     project.delays.schedule_delay("order.close", 1, 1)
     assert count(project) == len(project.armed) == 1
 
 
-def test_a_session_that_is_given_is_the_one_that_counts(project: Project) -> None:
+def test_a_session_that_is_given_is_the_one_that_counts(project: FlaskProject) -> None:
     with app_of(project).app_context():
         with Session(project.db.engine) as other, other.begin():
             project.delays.schedule_delay("order.close", 1, 1, session=other)
@@ -200,7 +200,7 @@ def test_a_session_that_is_given_is_the_one_that_counts(project: Project) -> Non
 def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_alone(
     tmp_path: Path, sqlite_path: Callable[[str], str]
 ) -> None:
-    own, joined = Project(), Project(join_session=False)
+    own, joined = FlaskProject(), FlaskProject(join_session=False)
     for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
         app = project.create_app(sqlite_path("shop"), **settings)
         with wiring_of(project.delays).store.database.begin() as connection:
@@ -215,7 +215,7 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
 def test_of_several_databases_the_requests_session_is_on_its_own(
     sqlite_path: Callable[[str], str],
 ) -> None:
-    project = Project()
+    project = FlaskProject()
     urls = [sqlite_path("other"), sqlite_path("shop")]
     app = project.create_app(urls[1], database_url=urls)
     for shard in project.delays.shards:
@@ -243,7 +243,9 @@ def test_of_several_databases_the_requests_session_is_on_its_own(
 # -- processors -----------------------------------------------------------------------------------
 
 
-def test_a_processor_has_an_application_context_and_a_session_of_its_own(project: Project) -> None:
+def test_a_processor_has_an_application_context_and_a_session_of_its_own(
+    project: FlaskProject,
+) -> None:
     seen: list[Any] = []
 
     @project.delays.processor("order.look")
@@ -262,7 +264,7 @@ def test_a_processor_has_an_application_context_and_a_session_of_its_own(project
     assert not second.in_transaction()
 
 
-def test_what_a_processor_schedules_is_part_of_its_transaction(project: Project) -> None:
+def test_what_a_processor_schedules_is_part_of_its_transaction(project: FlaskProject) -> None:
     @project.delays.processor("order.chain")
     def chain(body: str) -> None:
         project.delays.schedule_delay("order.next", body, 60)
@@ -309,7 +311,7 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
 
 
 def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(
-    project: Project,
+    project: FlaskProject,
 ) -> None:
     task = schedule_delay("order.close", 1, 60)
     assert project.delays.get(task).tag == "order.close"
@@ -320,7 +322,7 @@ def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(
 def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
     sqlite_path: Callable[[str], str],
 ) -> None:
-    project = Project()
+    project = FlaskProject()
 
     @project.delays.processor("order.close")
     def close(body: Any) -> None: ...
@@ -334,7 +336,7 @@ def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
 
 
 def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
-    project = Project()
+    project = FlaskProject()
     app = project.create_app("sqlite://")
     with app.app_context():
         wiring_of(project.delays).store.schema.metadata.create_all(project.db.session.connection())
@@ -398,7 +400,7 @@ def test_without_an_app_it_says_what_is_missing() -> None:
         FlaskDelays().schedule_delay("order.close", 1, 1)
 
 
-def test_a_session_that_is_broken_is_told(project: Project) -> None:
+def test_a_session_that_is_broken_is_told(project: FlaskProject) -> None:
     with app_of(project).app_context():
         project.db.session.connection().invalidate()
         with pytest.raises(SessionUnusableError):
@@ -408,19 +410,19 @@ def test_a_session_that_is_broken_is_told(project: Project) -> None:
 # -- the shop -------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["postgresql", "sqlite"])
-def shop(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iterator[Shop]:
+@pytest.fixture(params=[pytest.param("postgresql", marks=pytest.mark.slow), "sqlite"])
+def shop(request: pytest.FixtureRequest, redis_url: str, tmp_path: Path) -> Iterator[ExampleShop]:
     drop: Callable[[], None] = lambda: None  # noqa: E731
     url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
     if request.param != "sqlite":
         url, drop = new_database(request.getfixturevalue(f"{request.param}_url"))
-    shop = Shop("flask_shop", tmp_path, url, redis_url)
+    shop = ExampleShop("flask_shop", tmp_path, url, redis_url)
     yield shop
     shop.close()
     drop()
 
 
-def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Shop) -> None:
+def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: ExampleShop) -> None:
     shop.command("-m", "flask", "--app", "shop", "create-tables")
     shop.command(
         "-c", "from delaytasks.cli.main import main; main()", "-A", "shop", "db", "upgrade"

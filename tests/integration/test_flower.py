@@ -25,11 +25,13 @@ from delaytasks.wiring import wiring_of
 from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TAGS = {"test.note", "test.fail", "test.sleep", "test.abort", "test.nobody", "test.quiet"}
 HOSTILE = "<script>document.title = 'owned'</script>"
 
 
-class Site:
+class FlowerSite:
     """Run Flower and a worker that sends events.
 
     Both use a broker server that other tests use too, under names of their own.
@@ -103,19 +105,19 @@ class Site:
 @contextmanager
 def a_site(
     request: pytest.FixtureRequest, folder: Path, broker: str, **settings: Any
-) -> Iterator[Site]:
+) -> Iterator[FlowerSite]:
     database_url = request.getfixturevalue("postgresql_url")
-    site = Site(folder, database_url, request.getfixturevalue(f"{broker}_url"), **settings)
+    site = FlowerSite(folder, database_url, request.getfixturevalue(f"{broker}_url"), **settings)
     try:
         yield site
     finally:
         site.close()
 
 
-@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
+@pytest.fixture(scope="module", params=[pytest.param("redis", marks=pytest.mark.quick), "rabbitmq"])
 def site(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Site]:
+) -> Iterator[FlowerSite]:
     with a_site(
         request, tmp_path_factory.mktemp("flower"), request.param, max_lost_leases=2
     ) as site:
@@ -125,10 +127,12 @@ def site(
 
 
 @pytest.fixture
-def make_site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[..., Site]]:
+def make_site(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> Iterator[Callable[..., FlowerSite]]:
     made: list[Any] = []
 
-    def make(broker: str = "redis", **settings: Any) -> Site:
+    def make(broker: str = "redis", **settings: Any) -> FlowerSite:
         context = a_site(request, tmp_path, broker, **settings)
         made.append(context)
         return context.__enter__()
@@ -141,7 +145,7 @@ def make_site(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callab
 # -- the API --------------------------------------------------------------------------------------
 
 
-def test_each_row_is_a_task_named_by_its_tag(site: Site) -> None:
+def test_each_row_is_a_task_named_by_its_tag(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.note", 1, key="the-key", body={"order": 7})
     info = site.wait_for("SUCCESS", task)
@@ -163,7 +167,7 @@ def test_each_row_is_a_task_named_by_its_tag(site: Site) -> None:
     assert info["exception"] is None
 
 
-def test_a_failed_row_shows_its_error(site: Site) -> None:
+def test_a_failed_row_shows_its_error(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.fail", 0, body={"text": HOSTILE, "words": HOSTILE})
     info = site.wait_for("FAILURE", task)
@@ -178,7 +182,7 @@ def test_a_failed_row_shows_its_error(site: Site) -> None:
     assert re.search(r'class="badge text-bg-danger">\s*FAILURE', page)
 
 
-def test_errors_that_no_page_could_show_are_shown(site: Site) -> None:
+def test_errors_that_no_page_could_show_are_shown(site: FlowerSite) -> None:
     task = site.deployment.schedule(
         "test.fail", 0, body={"text": "a\x7f\x1b[31m\r\n💥" + "x" * 100_000}
     )
@@ -188,7 +192,7 @@ def test_errors_that_no_page_could_show_are_shown(site: Site) -> None:
     assert "FAILURE" in site.page(f"/task/{task.id}-1")
 
 
-def test_a_long_row_is_seen_while_it_runs(site: Site) -> None:
+def test_a_long_row_is_seen_while_it_runs(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.sleep", 0, body={"seconds": 3})
     info = site.wait_for("STARTED", task, deadline_s=3)
@@ -198,7 +202,7 @@ def test_a_long_row_is_seen_while_it_runs(site: Site) -> None:
     assert site.wait_for("SUCCESS", task)["runtime"] == pytest.approx(3, abs=0.5)
 
 
-def test_a_second_attempt_is_a_second_task(site: Site) -> None:
+def test_a_second_attempt_is_a_second_task(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.abort", 0)
     first = site.wait_for("FAILURE", task, deadline_s=30)
@@ -212,7 +216,7 @@ def test_a_second_attempt_is_a_second_task(site: Site) -> None:
     assert "'attempt': 2}" in second["kwargs"]
 
 
-def test_a_row_that_nobody_can_run_is_shown_as_put_off(site: Site) -> None:
+def test_a_row_that_nobody_can_run_is_shown_as_put_off(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.nobody", 0)
     info = site.wait_for("RETRY", task)
@@ -220,7 +224,7 @@ def test_a_row_that_nobody_can_run_is_shown_as_put_off(site: Site) -> None:
     assert d.status(task) is Status.NOT_COMPLETE
 
 
-def test_the_carrier_messages_are_not_seen(site: Site) -> None:
+def test_the_carrier_messages_are_not_seen(site: FlowerSite) -> None:
     site.wait_for("SUCCESS", site.deployment.schedule())
     tasks = site.get("/api/tasks", limit=10_000)
     assert {"test.note"} <= {task["name"] for task in tasks.values()} <= TAGS
@@ -229,7 +233,7 @@ def test_the_carrier_messages_are_not_seen(site: Site) -> None:
 
 
 def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(
-    make_site: Callable[..., Site],
+    make_site: Callable[..., FlowerSite],
 ) -> None:
     site = make_site(conf={"task_send_sent_event": True}, self_sweep_s=60)
     site.url = site.deployment.flower()
@@ -245,7 +249,7 @@ def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(
     assert {task["name"] for task in found.values()} == {"test.note"}
 
 
-def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
+def test_the_metrics_have_the_tag_and_no_ids(site: FlowerSite) -> None:
     task = site.deployment.schedule()
     site.wait_for("SUCCESS", task)
     metrics = site.page("/metrics")
@@ -258,7 +262,7 @@ def test_the_metrics_have_the_tag_and_no_ids(site: Site) -> None:
     assert str(task.id) not in metrics
 
 
-def test_the_worker_is_online_with_its_counts(site: Site) -> None:
+def test_the_worker_is_online_with_its_counts(site: FlowerSite) -> None:
     site.wait_for("SUCCESS", site.deployment.schedule())
     site.wait_for("FAILURE", site.deployment.schedule("test.fail"))
     worker = site.online()[site.worker]
@@ -308,7 +312,7 @@ def chromium(tmp_path: Path) -> Callable[..., str]:
 
 
 def test_in_a_browser_people_see_the_tag_the_id_and_red(
-    make_site: Callable[..., Site], chromium: Callable[..., str]
+    make_site: Callable[..., FlowerSite], chromium: Callable[..., str]
 ) -> None:
     site = make_site()
     site.url = site.deployment.flower()
@@ -341,7 +345,7 @@ def test_in_a_browser_people_see_the_tag_the_id_and_red(
 # -- Celery's own commands ------------------------------------------------------------------------
 
 
-def ask(site: Site, *command: str) -> Any:
+def ask(site: FlowerSite, *command: str) -> Any:
     """Return the worker's answer to a command, for example `inspect stats`."""
     ended = site.deployment.command(
         *command, "--json", "--timeout", "10", "--destination", site.deployment.node(0)
@@ -355,7 +359,7 @@ def ask(site: Site, *command: str) -> Any:
 
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
 def test_inspect_and_control_work_as_for_any_worker(
-    make_site: Callable[..., Site], broker: str
+    make_site: Callable[..., FlowerSite], broker: str
 ) -> None:
     site = make_site(broker, horizon_s=120)
     d = site.deployment
@@ -391,7 +395,7 @@ def test_inspect_and_control_work_as_for_any_worker(
     ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
 )
 def test_row_events_are_switched_on_and_off_while_the_worker_runs(
-    make_site: Callable[..., Site], broker: str, pool: str
+    make_site: Callable[..., FlowerSite], broker: str, pool: str
 ) -> None:
     site = make_site(broker)
     d = site.deployment
@@ -422,7 +426,7 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
 
 
 def test_what_the_docs_say_about_protection_is_so(
-    make_site: Callable[..., Site], tmp_path: Path
+    make_site: Callable[..., FlowerSite], tmp_path: Path
 ) -> None:
     text = (ROOT / "docs" / "flower.md").read_text()
     [config] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)

@@ -20,18 +20,19 @@ from redis import Redis
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.ids import COUNTER_BITS
-from delaytasks.timers.eta import RUN
+from delaytasks.timers.eta import RUN, SWEEP
 from delaytasks.wiring import wiring_of
-from delaytasks.worker.celery_tasks import SWEEP
 from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 JSON, PICKLE, YAML = "application/json", "application/x-python-serialize", "application/x-yaml"
 RUNS = {"task": RUN, "id": "forged"}
 
 
-class Bomb:
+class FolderBomb:
     """Create a folder when an instance is unpickled."""
 
     def __init__(self, folder: str) -> None:
@@ -41,7 +42,7 @@ class Bomb:
         return os.mkdir, (self.folder,)
 
 
-class Scene:
+class PickleWorker:
     """Run a worker whose app accepts pickle, which is an insecure setting."""
 
     def __init__(self, folder: Path, database: str, broker: str, **settings: Any) -> None:
@@ -78,7 +79,7 @@ class Scene:
             self.redis.close()
 
 
-Open = Callable[..., Scene]
+Open = Callable[..., PickleWorker]
 
 
 @pytest.fixture
@@ -88,17 +89,19 @@ def open_scene(
     start_redis: Callable[..., RedisServer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[Open]:
-    made: list[Scene] = []
+    made: list[PickleWorker] = []
     # Celery refuses to accept pickle as root without this variable.
     monkeypatch.setenv("C_FORCE_ROOT", "1")
 
-    def make(broker: str, **settings: Any) -> Scene:
+    def make(broker: str, **settings: Any) -> PickleWorker:
         # Each worker on a Redis server receives broadcast commands, so this test starts its own
         # server.
         url = request.getfixturevalue("rabbitmq_url") if broker == "rabbitmq" else start_redis().url
         if settings.get("timer") == "redis":
             settings["redis_url"] = url
-        made.append(Scene(tmp_path, request.getfixturevalue("postgresql_url"), url, **settings))
+        made.append(
+            PickleWorker(tmp_path, request.getfixturevalue("postgresql_url"), url, **settings)
+        )
         return made[-1]
 
     yield make
@@ -106,11 +109,8 @@ def open_scene(
         scene.close()
 
 
-def forged(
-    scene: Scene, far: DelayTask, near: DelayTask, cancelled: DelayTask
-) -> list[tuple[Any, Any, str]]:
+def forged_bodies(far: DelayTask, near: DelayTask, cancelled: DelayTask) -> list[Any]:
     now = int(datetime.now(timezone.utc).timestamp() * 1e6)
-    bomb = Bomb(str(scene.boom))
     entries = [
         *([[far.id, 0, now, 0]] * 10),  # This task is not due.
         [far.id, 1, now, 0],
@@ -120,7 +120,7 @@ def forged(
         [(5 << COUNTER_BITS) + 1, 0, now, 0],  # This id belongs to another shard.
         [2**63 - 1, 2**63 - 1, 0, -32768],
     ]
-    bodies: list[Any] = [
+    return [
         *([[[entry], {}, {}] for entry in entries]),
         [[entries[:10]], {}, {}],
         [[[[far.id, 0, now, 0]]] * 2, {}, {}],
@@ -148,11 +148,18 @@ def forged(
         b"",
         "[[" + "1," * 400_000 + "1]]",
     ]
+
+
+def forged(
+    scene: PickleWorker, far: DelayTask, near: DelayTask, cancelled: DelayTask
+) -> list[tuple[Any, Any, str]]:
+    bodies = forged_bodies(far, near, cancelled)
+    bomb = FolderBomb(str(scene.boom))
     messages: list[tuple[Any, Any, str]] = [(body, RUNS, JSON) for body in bodies]
     messages += [(body, {}, JSON) for body in bodies if not isinstance(body, bytes)]
     messages += [
         (body, {"task": SWEEP, "id": "x"}, JSON)
-        for body in ([[99], {}, {}], [["x"], {}, {}], [[[]], {}, {}])
+        for body in list[Any]([[[99], {}, {}], [["x"], {}, {}], [[[]], {}, {}]])
     ]
     for kind in (PICKLE, YAML, "application/octet-stream"):
         for headers in (RUNS, {}, {"task": "other", "id": "x"}):
@@ -253,9 +260,9 @@ def test_forged_messages_stop_nobody_and_run_nothing(
     )
 
 
-def forge_timer(scene: Scene, redis: Redis, far: DelayTask) -> None:
-    assert wiring_of(scene.d.delays).redis_timer is not None
+def forge_timer(scene: PickleWorker, redis: Redis, far: DelayTask) -> None:
     timer = wiring_of(scene.d.delays).redis_timer
+    assert timer is not None
     members = [
         "x",
         "",
@@ -279,7 +286,7 @@ def forge_timer(scene: Scene, redis: Redis, far: DelayTask) -> None:
     redis.set(blocked, "of another type")
 
 
-def _length(scene: Scene) -> int:
+def _length(scene: PickleWorker) -> int:
     if scene.redis is not None:
         return int(scene.redis.llen(scene.queue().name))
     with wiring_of(scene.d.delays).celery.connection_for_write() as connection:

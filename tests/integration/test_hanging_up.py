@@ -11,7 +11,7 @@ import pytest
 from kombu import Connection, Consumer, Queue
 from redis import Redis
 
-from delaytasks.worker.runtime import stop_reading
+from delaytasks.worker.celery_compat.last_read import stop_reading
 from tests.running import delete_keys
 from tests.waiting import wait_until
 
@@ -39,7 +39,7 @@ class ConsumingConnection:
             other.Producer().publish({"n": 1}, routing_key=self.name)
 
     def waiting(self) -> int:
-        found: int = self.redis.llen(self.name)  # type: ignore[assignment]
+        found: int = self.redis.llen(self.name)
         return found
 
 

@@ -17,6 +17,8 @@ from delaytasks.wiring import wiring_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S, EVERY_S = 4.0, 1.0
 ALIVE = [f"connection {number}" for number in range(300)]
 SILENT = set(ALIVE[::8])
@@ -88,7 +90,12 @@ def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conn
 @pytest.mark.parametrize(
     ("connections", "pool"),
     [
-        pytest.param(combination, combination[2], id="-".join(combination))
+        pytest.param(
+            combination,
+            combination[2],
+            id="-".join(combination),
+            marks=pytest.mark.quick if "threads" in combination else (),
+        )
         for combination in COMBINATIONS
     ],
     indirect=["connections"],

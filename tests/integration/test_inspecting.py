@@ -17,6 +17,8 @@ from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def open_deployment(

@@ -14,10 +14,12 @@ import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
 from delaytasks.storage import migrations
+from delaytasks.timers.eta import SWEEP
 from delaytasks.wiring import wiring_of
-from delaytasks.worker.celery_tasks import SWEEP
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
+
+pytestmark = pytest.mark.slow
 
 #: RabbitMQ's consumer timeout in these tests; its default is 30 minutes.
 CONSUMER_TIMEOUT_S = 2

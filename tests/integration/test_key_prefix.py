@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_blocked_key_is_logged_with_its_prefix(

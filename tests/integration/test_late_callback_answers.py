@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from delaytasks import Done, Retry
+from tests.integration.http_callbacks.caller import Caller
 from tests.integration.test_callback_answers import REFUSED, TAKEN, raw
-from tests.integration.test_http_callbacks import Caller
 from tests.webserver import Exchange, WebServer
 
 LENGTH = b"Content-Length: %d\r\n" % len(TAKEN)

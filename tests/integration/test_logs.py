@@ -12,6 +12,8 @@ from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["postgresql", "mysql"])
 def proxied(

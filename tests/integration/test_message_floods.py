@@ -10,6 +10,7 @@ import lzma
 import re
 import struct
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 MEGABYTE = 1024 * 1024
 #: Each bomb has this size after decompression.
 BOMB_SIZE = 400 * MEGABYTE
@@ -31,13 +34,14 @@ MOST_GROWTH = 64 * MEGABYTE
 JSON = "application/json"
 
 
+@cache
 def bzip2_bomb() -> bytes:
     compressor, block = bz2.BZ2Compressor(), bytes(MEGABYTE)
     parts = [compressor.compress(block) for _ in range(BOMB_SIZE // MEGABYTE)]
     return b"".join([*parts, compressor.flush()])
 
 
-class Scene:
+class FloodedWorker:
     """Run a worker that serves one queue of delaytasks and one of Celery's own."""
 
     def __init__(
@@ -92,7 +96,7 @@ class Scene:
             connection.default_channel.queue_delete(self.own)
 
 
-Open = Callable[..., Scene]
+Open = Callable[..., FloodedWorker]
 
 
 @pytest.fixture(params=["redis", "rabbitmq"])
@@ -107,10 +111,10 @@ def open_scene(
         if request.param == "rabbitmq"
         else start_redis().url
     )
-    made: list[Scene] = []
+    made: list[FloodedWorker] = []
 
-    def make(conf: dict[str, Any] | None = None, **settings: Any) -> Scene:
-        made.append(Scene(tmp_path, postgresql_url, url, conf, **settings))
+    def make(conf: dict[str, Any] | None = None, **settings: Any) -> FloodedWorker:
+        made.append(FloodedWorker(tmp_path, postgresql_url, url, conf, **settings))
         return made[-1]
 
     yield make
@@ -195,7 +199,7 @@ def test_properties_that_py_amqp_can_not_read_end_no_worker(
 
     It redelivers messages that a stopped worker has not acknowledged.
     """
-    scene = Scene(tmp_path, postgresql_url, rabbitmq_url)
+    scene = FloodedWorker(tmp_path, postgresql_url, rabbitmq_url)
     for queue in (wiring_of(scene.d.delays).publisher.queue("default").name, scene.own):
         message = Raw(b"[[], {}, {}]")
         message.table = table
@@ -261,7 +265,7 @@ def test_headers_of_20_megabytes_are_not_logged(
 ) -> None:
     """RabbitMQ itself rejects properties that are longer than a frame."""
     server = start_redis()
-    scene = Scene(tmp_path, postgresql_url, server.url)
+    scene = FloodedWorker(tmp_path, postgresql_url, server.url)
     before, long = scene.peak(), "x" * (20 * MEGABYTE)
     message = {
         "body": base64.b64encode(b"[[], {}, {}]").decode(),

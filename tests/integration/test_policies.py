@@ -12,6 +12,8 @@ from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 TAG = "test.note"
 
 
@@ -42,7 +44,9 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
     wait_until(is_so, 3, f"a task to be {status.name}", every_s=0.05)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize(
+    "pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick), "solo"]
+)
 @pytest.mark.parametrize("kind", ["tag", "queue"])
 def test_what_is_paused_stands_still_until_it_is_resumed(
     site: Deployment, pool: str, kind: str
@@ -99,8 +103,11 @@ def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(
         done = waiting(status)
         second = site.worker()
         wait_until(
-            lambda status=status: waiting(status) == count, 20, "the last step", every_s=0.05
-        )  # type: ignore[misc]
+            lambda status=status: waiting(status) == count,  # type: ignore[misc]
+            20,
+            "the last step",
+            every_s=0.05,
+        )
         second.terminate()
         assert done < count, "it was killed in the middle"
     assert site.delays.policies() == []

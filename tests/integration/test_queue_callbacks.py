@@ -261,7 +261,7 @@ def test_connections_are_kept_and_never_used_by_two_threads_at_once(
     delays = make(proxy.url(rabbitmq_url))
     task = delays.schedule_message(name, None, 60)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: delays._wiring.queue_messages(Message(name, n), task), range(100)))
+        list(pool.map(lambda n: delays._wiring.callbacks.queue(Message(name, n), task), range(100)))
     assert sorted(bodies(rabbit, name)) == list(range(100))
     assert proxy.accepted <= 4
 
@@ -274,7 +274,7 @@ def test_a_connection_is_not_shared_with_a_child(
     task = send(delays, name, 1)
     child = os.fork()
     if child == 0:
-        delays._wiring.queue_messages(Message(name, 2), task)
+        delays._wiring.callbacks.queue(Message(name, 2), task)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert proxy.accepted == 2

@@ -16,6 +16,8 @@ from tests.running import Deployment
 from tests.services import free_port
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def nodes(

@@ -12,6 +12,8 @@ from delaytasks import Status
 from tests.running import BROKERS, Deployment
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 #: Rows run longer than the test, so that none ends and passes its slot on.
 LONG_S = 600
 #: These intervals are longer than the tests, so no sweep takes part.

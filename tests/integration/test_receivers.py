@@ -116,5 +116,5 @@ def test_a_get_is_no_callback() -> None:
     from tests.integration import django_settings
 
     with django_settings.configured():
-        view = verified(NEW)(lambda request, callback: None)  # type: ignore[arg-type, return-value]
+        view = verified(NEW)(lambda request, callback: None)
         assert view(RequestFactory().get("/paid")).status_code == 405

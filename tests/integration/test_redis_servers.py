@@ -180,7 +180,7 @@ def test_a_redis_that_is_too_old_is_refused(
 ) -> None:
     bench = connect(start_redis().url)
     bench.timer.link.check()
-    monkeypatch.setattr(redislink, "OLDEST_SERVER", (99, 1))
+    monkeypatch.setattr(redislink, "OLDEST_TIMER_REDIS", (99, 1))
     with pytest.raises(ConfigError, match=r"needs Redis 99\.1 or Valkey, and this one is \d"):
         bench.timer.link.check()
 
@@ -311,6 +311,7 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
     return servers
 
 
+@pytest.mark.slow
 def test_a_cluster_is_found_out_and_shares_the_slots(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
@@ -333,6 +334,7 @@ def test_a_cluster_is_found_out_and_shares_the_slots(
     )
 
 
+@pytest.mark.slow
 def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
@@ -351,6 +353,7 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
     assert worker.events.counts["timer.down"] == 0
 
 
+@pytest.mark.slow
 def test_any_node_of_a_cluster_leads_to_it(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
@@ -360,6 +363,7 @@ def test_any_node_of_a_cluster_leads_to_it(
     assert isinstance(bench.timer.link.connect(), RedisCluster)
 
 
+@pytest.mark.slow
 def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
@@ -459,6 +463,7 @@ class SentinelServer(RedisServer):
             return bool(client.execute_command("SENTINEL", "REPLICAS", name))
 
 
+@pytest.mark.slow
 def test_a_worker_runs_what_waits_in_a_cluster(
     cluster: list[RedisServer], tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:

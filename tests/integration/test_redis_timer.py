@@ -18,6 +18,8 @@ from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 Deploy = Callable[..., Deployment]
 
 
@@ -38,7 +40,9 @@ def deploy(
         deployment.close()
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize(
+    "pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick), "solo"]
+)
 def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
     # These intervals are longer than the test, so only the timer dispatches the tasks.
     d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)

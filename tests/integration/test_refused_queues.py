@@ -17,6 +17,8 @@ from delaytasks.wiring import wiring_of
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[[Any, str], None]
 
 

@@ -16,18 +16,20 @@ from sqlalchemy import create_engine, insert, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.shards import home_of
+from delaytasks.core.ids import home_of
 from delaytasks.wiring import wiring_of
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 TAG = "test.note"
 #: The number of the shard that becomes unreachable.
 DOWN = 1
 
 
-class Site(Deployment):
+class ShardedSite(Deployment):
     """Run a deployment that reaches its second database through a proxy."""
 
     def __init__(self, folder: Path, urls: list[str], broker_url: str, **settings: Any) -> None:
@@ -56,21 +58,21 @@ class Site(Deployment):
 
 
 @pytest.fixture
-def site(shard_urls: list[str], redis_url: str, tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path, shard_urls, redis_url)
+def site(shard_urls: list[str], redis_url: str, tmp_path: Path) -> Iterator[ShardedSite]:
+    made = ShardedSite(tmp_path, shard_urls, redis_url)
     yield made
     made.close()
 
 
-@pytest.mark.parametrize("timer", ["eta", "redis"])
+@pytest.mark.parametrize("timer", [pytest.param("eta", marks=pytest.mark.quick), "redis"])
 def test_tasks_of_every_shard_run_once_and_never_early(
     shard_urls: list[str], redis_url: str, tmp_path: Path, timer: str
 ) -> None:
-    with closing(Site(tmp_path, shard_urls, redis_url, timer=timer)) as site:
+    with closing(ShardedSite(tmp_path, shard_urls, redis_url, timer=timer)) as site:
         run_on_every_shard(site)
 
 
-def run_on_every_shard(site: Site) -> None:
+def run_on_every_shard(site: ShardedSite) -> None:
     site.worker(concurrency=3)
     made = [site.schedule(delay=0.5 + n / 50) for n in range(60)]
     made += [task for shard in range(3) for task in site.at(shard, 5, 1)]
@@ -82,7 +84,7 @@ def run_on_every_shard(site: Site) -> None:
     assert {task.shard for task in made} == {0, 1, 2}
 
 
-def test_rows_of_other_programs_run_in_every_shard(site: Site) -> None:
+def test_rows_of_other_programs_run_in_every_shard(site: ShardedSite) -> None:
     site.worker()
     for store in wiring_of(site.delays).router.stores:
         with store.database.begin() as connection:
@@ -93,7 +95,7 @@ def test_rows_of_other_programs_run_in_every_shard(site: Site) -> None:
 
 @pytest.mark.parametrize("fault", ["refused", "black hole"])
 def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(
-    site: Site, fault: str
+    site: ShardedSite, fault: str
 ) -> None:
     worker = site.worker(concurrency=3)
     site.wait_for(site.at(DOWN, 1, 0))
@@ -135,7 +137,7 @@ def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(
 
 
 @pytest.mark.parametrize("fault", ["refused", "black hole"])
-def test_a_worker_starts_and_stops_while_a_shard_is_down(site: Site, fault: str) -> None:
+def test_a_worker_starts_and_stops_while_a_shard_is_down(site: ShardedSite, fault: str) -> None:
     stranded = site.at(DOWN, 5, 0)
     if fault == "refused":
         site.proxy.refuse()
@@ -152,7 +154,7 @@ def test_a_worker_starts_and_stops_while_a_shard_is_down(site: Site, fault: str)
 
 
 def test_a_worker_does_nothing_on_a_database_that_is_another_shard(
-    site: Site, shard_urls: list[str]
+    site: ShardedSite, shard_urls: list[str]
 ) -> None:
     """The database was unreachable when the worker started.
 

@@ -21,6 +21,8 @@ from tests.conformance.timers import ALONE
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 Deploy = Callable[..., Deployment]
 
 
@@ -48,7 +50,9 @@ def asleep(d: Deployment, seconds: float) -> DelayTask:
     return task
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+@pytest.mark.parametrize(
+    "pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick), "solo"]
+)
 def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy, pool: str) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease_s=60)

@@ -15,6 +15,8 @@ from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 #: A worker is lost after three silent sweep intervals; these tests sweep every second.
 SILENT_S = 3
 

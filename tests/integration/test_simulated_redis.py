@@ -38,10 +38,8 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
                 continue
             assert as_told(real.execute_command(*words)) == as_told(simulated.call(*words)), words
             for key in (store, prepare):
-                there = {  # type: ignore[str-unpack]
-                    member.decode(): score
-                    for member, score in real.zrange(key, 0, -1, withscores=True)
-                }
+                scores: Any = real.zrange(key, 0, -1, withscores=True)
+                there = {member.decode(): score for member, score in scores}
                 assert there == simulated.sets.get(key, {}), words
 
         def all_heard() -> bool:

@@ -19,12 +19,14 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage import migrations
 from delaytasks.storage.replication import replication
-from delaytasks.storage.standby_watch import _POSTGRESQL, COMMIT_LIMIT_S
+from delaytasks.storage.standby_watch import _POSTGRESQL_SESSIONS, COMMIT_LIMIT_S
 from delaytasks.wiring import wiring_of
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.recording import delays_on, record
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 #: This bound is longer than the limit, and much shorter than an unlimited wait.
 BOUND_S = 3 * COMMIT_LIMIT_S
@@ -153,7 +155,10 @@ def test_a_session_whose_commit_was_confirmed_meanwhile_is_not_ended(postgresql_
         number, began = busy.execute(
             text("SELECT pid, query_start FROM pg_stat_activity WHERE pid = pg_backend_pid()")
         ).one()
-        assert watch.execute(text(_POSTGRESQL.end), {"id": number, "statement": began}).all() == []
+        assert (
+            watch.execute(text(_POSTGRESQL_SESSIONS.end), {"id": number, "statement": began}).all()
+            == []
+        )
         assert busy.execute(text("SELECT 1")).scalar() == 1
     engine.dispose()
 

@@ -14,6 +14,8 @@ from tests.conformance.timer_faults import R1_S, SLACK_S
 from tests.conformance.timers import ran_once
 from tests.running import Deployment
 
+pytestmark = pytest.mark.slow
+
 OTHER = {"eta": "redis", "redis": "eta"}
 
 

@@ -17,6 +17,8 @@ from delaytasks.wiring import wiring_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 COMBINATIONS = [
     ("postgresql", "redis", "threads", "eta"),
     ("postgresql", "redis", "prefork", "redis"),
@@ -93,6 +95,7 @@ def test_one_process_that_runs_many_at_once_takes_all_places(deploy: Deploy) -> 
     assert 8 <= most_at_once(d) <= 10
 
 
+@pytest.mark.quick
 def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.set_policy("test.sleep", concurrency=1)
@@ -153,6 +156,7 @@ def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: De
     assert most_at_once(d) == 1
 
 
+@pytest.mark.quick
 def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
     d = deploy()
     d.delays.set_policy("test.note", rate="20/s")

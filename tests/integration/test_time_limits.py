@@ -19,6 +19,8 @@ from tests.counting import counted
 from tests.running import BROKERS, Deployment
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 IMPORTS = {"imports": ["tests.project", "tests.time_limits_project"]}
 Deploy = Callable[..., Deployment]
 #: The hard limit of the processor that has one.
@@ -59,7 +61,9 @@ def runs_of(d: Deployment, task: DelayTask) -> list[str]:
     return [run[1] for run in d.runs() if run[0] == str(task.id)]
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+@pytest.mark.parametrize(
+    "database", ["postgresql", "mysql", pytest.param("sqlite", marks=pytest.mark.quick)]
+)
 def test_a_soft_limit_climbs_the_ladder_and_then_fails(deploy: Deploy, database: str) -> None:
     d = deploy(database)
     d.worker()
@@ -150,7 +154,8 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     deploy: Deploy, postgresql_url: str, mysql_url: str
 ) -> None:
     d = deploy([postgresql_url, mysql_url])
-    past, stuck, others = wiring_of(d.delays).clock.now() - timedelta(minutes=1), [], []
+    past = wiring_of(d.delays).clock.now() - timedelta(minutes=1)
+    stuck, others = list[Any](), list[Any]()
     for shard in d.delays.shards:
         rows = []
         for number in range(100):
@@ -183,6 +188,7 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     assert all(len(d.delays.attempts(id)) == 1 for id in stuck)
 
 
+@pytest.mark.quick
 def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(
     deploy: Deploy,
 ) -> None:

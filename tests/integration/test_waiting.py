@@ -10,17 +10,19 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.wiring import wiring_of
 from tests.integration.test_worker import Deploy, deploy  # noqa: F401
-from tests.running import Deployment
+from tests.running import Deployment, combination
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 POOLS = [
-    ("postgresql", "redis", "prefork"),
-    ("postgresql", "redis", "threads"),
-    ("postgresql", "rabbitmq", "solo"),
-    ("mysql", "redis", "prefork"),
-    ("sqlite", "filesystem", "prefork"),
-    ("sqlite", "filesystem", "threads"),
-    ("sqlite", "filesystem", "solo"),
+    combination("postgresql", "redis", "prefork"),
+    combination("postgresql", "redis", "threads"),
+    combination("postgresql", "rabbitmq", "solo"),
+    combination("mysql", "redis", "prefork"),
+    combination("sqlite", "filesystem", "prefork"),
+    combination("sqlite", "filesystem", "threads", is_quick=True),
+    combination("sqlite", "filesystem", "solo"),
 ]
 in_each_pool = pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
 WAITS = ["test.wait", "test.async"]
@@ -34,9 +36,7 @@ def ended(d: Deployment) -> list[list[str]]:
     return [run for run in d.runs() if run[1] == "ended"]
 
 
-@pytest.mark.parametrize(
-    ("database", "broker", "pool"), POOLS, ids=["-".join(names) for names in POOLS]
-)
+@pytest.mark.parametrize(("database", "broker", "pool"), POOLS)
 def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
     deploy: Deploy,  # noqa: F811
     database: str,

@@ -18,6 +18,8 @@ from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 
 class WorkerTable(Deployment):
     """Run workers whose loops a test can break."""

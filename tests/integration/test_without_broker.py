@@ -15,6 +15,8 @@ from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 #: A worker notices that its broker hangs after the next heartbeat, the time limit of that
 #: heartbeat, and the time in which Celery closes the connection.
 NOTICES_S = 2 + 5 + 5
@@ -60,7 +62,7 @@ def _runs_on_time(d: Deployment) -> bool:
 
 
 @pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
-@pytest.mark.parametrize("outage", ["refuse", "swallow"])
+@pytest.mark.parametrize("outage", [pytest.param("refuse", marks=pytest.mark.quick), "swallow"])
 def test_a_worker_that_starts_without_its_broker_works_from_the_table(
     tmp_path: Path, postgresql_url: str, request: pytest.FixtureRequest, broker: str, outage: str
 ) -> None:
@@ -79,6 +81,26 @@ def test_a_worker_that_starts_without_its_broker_works_from_the_table(
         wait_until(lambda: _runs_on_time(d), 20, "the fast path to work", every_s=0.2)
         worker.terminate()
         assert worker.status == 0
+    finally:
+        proxy.heal()
+        d.close()
+        proxy.close()
+
+
+def test_without_a_broker_each_worker_drains_its_own_queues(
+    tmp_path: Path, postgresql_url: str, redis_url: str
+) -> None:
+    """A sweep can then drain only the queues of the worker that sweeps."""
+    proxy = proxy_to(redis_url)
+    d = Deployment(tmp_path, postgresql_url, proxy.url(redis_url))
+    queues = ["mail", "report", "order"]
+    try:
+        for queue in queues:
+            d.worker("-Q", f"{d.settings['namespace']}.{queue}")
+        proxy.refuse()
+        for _ in range(4):  # the same worker may sweep several times in turn
+            tasks = [d.schedule(queue=queue) for queue in queues]
+            d.wait_for(tasks, deadline_s=d.r1_s() + SLACK_S)
     finally:
         proxy.heal()
         d.close()

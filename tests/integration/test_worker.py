@@ -21,20 +21,22 @@ from delaytasks import Status
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.counting import counted
-from tests.running import BROKERS, QUICK, Deployment
+from tests.running import BROKERS, QUICK, Deployment, combination
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 COMBINATIONS = [
-    ("postgresql", "redis", "prefork"),
-    ("postgresql", "redis", "threads"),
-    ("postgresql", "redis", "solo"),
-    ("postgresql", "rabbitmq", "threads"),
-    ("mysql", "redis", "prefork"),
-    ("mysql", "rabbitmq", "solo"),
-    ("sqlite", "redis", "prefork"),
-    ("sqlite", "filesystem", "prefork"),
-    ("sqlite", "filesystem", "threads"),
-    ("sqlite", "filesystem", "solo"),
+    combination("postgresql", "redis", "prefork", is_quick=True),
+    combination("postgresql", "redis", "threads"),
+    combination("postgresql", "redis", "solo"),
+    combination("postgresql", "rabbitmq", "threads", is_quick=True),
+    combination("mysql", "redis", "prefork", is_quick=True),
+    combination("mysql", "rabbitmq", "solo"),
+    combination("sqlite", "redis", "prefork"),
+    combination("sqlite", "filesystem", "prefork"),
+    combination("sqlite", "filesystem", "threads"),
+    combination("sqlite", "filesystem", "solo", is_quick=True),
 ]
 Deploy = Callable[..., Deployment]
 #: A row that blocks its chunk runs for this many seconds.
@@ -71,11 +73,7 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
         deployment.close()
 
 
-@pytest.mark.parametrize(
-    ("database", "broker", "pool"),
-    COMBINATIONS,
-    ids=["-".join(combination) for combination in COMBINATIONS],
-)
+@pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS)
 def test_tasks_run_on_time_and_say_so_in_their_rows(
     deploy: Deploy, database: str, broker: str, pool: str
 ) -> None:
@@ -165,6 +163,7 @@ def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(
     wait_until(lambda: counted(d.store)[Status.DONE] == 3001, 40, "all of them to run", 0.1)
 
 
+@pytest.mark.quick
 def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
     d = deploy()
     d.worker()
@@ -173,6 +172,7 @@ def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
     assert d.runs() == [["test.request", str(task.id), "0", "default"]]
 
 
+@pytest.mark.quick
 def test_a_processor_that_exits_fails_its_task_and_not_the_worker(deploy: Deploy) -> None:
     d = deploy("postgresql", "redis")
     d.worker(pool="threads")
@@ -231,7 +231,7 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
     d.wait_for(others, deadline_s=8)
     assert d.status(slow) is Status.RUNNING
     assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000, (
-        "the time box, and a moment"
+        "the time budget, and a moment"
     )
     d.wait_for([slow], deadline_s=SLOW_S + 20)
     assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"], (
@@ -276,7 +276,9 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neigh
     )
 
 
-@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
+@pytest.mark.parametrize(
+    "database", [pytest.param("postgresql", marks=pytest.mark.quick), "mysql", "sqlite"]
+)
 def test_what_a_pool_process_held_runs_again_at_once_when_it_dies(
     deploy: Deploy, database: str
 ) -> None:
@@ -350,9 +352,10 @@ def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
     assert d.delays.get(running).attempts == 2
     noted = [run[0] for run in d.runs() if run[1].isdigit()]
     assert len(noted) == len(set(noted)) == 30
-    assert d.store.workers.alive()
+    assert d.store.workers.all()
 
 
+@pytest.mark.quick
 def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) -> None:
     d = deploy()
     past = wiring_of(d.delays).clock.now() - timedelta(hours=1)
@@ -394,6 +397,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
     assert {run[1] for run in d.runs()} == {"began"}, "the slow ones run still"
 
 
+@pytest.mark.quick
 def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
     d = deploy(self_sweep_s=60)
     d.beat()

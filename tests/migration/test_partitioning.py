@@ -25,12 +25,14 @@ from delaytasks.partitions.table import Partitions
 from delaytasks.storage import migrations
 from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.store import Store
-from tests.conformance.test_partitions import meet_others
-from tests.conformance.test_store import add, task
+from tests.conformance.partitions.converted_table import meet_others
+from tests.conformance.store_rows import add, task
 from tests.conftest import settings_for
 from tests.counting import counted
-from tests.migration.test_migrations import _differences, _insert_by_plain_sql, _shape
+from tests.migration.tables import insert_by_plain_sql, schema_differences, shape_of
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 WEEK = timedelta(days=7)
 #: The prefix of the tests of migrations.
@@ -59,7 +61,7 @@ class MigratedTables:
         return convert(self.partitions, WEEK, 4)
 
     def differences(self) -> list[Any]:
-        return _differences(self.store.database, self.prefix, self.schema)
+        return schema_differences(self.store.database, self.prefix, self.schema)
 
     def drop(self) -> None:
         with self.store.database.begin() as connection:
@@ -90,32 +92,32 @@ def tables(postgresql_url: str) -> Iterator[MigratedTables]:
 def test_a_partitioned_table_has_the_schema_of_the_migrations(
     tables: MigratedTables,
 ) -> None:
-    _insert_by_plain_sql(tables.store.database, "old")
-    before = _shape(tables.store.database, TASKS)
+    insert_by_plain_sql(tables.store.database, "old")
+    before = shape_of(tables.store.database, TASKS)
     storage, _ = before.pop("storage"), before.pop("option postgresql_with")
     made = tables.convert()
     assert len(made) == 1 + 3 + 1
     assert tables.differences() == []
-    after = _shape(tables.store.database, TASKS)
+    after = shape_of(tables.store.database, TASKS)
     assert after.pop("storage") is None  # the partitioned table itself stores no rows
     assert after == before
     for name in made:
-        assert _shape(tables.store.database, name)["storage"] == storage
+        assert shape_of(tables.store.database, name)["storage"] == storage
     assert tables.store.check() is None  # type: ignore[func-returns-value]
 
 
 def test_ids_that_the_database_generates_continue(tables: MigratedTables) -> None:
     for _ in range(3):
-        _insert_by_plain_sql(tables.store.database, "old")
+        insert_by_plain_sql(tables.store.database, "old")
     tables.convert()
-    _insert_by_plain_sql(tables.store.database, "new")
+    insert_by_plain_sql(tables.store.database, "new")
     assert tables.run(f"SELECT id, tag FROM {TASKS} ORDER BY id")[-1] == (4, "new")
     assert tables.claims_and_settles() == 4
 
 
 def test_a_table_without_rows_can_be_converted_and_counts_from_one(tables: MigratedTables) -> None:
     tables.convert()
-    _insert_by_plain_sql(tables.store.database, "new")
+    insert_by_plain_sql(tables.store.database, "new")
     assert tables.run(f"SELECT id FROM {TASKS}") == [(1,)]
 
 
@@ -170,7 +172,7 @@ def test_a_later_migration_changes_all_partitions(tables: MigratedTables) -> Non
 
 
 def test_downgrade_and_upgrade_work_on_a_partitioned_table(tables: MigratedTables) -> None:
-    _insert_by_plain_sql(tables.store.database, "precious")
+    insert_by_plain_sql(tables.store.database, "precious")
     tables.convert()
     migrations.upgrade(tables.store.database, PREFIX)
     migrations.downgrade(tables.store.database, PREFIX)

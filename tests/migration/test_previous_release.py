@@ -15,6 +15,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from sqlalchemy import event, text
@@ -23,7 +24,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage import migrations
+from delaytasks.storage import capabilities, migrations
 from delaytasks.storage.database import Database
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
@@ -47,14 +48,14 @@ def work(store: Store) -> None:
     tasks.reschedule(10, DUE + timedelta(days=9001))
     tasks.cancel(10)
     store.touches.touch(7, DUE + timedelta(seconds=1))
-    store.workers.seen("w1", ["default"], "prefork", 2, 0)
-    store.workers.alive()
+    store.workers.report("w1", ["default"], "prefork", 2, 0)
+    store.workers.all()
     sweeps.begin_sweep(0, 1, 4.0)
-    sweeps.look(DUE - timedelta(1), DUE + timedelta(1), 100)
+    sweeps.first_due_between(DUE - timedelta(1), DUE + timedelta(1), 100)
     assert sweeps.levels(1)
     named = claims.claim([Entry(id, 0, to_us(DUE)) for id in (1, 2, 3)])
     assert len(named) == 3
-    claims.misses([1, 99])
+    claims.unclaimed([1, 99])
     due = claims.claim_due("default", [0], 4)
     assert len(due) == 4
     store.leases.renew(["w1/1"], DUE)
@@ -74,12 +75,12 @@ def work(store: Store) -> None:
             )
         )
     )
-    assert sweeps.lapse(5, 100).total == 3
-    assert claims.claim_abandoned("default", [0])
+    assert sweeps.recover(5, 100).total == 3
+    assert claims.claim_recovered("default", [0])
     tasks.retry(2, DUE)
     tasks.read(1)
     store.policies.read()
-    store.workers.gone("w1")
+    store.workers.remove("w1")
 
 
 @contextmanager
@@ -87,11 +88,10 @@ def tables(url: str) -> Iterator[Store]:
     """Tables of the newest migration."""
     database = Database(url)
     migrations.upgrade(database, PREFIX)
-    store = Store(url, settings_for(url, table_prefix=PREFIX))
-    store.database.can = replace(
-        store.database.can, prepare=False
-    )  # a prepared statement has the same text, but cannot be recorded
-    store = _anew(store, url)
+    # A prepared statement has the same text, but cannot be recorded.
+    unprepared = {"postgresql": replace(capabilities.POSTGRESQL, prepare=False)}
+    with patch.dict(capabilities._CAPABILITIES, unprepared):
+        store = Store(url, settings_for(url, table_prefix=PREFIX))
     try:
         yield store
     finally:
@@ -100,14 +100,6 @@ def tables(url: str) -> Iterator[Store]:
             connection.execute(text(f"DROP TABLE {migrations.version_table(PREFIX)}"))
         store.close()
         database.dispose()
-
-
-def _anew(store: Store, url: str) -> Store:
-    """Return a store that does not prepare statements."""
-    made = Store(url, settings_for(url, table_prefix=PREFIX))
-    made.database.can = store.database.can
-    store.close()
-    return made
 
 
 def record(store: Store) -> list[dict[str, Any]]:
@@ -187,6 +179,14 @@ def test_statements_of_the_previous_release_work_on_the_newest_tables(database_u
             lambda c: c.execute(t.select().where(t.c.status == int(Status.DONE))).all()
         )
         assert len(done) == len(claimed) + 1
+
+
+def test_each_insert_of_a_task_or_key_is_recorded(database_url: str) -> None:
+    with tables(database_url) as store:
+        recorded = [each["sql"].split()[:3] for each in record(store)]
+        # Two tasks have the same key, and the second one replaces the first one in its row.
+        assert recorded.count(["INSERT", "INTO", store.schema.tasks.name]) == 9
+        assert ["INSERT", "INTO", store.schema.keys.name] in recorded
 
 
 def test_a_column_that_the_previous_release_does_not_fill_is_noticed(database_url: str) -> None:

@@ -187,7 +187,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
         for n in range(3)
     ]
     store = wiring_of(delays).store
-    store.workers.seen("w1", ["default"], "prefork", 1, 0)
+    store.workers.report("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
     delays.shards[0].policies.refresh()
     delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
@@ -197,7 +197,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
     store.leases.renew(["w1/1"], wiring_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)
-    store.workers.bury(0)
+    store.workers.expire(0)
     store.sweeps.forget_armed()
     assert len(ran) == 3
     assert not counts["loop.failed"] + counts["chunk.failed"], counts
@@ -254,7 +254,7 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
     assert list(stats.pending()) is not None
     assert delays.find() is not None
     assert delays.policies() is not None
-    assert wiring_of(delays).store.workers.alive() is not None
+    assert wiring_of(delays).store.workers.all() is not None
     for call in (lambda: delays.schedule_delay("mail", {}, 5), lambda: delays.pause(tag="mail")):
         with pytest.raises(DelayTaskError):
             call()
@@ -272,6 +272,7 @@ def test_an_operator_pauses_and_moves_many(role_tables: RoleTables) -> None:
     delays.close()
 
 
+@pytest.mark.slow
 def test_no_role_has_more_privileges_than_documented(role_tables: RoleTables) -> None:
     """Compare each privilege on each table with the database's own catalog."""
     granted = {

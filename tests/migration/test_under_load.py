@@ -14,8 +14,10 @@ from sqlalchemy import text
 
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
-from tests.migration.test_migrations import PREFIX, TASKS, _drop
+from tests.migration.tables import PREFIX, TASKS, drop_tables
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
 
 FIRST = "0001"
 ROWS = 20_000
@@ -24,14 +26,14 @@ ROWS = 20_000
 @pytest.fixture
 def database(database_url: str) -> Iterator[Database]:
     database = Database(database_url)
-    _drop(database, None)
+    drop_tables(database, None)
     migrations.upgrade(database, PREFIX, revision=FIRST)
     batch = ", ".join(f"({n}, 'mail', '{{}}')" for n in range(1, ROWS + 1))
     database.alone(
         lambda c: c.execute(text(f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {batch}"))
     )
     yield database
-    _drop(database, None)
+    drop_tables(database, None)
     database.dispose()
 
 

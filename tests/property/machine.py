@@ -96,7 +96,7 @@ class Producers(RuleBasedStateMachine):
         self.tell_seen()
 
     def tell_seen(self) -> None:
-        self.store.workers.seen(self.worker, ["default"], "solo", 1, 0)
+        self.store.workers.report(self.worker, ["default"], "solo", 1, 0)
         self.seen_us[self.worker] = self.times.now_us
 
     def due(self, is_due: bool) -> Any:

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -29,6 +30,8 @@ from delaytasks.core.task import DelayTask
 from delaytasks.timers.eta import read_message
 from tests.conftest import open_store
 from tests.property.machine import HORIZON_S, LEASE_US, MAX_LOST_LEASES, SWEEP_S, Producers
+
+pytestmark = pytest.mark.slow
 
 ENDS = ["succeed", "fail", "give_back", "give_back"]
 
@@ -82,8 +85,8 @@ class Moves(Producers):
 
     @precondition(lambda self: any(known.lapses for known in self.known.values()))
     @rule()
-    def claim_abandoned(self) -> None:
-        claimed = self.claims.claim_abandoned("default")
+    def claim_recovered(self) -> None:
+        claimed = self.claims.claim_recovered("default")
         abandoned = [
             known for known in self.known.values() if self.can_run(known) and known.lapses > 0
         ]
@@ -160,7 +163,7 @@ class Moves(Producers):
     @rule(limit=st.integers(1, 5))
     def lapse_some(self, limit: int) -> None:
         lapsing = self.lapsing()[:limit]
-        assert self.store.sweeps.lapse(MAX_LOST_LEASES, limit).total == len(lapsing)
+        assert self.store.sweeps.recover(MAX_LOST_LEASES, limit).total == len(lapsing)
         self.lapse(lapsing)
 
     @rule(times=st.integers(1, 3))
@@ -231,14 +234,14 @@ class Moves(Producers):
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
     def hold(self, ids: list[int]) -> None:
         waiting = [self.known[id] for id in ids if self.known[id].status in MOVES["hold"].sources]
-        assert self.store.holding.hold(ids) == (len(waiting) if self.is_paused() else 0)
+        assert self.store.paused_rows.hold(ids) == (len(waiting) if self.is_paused() else 0)
         for known in waiting if self.is_paused() else ():
             known.move("hold")
 
     @rule(ids=st.lists(tasks, min_size=1, max_size=4, unique=True))
     def release(self, ids: list[int]) -> None:
         held = [self.known[id] for id in ids if self.known[id].status in MOVES["release"].sources]
-        released = self.store.holding.release(ids)
+        released = self.store.paused_rows.release(ids)
         assert {entry[:2] for entry in released} == {
             (known.task.id, known.version + 1) for known in held
         }
@@ -251,13 +254,13 @@ class Moves(Producers):
         known = self.known[self.running()[pick % len(self.running())]]
         assert known.claim is not None
         if is_stale and known.stale:
-            assert self.store.holding.hold_claimed(known.stale[-1:]) == set()
+            assert self.store.paused_rows.hold_claimed(known.stale[-1:]) == set()
         elif self.is_paused():
-            assert self.store.holding.hold_claimed([known.claim]) == {known.task.id}
+            assert self.store.paused_rows.hold_claimed([known.claim]) == {known.task.id}
             known.move("hold_back")
             known.attempts -= 1
         else:
-            assert self.store.holding.hold_claimed([known.claim]) == set()
+            assert self.store.paused_rows.hold_claimed([known.claim]) == set()
 
     # -- invariants -------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ import pytest
 from tests.processes import marked
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 #: All kinds of faults in less than a minute.
 SHORT = ["--tasks", "300", "--faults", "8", "--kills", "4", "--every", "1.5"]

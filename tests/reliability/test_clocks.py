@@ -19,7 +19,10 @@ APART = [
     ("postgresql", Hours(HOUR_S, -HOUR_S, 0)),
     ("mariadb", Hours(-HOUR_S, 0, HOUR_S)),
 ]
-pytestmark = pytest.mark.skipif(faketime.library() is None, reason=faketime.MISSING)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(faketime.library() is None, reason=faketime.MISSING),
+]
 
 
 @pytest.mark.parametrize(("database", "hours"), APART)

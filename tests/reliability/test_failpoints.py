@@ -13,6 +13,8 @@ from chaos.failpoints.catalogue import FAILPOINTS
 from tests.processes import marked
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent.parent
 #: Failpoints that kill a whole worker, whose restart takes a second or two.
 OF_MAIN = {"received", "in the pool", "sending back", "handing on", "near rows armed", "renewed"}

@@ -22,6 +22,8 @@ from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
+pytestmark = pytest.mark.slow
+
 LEASE_S = 3.0
 Deploy = Callable[..., Deployment]
 

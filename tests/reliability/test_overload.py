@@ -27,6 +27,8 @@ from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 #: In each direction.
 SLOW_S = 0.1
 #: The bound of a call: scheduling, sending, and the delays of a busy machine.
@@ -146,10 +148,9 @@ def test_a_full_redis_delays_tasks_but_loses_none(
     server.client().config_set("maxmemory", 1)
     schedule_in_vain(d)
     wait_until(
-        lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1
+        lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
     )
-    assert "timer.down" in worker.log()
-    assert "OutOfMemoryError" in worker.log()
+    assert "does the broker answer?" in worker.log()
     server.client().config_set("maxmemory", 0)
     wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
     assert d.delays.events.counts["timer.up"] == 1
@@ -168,9 +169,9 @@ def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
         schedule_in_vain(d)
         assert not wiring_of(d.delays).timer.is_up
         wait_until(
-            lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "sweeps to have them run", 0.1
+            lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
         )
-        assert "the broker blocks publishers" in worker.log()
+        assert "does the broker answer?" in worker.log()
     finally:
         own_rabbitmq.alarm(False)
     wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)

@@ -27,6 +27,8 @@ from delaytasks.storage.store import Store
 from tests.conftest import open_store
 from tests.runner_harness import RunnerHarness
 
+pytestmark = pytest.mark.slow
+
 MAX_LOST_LEASES = 5
 Scene = Callable[["SmallDeployment"], None]
 
@@ -91,7 +93,7 @@ class SmallDeployment:
         self.sweep()
 
     def sweep(self) -> None:
-        self.store.sweeps.lapse(MAX_LOST_LEASES, 100)
+        self.store.sweeps.recover(MAX_LOST_LEASES, 100)
 
     def fault(self, kind: str, since_us: int, effect: Effect) -> None:
         self.history.faults.append(

@@ -15,18 +15,20 @@ from chaos.simulation.clock import Times
 from chaos.simulation.script import play_script
 from chaos.simulation.stage import SimulationStage, stage
 from delaytasks.core import text
-from delaytasks.core.interfaces import Claimed
+from delaytasks.core.interfaces import Claimed, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.execution.chunk import Chunk
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage import abandoned_rows as lapses
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Leases
-from delaytasks.storage.rows import list_of
+from delaytasks.storage.row_lists import list_of
 from delaytasks.storage.tasks import Tasks
 from delaytasks.timers import redis
 from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
+
+pytestmark = pytest.mark.slow
 
 SEEDS = 120
 #: Each planted bug is found within this number of seeds, most of them within twenty.
@@ -123,7 +125,12 @@ def unsanitised_error_text(patch: pytest.MonkeyPatch) -> None:
 
 
 def given_back_and_run_all_the_same(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Chunk, "take_waiting", lambda self: list(self._waiting))
+    def give_back(chunk: Chunk) -> int:
+        waiting = list(chunk._waiting)
+        chunk.keep(Settlement(task, "give_back") for task in waiting)
+        return len(waiting)
+
+    patch.setattr(Chunk, "give_back", give_back)
 
 
 def what_a_dead_mover_had_never_comes_back(patch: pytest.MonkeyPatch) -> None:

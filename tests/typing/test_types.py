@@ -10,6 +10,8 @@ import pytest
 
 import delaytasks
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 
 

@@ -10,17 +10,24 @@ import pytest
 
 from tests.conftest import open_store
 from tests.runner_harness import RunnerHarness
+from tests.unit import runtime_harness
 
 Make = Callable[..., RunnerHarness]
+
+
+@pytest.fixture(autouse=True)
+def _close_runtimes() -> Iterator[None]:
+    yield
+    runtime_harness.close_all()
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[RunnerHarness] = []
 
-    def new(may_leave: bool = False, **changes: Any) -> RunnerHarness:
+    def new(may_detach: bool = False, **changes: Any) -> RunnerHarness:
         store = open_store(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **changes)
-        made.append(RunnerHarness(store, may_leave, **changes))
+        made.append(RunnerHarness(store, may_detach, **changes))
         return made[-1]
 
     yield new

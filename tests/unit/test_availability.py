@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core import availability
-from delaytasks.core.availability import REST_S, Availability
+from delaytasks.core.availability import SERVICE_REST_S, Availability
 
 THREADS = 8
 
@@ -35,11 +35,11 @@ def test_it_rests_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not broker.is_resting
     broker.failed("away")
     assert broker.is_resting
-    now[0] += REST_S - 0.01
+    now[0] += SERVICE_REST_S - 0.01
     broker.failed("still")
     now[0] += 0.5
     assert broker.is_resting, "each failure begins a rest"
-    now[0] += REST_S
+    now[0] += SERVICE_REST_S
     assert not broker.is_resting
     assert not broker.is_up, "nobody has asked"
 

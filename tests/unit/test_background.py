@@ -187,7 +187,7 @@ def test_a_failure_costs_only_what_was_on_its_way_and_is_logged(
 def test_a_thread_that_died_is_replaced_by_the_next_call(
     slow: SlowTimer, timer: BackgroundTimer
 ) -> None:
-    arm, slow.arm = slow.arm, die  # type: ignore[method-assign]
+    arm, slow.arm = slow.arm, die  # type: ignore[assignment, method-assign]
     timer.arm([entry(1, 0)])
     wait_until(lambda: not (timer._thread and timer._thread.is_alive()), 5, "the thread to die")
     slow.arm = arm  # type: ignore[method-assign]

@@ -18,10 +18,10 @@ from redis.exceptions import DataError
 
 from delaytasks import DelayTasks
 from delaytasks.core.events import Events
+from delaytasks.timers.eta import SWEEP
 from delaytasks.timers.publisher import Publisher
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_compat.message_guard import GuardStep
-from delaytasks.worker.celery_tasks import SWEEP
 from tests.unit.test_queues import served
 from tests.unit.test_strange_messages import Channel, GuardedConsumer
 
@@ -33,7 +33,7 @@ def test_remote_control_and_events_are_not_decompressed_by_their_encoding(
     tmp_path: Path, name: str
 ) -> None:
     """If kombu has no decoder for a content type, it uses the codec that the message names."""
-    reader, taken = GuardedConsumer(tmp_path), []
+    reader, taken = GuardedConsumer(tmp_path), list[Any]()
     queue, bomb = Queue(name), bz2.compress(b"\0" * 1_000_000)
     with Connection("memory://") as connection:
         GuardStep(reader.consumer)._guard_connection(connection)

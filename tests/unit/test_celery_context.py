@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery, current_task, signals
 from celery._state import _task_stack
 
-from delaytasks.core.clock import ManualClock
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
-from delaytasks.execution.executor import Ended
+from delaytasks.execution.executor import RunResult
+from delaytasks.execution.processor_call import ProcessorCall
+from delaytasks.execution.task_run import Lease, TaskRun
 from delaytasks.processors.registry import Processor, Registry
 from delaytasks.worker.celery_context import CeleryTaskContext
+from delaytasks.worker.current_task import row_in_context
+from tests.manual_clock import ManualClock
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
 Seen = list[tuple[str, str, int]]
@@ -34,17 +38,18 @@ def look(seen: Seen) -> Callable[[Any], None]:
     return note
 
 
-def end(value: object, error: BaseException | None) -> Sequence[Ended]:
+def end(value: object, error: BaseException | None) -> Sequence[RunResult]:
     """Settle a row as succeeded unless its processor raised an error."""
     if error is not None:
         raise error
-    return [Ended(Settlement(task_of(0), "succeed"), value)]
+    return [RunResult(Settlement(task_of(0), "succeed"), value)]
 
 
 @pytest.fixture
 def task_context() -> Iterator[CeleryTaskContext]:
     yield CeleryTaskContext(Celery(set_as_current=False), "w@host", ManualClock(DUE))
     assert not _task_stack.stack, "nothing is left behind"
+    assert row_in_context.get(None) is None
 
 
 def processor(tag: str, function: Callable[[Any], object]) -> Processor:
@@ -55,6 +60,11 @@ def processor(tag: str, function: Callable[[Any], object]) -> Processor:
     return found
 
 
+def call(processor: Processor, task: DelayTask) -> ProcessorCall:
+    run = TaskRun(task, Mock(), lambda session, task: None, Lease(60, 0.05, lambda: 0))
+    return ProcessorCall(processor, [run])
+
+
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_each_row_has_a_request_of_its_own(task_context: CeleryTaskContext, is_kept: bool) -> None:
     seen: Seen = []
@@ -63,10 +73,10 @@ def test_each_row_has_a_request_of_its_own(task_context: CeleryTaskContext, is_k
 
     def run_all() -> None:
         for work, task in rows:
-            task_context(work, task, end)
+            task_context(call(work, task), end)
 
     if is_kept:
-        with task_context.kept():
+        with task_context.reuse_stack():
             run_all()
     else:
         run_all()
@@ -77,9 +87,9 @@ def test_each_row_has_a_request_of_its_own(task_context: CeleryTaskContext, is_k
 def test_a_request_tells_what_celerys_does(task_context: CeleryTaskContext) -> None:
     requests: list[Any] = []
     work = processor("a", lambda body: requests.append(current_task.request))
-    with task_context.kept():
-        task_context(work, task_of(1, attempts=2), end)
-        task_context(work, task_of(2), end)
+    with task_context.reuse_stack():
+        task_context(call(work, task_of(1, attempts=2)), end)
+        task_context(call(work, task_of(2)), end)
     first, second = requests
     assert first is not second
     assert (first.id, first.root_id, first.hostname, first.args, first.kwargs) == (
@@ -103,19 +113,19 @@ def test_rows_that_raise_leave_nothing_behind(task_context: CeleryTaskContext) -
     def fail(body: Any) -> None:
         raise SystemExit
 
-    with pytest.raises(SystemExit), task_context.kept():
-        task_context(processor("a", fail), task_of(1), end)
+    with pytest.raises(SystemExit), task_context.reuse_stack():
+        task_context(call(processor("a", fail), task_of(1)), end)
 
 
 def test_what_one_thread_keeps_is_not_seen_by_another(task_context: CeleryTaskContext) -> None:
     seen: Seen = []
     work = processor("a", look(seen))
-    with task_context.kept():
-        task_context(work, task_of(1), end)
-        other = Thread(target=task_context, args=(work, task_of(2), end))
+    with task_context.reuse_stack():
+        task_context(call(work, task_of(1)), end)
+        other = Thread(target=task_context, args=(call(work, task_of(2)), end))
         other.start()
         other.join()
-        task_context(work, task_of(3), end)
+        task_context(call(work, task_of(3)), end)
     assert [id for _, id, _ in seen] == ["1", "2", "3"]
 
 
@@ -124,13 +134,13 @@ def test_rows_run_within_a_row_have_their_own(task_context: CeleryTaskContext) -
     inner = processor("b", look(seen))
 
     def outer(body: Any) -> None:
-        with task_context.kept():
-            task_context(inner, task_of(2, "b"), end)
+        with task_context.reuse_stack():
+            task_context(call(inner, task_of(2, "b")), end)
         look(seen)(body)
 
-    with task_context.kept():
-        task_context(processor("a", outer), task_of(1), end)
-        task_context(inner, task_of(3, "b"), end)
+    with task_context.reuse_stack():
+        task_context(call(processor("a", outer), task_of(1)), end)
+        task_context(call(inner, task_of(3, "b")), end)
     assert [id for _, id, _ in seen] == ["2", "1", "3"]
 
 
@@ -146,9 +156,9 @@ def test_signals_are_sent_for_each_row(task_context: CeleryTaskContext) -> None:
     signals.task_prerun.connect(before, weak=False)
     signals.task_postrun.connect(after, weak=False)
     try:
-        with task_context.kept():
+        with task_context.reuse_stack():
             for number in (1, 2):
-                task_context(processor("a", lambda body: None), task_of(number), end)
+                task_context(call(processor("a", lambda body: None), task_of(number)), end)
     finally:
         signals.task_prerun.disconnect(before)
         signals.task_postrun.disconnect(after)

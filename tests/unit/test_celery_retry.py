@@ -28,7 +28,7 @@ def app() -> Celery:
 @pytest.fixture
 def bench(make: Make, app: Celery) -> RunnerHarness:
     made = make()
-    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
+    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[method-assign]
     made.runner = made.make_runner()
     return made
 

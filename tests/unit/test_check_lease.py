@@ -32,7 +32,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def bench(make: Make, watch: Watch) -> RunnerHarness:
-    bench = make(lease_s=LEASE_S, chunk_time_box_s=1)
+    bench = make(lease_s=LEASE_S, chunk_time_budget_s=1)
     bench.runner = bench.make_runner(renewed_at=lambda: watch.renewed)
     return bench
 
@@ -78,7 +78,7 @@ def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(
     now = bench.now(task)
     assert (now.status, now.attempts, now.error) == (Status.NOT_COMPLETE, 0, None)
     assert [entry.id for entry in bench.timer.armed] == [task.id], "and at once"
-    assert [fields["id"] for fields in bench.named("task.broke_off")] == [task.id]
+    assert [fields["id"] for fields in bench.named("task.interrupted")] == [task.id]
     assert bench.events.counts["task.failed"] == 0
 
 

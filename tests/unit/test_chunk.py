@@ -1,4 +1,4 @@
-"""One thread ends the time boxes of all chunks of a process."""
+"""One thread ends the time budgetes of all chunks of a process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ BOX_S = 0.1
 
 
 class Boxes:
-    def __init__(self, box_s: float = BOX_S) -> None:
+    def __init__(self, budget_s: float = BOX_S) -> None:
         self.expired: list[Chunk] = []
         self.errors: list[Exception] = []
-        self.box = TimeBudget(box_s, self._expire, self.errors.append)
+        self.box = TimeBudget(budget_s, self._expire, self.errors.append)
 
     def _expire(self, chunk: Chunk) -> None:
         self.expired.append(chunk)
@@ -44,10 +44,10 @@ def test_a_chunk_that_stays_open_is_told_of_after_its_time_whatever_came_before(
 
 
 def test_chunks_that_come_and_go_wake_nobody_and_none_is_told_of() -> None:
-    boxes = Boxes(box_s=5)
+    boxes = Boxes(budget_s=5)
     boxes.box.close(boxes.chunk())
     woken = []
-    boxes.box._changed.notify = lambda: woken.append(1)  # type: ignore[method-assign, assignment]
+    boxes.box._changed.notify = lambda: woken.append(1)  # type: ignore[assignment, method-assign, misc]
     for _ in range(50):
         chunk = boxes.chunk()
         time.sleep(0.005)
@@ -58,7 +58,7 @@ def test_chunks_that_come_and_go_wake_nobody_and_none_is_told_of() -> None:
 
 def test_an_error_is_told_and_the_next_chunk_is_looked_after() -> None:
     boxes = Boxes()
-    boxes.box._expire = lambda chunk: 1 / 0  # type: ignore[assignment, misc]
+    boxes.box._expire = lambda chunk: 1 / 0  # type: ignore[assignment]
     boxes.chunk()
     wait_until(lambda: boxes.errors, 5, "the error")
     boxes.box._expire = boxes._expire

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,9 @@ from sqlalchemy import event
 import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.core.bulk import BulkOptions
+from delaytasks.core.new_task import TaskOptions
+from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.wiring import wiring_of
 from tests.recording import delays_on, record
 from tests.unit.test_docs import blocks
@@ -27,8 +30,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def public_names(kind: type = DelayTasks) -> set[str]:
-    instance = kind.__new__(kind)
-    instance.__init__(None)  # type: ignore[misc]
+    instance: Any = object.__new__(kind)
+    instance.__init__(None)
     return {name for name in dir(instance) if not name.startswith("_")}
 
 
@@ -50,6 +53,14 @@ def _documented() -> Iterator[Any]:
             yield pytest.param(member, id=name)
 
 
+#: The options of methods that name each of them in the docstring.
+OPTIONS: dict[Any, Any] = {
+    DelayTasks.processor: ProcessorOptions,
+    DelayTasks.schedule_delay: TaskOptions,
+    DelayTasks.cancel_many: BulkOptions,
+}
+
+
 @pytest.mark.parametrize("method", list(_documented()))
 def test_a_docstring_names_each_parameter_and_has_an_example(method: Callable[..., Any]) -> None:
     documentation = inspect.getdoc(method) or ""
@@ -59,11 +70,12 @@ def test_a_docstring_names_each_parameter_and_has_an_example(method: Callable[..
     signature = inspect.signature(method)
     if signature.return_annotation != "None":
         assert re.search(r"\n(Returns|Yields)\n-+\n\S", documentation)
-    for name in list(signature.parameters)[1:]:
-        is_options = method is DelayTasks.processor
-        assert is_options or re.search(rf"^\*{{0,2}}.*\b{name}\b", documentation, re.MULTILINE), (
-            name
-        )
+    names = set(list(signature.parameters)[1:])
+    if method in OPTIONS:
+        names |= OPTIONS[method].__annotations__.keys()
+        names.remove("options")
+    for name in names:
+        assert re.search(rf"^\*{{0,2}}.*\b{name}\b", documentation, re.MULTILINE), name
 
 
 # -- the documentation ----------------------------------------------------------------------------
@@ -115,10 +127,19 @@ def own_frames() -> list[str]:
     return found
 
 
+#: The frames of a call without a key, and of a call with a key, which also takes the key.
+MAX_FRAMES = {None: 6, "k": 8}
+
+
 @pytest.mark.parametrize("session", [False, True], ids=["alone", "in_a_session"])
 @pytest.mark.parametrize("is_of_module", [False, True], ids=["method", "module"])
-def test_a_call_reaches_the_insert_statement_within_six_frames(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session: bool, is_of_module: bool
+@pytest.mark.parametrize("key", MAX_FRAMES)
+def test_a_call_reaches_the_insert_statement_within_few_frames(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    session: bool,
+    is_of_module: bool,
+    key: str | None,
 ) -> None:
     delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     record(delays)
@@ -130,16 +151,17 @@ def test_a_call_reaches_the_insert_statement_within_six_frames(
     seen: list[list[str]] = []
 
     def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith("INSERT"):
+        if statement.startswith(f"INSERT INTO {wiring_of(delays).store.schema.tasks.name} "):
             seen.append(own_frames())
 
     for engine in (database.auto, database.tx):
         event.listen(engine, "before_cursor_execute", note)
-    with database.begin() if session else nullcontext() as connection:
-        task = schedule_delay("a", {}, 60, session=connection)
+    own: AbstractContextManager[Any] = database.begin() if session else nullcontext()
+    with own as connection:
+        task = schedule_delay("a", {}, 60, key=key, session=connection)
     assert delays.get(task).tag == "a"
     [frames] = seen
-    assert len(frames) <= 6, frames
+    assert len(frames) <= MAX_FRAMES[key], frames
     delays.close()
 
 

@@ -345,7 +345,7 @@ def test_an_error_names_its_number_and_no_values(number: int) -> None:
 
 @pytest.mark.parametrize(
     "dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda one: one.name
-)  # type: ignore[no-untyped-call]
+)
 def test_what_is_past_can_be_searched_by_an_index(dialect: Any) -> None:
     due = column("due", UTCDateTime())
     compiled = str(

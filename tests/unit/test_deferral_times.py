@@ -21,6 +21,7 @@ def wait_s(bench: RunnerHarness, task: DelayTask) -> float:
 
 def made_long_ago(bench: RunnerHarness, tag: str = "unknown", **options: object) -> DelayTask:
     task = bench.schedule(tag, delay=60, **options)
+    assert task.create_time is not None
     bench.change(task, create_time=task.create_time - TWO_DAYS)
     return bench.now(task)
 

@@ -27,7 +27,7 @@ import click
 import pytest
 
 from delaytasks.core import errors
-from delaytasks.core.events import _LEVELS as LEVELS
+from delaytasks.core.events import _LOG_LEVELS as LEVELS
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
 
@@ -37,6 +37,12 @@ NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 #: The pages use this URL for the reader's own database.
 DATABASE_URL = "postgresql://localhost/shop"
 SHELLS = {"sh", "bash", "console"}
+
+
+#: A file of the project in backticks, perhaps with the name of a test.
+_FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::[^`]*)?`")
+#: An example of a user's project, and a module that a decision gives up.
+_OTHER_FILES = {"shop/__init__.py", "shop/celery.py", "worker/heap.py"}
 
 
 class Block(NamedTuple):
@@ -89,6 +95,7 @@ def test_each_python_block_is_python(page: Path, block: Block) -> None:
     compile(block.text, f"{page.name}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))]
 )
@@ -283,11 +290,11 @@ def write_tables() -> None:
 
 
 def test_each_event_that_is_logged_is_explained_with_its_level() -> None:
-    page, shown = (ROOT / "docs/worker.md").read_text(), {}
+    page, shown = (ROOT / "docs/worker.md").read_text(), dict[str, str]()
     for names, levels in re.findall(r"^\| (`[a-z_.`, ]+) \| ([A-Z, ]+) \|", page, re.MULTILINE):
         shown.update(zip(re.findall(r"`([^`]+)`", names), levels.split(", "), strict=True))
     source = "".join(path.read_text() for path in (ROOT / "delaytasks").rglob("*.py"))
-    emitted = set(re.findall(r'emit\(\s*"([a-z_.]+)"', source))
+    emitted = set(re.findall(r'(?:emit\(|self\._defer\(.*,)\s*"([a-z_.]+)"', source))
     assert shown == {
         name: logging.getLevelName(level) for name, level in LEVELS.items() if name in emitted
     }
@@ -324,6 +331,12 @@ def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
     assert sorted(shown) == sorted(column.name for column in build_schema().tasks.columns)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_that_a_page_names_exist(name: str) -> None:
+    for file in set(_FILE.findall((ROOT / name).read_text())) - _OTHER_FILES:
+        assert any((ROOT / place / file).exists() for place in ("", "delaytasks", "tests")), file
+
+
 def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
     page = (
         (ROOT / "docs/operations.md")
@@ -340,7 +353,7 @@ def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
         "from delaytasks.api import default; from delaytasks.cli.main import main; "
         "from delaytasks.storage import migrations; from delaytasks.wiring import wiring_of; "
         "migrations.upgrade(wiring_of(default()).store.database); "
-        "wiring_of(default()).store.workers.seen('w', [], 'prefork', 1, 0); "
+        "wiring_of(default()).store.workers.report('w', [], 'prefork', 1, 0); "
         "main(['stats', '--json'])"
     )
     done = subprocess.run(

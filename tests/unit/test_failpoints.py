@@ -35,8 +35,8 @@ def test_an_order_is_carried_out_once_and_when_it_says(
     assert method is not arm_again
     order = write_order(tmp_path, failpoint.name, "raise", 2)
     nobody: list[object] = []
-    assert method(None, nobody) is nobody  # type: ignore[arg-type, func-returns-value]
+    assert method(None, nobody) is nobody
     with pytest.raises(FailpointError):
-        method(None, nobody)  # type: ignore[arg-type]
+        method(None, nobody)
     assert not order.exists()
-    assert method(None, nobody) is nobody  # type: ignore[arg-type, func-returns-value]
+    assert method(None, nobody) is nobody

@@ -1,4 +1,4 @@
-"""The path of a task from a job of the pool to its processor has few stack frames."""
+"""The path of a task from a request of the pool to its processor has few stack frames."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import pytest
 
 import delaytasks
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.wiring import wiring_of
-from delaytasks.worker import job as jobs
-from delaytasks.worker.job import Job, run_job
+from delaytasks.worker import chunk_request
+from delaytasks.worker.chunk_request import ChunkRequest, run_chunk
 from tests.conftest import open_store
 from tests.recording import delays_on
 
@@ -38,15 +37,15 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTas
     url = f"sqlite:///{tmp_path / 'frames.sqlite3'}"
     open_store(url).close()
     made = delays_on(url)
-    monkeypatch.setattr(jobs, "current_app", wiring_of(made).celery)
+    monkeypatch.setattr(chunk_request, "current_app", wiring_of(made).celery)
     yield made
     made.close()
 
 
-def job_of(kind: str, task: DelayTask) -> Job:
+def request_of(kind: str, task: DelayTask) -> ChunkRequest:
     if kind == "message":
-        return Job((Entry.of(task, to_us),), serve_s=1)
-    return Job((), drain=task.queue, priorities=(task.priority,), limit=10, serve_s=1)
+        return ChunkRequest((Entry.of(task),), serve_s=1)
+    return ChunkRequest((), drain=task.queue, priorities=(task.priority,), limit=10, serve_s=1)
 
 
 @pytest.mark.parametrize("kind", ["message", "drain"])
@@ -58,26 +57,29 @@ def test_a_job_calls_a_processor_within_six_frames(
     options: dict[str, Any] = {"batch": {"batch": 10}, "in_flight": {"in_flight": 2}}.get(mode, {})
     delays.processor("look", **options)(lambda given: seen.append(own_frames()))
     task = delays.schedule_delay("look", None, 0)
-    report = run_job(job_of(kind, task))
+    report = run_chunk(request_of(kind, task))
     assert report.error == ""
     assert delays.get(task).status is Status.DONE
     [frames] = seen
     assert len(frames) <= MAX_FRAMES, frames
     # A row in flight begins in its own thread.
     if mode != "in_flight":
-        assert frames[0] == "job.run_job"
+        assert frames[0] == "chunk_request.run_chunk"
 
 
-def test_a_waitlist_adds_one_frame(delays: DelayTasks) -> None:
+def test_a_waitlist_adds_two_frames(delays: DelayTasks) -> None:
     seen: list[Frames] = []
     delays.set_policy(tag="look", concurrency=1)
     delays.processor("look")(lambda body: seen.append(own_frames()))
     tasks = [delays.schedule_delay("look", None, 0) for _ in range(3)]
-    run_job(Job(tuple(Entry.of(task, to_us) for task in tasks), policies=None))
-    assert len(seen) == 2, "the last one waits, since the job had no time for it"
+    run_chunk(ChunkRequest(tuple(Entry.of(task) for task in tasks), policies=None))
+    assert len(seen) == 2, "the last one waits, since the request had no time for it"
     seen.clear()
     assert (
-        run_job(Job((), waitlist=("default", "look"), limit=10, serve_s=1, policies=None)).ran == 1
+        run_chunk(
+            ChunkRequest((), waitlist=("default", "look"), limit=10, serve_s=1, policies=None)
+        ).ran
+        == 1
     )
     [frames] = seen
-    assert len(frames) <= MAX_FRAMES + 1, frames
+    assert len(frames) <= MAX_FRAMES + 2, frames

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from delaytasks.core import inputs
+from delaytasks.core import body_json
 from delaytasks.core import json_text as jsontext
+from delaytasks.core.body_json import encode_body
 from delaytasks.core.errors import BodyTooLargeError, DelayTaskError
-from delaytasks.core.inputs import encode_body
 from delaytasks.core.json_text import dump_flat, dump_json
 
 Json = st.recursive(
@@ -109,7 +109,7 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
 
     found = encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "dump_flat", lambda value: None)
+        patch.setattr(body_json, "dump_flat", lambda value: None)
         assert encode() == found
 
 
@@ -117,15 +117,15 @@ def test_only_small_flat_bodies_of_plain_values_are_written_at_once() -> None:
     assert (
         dump_flat({"a": 1, "é": "ü", "n": None, "x": -0.5}) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
     )
-    text = "x" * 1000
-    for body in (
-        {"a": text},
+    bodies: list[Any] = [
+        {"a": "x" * 1000},
         dict.fromkeys(map(str, range(1000)), 1),
         {"a": []},
         [1],
         {"a": Colour.RED},
         {"a": "\\"},
-    ):
+    ]
+    for body in bodies:
         assert dump_flat(body) is None
 
 

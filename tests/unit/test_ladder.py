@@ -79,7 +79,7 @@ def test_jitter_keeps_apart_what_failed_together() -> None:
         lambda: RetrySchedule.fixed("1s", times=0),
         lambda: RetrySchedule.exponential("1s", times=2, factor=0.5),
         lambda: RetrySchedule.exponential("1s", times=2, cap="400d"),
-        lambda: Retries.of({"ValueError": "1s"}),  # type: ignore[dict-item]
+        lambda: Retries.of({"ValueError": "1s"}),
         lambda: Retries.of({ValueError: "soon"}),
     ],
 )

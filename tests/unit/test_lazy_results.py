@@ -39,7 +39,7 @@ class AsyncGeneratorMethod:
         yield body
 
 
-REFUSED = {
+REFUSED: dict[str, Callable[..., Any]] = {
     "coroutine of the old kind": old_coroutine,
     "generator": generator,
     "async generator": async_generator,
@@ -134,7 +134,7 @@ def test_celerys_signals_see_the_failure(bench: RunnerHarness) -> None:
     from celery import Celery, signals
 
     app = Celery(broker="memory://nowhere", set_as_current=False)
-    bench.execute = CeleryTaskContext(app, "w@host", bench.clock)  # type: ignore[assignment, method-assign]
+    bench.execute = CeleryTaskContext(app, "w@host", bench.clock)  # type: ignore[method-assign]
     bench.runner = bench.make_runner()
     failures: list[BaseException] = []
 

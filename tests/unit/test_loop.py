@@ -15,17 +15,8 @@ from delaytasks.core.events import Events, log_event
 from delaytasks.core.loop import Loop
 from delaytasks.worker import runtime as runtime_module
 from delaytasks.worker.runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
+from tests.unit.manual_monotonic import ManualMonotonic
 from tests.waiting import wait_until
-
-
-class Time:
-    """A replacement for `monotonic`, which a test sets."""
-
-    def __init__(self) -> None:
-        self.at = 1000.0
-
-    def __call__(self) -> float:
-        return self.at
 
 
 class Work:
@@ -68,21 +59,21 @@ class Work:
         assert self.goes_on.wait(30)
 
     def rest(self) -> None:
-        life = self.loop._life
+        life = self.loop._current
         assert life is not None
         wait_until(lambda: life.began is None, 5, "the turn to end", 0.001)
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
+def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+    time = ManualMonotonic()
     for module in (loop_module, runtime_module):
         monkeypatch.setattr(module, "monotonic", time)
     return time
 
 
 @pytest.fixture
-def work(time: Time) -> Iterator[Work]:
+def work(time: ManualMonotonic) -> Iterator[Work]:
     work = Work()
     yield work
     work.goes_on.set()
@@ -100,7 +91,7 @@ def test_a_turn_that_fails_is_told_of_and_the_same_thread_goes_on(work: Work) ->
     thread = work.take_turn(fail)
     wait_until(lambda: work.events.counts["loop.failed"], 5, "the failure to be told")
     assert work.take_turn() is thread
-    work.loop.look()
+    work.loop.check()
     assert work.told == []
 
 
@@ -108,25 +99,25 @@ def test_a_thread_that_died_is_replaced_and_counted(work: Work) -> None:
     thread = work.take_turn(die)
     thread.join(5)
     assert not work.loop.info()["is_alive"]
-    work.loop.look()
+    work.loop.check()
     assert work.told == [{"loop": "work", "reason": "dead"}]
     assert work.take_turn() not in (thread, None)
     assert work.events.counts["loop.failed"] == 1, "what it died of"
     assert work.loop.info() == {"is_alive": True, "turned_s_ago": 0, "restarts": 1}
-    work.loop.look()
+    work.loop.check()
     assert work.loop.info()["restarts"] == 1
     assert work.reconnected == []
 
 
 def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
-    work: Work, time: Time
+    work: Work, time: ManualMonotonic
 ) -> None:
     stuck = work.take_turn(work.hang)
     time.at += 10
-    work.loop.look()
+    work.loop.check()
     assert work.told == [], "it has ten seconds"
     time.at += 0.1
-    work.loop.look()
+    work.loop.check()
     assert work.told == [{"loop": "work", "reason": "stuck"}]
     fresh = work.take_turn()
     assert fresh is not stuck
@@ -134,12 +125,12 @@ def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
 
 
 def test_a_stuck_thread_that_goes_on_after_all_takes_no_further_turn(
-    work: Work, time: Time
+    work: Work, time: ManualMonotonic
 ) -> None:
     stuck = work.take_turn(work.hang)
     turns = work.threads.count(stuck)
     time.at += 11
-    work.loop.look()
+    work.loop.check()
     fresh = work.take_turn()
     work.rest()
     work.goes_on.set()
@@ -149,20 +140,22 @@ def test_a_stuck_thread_that_goes_on_after_all_takes_no_further_turn(
     assert work.threads.count(stuck) == turns
 
 
-def test_a_replaced_turn_ends_at_its_next_step(work: Work, time: Time) -> None:
+def test_a_replaced_turn_ends_at_its_next_step(work: Work, time: ManualMonotonic) -> None:
     ended_by: list[BaseException] = []
 
     def step() -> None:
         work.hang()
         try:
-            work.events.attempt("work", "a stage that goes on after errors", work.loop.beat)
+            work.events.attempt(
+                "work", "a stage that goes on after errors", work.loop.report_progress
+            )
         except BaseException as error:
             ended_by.append(error)
             raise
 
     stuck = work.take_turn(step)
     time.at += 11
-    work.loop.look()
+    work.loop.check()
     work.take_turn()
     work.goes_on.set()
     stuck.join(5)
@@ -170,65 +163,69 @@ def test_a_replaced_turn_ends_at_its_next_step(work: Work, time: Time) -> None:
     assert work.events.counts["loop.failed"] == 0, "nothing of it is an error"
 
 
-def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, time: Time) -> None:
+def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, time: ManualMonotonic) -> None:
     steps = [threading.Event() for _ in range(3)]
     done: list[int] = []
 
     def go() -> None:
         for number, step in enumerate(steps):
             assert step.wait(5)
-            work.loop.beat()
+            work.loop.report_progress()
             done.append(number)
         work.hang()
 
     work.take_turn(go)
     for number, step in enumerate(steps):
         time.at += 9
-        work.loop.look()
+        work.loop.check()
         step.set()
         wait_until(lambda number=number: number in done, 5, "the step", 0.001)  # type: ignore[misc]
     assert work.told == []
     time.at += 11
-    work.loop.look()
+    work.loop.check()
     assert [fields["reason"] for fields in work.told] == ["stuck"]
 
 
-def test_a_loop_at_rest_is_not_stuck(work: Work, time: Time) -> None:
+def test_a_loop_at_rest_is_not_stuck(work: Work, time: ManualMonotonic) -> None:
     work.rest()
     time.at += 3600
-    work.loop.look()
+    work.loop.check()
     assert work.told == []
 
 
-def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(work: Work, time: Time) -> None:
+def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(
+    work: Work, time: ManualMonotonic
+) -> None:
     work.take_turn(work.hang)
     time.at += 11
     work.plan = work.hang  # the fresh thread hangs in its first turn
-    work.loop.look()
+    work.loop.check()
     wait_until(lambda: work.reconnected and work.plan is None, 5, "the fresh thread", 0.001)
     time.at += 19
-    work.loop.look()
+    work.loop.check()
     assert len(work.told) == 1
     time.at += 2
-    work.loop.look()
+    work.loop.check()
     assert len(work.told) == 2
     work.take_turn()
     work.rest()
     work.take_turn(work.hang)
     time.at += 11
-    work.loop.look()
+    work.loop.check()
     assert len(work.told) == 3, "one that ended its turn begins anew"
 
 
 def test_a_loop_that_was_stopped_stays_so(work: Work) -> None:
     work.rest()
     work.loop.stop()
-    work.loop.look()
+    work.loop.check()
     assert work.told == []
     assert not work.loop.info()["is_alive"]
 
 
-def test_nobody_is_stuck_because_the_whole_process_stood_still(work: Work, time: Time) -> None:
+def test_nobody_is_stuck_because_the_whole_process_stood_still(
+    work: Work, time: ManualMonotonic
+) -> None:
     watchdog = Watchdog(work.events, [work.loop])
     work.take_turn(work.hang)
     time.at += SUSPENDED_S + 100

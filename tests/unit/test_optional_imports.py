@@ -2,46 +2,109 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
-#: A deployment with one database, without encryption and partitions, does not need these modules.
+#: A deployment with one database and the timer `eta`, without limits, callbacks, encryption and
+#: partitions, does not need these modules.
 OPTIONAL = (
     "cryptography",
+    "requests",
+    "delaytasks.embedded",
     "delaytasks.encryption",
+    "delaytasks.limits",
     "delaytasks.partitions",
-    "delaytasks.sharding.growth",
+    "delaytasks.sharding",
+    "delaytasks.timers.direct",
+    "delaytasks.timers.redis",
+    "delaytasks.timers.redis_link",
+    "delaytasks.timers.redis_location",
+    "delaytasks.timers.redis_scripts",
+    "delaytasks.timers.shard_timer",
+    "delaytasks.webhooks",
+    "delaytasks.worker.redis_poller",
+    "delaytasks.worker.table_poller",
 )
-RUN = """
-from celery import Celery
+PROJECT = """
+import sys
+from pathlib import Path
+from celery import Celery, signals
+from celery.worker import state
 from delaytasks import DelayTasks
-from delaytasks.wiring import wiring_of
-done = []
-delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}", **{settings})
-delays.processor("mail")(done.append)
-with wiring_of(delays).store.database.begin() as connection:
-    wiring_of(delays).store.schema.metadata.create_all(connection)
-wiring_of(delays).checks.check_ready()
-task = delays.schedule_delay("mail", {{"to": "ada"}}, 0)
-wiring_of(delays).sweeper.sweep()
-delays.runner().drain("default", [0], 10)
-assert done == [{{"to": "ada"}}] and delays.get(task.id).status.name == "DONE"
+
+PATH = Path(__file__).parent
+app = Celery("shop", broker="memory://")
+delays = DelayTasks(app, f"sqlite:///{{PATH}}/shop.sqlite3", **{settings})
+
+def write_modules():
+    (PATH / "modules").write_text("\\n".join(sys.modules))
+"""
+PRODUCER = """
+with delays.shards[0].store.database.begin() as connection:
+    delays.create_tables(connection)
+delays.schedule_delay("mail", {"to": "ada"}, 10)
+write_modules()
+"""
+WORKER = """
+started = []
+
+@delays.processor("mail")
+def send(body):
+    state.should_stop = 0
+
+@signals.worker_ready.connect
+def schedule(**_):
+    started.append(delays.schedule_delay("mail", {"to": "ada"}, 1))
+
+@signals.worker_shutdown.connect
+def stopped(**_):
+    assert delays.get(started[0].id).status.name == "DONE"
+    write_modules()
+"""
+
+#: A worker that runs a task, reads a limit that is stored meanwhile, and runs another task.
+LIMITED_WORKER = """
+tasks = []
+
+@delays.processor("mail")
+def send(body):
+    has_limits = "delaytasks.limits" in sys.modules
+    if body == "before":
+        assert not has_limits
+        delays.set_policy(tag="mail", concurrency=1)
+        tasks.append(delays.schedule_delay("mail", "after", 3))
+    else:
+        assert has_limits
+        state.should_stop = 0
+
+@signals.worker_ready.connect
+def schedule(**_):
+    tasks.append(delays.schedule_delay("mail", "before", 1))
+
+@signals.worker_shutdown.connect
+def stopped(**_):
+    assert [delays.get(task.id).status.name for task in tasks] == ["DONE", "DONE"]
+    write_modules()
 """
 
 
-def imported_by_a_run(path: Path, settings: dict[str, object]) -> set[str]:
-    """Schedule, sweep and run a task in a fresh interpreter.
-
-    Return the optional modules that the interpreter has imported.
-    """
-    script = f"{RUN.format(path=path, settings=settings)}\nimport sys\nprint(*sys.modules)"
+def imported_by(tmp_path: Path, source: str, command: list[str], settings: object) -> set[str]:
+    """Run a project in a fresh interpreter; return the optional modules that it has imported."""
+    (tmp_path / "shop.py").write_text(PROJECT.format(settings=settings) + source)
+    (tmp_path / "modules").unlink(missing_ok=True)
     run = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0, run.stderr
-    names = run.stdout.split()
-    assert "delaytasks.execution.runner" in names
+    names = (tmp_path / "modules").read_text().split()
+    assert "delaytasks.scheduling.producer" in names
     return {
         module
         for module in OPTIONAL
@@ -49,11 +112,31 @@ def imported_by_a_run(path: Path, settings: dict[str, object]) -> set[str]:
     }
 
 
-def test_a_run_with_one_database_imports_no_optional_feature(tmp_path: Path) -> None:
-    assert imported_by_a_run(tmp_path / "shop.sqlite3", {}) == set()
+def imported_by_a_producer(tmp_path: Path, **settings: object) -> set[str]:
+    """Make the tables, and schedule a task."""
+    return imported_by(tmp_path, PRODUCER, ["shop.py"], settings)
+
+
+def imported_by_a_worker(tmp_path: Path, source: str = WORKER, **settings: object) -> set[str]:
+    """Start Celery's worker, which runs its tasks and stops."""
+    command = ["-m", "celery", "-A", "shop", "worker", "-P", "solo", "-l", "ERROR"]
+    imported = imported_by(tmp_path, source, command, settings)
+    return imported - {"cryptography"}  # the client of Redis imports it
+
+
+def test_without_optional_features_none_of_their_modules_is_imported(tmp_path: Path) -> None:
+    assert imported_by_a_producer(tmp_path) == set()
+    assert imported_by_a_worker(tmp_path) == set()
 
 
 def test_encryption_keys_import_encryption_only(tmp_path: Path) -> None:
-    keys = {"encryption_keys": ["Y4u4ZQvcCmwmGO5qY2wVH_RvEu3mHPTqVfQ4Dzw9xpE="]}
-    imported = imported_by_a_run(tmp_path / "shop.sqlite3", keys)
+    keys = ["Y4u4ZQvcCmwmGO5qY2wVH_RvEu3mHPTqVfQ4Dzw9xpE="]
+    imported = imported_by_a_producer(tmp_path, encryption_keys=keys)
     assert imported == {"cryptography", "delaytasks.encryption"}
+
+
+def test_limits_are_imported_by_a_worker_that_reads_a_limit_from_the_database(
+    tmp_path: Path,
+) -> None:
+    assert imported_by_a_producer(tmp_path) == set()
+    assert imported_by_a_worker(tmp_path, LIMITED_WORKER) == {"delaytasks.limits"}

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.clock import ManualClock
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, Level, Seen
+from delaytasks.core.interfaces import Entry, FoundRow, Level
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.states import Status
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from tests.conftest import settings_for
+from tests.manual_clock import ManualClock
 from tests.recording import RecordingTimer
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
@@ -33,14 +33,14 @@ class Rows:
 
     def look(
         self, status: Status, level: Level, since: datetime | None, until: datetime | None
-    ) -> list[Seen]:
-        rows = [Seen(id, "mail", NOON + timedelta(seconds=id)) for id in self._of(status)]
+    ) -> list[FoundRow]:
+        rows = [FoundRow(id, "mail", NOON + timedelta(seconds=id)) for id in self._of(status)]
         return [row for row in rows if since is None or row.due > since]
 
-    def crowd(self, status: Status, level: Level, due: datetime, after: int) -> list[Seen]:
+    def due_at(self, status: Status, level: Level, due: datetime, after: int) -> list[FoundRow]:
         return []
 
-    def near(self, since: datetime, until: datetime) -> list[int]:
+    def due_between(self, since: datetime, until: datetime) -> list[int]:
         return self._of(Status.NOT_COMPLETE)
 
     def hold(self, ids: Sequence[int]) -> int:
@@ -75,7 +75,7 @@ def paused(is_paused: bool = True) -> Policies:
 @pytest.mark.parametrize("most", [0, 1])
 def test_rows_whose_pause_ended_meanwhile_are_not_counted_as_held(most: int) -> None:
     field = Field(Rows(Status.NOT_COMPLETE, range(1, 4), most))
-    field.rows.near = lambda since, until: [1, 2, 3]  # type: ignore[method-assign]
+    field.rows.due_between = lambda since, until: [1, 2, 3]  # type: ignore[method-assign]
     beats: list[None] = []
 
     def beat() -> None:

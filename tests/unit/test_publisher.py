@@ -106,7 +106,7 @@ def test_a_broker_that_refuses_a_queue_is_there(
         )
         assert not publisher.sends_to("bad")
     assert not publisher.is_up
-    RefusedPublisher.now += availability.REST_S + 0.1
+    RefusedPublisher.now += availability.SERVICE_REST_S + 0.1
     assert not publisher.sends_to("bad")
     assert publisher.is_up
     assert publisher.event_names == ["timer.down", "timer.up", "queue.refused"]

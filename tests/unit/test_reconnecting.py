@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -50,7 +51,7 @@ def port() -> Iterator[int]:
         yield bound.getsockname()[1]
 
 
-class Looking(Consumer):  # type: ignore[misc]
+class Looking(Consumer):
     """A worker's consumer with only the attributes that connecting needs."""
 
     def __init__(self, url: str, retries: int | None) -> None:
@@ -160,9 +161,10 @@ def test_the_event_loop_turns_while_connecting_takes_long_and_is_then_as_before(
         return "connected"
 
     hub.on_tick.add(transports)
-    assert call_in_background(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
-    assert hub.on_tick == {transports}
-    assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
+    with closing(hub):
+        assert call_in_background(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
+        assert hub.on_tick == {transports}
+        assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
 
 
 def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
@@ -171,6 +173,6 @@ def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
     def transports() -> None: ...
 
     hub.on_tick.add(transports)
-    with pytest.raises(OSError, match="no pipe"):
+    with closing(hub), pytest.raises(OSError, match="no pipe"):
         turn_event_loop(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
     assert hub.on_tick == {transports}

@@ -12,11 +12,11 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
-from delaytasks.core.availability import REST_S
+from delaytasks.core import chunk_size
+from delaytasks.core.availability import SERVICE_REST_S
 from delaytasks.core.clock import Clock, from_us, monotonic, wall_ms
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry
-from delaytasks.execution import chunk
 from delaytasks.execution.runner import Report
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
@@ -25,9 +25,10 @@ from delaytasks.timers.redis import RedisTimer
 from delaytasks.wiring import wiring_of
 from delaytasks.worker import redis_poller as redis_poller
 from delaytasks.worker.building import build_runtime
+from delaytasks.worker.celery_tasks import processes_of
 from tests.proxy import Proxy, proxy_to
-from tests.unit.test_dispatcher import Pool
-from tests.unit.test_runtime import Worker
+from tests.unit.dispatcher.dispatcher_harness import Pool
+from tests.unit.runtime_harness import WorkerDouble
 from tests.waiting import wait_until
 
 
@@ -48,20 +49,24 @@ class Post:
         def connect(name: str, redis_url: str) -> DelayTasks:
             app = Celery(name, broker="memory://", set_as_current=False)
             delays = DelayTasks(app, urls, redis_url=redis_url, **settings)
-            assert wiring_of(delays).redis_timer is not None
+            timer = wiring_of(delays).redis_timer
+            assert timer is not None
             if clocks:
-                wiring_of(delays).redis_timer._clocks = clocks
+                timer._clocks = clocks
             for shard, clock in zip(delays.shards, clocks, strict=False):
                 object.__setattr__(shard, "clock", clock)
             return delays
 
         self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
-        assert wiring_of(producer).redis_timer is not None
-        self.timer: RedisTimer = wiring_of(producer).redis_timer
-        self.worker = Worker()
-        self.pool = self.worker.pool = Pool()  # type: ignore[assignment, misc]
-        wiring_of(self.delays).processes.queues = ["default"]
-        self.runtime = build_runtime(self.delays, self.worker)
+        timer = wiring_of(producer).redis_timer
+        assert timer is not None
+        self.timer: RedisTimer = timer
+        self.worker = WorkerDouble()
+        self.pool = self.worker.pool = Pool()  # type: ignore[assignment]
+        processes_of(wiring_of(self.delays).celery).queues = ["default"]
+        self.runtime = build_runtime(
+            wiring_of(self.delays), processes_of(wiring_of(self.delays).celery), self.worker
+        )
         self.forgotten = 0
         self.runtime.sweep_loops.forget_armed = self._forget  # type: ignore[method-assign]
         self.seen: list[str] = []
@@ -87,7 +92,7 @@ class Post:
     def here(self) -> int:
         """Return how many entries this worker has received and not passed on."""
         return self.runtime.dispatcher.waiting + sum(
-            len(job.entries) for job, _, _ in self.pool.jobs
+            len(request.entries) for request, _, _ in self.pool.requests
         )
 
     def left(self) -> tuple[int, int]:
@@ -97,18 +102,18 @@ class Post:
         return counts["default"]
 
     def end_chunk(self, row_s: float) -> list[int]:
-        wait_until(lambda: self.pool.jobs, 5, "a chunk")
-        job, done, _ = self.pool.jobs.pop(0)
-        rows = len(job.entries)
+        wait_until(lambda: self.pool.requests, 5, "a chunk")
+        request, done, _ = self.pool.requests.pop(0)
+        rows = len(request.entries)
         done(Report(rows, rows, rows * row_s))
-        return [entry.id for entry in job.entries]
+        return [entry.id for entry in request.entries]
 
     def end_all(self, count: int) -> list[int]:
         """End one chunk after another until `count` rows have run."""
         ran: list[int] = []
 
         def all_ran() -> bool:
-            if self.pool.jobs:
+            if self.pool.requests:
                 ran.extend(self.end_chunk(0.001))
             return len(ran) == count
 
@@ -126,7 +131,7 @@ class Post:
 
 @pytest.fixture(autouse=True)
 def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk, "FIRST_BROUGHT", 10)
+    monkeypatch.setattr(chunk_size, "FIRST_PREFETCH", 10)
 
 
 class SetBack(Clock):
@@ -159,7 +164,7 @@ def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
         monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
     brought: list[tuple[int, int]] = []
     began: list[int] = []
-    hold, take = post.runtime.near_entries.hold, post.runtime.dispatcher.take
+    hold, take = post.runtime.dispatcher.receive, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
         brought.append((wiring_of(post.delays).clock.now_us(), len(entries)))
@@ -169,7 +174,8 @@ def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
         began.append(wiring_of(post.delays).clock.now_us())
         take(entries)
 
-    post.runtime.near_entries.hold, post.runtime.dispatcher.take = note_hold, note_take  # type: ignore[method-assign]
+    post.runtime.dispatcher.receive = note_hold  # type: ignore[method-assign]
+    post.runtime.wheel_thread._on_due = note_take
     post.start()
     due = wiring_of(post.delays).clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
@@ -231,11 +237,13 @@ def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
 def test_entries_that_cannot_run_soon_are_left_to_other_workers(post: Post) -> None:
     post.start()
     post.arm(range(1, 3))
-    wait_until(lambda: len(post.pool.jobs) == 2, 5, "both processes to be busy")
+    wait_until(lambda: len(post.pool.requests) == 2, 5, "both processes to be busy")
     post.end_chunk(10.0)
     post.arm(range(3, 103))
     wait_until(
-        lambda: len(post.pool.jobs) == 2 and post.left()[1] == 0, 5, "the free process to take one"
+        lambda: len(post.pool.requests) == 2 and post.left()[1] == 0,
+        5,
+        "the free process to take one",
     )
     assert post.here() == 2
     assert post.left() == (99, 0)
@@ -246,7 +254,7 @@ def test_it_begins_with_the_highest_priority(post: Post) -> None:
     post.arm(range(201, 231), priority=9)
     post.start()
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
-    first = [entry for job, _, _ in post.pool.jobs for entry in job.entries]
+    first = [entry for request, _, _ in post.pool.requests for entry in request.entries]
     assert {entry.priority for entry in first} == {9}
 
 
@@ -256,14 +264,11 @@ def test_an_entry_that_is_due_before_all_others_is_published(post: Post) -> None
     wait_until(
         lambda: post.runtime.watchdog.info()["redis_listener"]["is_alive"], 5, "the listener"
     )
+    poller = post.runtime.redis_poller
+    assert poller is not None
     wait_until(
-        lambda: (
-            len(post.runtime.redis_poller._read_at) > 0
-            and min(post.runtime.redis_poller._read_at.values()) > 0
-        ),
-        5,
-        "it to rest",
-    )  # type: ignore[union-attr]
+        lambda: len(poller._read_at) > 0 and min(poller._read_at.values()) > 0, 5, "it to rest"
+    )
     post.arm(range(101, 102))
     wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
 
@@ -296,8 +301,8 @@ def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
-    wiring_of(post.delays).processes.queues = ["default", "mail"]
-    wait_until(lambda: len(post.pool.jobs) == 2, 5, "what waits in it")
+    processes_of(wiring_of(post.delays).celery).queues = ["default", "mail"]
+    wait_until(lambda: len(post.pool.requests) == 2, 5, "what waits in it")
     left = 10 - len(post.end_chunk(0.001))
     post.arm(range(11, 12), queue="mail")
     wait_until(lambda: post.here() == left + 1, 5, "what comes later")
@@ -306,8 +311,8 @@ def test_a_queue_that_is_added_is_served(post: Post) -> None:
 def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
     post.arm(range(1, 101))
     post.start()
-    wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
-    at_work = sum(len(job.entries) for job, _, _ in post.pool.jobs)
+    wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
+    at_work = sum(len(request.entries) for request, _, _ in post.pool.requests)
     post.runtime.stop()
     assert post.left() == (100 - at_work, 0)
 
@@ -336,28 +341,30 @@ def test_what_was_handed_on_is_deleted_though_nothing_follows(post: Post) -> Non
 def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
-    wait_until(lambda: post.here() >= 40 and len(post.pool.jobs) == 2, 5, "the first ones")
+    wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
     redis_poller = post.runtime.redis_poller
     assert redis_poller is not None
-    redis_poller._poll_loop.wake = lambda: post.seen.append("woken")  # type: ignore[method-assign]
-    redis_poller._needs_capacity = True
+    redis_poller.stop()
+    request = redis_poller._capacity_request
+    request.granted.clear()
+    request.open()
     post.runtime.dispatcher.pump()
-    assert "woken" not in post.seen
-    while post.pool.jobs:
+    assert not request.granted.is_set()
+    while post.pool.requests:
         post.end_chunk(0.001)
-    wait_until(lambda: "woken" in post.seen, 5, "the poller to be woken")
+    wait_until(request.granted.is_set, 5, "the poller to be woken")
 
 
 def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
     post.start()
-    hold, failures = post.runtime.near_entries.hold, [OSError("as asked")]
+    hold, failures = post.runtime.dispatcher.receive, [OSError("as asked")]
 
     def hold_or_fail(entries: Any) -> None:
         if entries and failures:
             raise failures.pop()
         hold(entries)
 
-    post.runtime.near_entries.hold = hold_or_fail  # type: ignore[method-assign]
+    post.runtime.dispatcher.receive = hold_or_fail  # type: ignore[method-assign]
     post.arm(range(1, 2))
     wait_until(lambda: not failures, 5, "the failure")
     wait_until(lambda: post.here() == 1, 10, "what was taken before it")
@@ -369,9 +376,9 @@ def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
 def test_what_is_late_is_drained_from_the_table(post: Post) -> None:
     post.arm(range(1, 11), -100, priority=3)
     post.start()
-    wait_until(lambda: post.pool.jobs, 5, "a chunk")
-    job = post.pool.jobs[0][0]
-    assert (job.drain, job.priorities, job.entries) == ("default", (3,), ())
+    wait_until(lambda: post.pool.requests, 5, "a chunk")
+    request = post.pool.requests[0][0]
+    assert (request.drain, request.priorities, request.entries) == ("default", (3,), ())
     assert post.delays.events.counts["entry.late"] == 10
     assert post.left() == (0, 0)
 
@@ -431,7 +438,7 @@ def test_while_redis_is_down_the_poller_rests_between_two_attempts(
     wait_until(lambda: not wiring_of(post.delays).timer.is_up, 5, "the flag to go down")
     wiring_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
     wait_until(lambda: len(tries) >= 3, 10, "three tries")
-    assert tries[2] - tries[0] > REST_S
+    assert tries[2] - tries[0] > SERVICE_REST_S
 
 
 def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
@@ -463,7 +470,7 @@ def test_the_listener_subscribes_again_after_a_failed_call(
     timer = wiring_of(post.delays).redis_timer
     assert timer is not None
     heard, listen = [], timer.listen
-    timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign, func-returns-value]
+    timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign]
 
     def fail(client: Any) -> None:
         raise TimeoutError("as asked")

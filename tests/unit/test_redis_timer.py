@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.clock import ManualClock, wall_ms
+from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import IdMaker, shard_of
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import load_settings
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S
 from delaytasks.timers.redis_location import redis_location
+from tests.manual_clock import ManualClock
 from tests.redis_timer_harness import RedisTimerHarness
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from delaytasks.core import event_throttle as repeats_module
 from delaytasks.core.event_throttle import MOST_SUBJECTS, QUIET_S, SUBJECTS, Repeats
-from delaytasks.core.events import _LEVELS, MOST_TOLD, Events
+from delaytasks.core.events import _LOG_LEVELS, MOST_LAST_ERRORS, Events
 
 
 class Log:
@@ -71,7 +71,7 @@ def test_failures_are_logged_one_by_one(log: Log) -> None:
 
 
 def test_every_throttled_event_has_a_log_level() -> None:
-    assert SUBJECTS.keys() <= _LEVELS.keys()
+    assert SUBJECTS.keys() <= _LOG_LEVELS.keys()
 
 
 def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,6 +109,6 @@ def test_a_stage_that_fails_in_the_same_way_again_has_one_traceback() -> None:
         events.about(shard=1).attempt("loop", "stage", lambda text=text: fail(text))  # type: ignore[misc]
     events.attempt("loop", "another stage", lambda: fail("a"))
     assert [cause is not None for cause in causes] == [True, False, True, False, True, True]
-    for number in range(2 * MOST_TOLD):
+    for number in range(2 * MOST_LAST_ERRORS):
         events.attempt("loop", f"stage {number}", lambda: fail("a"))
-    assert len(events._told) <= MOST_TOLD
+    assert len(events._last_errors) <= MOST_LAST_ERRORS

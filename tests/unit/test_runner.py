@@ -1,33 +1,22 @@
-"""Claim, run and settle the rows of a chunk on SQLite."""
+"""Run and settle the rows of a chunk on SQLite, within its time and its lease."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from celery.exceptions import WorkerShutdown
-from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
-from delaytasks.core.clock import monotonic, to_us
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.execution import runner
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
-
-#: The tolerance for retry delays, which depend on the time of the measurement.
-MOMENT = timedelta(seconds=0.2)
-
-
-# -- how a run ends -------------------------------------------------------------------------------
 
 
 def test_rows_are_run_and_settled_together(bench: RunnerHarness) -> None:
@@ -132,7 +121,7 @@ def test_the_highest_priority_runs_first_then_the_oldest(bench: RunnerHarness) -
     assert bench.ran == ["9", "older", "5", "0"]
 
 
-# -- time limits ----------------------------------------------------------------------------------
+# -- time limits ---------------------------------------------------------------------------------
 
 
 def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(
@@ -194,13 +183,13 @@ def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(
     assert [fields["tag"] for fields in bench.named("task.no_time_limits")] == ["limited"]
 
 
-# -- the time box and the lease -------------------------------------------------------------------
+# -- the time budget and the lease ---------------------------------------------------------------
 
 
 def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_still_runs(
     make: Make,
 ) -> None:
-    bench = make(chunk_time_box_s=0.1)
+    bench = make(chunk_time_budget_s=0.1)
     began, goes_on = threading.Event(), threading.Event()
 
     def wait(body: Any) -> None:
@@ -228,7 +217,7 @@ def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_sti
     assert [bench.now(task).attempts for task in rest] == [0, 0, 0], (
         "what did not start was no attempt"
     )
-    assert sorted(bench.timer.armed) == sorted(Entry.of(bench.now(task), to_us) for task in rest)
+    assert sorted(bench.timer.armed) == sorted(Entry.of(bench.now(task)) for task in rest)
     assert bench.events.counts["chunk.gave_back"] == 3
     assert bench.events.counts["task.lease_lost"] == 0
     assert bench.ran == [None]
@@ -236,7 +225,7 @@ def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_sti
 
 
 def test_each_chunk_has_a_time_box_of_its_own(make: Make) -> None:
-    bench = make(chunk_time_box_s=0.1)
+    bench = make(chunk_time_budget_s=0.1)
     waits: list[DelayTask] = []
 
     def wait(body: Any) -> None:
@@ -262,7 +251,7 @@ def test_a_chunk_within_its_box_gives_nothing_back(bench: RunnerHarness) -> None
 
 
 def test_nothing_is_started_when_the_lease_may_be_over(make: Make) -> None:
-    bench = make(lease_s=0.2, chunk_time_box_s=0.1)
+    bench = make(lease_s=0.2, chunk_time_budget_s=0.1)
     tasks = [bench.schedule() for _ in range(3)]
     # The answer to the claim took longer than the lease.
     bench.claims.after_claim = lambda: threading.Event().wait(0.3) and None
@@ -311,229 +300,3 @@ def test_a_row_that_can_not_be_settled_harms_no_neighbour(bench: RunnerHarness) 
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "DONE"]
     assert len(bench.ran) == 3
     assert (bench.events.counts["task.succeeded"], bench.events.counts["task.lease_lost"]) == (2, 0)
-
-
-# -- tags without a processor ---------------------------------------------------------------------
-
-AGES = [(0.0, 5.0), (30.0, 5.0), (100.0, 10.0), (3600.0, 360.0), (24 * 3600.0, 600.0)]
-
-
-@pytest.mark.parametrize(("age_s", "wait_s"), AGES)
-def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
-    bench: RunnerHarness, age_s: float, wait_s: float
-) -> None:
-    task = bench.schedule("nobody")
-    since = bench.clock.now() - timedelta(seconds=age_s)
-    bench.change(task, create_time=since, expected_time=since)
-    before = bench.clock.now()
-    bench.run(bench.now(task))
-    after = bench.now(task)
-    assert (after.status, after.attempts, after.version) == (Status.NOT_COMPLETE, 0, 2)
-    assert "no such processor, tag=nobody (this worker knows: note)" in (after.error or "")
-    ended = bench.clock.now()
-    assert before - MOMENT <= after.expected_time - timedelta(seconds=wait_s) <= ended + MOMENT
-    assert bench.named("task.no_processor")[0]["tag"] == "nobody"
-    near = wait_s <= (bench.settings.horizon_s or 0)
-    assert bench.timer.ids == ([task.id] if near else []), "armed again when it is near"
-
-
-def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: RunnerHarness) -> None:
-    task = bench.schedule("nobody", delay=3600)
-    now = bench.clock.now()
-    bench.change(task, expected_time=now, create_time=now - timedelta(seconds=3600))
-    bench.run(bench.now(task))
-    assert (
-        now - MOMENT
-        <= bench.now(task).expected_time - timedelta(seconds=5)
-        <= bench.clock.now() + MOMENT
-    )
-
-
-def test_a_deploy_that_brings_the_processor_runs_the_row(bench: RunnerHarness) -> None:
-    task = bench.schedule("later", body=7)
-    bench.run(task)
-    bench.registry.processor("later")(bench.ran.append)
-    bench.change(task, expected_time=bench.clock.now())
-    bench.run(bench.now(task))
-    assert (bench.ran, bench.statuses([task]), bench.now(task).error) == ([7], ["DONE"], None)
-
-
-# -- rows with a lost lease -----------------------------------------------------------------------
-
-
-def test_rows_that_lapsed_before_run_alone(bench: RunnerHarness) -> None:
-    tasks = [bench.schedule(body=n) for n in range(5)]
-    for task in tasks[1:3]:
-        bench.change(task, lapses=1)
-    report = bench.run(*tasks)
-    assert [fields.get("count", 1) for fields in bench.named("chunk.claimed")] == [3, 1, 1]
-    assert (bench.ran[:3], sorted(bench.ran[3:])) == ([0, 3, 4], [1, 2])
-    assert report.ran == 5
-    assert bench.statuses(tasks) == ["DONE"] * 5
-    assert [bench.now(task).lapses for task in tasks] == [0] * 5
-
-
-def test_rows_that_lapsed_have_a_share_of_a_backlog(
-    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed = 0.0
-    monkeypatch.setattr(runner, "monotonic", lambda: monotonic() + passed)
-
-    def wait(seconds: float) -> None:
-        nonlocal passed
-        bench.ran.append(f"waits {seconds:g}")
-        passed += seconds
-
-    bench.registry.processor("wait")(wait)
-    abandoned = [bench.schedule("wait", 60), bench.schedule(body="lapsed")]
-    for lapses, task in enumerate(abandoned, 1):
-        bench.change(task, lapses=lapses)
-    for number in range(20):
-        bench.schedule(body=number)
-
-    def drain(most: int) -> list[Any]:
-        bench.ran.clear()
-        assert bench.runner.drain("default", [0], most).is_full
-        return bench.ran
-
-    assert drain(2) == [0, 1], "that there are some is not known yet"
-    passed += runner.ABANDONED_S
-    assert drain(3) == [2, 3, "waits 60"]
-    passed += 59
-    assert drain(2) == [4, 5], "others have half of the time"
-    passed += 2
-    assert drain(1) == ["lapsed"]
-    passed += runner.ABANDONED_S
-    assert drain(2) == [6], "there was none"
-    assert drain(2) == [7, 8]
-
-
-def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
-    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passed = 0.0
-    monkeypatch.setattr(runner, "monotonic", lambda: monotonic() + passed)
-    bench.store.policies.set("tag", "limited", {"concurrency": 1}, "a test")
-    bench.registry.processor("limited")(bench.ran.append)
-    running, lapsed = bench.schedule("limited"), bench.schedule("limited")
-    bench.claims.claim([bench.entry(running)])
-    bench.change(lapsed, lapses=1)
-    for number in range(4):
-        bench.schedule(body=number)
-    assert bench.runner.drain("default", [0], 2).is_full
-    passed += runner.ABANDONED_S
-    assert bench.runner.drain("default", [0], 2).is_full
-    assert bench.statuses([lapsed]) == ["HELD"]
-    assert not bench.runner.drain("default", [0], 2).is_full, "one row was left"
-
-
-def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
-    bench: RunnerHarness,
-) -> None:
-    tasks = [bench.schedule(body=n, priority=n % 2) for n in range(6)]
-    abandoned_row = bench.schedule(body="suspect")
-    bench.change(abandoned_row, lapses=2)
-    other_queue = bench.schedule(queue="other")
-    first = bench.runner.drain("default", [0, 1], 3)
-    assert (first.claimed, first.ran, first.is_full) == (3, 3, True)
-    assert bench.ran == [1, 3, 5]
-    second = bench.runner.drain("default", [0, 1], 10)
-    assert (second.claimed, second.ran, second.is_full) == (4, 4, True), (
-        "a suspect may have followers"
-    )
-    assert bench.ran[3:] == [0, 2, 4, "suspect"]
-    third = bench.runner.drain("default", [0, 1], 10)
-    assert (third.claimed, third.ran, third.is_full) == (0, 0, False)
-    assert [fields.get("count", 1) for fields in bench.named("chunk.claimed")] == [3, 3, 1]
-    assert bench.statuses([*tasks, abandoned_row, other_queue]) == ["DONE"] * 7 + ["NOT_COMPLETE"]
-
-
-# -- entries that the claim does not return -------------------------------------------------------
-
-
-def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: RunnerHarness) -> None:
-    task = bench.schedule(delay=20)
-    report = bench.runner.run([Entry.of(task, to_us)._replace(due_us=0)])
-    assert report.early == (Entry.of(task, to_us),)
-    assert (report.claimed, bench.ran) == (0, [])
-    assert bench.events.counts["entry.dropped"] == 0
-
-
-def test_an_entry_that_is_early_by_a_blink_is_waited_for(bench: RunnerHarness) -> None:
-    for _ in range(20):
-        task = bench.schedule(delay=0.02)
-        report = bench.run(task)
-        assert (report.ran, report.early, bench.statuses([task])) == (1, (), ["DONE"])
-        done = bench.now(task)
-        assert done.execution_time is not None
-        assert done.execution_time >= task.expected_time, "and not run early"
-
-
-def test_an_entry_beyond_the_horizon_is_dropped(make: Make) -> None:
-    bench = make(horizon_s=10)
-    task = bench.schedule(delay=60)
-    report = bench.run(task)
-    assert (report.early, bench.events.counts["entry.dropped"]) == ((), 1)
-    forever = make(horizon_s=None)
-    task = forever.schedule(delay=86400)
-    assert [entry.id for entry in forever.run(task).early] == [task.id]
-
-
-def test_entries_that_are_not_ours_any_more_are_dropped_and_counted(bench: RunnerHarness) -> None:
-    cancelled, moved, running, done, held = (bench.schedule() for _ in range(5))
-    good = bench.schedule(body="good")
-    bench.store.tasks.cancel(cancelled.id)
-    bench.store.tasks.reschedule(moved.id, bench.clock.now())
-    bench.change(running, status=int(Status.RUNNING))
-    bench.change(done, status=int(Status.DONE))
-    bench.change(held, status=int(Status.HELD))
-    unknown = replace(good, id=good.id + 1)
-    report = bench.run(cancelled, moved, running, done, held, unknown, good)
-    assert (report.ran, report.early, bench.ran) == (1, (), ["good"])
-    assert bench.named("entry.dropped") == [{"count": 6}]
-
-
-def test_a_row_that_is_named_twice_runs_once(bench: RunnerHarness) -> None:
-    task = bench.schedule()
-    assert bench.run(task, task).ran == 1
-    assert bench.run(task).ran == 0
-    assert bench.ran == [None]
-
-
-def test_a_stale_entry_does_not_displace_the_one_that_counts(bench: RunnerHarness) -> None:
-    task = bench.schedule(delay=20)
-    entry = Entry.of(task, to_us)
-    for order in ([entry, entry._replace(version=7)], [entry._replace(version=7), entry]):
-        assert bench.runner.run(order).early == (entry,)
-
-
-def test_a_row_of_another_program_with_the_missions_columns_runs(bench: RunnerHarness) -> None:
-    with bench.store.database.begin() as connection:
-        connection.execute(
-            insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"')
-        )
-    assert bench.runner.drain("default", [0], 10).ran == 1
-    assert bench.ran == ["hello"]
-
-
-def test_a_pace_is_told_by_the_time_of_the_processors_alone(bench: RunnerHarness) -> None:
-    bench.claims.after_claim = lambda: threading.Event().wait(0.2) and None
-    bench.claims.before_settle = lambda settlements: threading.Event().wait(0.2) and None
-    began = time.monotonic()
-    report = bench.run(*[bench.schedule() for _ in range(3)])
-    assert report.seconds < 0.1 < 0.4 < time.monotonic() - began
-
-
-def test_an_error_after_the_end_of_a_row_is_logged(
-    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def execute(work: Any, task: DelayTask, end: Any) -> None:
-        end(None, None)
-        raise ValueError("a receiver's")
-
-    monkeypatch.setattr(bench, "execute", execute)
-    bench.runner = bench.make_runner()
-    task = bench.schedule()
-    bench.run(task)
-    assert bench.statuses([task]) == ["DONE"]
-    assert "a receiver's" in caplog.text

@@ -12,65 +12,23 @@ from typing import Any
 
 import pytest
 import redis
-from celery import Celery
 
-from delaytasks import DelayTasks
 from delaytasks.core import loop as loop_module
-from delaytasks.core.capacity import WaitlistState
-from delaytasks.core.clock import ManualClock, monotonic
+from delaytasks.core.clock import monotonic
 from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
+from delaytasks.core.waitlists import WaitlistState
+from delaytasks.execution.runner import Report
 from delaytasks.wiring import wiring_of
-from delaytasks.worker.building import build_runtime
-from delaytasks.worker.job import Job
+from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
 from delaytasks.worker.runtime import WorkerRuntime
 from delaytasks.worker.unfinished_work import UnfinishedWork
+from tests.manual_clock import ManualClock
 from tests.proxy import proxy_to
+from tests.unit.runtime_harness import make_runtime, runtime_of_two_shards
 from tests.waiting import wait_until
-
-
-class Worker:
-    """Simulate the parts of Celery's worker that the runtime uses."""
-
-    hostname = "w@test"
-    delays: Any = None
-    hub = None
-    consumer: Any = None
-
-    class pool:
-        limit = 1
-        info: dict[str, Any] = {}
-
-        @staticmethod
-        def apply_async(*args: Any, **options: Any) -> object:
-            return object()
-
-
-def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
-    """Return a runtime on the database of this URL, or on an SQLite file in this folder."""
-    app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(
-        app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings
-    )
-    with wiring_of(delays).store.database.begin() as connection:
-        wiring_of(delays).store.schema.metadata.create_all(connection)
-    return runtime_of(delays)
-
-
-def runtime_of_two_shards(folder: Path, **settings: Any) -> WorkerRuntime:
-    """Return a runtime on two databases that have no tables."""
-    app = Celery("test", broker="memory://", set_as_current=False)
-    return runtime_of(
-        DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings)
-    )
-
-
-def runtime_of(delays: DelayTasks) -> WorkerRuntime:
-    worker = Worker()
-    worker.delays = delays
-    return build_runtime(delays, worker)
 
 
 class AtWork:
@@ -205,11 +163,11 @@ def test_leases_are_renewed_though_the_watch_waits(at_work: AtWork) -> None:
 def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
     runtime = at_work.runtime
     due_us = runtime.clock.now_us() + 3_000_000
-    runtime.near_entries.hold([Entry(id, 0, due_us) for id in (1, 2)])
+    runtime.dispatcher.receive([Entry(id, 0, due_us) for id in (1, 2)])
     at_work.break_loop("wheel", die)
     assert len(runtime.near_entries.wheel) == 2
     came: list[Entry] = []
-    runtime.dispatcher.take = came.extend  # type: ignore[method-assign]
+    runtime.wheel_thread._on_due = came.extend
     wait_until(lambda: len(came) == 2, 10, "the new thread to bring them out")
     assert runtime.clock.now_us() >= due_us
     assert runtime.events.counts["loop.restarted"] == 1
@@ -218,7 +176,7 @@ def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
 def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
     runtime = at_work.runtime
     at_work.break_loop("wheel", at_work.hang)
-    runtime.near_entries.hold([Entry(1, 0, runtime.clock.now_us() + 1000)])
+    runtime.dispatcher.receive([Entry(1, 0, runtime.clock.now_us() + 1000)])
     wait_until(lambda: runtime.events.counts["wheel.late"], 10, "the alarm")
     wait_until(
         lambda: len(runtime.near_entries.wheel) == 0, 10, "a fresh thread to bring the entry out"
@@ -231,7 +189,8 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
 ) -> None:
     name = "runtime" + secrets.token_hex(4)
     runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
-    timer, came, stuck = wiring_of(runtime.celery_worker.delays).redis_timer, [], []
+    timer = wiring_of(runtime.celery_worker.delays).redis_timer
+    came, stuck = list[Any](), list[threading.Thread]()
     assert timer is not None
     take = timer.take
 
@@ -242,8 +201,8 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
             at_work.hang()  # type: ignore[attr-defined]
         return taken
 
-    timer.take = take_once_and_hang  # type: ignore[method-assign]
-    runtime.near_entries.hold = came.extend  # type: ignore[method-assign]
+    timer.take = take_once_and_hang  # type: ignore[assignment, method-assign]
+    runtime.dispatcher.receive = came.extend  # type: ignore[assignment, method-assign]
     runtime.processes.queues = ["default"]
     at_work = AtWork(runtime)
     try:
@@ -294,19 +253,19 @@ def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresq
 
 def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path) -> None:
     runtime = make_runtime(tmp_path)
-    runtime.near_entries.wheel.loop.start()
+    runtime.wheel_thread.loop.start()
 
     def fail(entries: Any) -> None:
         raise RuntimeError("no")
 
-    runtime.dispatcher.take = fail  # type: ignore[method-assign]
-    runtime.near_entries.hold([Entry(1, 0, runtime.clock.now_us() + 1000)])
+    runtime.wheel_thread._on_due = fail
+    runtime.dispatcher.receive([Entry(1, 0, runtime.clock.now_us() + 1000)])
     wait_until(lambda: runtime.events.counts["loop.failed"], 5, "the failure to be told")
     came: list[Entry] = []
-    runtime.dispatcher.take = came.extend  # type: ignore[method-assign]
-    runtime.near_entries.hold([Entry(2, 0, runtime.clock.now_us() + 1000)])
+    runtime.wheel_thread._on_due = came.extend
+    runtime.dispatcher.receive([Entry(2, 0, runtime.clock.now_us() + 1000)])
     wait_until(lambda: [entry.id for entry in came] == [2], 5, "the next entry")
-    runtime.near_entries.wheel.stop()
+    runtime.wheel_thread.stop()
 
 
 def test_what_falls_due_while_a_worker_stops_is_sent_back(
@@ -333,7 +292,7 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(
     monkeypatch.setattr(runtime.dispatcher, "close", close_in_its_time)
     runtime.start()
     entry = Entry(1, 0, runtime.clock.now_us() + 500_000)
-    runtime.near_entries.hold([entry])
+    runtime.dispatcher.receive([entry])
     runtime.stop()
     assert sent == [entry]
 
@@ -351,7 +310,7 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     close, entry = runtime.dispatcher.close, Entry(1, 0, runtime.clock.now_us() + 60_000_000)
 
     def close_after_a_chunk() -> UnfinishedWork:
-        runtime.near_entries.hold([entry])
+        runtime.dispatcher.receive([entry])
         return close()
 
     monkeypatch.setattr(runtime.dispatcher, "close", close_after_a_chunk)
@@ -360,13 +319,41 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     assert sent == [entry]
 
 
+def test_what_a_stopped_worker_still_receives_is_sent_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = make_runtime(tmp_path)
+    timer = wiring_of(runtime.celery_worker.delays).inline_timer
+    sent: list[Entry] = []
+    asked: list[tuple[str, list[int], int]] = []
+    monkeypatch.setattr(timer, "arm", lambda entries: sent.extend(entries) or True)
+    monkeypatch.setattr(
+        timer,
+        "drain",
+        lambda queue, priorities, tokens, _expires_s, _shard: asked.append(
+            (queue, priorities, tokens)
+        ),
+    )
+    runtime.start()
+    runtime.stop()
+    now_us = runtime.clock.now_us()
+    early, due = Entry(1, 0, now_us + 60_000_000), Entry(2, 0, now_us)
+    runtime.dispatcher.receive([early, due])
+    runtime.dispatcher.drain("default", [5, 0])
+    assert sent == [early, due]
+    assert asked == [("default", [0, 5], 1)], "one message, since this worker may receive it again"
+    assert (len(runtime.near_entries.wheel), runtime.dispatcher.waiting) == (0, 0)
+    runtime.stop()
+    assert (len(sent), len(asked)) == (2, 1)
+
+
 def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the policies, the chunks would run paused tasks."""
     runtime = make_runtime(tmp_path)
     runtime.celery_worker.delays.pause(tag="test.note")
-    sent: list[Job] = []
+    sent: list[ChunkRequest] = []
     pool = SimpleNamespace(
         limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object()
     )
@@ -376,7 +363,7 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
             runtime.shards[0].policies.refresh()
         runtime.dispatcher.take([Entry(1, 0, runtime.clock.now_us())])
         runtime.dispatcher.pump()
-    assert [bool(job.policies) for job in sent] == [False, True]
+    assert [bool(request.policies) for request in sent] == [False, True]
     assert sent[0].policies is None
 
 
@@ -394,7 +381,8 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     )
     runtime.dispatcher.drain("default", [5, 0], 1)
     with runtime.dispatcher._lock:
-        runtime.dispatcher.shard_queues[0].waitlists.update([WaitlistState("mail", "test.note", 0)])
+        report = Report(waitlists=(WaitlistState("mail", "test.note", 0),))
+        runtime.dispatcher.shard_queues[0].update_waitlists(report, ChunkRequest(()))
     runtime.stop()
     runtime.stop()
     assert asked == [("mail", [], 0), ("default", [0, 5], 1)]
@@ -404,24 +392,23 @@ def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None
     runtime = runtime_of_two_shards(tmp_path)
     first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
     second.advance(3600)
-    for shard_queue, clock in zip(runtime.dispatcher.shard_queues, (first, second), strict=True):
-        shard_queue.clock = clock
+    runtime.near_entries._clocks = [first, second]
     held: list[tuple[int, int]] = []
-    runtime.near_entries.wheel.add = lambda entries: held.extend(
-        (due_us, entry.due_us) for _, due_us, entry in entries
-    )  # type: ignore[method-assign]
+    runtime.near_entries.wheel.add = lambda entries: (  # type: ignore[method-assign]
+        held.extend((due_us, entry.due_us) for _, due_us, entry in entries) or True
+    )
     now = [first.now_us(), second.now_us()]
     entries = [
         Entry(1 << 60 | shard << COUNTER_BITS, 0, now[shard] + 5_000_000) for shard in (0, 1)
     ]
-    runtime.near_entries.hold(entries)
+    runtime.dispatcher.receive(entries)
     assert [due_us for due_us, _ in held] == [now[0] + 5_000_000] * 2, (
         "both in five seconds, as the wheel counts"
     )
     assert [own for _, own in held] == [entry.due_us for entry in entries], (
         "sent back, it says what it said"
     )
-    runtime.near_entries.hold([entries[1]._replace(due_us=now[0] + 5_000_000)])
+    runtime.dispatcher.receive([entries[1]._replace(due_us=now[0] + 5_000_000)])
     assert runtime.dispatcher.waiting == 1, "due an hour ago"
 
 
@@ -434,7 +421,7 @@ def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
 def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
     runtime = make_runtime(tmp_path)
     now = runtime.clock.now_us()
-    runtime.near_entries.hold([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
+    runtime.dispatcher.receive([Entry(1, 0, now + 20_000_000), Entry(2, 0, now + 10**13)])
     assert len(runtime.near_entries.wheel) == 1
     assert runtime.events.counts["message.refused"] == 1
 

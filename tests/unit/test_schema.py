@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
 from delaytasks.core.states import Status
-from delaytasks.maintenance.deploy_check import check
+from delaytasks.maintenance.deploy_check import find_problems
 from delaytasks.storage.stats import Stats
 from tests.conftest import open_store
 from tests.counting import counted
@@ -122,7 +122,8 @@ def test_a_deploy_is_checked_for_tags_and_bodies(bench: RunnerHarness) -> None:
     takes(bench, "order", Order)
     stats = Stats(bench.store.database, bench.store.schema)
     found = {
-        finding.tag: finding for finding in check(stats.pending(), stats.bodies, bench.registry)
+        finding.tag: finding
+        for finding in find_problems(stats.pending(), stats.bodies, bench.registry)
     }
     assert set(found) == {"gone", "order"}
     assert (found["gone"].tasks, found["gone"].problem) == (1, "no processor")

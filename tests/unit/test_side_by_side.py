@@ -15,10 +15,10 @@ import pytest
 from celery.exceptions import WorkerShutdown
 
 from delaytasks import DelayTask, Snooze, Status
+from delaytasks.core.chunk_size import ChunkSize
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Settlement
-from delaytasks.execution.chunk import ChunkSize
 from delaytasks.processors.event_loop import EventLoop
 from delaytasks.processors.thread_slots import MAX_SLOTS, ThreadSlots
 from tests.runner_harness import RunnerHarness
@@ -101,7 +101,7 @@ def test_a_number_that_is_none_is_refused_where_it_is_written(
     bench: RunnerHarness, option: str, number: Any
 ) -> None:
     with pytest.raises(ValueError, match=f"{option}=.*from 1 to 1000"):
-        bench.registry.processor("wait", **{option: number})  # type: ignore[arg-type]
+        bench.registry.processor("wait", **{option: number})
 
 
 def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> None:
@@ -145,7 +145,7 @@ def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(
 
 
 def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: ForkGate) -> None:
-    bench = make(chunk_time_box_s=0.5)
+    bench = make(chunk_time_budget_s=0.5)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(5)]
     with ThreadPoolExecutor(1) as pool:
@@ -168,24 +168,24 @@ def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: 
 def test_a_row_that_waits_for_long_holds_up_neither_its_neighbours_ends_nor_the_next_chunk(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=0.5)
+    bench = make(may_detach=True, chunk_time_budget_s=0.5)
     bench.registry.processor("wait", in_flight=5)(gate)
     bench.registry.processor("quick", in_flight=5)(lambda body: None)
     slow, quick = bench.schedule("wait"), [bench.schedule("quick") for _ in range(3)]
     report = bench.run(slow, *quick)
-    assert report.left == (slow.id,)
+    assert report.detached == (slow.id,)
     assert bench.statuses([slow, *quick]) == ["RUNNING", "DONE", "DONE", "DONE"]
     after = bench.run(*[bench.schedule() for _ in range(3)])
-    assert (after.ran, after.left) == (3, (slow.id,))
+    assert (after.ran, after.detached) == (3, (slow.id,))
     gate.is_open.set()
     bench.runner.finish()
     assert bench.statuses([slow]) == ["DONE"]
     last = bench.run()
-    assert (last.ran, last.left) == (1, ()), "the next report tells of it"
+    assert (last.ran, last.detached) == (1, ()), "the next report tells of it"
 
 
 def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=0.5)
+    bench = make(may_detach=True, chunk_time_budget_s=0.5)
     doors = [threading.Event() for _ in range(2)]
     bench.registry.processor("wait", in_flight=20)(lambda body: doors[body].wait(10))
     tasks = [bench.schedule("wait", n % 2) for n in range(20)]
@@ -210,7 +210,7 @@ def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
 
 
 def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: ForkGate) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -226,10 +226,10 @@ def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: For
 
 
 def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: ForkGate) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     task = bench.schedule("wait")
-    assert bench.run(task).left == (task.id,)
+    assert bench.run(task).detached == (task.id,)
     failures: list[Exception] = [StoreUnavailableError("away"), StoreUnavailableError("away")]
 
     def fail(settlements: Sequence[Settlement]) -> None:
@@ -246,7 +246,7 @@ def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: F
 def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     task = bench.schedule("wait")
     bench.run(task)
@@ -258,13 +258,13 @@ def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(
     gate.is_open.set()
     bench.runner.finish()
     assert bench.statuses([task]) == ["RUNNING"]
-    assert bench.run().left == (), "so nobody renews it"
+    assert bench.run().detached == (), "so nobody renews it"
     wait_until(lambda: bench.named("loop.failed"), 5, "it to be told")
-    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["time box"]
+    assert [fields["loop"] for fields in bench.named("loop.failed")] == ["time budget"]
 
 
 def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate: ForkGate) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=0.2)
+    bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     beside: list[int] = []
     bench.registry.processor("suspect", in_flight=5)(lambda body: beside.append(gate.inside))
@@ -277,7 +277,7 @@ def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate:
         wait_until(lambda: bench.now(abandoned_row).status is Status.RUNNING, 5, "it to be claimed")
         time.sleep(0.1)
         gate.is_open.set()
-        assert running.result(5).left == ()
+        assert running.result(5).detached == ()
     assert beside == [0]
     assert bench.statuses([abandoned_row]) == ["DONE"]
 
@@ -311,7 +311,7 @@ def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(
     assert report.wanted == 20
     size = ChunkSize(0.05, 200)
     size.learn(report.ran, report.seconds, report.wanted)
-    assert size.rows == 20, "all places, though a row does not fit the time box"
+    assert size.rows == 20, "all places, though a row does not fit the time budget"
     assert size.fits
 
 
@@ -446,7 +446,7 @@ def test_time_limits_are_refused_for_what_does_not_run_alone(bench: RunnerHarnes
 def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(may_leave=True, chunk_time_box_s=1)
+    bench = make(may_detach=True, chunk_time_budget_s=1)
     bench.registry.processor("wait", in_flight=5)(gate)
     beside: list[Any] = []
     bench.registry.processor("limited", time_limit=60)(

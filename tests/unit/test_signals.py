@@ -88,7 +88,7 @@ def sent() -> Iterator[Signals]:
 def bench(make: Make) -> RunnerHarness:
     made = make()
     app = Celery(set_as_current=False)
-    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[assignment, method-assign]
+    made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[method-assign]
     made.runner = made.make_runner()
     return made
 

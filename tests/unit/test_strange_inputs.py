@@ -15,9 +15,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from delaytasks.core.body_json import encode_body
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidRetryScheduleError
-from delaytasks.core.inputs import check_key, check_queue, check_tag, check_wait, encode_body
+from delaytasks.core.inputs import check_key, check_queue, check_tag, check_wait
 from delaytasks.core.masking import mask_url
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, Status, following
@@ -104,8 +105,8 @@ def test_any_body_comes_back_from_its_text_or_is_refused(body: Any) -> None:
 @fuzz(300)
 @given(st.builds(json.dumps, json_like) | st.text(max_size=30), st.integers(-(2**31), 2**31 - 1))
 @example('{"expires_s": ' + "9" * 400 + "}", 1)
-@example('{"retry": {"rungs_s": [5], "jitter": 0}}', -5)
-@example('{"retry": {"rungs_s": 5, "jitter": 0}, "expires_s": NaN}', 1)
+@example('{"retry": {"retry_delays_s": [5], "jitter": 0}}', -5)
+@example('{"retry": {"retry_delays_s": 5, "jitter": 0}, "expires_s": NaN}', 1)
 def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
     now = datetime.now(timezone.utc)
     task = DelayTask(

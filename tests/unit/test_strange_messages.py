@@ -24,13 +24,12 @@ from kombu.serialization import prepare_accept_content
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers.direct import read_notice
-from delaytasks.timers.eta import RUN
+from delaytasks.timers.eta import RUN, SWEEP
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_compat.message_guard import GuardStep
 from delaytasks.worker.celery_compat.redis_guard import RedisGuard
-from delaytasks.worker.celery_tasks import SWEEP
 from tests.fuzzing import fuzz, json_like
-from tests.unit.test_runtime import Worker, make_runtime
+from tests.unit.runtime_harness import WorkerDouble, make_runtime
 
 DUE = 1_700_000_000_000_000
 
@@ -52,7 +51,7 @@ class GuardedConsumer:
         self.runtime = make_runtime(folder)
         self.app: Celery = wiring_of(self.runtime.celery_worker.delays).celery
         self.app.conf.update(conf)
-        worker = Worker()
+        worker = WorkerDouble()
         worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state  # type: ignore[attr-defined]
         self.consumer = Consumer(
             lambda *_: None, app=self.app, controller=worker, hostname="w", timer=Timer()
@@ -68,9 +67,9 @@ class GuardedConsumer:
         self.entries: list[Entry] = []
         self.drained: list[tuple[Any, ...]] = []
         self.sweeps: list[Any] = []
-        self.runtime.near_entries.hold = self.entries.extend  # type: ignore[method-assign]
+        self.runtime.dispatcher.receive = self.entries.extend  # type: ignore[assignment, method-assign]
         self.runtime.dispatcher.drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
-        self.runtime.sweep_loops.request = self.sweeps.append  # type: ignore[method-assign]
+        self.runtime.sweep_loops.request = self.sweeps.append  # type: ignore[assignment, method-assign]
 
     def read(
         self, body: Any, headers: Any = None, kind: Any = "application/json", **more: Any
@@ -148,7 +147,7 @@ header = st.dictionaries(
         [RUN, SWEEP, "no.such.task", "gzip", "9999-12-31T00:00:00", "0001-01-01", "now"]
     ),
 )
-headers = (
+headers: st.SearchStrategy[Any] = (
     st.just({"task": RUN, "id": "x"}) | st.just({"task": SWEEP, "id": "x"}) | st.just({}) | header
 )
 kinds = st.just("application/json") | st.sampled_from(
@@ -335,7 +334,7 @@ def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(
     tmp_path: Path, name: str
 ) -> None:
     """The app's own messages may be compressed."""
-    reader, taken = GuardedConsumer(tmp_path), []
+    reader, taken = GuardedConsumer(tmp_path), list[Any]()
     ours, theirs = Queue("delaytasks.default"), Queue("celery")
     with Connection("memory://") as connection:
         GuardStep(reader.consumer)._guard_connection(connection)

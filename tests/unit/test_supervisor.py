@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from delaytasks.cli.supervisor import Log, Spec, Supervisor
+from delaytasks.cli.supervisor import CombinedLog, Spec, Supervisor
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="up runs on Linux and macOS")
 
@@ -83,7 +83,7 @@ if not note.exists():
 
 def test_a_log_line_cannot_move_the_cursor_and_keeps_its_level() -> None:
     said = io.StringIO()
-    log = Log(
+    log = CombinedLog(
         Console(file=said, width=200, force_terminal=True, color_system="standard"), ["worker"]
     )
     log.line(

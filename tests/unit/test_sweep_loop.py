@@ -11,6 +11,7 @@ import pytest
 from delaytasks.core.events import Events
 from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker.sweep_loop import SweepLoop
+from tests.unit.manual_monotonic import ManualMonotonic
 
 
 class SweepLoopHarness:
@@ -31,49 +32,51 @@ class SweepLoopHarness:
         self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
         self.workers = [{"name": "w1", "started_at": 1}]
         self.published: list[str] = []
-        workers = SimpleNamespace(
-            seen=self.seen, gone=lambda _: None, alive=lambda: list(self.workers)
-        )
         self.registry = [SimpleNamespace(tag="mail")]
         self.defer: list[Any] = []
         self.brought: list[Any] = []
         self.dispatcher = SimpleNamespace()
         self.inline_timer = SimpleNamespace(arm=self.brought.append)
-        deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
-        sweeps = SimpleNamespace(
-            forget_armed=lambda: self.note("forget"),
-            stale_sweep_partitions=self.stale_sweep_partitions,
-        )
-        shard: Any = SimpleNamespace(
-            number=0,
-            store=SimpleNamespace(workers=workers, sweeps=sweeps, deferred_rows=deferred_rows),
-            close=lambda: None,
-            clock=SimpleNamespace(offset_s=0.0),
-            sweeper=SimpleNamespace(
-                sweep=lambda sweep_partition, *_: self.note(f"sweep {sweep_partition}"),
-                begin=lambda *_: self.note("begin"),
-            ),
-            named=lambda what: what,
-        )
-        worker: Any = SimpleNamespace(hostname="w1", pool=SimpleNamespace(limit=2))
+        self.pool = SimpleNamespace(limit=2)
         here: Any = self
         self.loop = SweepLoop(
-            shard,
+            here.shard(),
             here.settings,
             here.events,
             here.processes,
             here.registry,
             here.inline_timer,
             here.dispatcher,
-            worker.pool,
-            worker.hostname,
+            here.pool,
+            "w1",
             polls_table=True,
         )
 
-    def seen(
+    def shard(self) -> Any:
+        workers = SimpleNamespace(
+            report=self.report, remove=lambda _: None, all=lambda: list(self.workers)
+        )
+        deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
+        sweeps = SimpleNamespace(
+            forget_armed=lambda: self.note("forget"),
+            stale_sweep_partitions=self.stale_sweep_partitions,
+        )
+        return SimpleNamespace(
+            number=0,
+            store=SimpleNamespace(workers=workers, sweeps=sweeps, deferred_rows=deferred_rows),
+            close=lambda: None,
+            clock=SimpleNamespace(offset_s=0.0),
+            sweeper=SimpleNamespace(
+                sweep=lambda sweep_partition, *_: self.note(f"sweep {sweep_partition}"),
+                drain_own=lambda *_: self.note("drain own"),
+            ),
+            named=lambda what: what,
+        )
+
+    def report(
         self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]
     ) -> None:
-        self.note("seen")
+        self.note("report")
         self.published = tags
 
     def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
@@ -97,44 +100,40 @@ class SweepLoopHarness:
         return list(self.done)
 
 
-class Time:
-    now = 1000.0
-
-
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(sweep_loop_module, "monotonic", lambda: time.now)
+def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+    time = ManualMonotonic()
+    monkeypatch.setattr(sweep_loop_module, "monotonic", time)
     return time
 
 
 @pytest.fixture
-def place(time: Time) -> SweepLoopHarness:
+def place(time: ManualMonotonic) -> SweepLoopHarness:
     return SweepLoopHarness(sweep_partitions=3)
 
 
 def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
-    place: SweepLoopHarness, time: Time
+    place: SweepLoopHarness, time: ManualMonotonic
 ) -> None:
     """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
     asked_at = []
     for _ in range(40):
         if "stale" in place.turn():
-            asked_at.append(time.now)
-        time.now += 0.5
+            asked_at.append(time.at)
+        time.at += 0.5
     assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
 def test_a_worker_that_cannot_report_sweeps_nevertheless(
     place: SweepLoopHarness,
 ) -> None:
-    place.fails = {"seen"}
+    place.fails = {"report"}
     place.loop.request(1)
-    assert place.turn() == ["begin", "sweep 1", "stale"]
+    assert place.turn() == ["drain own", "sweep 1", "stale"]
     assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [
-        ("sweep", "report", "OSError: seen failed")
+        ("sweep", "report", "OSError: report failed")
     ]
-    assert place.turn() == ["seen"], "and says it at the next turn"
+    assert place.turn() == ["report"], "and says it at the next turn"
 
 
 def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: SweepLoopHarness) -> None:
@@ -142,11 +141,17 @@ def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: SweepLoop
     assert place.published == ["mail"]
 
 
-def test_a_worker_that_begins_looks_for_what_is_overdue_once(place: SweepLoopHarness) -> None:
-    place.fails = {"begin"}
-    assert place.turn() == ["seen", "stale"]
-    assert place.turn() == ["begin"], "the first look failed"
+def test_a_worker_looks_for_what_is_overdue_in_its_queues_at_its_start_and_every_self_sweep(
+    place: SweepLoopHarness, time: ManualMonotonic
+) -> None:
+    place.fails = {"drain own"}
+    assert place.turn() == ["report", "stale"]
+    assert place.turn() == ["drain own"], "the first look failed"
     assert place.turn() == []
+    time.at += place.settings.self_sweep_s - 1
+    assert "drain own" not in place.turn()
+    time.at += 1
+    assert "drain own" in place.turn()
 
 
 def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
@@ -172,7 +177,7 @@ def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
 def test_a_requested_partition_is_kept_until_it_is_swept(place: SweepLoopHarness) -> None:
     place.fails = {"sweep 0"}
     place.loop.request(None)
-    assert place.turn() == ["seen", "begin", "sweep 1", "sweep 2", "stale"]
+    assert place.turn() == ["report", "drain own", "sweep 1", "sweep 2", "stale"]
     assert [f["stage"] for f in place.told] == ["partition 0"]
     assert place.turn() == ["sweep 0"]
     assert place.turn() == []
@@ -184,7 +189,7 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
     place.fails = {"forget"}
     place.loop.forget_armed()
     place.loop.request(2)
-    assert place.turn() == ["seen", "begin", "sweep 2", "stale"]
+    assert place.turn() == ["report", "drain own", "sweep 2", "stale"]
     assert place.turn() == ["forget"]
     assert place.turn() == []
 
@@ -193,6 +198,6 @@ def test_stale_partitions_are_looked_for_until_the_query_succeeds(
     place: SweepLoopHarness,
 ) -> None:
     place.fails, place.stale = {"stale"}, [2]
-    assert place.turn() == ["seen", "begin"]
+    assert place.turn() == ["report", "drain own"]
     assert place.turn() == ["stale", "sweep 2"]
     assert place.turn() == []

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.clock import ManualClock
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, Level, QueuePlace
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import MOST_OTHERS
-from delaytasks.timers.direct import LOOK_S
+from delaytasks.timers.direct import NOTIFIED_POLL_S
 from delaytasks.worker import table_poller
 from delaytasks.worker.table_poller import MAX_REST_S, MIN_REST_S, REST_GROWTH, TablePoller
+from tests.manual_clock import ManualClock
 
 
 class PollerHarness:
@@ -29,9 +29,9 @@ class PollerHarness:
         self.asked: list[tuple[str, list[int]]] = []
         self.is_up = True
         sweeps = SimpleNamespace(
-            look=self._look, levels_of=self._levels_of, next_queues=self._next_queues
+            first_due_between=self._look, levels_of=self._levels_of, next_queues=self._next_queues
         )
-        workers = SimpleNamespace(alive=list)
+        workers = SimpleNamespace(all=list)
         shard = SimpleNamespace(
             number=0, clock=self.clock, named=str, close=lambda: None,
             policies=SimpleNamespace(known=None),
@@ -44,9 +44,9 @@ class PollerHarness:
         dispatcher = SimpleNamespace(
             shard_health=shard_health,
             drain=lambda *args: self.asked.append(args[:2]),
+            receive=self.held.extend,
             shard_queues=[self.shard_queue],
         )
-        near_entries = SimpleNamespace(hold=self.held.extend)
         fakes: list[Any] = [
             shard,
             Settings(),
@@ -54,10 +54,10 @@ class PollerHarness:
             self.processes,
             SimpleNamespace(all=lambda: {"default", "mail"}),
             dispatcher,
-            near_entries,
             SimpleNamespace(refuse=print),
+            "me",
         ]
-        self.poller = TablePoller(*fakes, hostname="me")
+        self.poller = TablePoller(*fakes)
         self.poller._shares = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
 
     def _levels_of(self, queues: list[str], late_s: float) -> list[Level]:
@@ -108,7 +108,7 @@ def test_and_often_again_once_something_was_found_late(bench: PollerHarness) -> 
 
 def test_a_table_with_notices_is_read_once_a_second(bench: PollerHarness) -> None:
     bench.poller.listener.is_listening = True
-    assert rests(bench, 3) == [LOOK_S] * 3
+    assert rests(bench, 3) == [NOTIFIED_POLL_S] * 3
 
 
 def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
@@ -155,5 +155,5 @@ def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
 
 def test_a_database_that_is_down_is_left_alone(bench: PollerHarness) -> None:
     bench.is_up, bench.rows = False, bench.entries(1, in_s=0)
-    assert rests(bench, 1) == [LOOK_S]
+    assert rests(bench, 1) == [NOTIFIED_POLL_S]
     assert bench.held == []

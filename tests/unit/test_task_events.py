@@ -185,13 +185,13 @@ def test_a_row_that_was_given_up_has_failed(rows: TaskEvents, heard: Heard) -> N
     )
 
 
-class Unsayable(Exception):
+class UnreadableError(Exception):
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
 
 
 @pytest.mark.parametrize(
-    "error", [Unsayable(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)]
+    "error", [UnreadableError(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)]
 )
 def test_any_error_can_be_told(rows: TaskEvents, heard: Heard, error: Exception) -> None:
     rows.started(ROW, NOON, NOON)

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.core.capacity import LOOK_S, UNLIMITED, Capacity, StartPace, WaitlistState
-from delaytasks.worker import waitlists
-from delaytasks.worker.waitlists import PROBE_S, WaitlistName, Waitlists, WaitlistVisit
+from delaytasks.core.waitlists import WAITLIST_RECHECK_S, WaitlistState
+from delaytasks.limits import tracked_waitlists
+from delaytasks.limits.capacity import UNLIMITED, Capacity, StartPace
+from delaytasks.limits.tracked_waitlists import (
+    PROBE_S,
+    TrackedWaitlists,
+    WaitlistName,
+    WaitlistVisit,
+)
+from tests.unit.manual_monotonic import ManualMonotonic
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 
@@ -68,38 +76,34 @@ def test_one_process_takes_a_share_of_the_capacity() -> None:
     )
     assert capacity.full_keys == ["a"]
     capacity.limit_rate(StartPace(1.0, 2), 0.5)
-    assert (capacity.free, capacity.share(100), capacity.look_s) == (1, 1, LOOK_S)
+    assert (capacity.free, capacity.share(100), capacity.recheck_s) == (1, 1, WAITLIST_RECHECK_S)
     capacity.limit_rate(StartPace(1.0, 2), 1.25)
-    assert (capacity.free, capacity.share(100), capacity.look_s) == (0, 0, 0.25)
-
-
-class Time:
-    now = 1000.0
+    assert (capacity.free, capacity.share(100), capacity.recheck_s) == (0, 0, 0.25)
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(waitlists, "monotonic", lambda: time.now)
+def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+    time = ManualMonotonic()
+    monkeypatch.setattr(tracked_waitlists, "monotonic", time)
     return time
 
 
-def visited(of: Waitlists) -> WaitlistName | None:
+def visited(of: TrackedWaitlists) -> WaitlistName | None:
     """Return the waitlist to which a free process is sent."""
     visit = of.next_visit()
     return None if visit is None else visit.waitlist
 
 
-def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(time: Time) -> None:
-    found = Waitlists()
+def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
     assert visited(found) is None
-    assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == LOOK_S
-    assert sorted([visited(found), visited(found), visited(found)]) == [MAIL, MAIL, SLOW]
+    assert found.update([WaitlistState(*MAIL, 2), WaitlistState(*SLOW, 1)]) == WAITLIST_RECHECK_S
+    assert Counter([visited(found), visited(found), visited(found)]) == {MAIL: 2, SLOW: 1}
     assert visited(found) is None
 
 
-def test_each_process_that_ends_frees_a_slot(time: Time) -> None:
-    found = Waitlists()
+def test_each_process_that_ends_frees_a_slot(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL, 2)])
     assert [visited(found), visited(found)] == [MAIL, MAIL]
     found.update([WaitlistState(*MAIL, 1)], MAIL)
@@ -107,22 +111,22 @@ def test_each_process_that_ends_frees_a_slot(time: Time) -> None:
     assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
 
 
-def test_a_full_waitlist_is_checked_again_later(time: Time) -> None:
-    found = Waitlists()
-    assert found.update([WaitlistState(*MAIL, 0)]) == LOOK_S
+def test_a_full_waitlist_is_checked_again_later(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
+    assert found.update([WaitlistState(*MAIL, 0)]) == WAITLIST_RECHECK_S
     assert found.update([WaitlistState(*MAIL, 0)]) is None, "somebody will look already"
     assert found.update([WaitlistState(*MAIL, 0, 0.1)]) == 0.1
     assert visited(found) is None
-    time.now += 0.2
+    time.at += 0.2
     assert visited(found) == MAIL
     assert visited(found) is None
     waits = []
     for _ in range(8):
         waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL))
         assert visited(found) is None
-        time.now += LOOK_S
+        time.at += WAITLIST_RECHECK_S
         assert visited(found) == MAIL
-    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, LOOK_S, LOOK_S], (
+    assert waits == [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S], (
         "soon, then less and less often"
     )
     found.update([WaitlistState(*MAIL, 1)], MAIL)
@@ -130,42 +134,42 @@ def test_a_full_waitlist_is_checked_again_later(time: Time) -> None:
     assert found.update([WaitlistState(*MAIL, 0)], MAIL) == 0.02
 
 
-def test_while_processes_run_long_tasks_more_and_more_others_probe(time: Time) -> None:
+def test_while_processes_run_long_tasks_more_and_more_others_probe(time: ManualMonotonic) -> None:
     """A limit may have been raised, and a process that runs a long task reports nothing."""
-    found = Waitlists()
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert found.next_visit() == WaitlistVisit(MAIL, is_probe=False)
     sent = []
     for _ in range(5):
         assert found.next_check_s == pytest.approx(PROBE_S)
-        time.now += PROBE_S
+        time.at += PROBE_S
         turns = [found.next_visit() for _ in range(40)]
         assert set(turns) <= {WaitlistVisit(MAIL, is_probe=True), None}
         sent.append(len(turns) - turns.count(None))
     assert sent == [2, 4, 8, 16, 32]
 
 
-def test_probes_without_success_become_rarer_down_to_one_a_second(time: Time) -> None:
-    found = Waitlists()
+def test_probes_without_success_become_rarer_down_to_one_a_second(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert visited(found) == MAIL
-    time.now += PROBE_S
+    time.at += PROBE_S
     assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
     found.update([WaitlistState(*MAIL, 0)], MAIL, is_probe=True)
     waits = []
     for _ in range(5):
         waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL, is_probe=True))
         assert visited(found) is None
-        time.now += waits[-1] or 0
+        time.at += waits[-1] or 0
         assert [visited(found), visited(found)] == [MAIL, None]
-    assert waits == [0.4, 0.8, LOOK_S, LOOK_S, LOOK_S]
+    assert waits == [0.4, 0.8, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S, WAITLIST_RECHECK_S]
 
 
-def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(time: Time) -> None:
-    found = Waitlists()
+def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert visited(found) == MAIL
-    time.now += PROBE_S
+    time.at += PROBE_S
     assert visited(found) == MAIL
     found.update([WaitlistState(*MAIL, 3)], MAIL, is_probe=True)
     assert [found.next_visit(), found.next_visit(), found.next_visit()] == [
@@ -175,20 +179,20 @@ def test_a_probe_that_finds_many_free_slots_calls_as_many_processes(time: Time) 
     ]
 
 
-def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(time: Time) -> None:
+def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(time: ManualMonotonic) -> None:
     """One process is enough for quick rows of a tag with a rate. It waits for the next start."""
-    found = Waitlists()
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL, 1)])
     assert visited(found) == MAIL
-    time.now += PROBE_S
+    time.at += PROBE_S
     assert visited(found) == MAIL
     assert found.update([WaitlistState(*MAIL, 1)], MAIL, is_probe=True) == PROBE_S
     assert visited(found) is None
 
 
-def test_a_waitlist_that_a_chunk_met_is_visited_unless_it_is_known(time: Time) -> None:
-    found, seen = Waitlists(), [WaitlistState(*MAIL, None)]
-    assert found.update(seen) == LOOK_S
+def test_a_waitlist_that_a_chunk_met_is_visited_unless_it_is_known(time: ManualMonotonic) -> None:
+    found, seen = TrackedWaitlists(), [WaitlistState(*MAIL, None)]
+    assert found.update(seen) == WAITLIST_RECHECK_S
     assert visited(found) == MAIL
     assert found.update(seen) is None
     assert visited(found) is None, "somebody is at it"
@@ -197,13 +201,13 @@ def test_a_waitlist_that_a_chunk_met_is_visited_unless_it_is_known(time: Time) -
         waits.append(found.update([WaitlistState(*MAIL, 0)], MAIL))
         assert found.update(seen) is None
         assert visited(found) is None, "somebody will look"
-        time.now += LOOK_S
+        time.at += WAITLIST_RECHECK_S
         assert visited(found) == MAIL
     assert waits == [0.02, 0.04, 0.08], "less and less often"
 
 
-def test_an_empty_waitlist_is_forgotten(time: Time) -> None:
-    found = Waitlists()
+def test_an_empty_waitlist_is_forgotten(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL, 3)])
     assert visited(found) == MAIL
     assert found.update([], MAIL) is None
@@ -211,24 +215,24 @@ def test_an_empty_waitlist_is_forgotten(time: Time) -> None:
     assert visited(found) is None
 
 
-def test_a_waitlist_whose_process_failed_is_visited_again(time: Time) -> None:
-    found = Waitlists()
+def test_a_waitlist_whose_process_failed_is_visited_again(time: ManualMonotonic) -> None:
+    found = TrackedWaitlists()
     found.update([WaitlistState(*MAIL)])
     assert visited(found) == MAIL
     assert found.visit_failed(MAIL) == 0.02
-    time.now += LOOK_S
+    time.at += WAITLIST_RECHECK_S
     assert visited(found) == MAIL
 
 
 def test_thousands_of_waitlists_are_checked_more_rarely_and_never_all_together(
-    time: Time, monkeypatch: pytest.MonkeyPatch
+    time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waitlists, "MAX_WAITLISTS", 30)
-    monkeypatch.setattr(waitlists, "MAX_CHECKS_PER_S", 6)
-    found, met, looks = Waitlists(), set[WaitlistName](), 0
+    monkeypatch.setattr(tracked_waitlists, "MAX_TRACKED_WAITLISTS", 30)
+    monkeypatch.setattr(tracked_waitlists, "MAX_CHECKS_PER_S", 6)
+    found, met, looks = TrackedWaitlists(), set[WaitlistName](), 0
     found.update([WaitlistState("default", f"t{number:05}", 0) for number in range(90)])
     for _ in range(100):
-        time.now += LOOK_S / 2
+        time.at += WAITLIST_RECHECK_S / 2
         while (key := visited(found)) is not None:
             met.add(key)
             looks += 1

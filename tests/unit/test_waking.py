@@ -43,4 +43,5 @@ def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
         thread.join(5)
         silent.close()
         other_end.close()
+        hub.close()
     assert not thread.is_alive()

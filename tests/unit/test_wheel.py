@@ -12,7 +12,7 @@ import pytest
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.timers.timing_wheel import SLOTS, TICK_US, TimingWheel, WheelThread
+from delaytasks.timers.timing_wheel import SLOTS, TICK_US, SharedWheel, TimingWheel, WheelThread
 from tests.waiting import wait_until
 
 START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
@@ -35,7 +35,8 @@ class Collector:
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.came: list[tuple[str, int]] = []
-        self.wheel: WheelThread[str] = WheelThread(clock, self.take, Events())
+        self.wheel: SharedWheel[str] = SharedWheel(clock)
+        self.thread = WheelThread(self.wheel, self.take, Events())
 
     def take(self, entries: list[str]) -> None:
         now = self.clock.now_us()
@@ -60,12 +61,12 @@ def start() -> Iterator[Start]:
 
     def new(clock: Clock) -> Collector:
         made.append(Collector(clock))
-        made[-1].wheel.loop.start()
+        made[-1].thread.loop.start()
         return made[-1]
 
     yield new
     for one in made:
-        one.wheel.stop()
+        one.thread.stop()
 
 
 # -- the timing wheel -----------------------------------------------------------------------------
@@ -192,19 +193,19 @@ def test_what_falls_due_one_after_the_other_comes_out_together_but_not_after_a_r
         for n in range(100):
             clock.us += 1000
             collector.wheel.add([(f"{n}", clock.us, f"{n}")])
-            rests_s = collector.wheel._turn()
+            rests_s = collector.thread._turn()
             assert rests_s is None or 0 < rests_s <= 0.005
         sizes = [*Counter(came_us for _, came_us in collector.came).values()]
         assert sizes[:10] == [1] * 10
         assert set(sizes[15:]) == {5}
         clock.us += 55_000
-        collector.wheel._turn()
+        collector.thread._turn()
 
 
 def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
     collector = start(Clock())
     collector.add("far", 3600_000_000)
-    wait_until(lambda: collector.wheel._wakes_at is not None, 5, "the thread to sleep")
+    wait_until(lambda: collector.wheel._next_tick is not None, 5, "the thread to sleep")
     due_us = collector.add("near", 50_000)
     wait_until(lambda: collector.came, 2, "the near one", 0.001)
     assert collector.names == ["near"]
@@ -243,11 +244,11 @@ def test_stopping_returns_what_is_held_and_nothing_comes_out_any_more(start: Sta
     for n in range(100):
         collector.add(f"{n}", 20_000 + n * 1000)
     wait_until(lambda: len(collector.came) > 10, 5, "some of them", 0.0005)
-    held = collector.wheel.stop()
+    held = collector.thread.stop()
     came = list(collector.names)
     assert sorted(held + came, key=int) == [f"{n}" for n in range(100)], "each is in one place"
     assert held
-    assert collector.wheel.stop() == []
+    assert collector.thread.stop() == []
     assert collector.wheel.late_s == 0, "nothing waits in vain"
     assert collector.names == came
 
@@ -256,7 +257,7 @@ def test_a_thread_at_rest_asks_for_no_time(start: Start) -> None:
     clock = SetClock()
     collector = start(clock)
     collector.add("far", 3600_000_000)
-    wait_until(lambda: collector.wheel._wakes_at is not None, 5, "the thread to sleep")
+    wait_until(lambda: collector.wheel._next_tick is not None, 5, "the thread to sleep")
     asked = clock.asked
     assert not threading.Event().wait(0.2)
     assert clock.asked - asked <= 3, "it sleeps, for seconds at a time"
@@ -294,12 +295,13 @@ def test_while_entries_are_handed_over_others_can_be_added(start: Start) -> None
         assert goes_on.wait(5)
 
     clock = Clock()
-    wheel: WheelThread[str] = WheelThread(clock, slow, Events())
-    wheel.loop.start()
+    wheel: SharedWheel[str] = SharedWheel(clock)
+    thread = WheelThread(wheel, slow, Events())
+    thread.loop.start()
     wheel.add([("a", clock.now_us(), "a")])
     wait_until(lambda: came, 2, "the first", 0.001)
     wheel.add([("b", clock.now_us() + 10_000, "b"), ("c", clock.now_us(), "c")])
     assert came == ["a"]
     goes_on.set()
     wait_until(lambda: sorted(came) == ["a", "b", "c"], 2, "the others", 0.001)
-    wheel.stop()
+    thread.stop()

@@ -41,7 +41,7 @@ def test_a_task_of_the_future_names_its_due_time() -> None:
 
 @pytest.mark.parametrize(("kind", "name"), [("tag", "mail.send"), ("queue", "letters")])
 def test_a_pause_names_its_author_and_the_command_that_ends_it(kind: str, name: str) -> None:
-    policy = Policy(kind, name, is_paused=True, updated_by="ann@desk", update_time=NOW)  # type: ignore[arg-type]
+    policy = Policy(kind, name, is_paused=True, updated_by="ann@desk", update_time=NOW)
     for task in (TASK, replace(TASK, status=Status.HELD)):
         found = facts(task, policies=[policy])
         assert codes(found) == ["paused"]

@@ -18,7 +18,7 @@ from sqlalchemy import select
 
 from delaytasks.attachment import import_entry_points
 from delaytasks.client import DelayTasks
-from delaytasks.contrib.django.executor import DjangoExecutor
+from delaytasks.contrib.django.connection import DjangoConnection
 from delaytasks.contrib.django.transaction import DjangoTransaction
 from delaytasks.contrib.django.url import database_url
 from delaytasks.core.errors import ConfigError
@@ -99,7 +99,7 @@ class DjangoDelays(DelayTasks):
             return super()._database_now(insists)
         try:
             now: datetime = (
-                DjangoExecutor(connections[self.alias]).peek(select(db_now())).scalar_one()
+                DjangoConnection(connections[self.alias]).peek(select(db_now())).scalar_one()
             )
         except Error:
             with DjangoTransaction(self.alias).guard():  # translates the error

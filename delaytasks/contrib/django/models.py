@@ -9,7 +9,7 @@ from django.db import models
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.encryption import decoded
-from delaytasks.core.inputs import KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 from delaytasks.storage.schema import BODY
 from delaytasks.wiring import wiring_of
@@ -68,6 +68,8 @@ class DelayTaskRow(models.Model):
     lease_until = models.DateTimeField(null=True)
     worker = models.CharField(max_length=255, null=True)
     task_key = models.CharField(max_length=KEY_LENGTH, null=True)
+    result = models.TextField(null=True)
+    concurrency_key = models.CharField(max_length=CONCURRENCY_KEY_LENGTH, null=True)
     due_time = models.DateTimeField(null=True)
 
     objects = DelayTaskRows.as_manager()

@@ -9,7 +9,7 @@ from django.db import transaction
 from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, insert
 from sqlalchemy.schema import CreateTable
 
-from delaytasks.contrib.django.executor import DjangoExecutor, dialect_of
+from delaytasks.contrib.django.connection import DjangoConnection, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.storage import migrations
 from delaytasks.wiring import wiring_of
@@ -62,7 +62,7 @@ def _stamp(schema_editor: Any, prefix: str) -> None:
     schema_editor.execute(
         str(CreateTable(table).compile(dialect=dialect_of(schema_editor.connection))), None
     )
-    DjangoExecutor(schema_editor.connection).execute(
+    DjangoConnection(schema_editor.connection).execute(
         insert(table), {"version_num": migrations.head()}
     )
 

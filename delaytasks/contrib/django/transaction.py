@@ -18,7 +18,7 @@ from django.db import (
 )
 from sqlalchemy import exc
 
-from delaytasks.contrib.django.executor import DjangoExecutor
+from delaytasks.contrib.django.connection import DjangoConnection
 from delaytasks.core.errors import (
     OutcomeUnknownError,
     SessionUnusableError,
@@ -35,18 +35,18 @@ class DjangoTransaction:
     """Inside `atomic`, the caller's transaction; outside, one transaction for each call."""
 
     def __init__(self, alias: str) -> None:
-        self._connection = connections[alias]
-        self.executor = DjangoExecutor(self._connection)
+        self._django_connection = connections[alias]
+        self.connection = DjangoConnection(self._django_connection)
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
-        connection = self._connection
+        connection = self._django_connection
         if connection.in_atomic_block or self.stands_alone:
             transaction.on_commit(partial(action, tasks), using=connection.alias, robust=True)
         # Otherwise the caller commits without a hook of Django: the sweep finds the row.
 
     @property
     def stands_alone(self) -> bool:
-        connection = self._connection
+        connection = self._django_connection
         if connection.in_atomic_block:
             return False
         # `get_autocommit` would connect, and fail while the database is away.
@@ -58,11 +58,11 @@ class DjangoTransaction:
         return bool(is_autocommit)
 
     @contextmanager
-    def guard(self, unknown_id: int | None = None) -> Iterator[DjangoExecutor]:
-        connection, is_written, is_alone = self._connection, False, self.stands_alone
+    def guard(self, unknown_id: int | None = None) -> Iterator[DjangoConnection]:
+        connection, is_written, is_alone = self._django_connection, False, self.stands_alone
         try:
             with transaction.atomic(using=connection.alias) if is_alone else nullcontext():
-                yield self.executor
+                yield self.connection
                 is_written = True
         except SessionUnusableError as error:
             # An inner guard mistook the transaction of this guard for the caller's.
@@ -72,7 +72,7 @@ class DjangoTransaction:
         except (Error, exc.DBAPIError) as error:
             if is_alone:
                 raise self._typed(
-                    error, (self.executor.written_id or unknown_id) if is_written else None
+                    error, (self.connection.written_id or unknown_id) if is_written else None
                 ) from error
             if connection.in_atomic_block:
                 # PostgreSQL would now answer COMMIT with a ROLLBACK and no error.
@@ -83,12 +83,12 @@ class DjangoTransaction:
             ) from error
 
     def _typed(self, error: Exception, unknown_id: int | None) -> StoreError:
-        alias, reason = self._connection.alias, _reason(error)
+        alias, reason = self._django_connection.alias, _reason(error)
         # Django checks its connections only between requests, and a script has no requests.
-        self._connection.close_if_unusable_or_obsolete()
+        self._django_connection.close_if_unusable_or_obsolete()
         is_read_only = is_demoted(error.__cause__ or error)
         if is_read_only:
-            self._connection.close()  # a new connection may reach the new primary
+            self._django_connection.close()  # a new connection may reach the new primary
         if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
             return StoreError(f"database {alias!r} refused: {reason}")
         if unknown_id is not None and not is_read_only:

@@ -7,7 +7,7 @@ from typing import Any
 
 from celery import signals
 
-from delaytasks.worker.celery_tasks import SWEEP
+from delaytasks.timers.eta import SWEEP
 
 
 class SweepsAtDebug(logging.Filter):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
@@ -17,9 +17,11 @@ from kombu.serialization import prepare_accept_content
 from kombu.transport import virtual
 
 from delaytasks.worker.celery_compat.broker_errors import DATA_ERRORS, is_broker_error
-from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from delaytasks.worker.celery_compat.versions import keep_polling
-from delaytasks.worker.message_strategy import JSON, MAX_MESSAGE_BYTES
+from delaytasks.worker.refused_messages import JSON, MAX_MESSAGE_BYTES
+
+if TYPE_CHECKING:
+    from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 
 logger = get_logger(__name__)
 #: The methods that Celery's consumer calls for a message that it does not accept, with the position
@@ -85,6 +87,9 @@ class GuardStep(bootsteps.Step):
     def _guard_connection(self, connection: Any) -> Any:
         transport = connection.transport
         if transport.driver_type == "redis":
+            # Imported here: other brokers need no Redis client.
+            from delaytasks.worker.celery_compat.redis_guard import RedisGuard
+
             self._redis = RedisGuard(self._consumer)
             keep_polling(transport, self._consumer.hub)
         else:

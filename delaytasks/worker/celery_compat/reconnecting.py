@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
@@ -22,6 +22,9 @@ from delaytasks.worker.celery_compat.broker_outage import (
     turn_event_loop,
 )
 from delaytasks.worker.celery_compat.versions import LONGEST_PAUSE_S, PAUSE_STEP_S, interval_max
+
+if TYPE_CHECKING:
+    from delaytasks.worker.runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 
@@ -39,7 +42,7 @@ REFUSED_REMEDIES = {
         "other arguments"
     ),
 }
-MEANWHILE = "; until then this worker works from the table"
+UNTIL_CREATED = "; until then this worker works from the table"
 _REFUSED_NAME = re.compile(r"(?:queue|exchange) '([^']*)'")
 
 
@@ -57,7 +60,7 @@ class ReconnectStep(bootsteps.Step):
         blueprint = getattr(consumer, "blueprint", None)
         if blueprint is not None:
             blueprint.start = partial(self._start, consumer, blueprint.start)
-            consumer.on_ready = partial(self._report_ready, consumer, consumer.on_ready)
+            consumer.on_ready = partial(self._on_ready, consumer, consumer.on_ready)
             lost = consumer.on_connection_error_after_connected
             consumer.on_connection_error_after_connected = partial(
                 close_in_background, consumer, lost
@@ -89,7 +92,7 @@ class ReconnectStep(bootsteps.Step):
             # The queue comes back with its node, or an operator repairs it. Celery ends the worker
             # after an error of this kind, but not after a lost connection.
             self._lacks_queue = True
-            raise ConnectionResetError(f"{error}{MEANWHILE}") from error
+            raise ConnectionResetError(f"{error}{UNTIL_CREATED}") from error
 
     def _is_refusal(self, consumer: Any, error: BaseException) -> bool:
         """Return whether RabbitMQ refuses a queue or an exchange, and report which one."""
@@ -97,7 +100,7 @@ class ReconnectStep(bootsteps.Step):
         if code not in REFUSED_REMEDIES or name is None:
             return is_home_node_down(error)
         self._refused = name[1]
-        remedy = REFUSED_REMEDIES[code] + MEANWHILE
+        remedy = REFUSED_REMEDIES[code] + UNTIL_CREATED
         runtime = consumer.controller.delays_runtime
         fields = {"key": name[1], "code": code, "error": str(error), "remedy": remedy}
         runtime.events.emit("queue.blocked", **fields)
@@ -107,10 +110,12 @@ class ReconnectStep(bootsteps.Step):
             runtime.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
         return True
 
-    def _report_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
+    def _on_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
+        runtime: WorkerRuntime = consumer.controller.delays_runtime
+        runtime.connected()
         refused, self._refused = self._refused, None
         if refused is not None:
-            consumer.controller.delays_runtime.events.emit("queue.unblocked", key=refused)
+            runtime.events.emit("queue.unblocked", key=refused)
         on_ready()
 
 

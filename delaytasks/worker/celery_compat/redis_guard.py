@@ -19,7 +19,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.timers.broker_link import WRONG_TYPE
 from delaytasks.worker.celery_compat.broker_errors import is_broker_error
 from delaytasks.worker.celery_compat.versions import brpop_s
-from delaytasks.worker.message_strategy import MAX_MESSAGE_BYTES
+from delaytasks.worker.refused_messages import MAX_MESSAGE_BYTES
 
 #: A key that Redis refused is not read for this time.
 BLOCKED_KEY_REST_S = 2.0
@@ -31,7 +31,7 @@ REFUSED_REMEDY = (
     "check that the broker's user may read and write this key, that Redis has memory, and that it "
     "is a primary"
 )
-MEANWHILE = "; until then workers run what is due from the table"
+UNTIL_REPAIRED = "; until then workers run what is due from the table"
 
 
 class RedisGuard:
@@ -39,7 +39,7 @@ class RedisGuard:
 
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
-        #: By channel: the keys that are not read now, each with its queue.
+        #: The keys that are not read now, each with its queue, by channel.
         self._blocked: dict[Any, dict[str, str]] = {}
         #: When reading began again, by key that was blocked.
         self._retried: dict[str, float] = {}
@@ -270,7 +270,9 @@ class RedisGuard:
         return self._consumer.controller.delays_runtime
 
     def _report(self, key: str, error: object) -> None:
-        remedy = (WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY) + MEANWHILE
+        remedy = (
+            WRONG_TYPE_REMEDY if WRONG_TYPE in str(error) else REFUSED_REMEDY
+        ) + UNTIL_REPAIRED
         self._runtime.events.emit("queue.blocked", key=key, error=str(error), remedy=remedy)
 
     def _report_blocked(self, key: str, queue: str, reason: str) -> None:

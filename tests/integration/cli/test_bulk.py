@@ -9,14 +9,15 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delaytasks import Status
-from delaytasks.scheduling import bulk
+from delaytasks.operations import bulk_run as bulk
 from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until
@@ -51,6 +52,10 @@ def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
 
 
+def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
+    return max(found for task in tasks if (found := shop.delays.get(task).update_time))
+
+
 def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
     tasks = [shop.schedule(delay=delay, queue="reports") for delay in (60, 120)]
     shop.json("reschedule", "--queue", "reports", "--at", "2031-01-01T00:00:00Z", "--yes")
@@ -58,10 +63,7 @@ def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
         "2031-01-01T00:00:00+00:00"
     }
     wait_until(
-        lambda: (
-            wiring_of(shop.delays).store.bulk.now()
-            > max(shop.delays.get(t).update_time for t in tasks)
-        ),
+        lambda: wiring_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
         5,
         "time",
     )
@@ -187,10 +189,10 @@ def test_people_are_asked_with_the_count(shop: Project, typed: str, status: Stat
 
 SLOW = """
 import os, time
-from delaytasks.scheduling import bulk
+from delaytasks.operations import bulk_run as bulk
 from {name} import app
 
-bulk.STEP = 2
+bulk.BULK_ROWS = 2
 step = bulk.BulkRun._step
 def slowly(run, ids):
     open("step", "a").write("x")
@@ -200,6 +202,7 @@ bulk.BulkRun._step = slowly
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
     shop: Project,
@@ -233,13 +236,10 @@ def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
 def test_a_shift_that_is_stopped_says_how_to_go_on(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk, "STEP", 2)
+    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
     wait_until(
-        lambda: (
-            wiring_of(shop.delays).store.bulk.now()
-            > max(shop.delays.get(t).update_time for t in tasks)
-        ),
+        lambda: wiring_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
         5,
         "time",
     )

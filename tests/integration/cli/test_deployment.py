@@ -9,12 +9,13 @@ import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import insert, update
 
 from delaytasks import Status
-from delaytasks.core.shards import home_of
+from delaytasks.core.ids import home_of
 from delaytasks.storage import migrations
 from delaytasks.storage.stats import Count, Stats
 from delaytasks.storage.types import db_now_plus
@@ -37,7 +38,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
             .values(expected_time=db_now_plus(-90))
         )
     for name in ("fresh", "silent"):
-        store.workers.seen(name, ["default", "letters"], "prefork", 2, 1500)
+        store.workers.report(name, ["default", "letters"], "prefork", 2, 1500)
     with store.database.begin() as connection:
         workers = store.schema.workers
         connection.execute(
@@ -79,7 +80,7 @@ def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
 ) -> None:
     tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
     for shard in two.delays.shards:
-        shard.store.workers.seen("both", ["default"], "prefork", 2, 0)
+        shard.store.workers.report("both", ["default"], "prefork", 2, 0)
     found = two.json("stats")
     assert found["counts"]["NOT_COMPLETE"] == 20
     assert [worker["name"] for worker in found["workers"]] == ["both"]
@@ -156,10 +157,10 @@ def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
     store = wiring_of(shop.delays).store
     shop.schedule()
     store.claims("dead", None).claim_due("default", [0], 1)
-    assert shop.json("stats")["lapsed"] == 0
+    assert shop.json("stats")["expired_leases"] == 0
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))
-    assert shop.json("stats")["lapsed"] == 1
+    assert shop.json("stats")["expired_leases"] == 1
 
 
 def test_stats_reports_an_unavailable_broker(
@@ -183,7 +184,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     store = wiring_of(bare.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.create_all(connection)
-    store.workers.seen("fresh", ["default", "letters"], "prefork", 2, 0)
+    store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
     for delay in (5, 5, 500):
         bare.schedule("ok", delay)
     timer = bare.json("stats")["timer"]
@@ -306,7 +307,7 @@ def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> N
 def test_check_finds_rows_that_nobody_will_ever_take(shop: Project) -> None:
     t = wiring_of(shop.delays).store.schema.tasks
     far = datetime(9999, 1, 1, tzinfo=timezone.utc)
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"id": 11, "status": 99},
         {"id": 12, "status": 99},
         {"id": 13, "expected_time": far},

@@ -136,7 +136,7 @@ def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(
 ) -> None:
     tasks = [shop.schedule("ok", 60, n) for n in range(5)]
     reopen(shop, monkeypatch, NEW)
-    monkeypatch.setattr(rotation, "BATCH_ROWS", 2)
+    monkeypatch.setattr(rotation, "ROTATED_ROWS", 2)
     step = Rotation._step
 
     def interrupted(self: Rotation, *rest: Any) -> Any:

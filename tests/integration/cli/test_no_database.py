@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 READING = [
     ["list"], ["stats"], ["check"], ["show", "7"], ["config"], ["db", "current"], ["audit"],
     ["policy", "list"], ["encryption", "status"], ["cancel", "7"], ["retry", "7"],

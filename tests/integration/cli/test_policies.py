@@ -17,7 +17,7 @@ NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
 
 
 def sweep(shop: Project) -> None:
-    holding = wiring_of(shop.delays).sweeper._holding
+    holding = wiring_of(shop.delays).sweeper._pauses
     assert holding is not None
     holding.walk(holding.policies(), lambda: None)
 

@@ -11,6 +11,8 @@ import pytest
 
 from tests.integration.cli.project import ROOT, RUN, Project, write
 
+pytestmark = pytest.mark.slow
+
 
 def test_celery_has_the_same_commands_with_its_own_app(
     shop: Project, process: Callable[..., subprocess.Popen[str]]
@@ -45,12 +47,11 @@ def test_a_pipe_that_closes_early_is_no_error_to_talk_about(
     shop: Project, process: Callable[..., subprocess.Popen[str]], option: list[str]
 ) -> None:
     shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
-    running = process("-c", RUN, "-A", shop.name, "list", *option)
-    assert running.stdout is not None
-    assert running.stderr is not None
-    running.stdout.close()
-    assert running.stderr.read() == ""
-    running.wait(30)
+    with process("-c", RUN, "-A", shop.name, "list", *option) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
 
 
 def test_stats_does_not_wait_for_a_broker_that_says_nothing(
@@ -71,6 +72,7 @@ def test_our_log_keeps_out_of_a_stderr_that_is_for_json(
         assert ("task.failed" in err) is not bool(option), err
 
 
+@pytest.mark.quick
 def test_ids_can_be_cut_out_of_a_pipe(
     shop: Project, process: Callable[..., subprocess.Popen[str]]
 ) -> None:

@@ -48,7 +48,7 @@ def test_show_says_why_in_words_and_in_json(shop: Project) -> None:
 
 
 def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project) -> None:
-    wiring_of(shop.delays).store.workers.seen("w", ["default"], "prefork", 2, 0, ["ok"])
+    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
     task = deferred(shop)
     shown = shop.json("show", str(task.id))
     assert shown["due_time"] < shown["expected_time"]
@@ -69,7 +69,7 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
     deferred(shop)
     for _ in range(2):
         overdue(shop, "mail")
-    wiring_of(shop.delays).store.workers.seen("w", ["default"], "prefork", 2, 0, ["ok"])
+    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
     found = shop.json("stats")
     assert found["overdue"]["count"] == 3
     late = [(each["queue"], each["tag"], each["tasks"], each["code"]) for each in found["late"]]
@@ -89,7 +89,7 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
 
 def test_stats_names_a_deferral_though_no_worker_publishes_its_tags(shop: Project) -> None:
     deferred(shop)
-    wiring_of(shop.delays).store.workers.seen("w", ["default"], "prefork", 2, 0)
+    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
     [late] = shop.json("stats")["late"]
     assert (late["code"], late["tag"]) == ("no_processor", "gone")
     assert shop.json("stats")["workers"][0]["tags"] is None
@@ -114,6 +114,6 @@ def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> Non
 
 def test_tasks_that_wait_for_nothing_but_a_free_worker_are_no_warning(shop: Project) -> None:
     overdue(shop)
-    wiring_of(shop.delays).store.workers.seen("w", ["*"], "prefork", 2, 0, ["ok"])
+    wiring_of(shop.delays).store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
     assert shop.json("check")["warnings"] == []
     assert [each["code"] for each in shop.json("stats")["late"]] == ["due"]

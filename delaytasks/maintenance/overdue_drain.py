@@ -1,0 +1,100 @@
+"""Makes workers drain the queues that have overdue rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+from delaytasks.core.events import Events
+from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.interfaces import Timer
+from delaytasks.core.settings import Settings
+from delaytasks.core.text import first_names
+from delaytasks.maintenance.overdue_queues import OnStep, OverdueLevels, OverdueQueues
+
+if TYPE_CHECKING:
+    from delaytasks.storage.sweep_queries import SweepQueries
+    from delaytasks.storage.worker_table import WorkerTable
+
+#: Most drain messages for one queue in one sweep, for any number of workers.
+MOST_TOKENS = 500
+#: Prefixes of the pool names of workers that receive no messages from the broker. Only a worker
+#: with the `DIRECT` prefix polls the table for rows due within the horizon.
+DIRECT, DRAIN = "direct/", "drain/"
+#: Drains a queue in this worker; returns False if the worker does not serve the queue.
+LocalDrain = Callable[[str, Sequence[int]], bool]
+
+
+class OverdueDrain:
+    def __init__(
+        self,
+        settings: Settings,
+        sweeps: SweepQueries,
+        workers: WorkerTable,
+        timer: Timer,
+        events: Events,
+    ) -> None:
+        self._settings = settings
+        self._workers = workers
+        self._timer = timer
+        self._events = events
+        self._overdue = OverdueQueues(sweeps, settings.grace_s)
+
+    def drain_all(
+        self, paused: Collection[str], on_step: OnStep, drain_locally: LocalDrain
+    ) -> None:
+        """Send drain messages, upon which workers claim overdue rows by themselves.
+
+        The queues that live workers name come first. Each sweep looks at a part of the others.
+        """
+        serving = self._workers_by_queue()
+        named = serving.keys() - {ALL_QUEUES}
+        late = _without(paused, self._overdue.of_named(named, on_step))
+        self._send(late, serving, on_step, drain_locally)
+        others = _without(paused, self._overdue.of_others(named, on_step))
+        if serving[ALL_QUEUES]:
+            self._send(others, serving, on_step, drain_locally)
+        elif others:  # no worker would receive the messages, and they would accumulate
+            prefix = self._settings.namespace
+            remedy = f"start a worker that serves it: celery worker -Q {prefix}.QUEUE"
+            self._events.emit(
+                "queue.unserved", count=len(others), queue=first_names(others), remedy=remedy
+            )
+
+    def drain_own(
+        self, queues: Sequence[str], paused: Collection[str], drain_locally: LocalDrain
+    ) -> None:
+        """Drain the overdue rows of these queues in this worker."""
+        for queue, priorities in _without(paused, self._overdue.of_named(queues)).items():
+            drain_locally(queue, priorities)
+
+    def _workers_by_queue(self) -> Counter[str]:
+        """Return the number of live workers that receive drain messages, for each queue."""
+        is_direct = self._settings.timer == "direct"
+        return Counter(
+            queue
+            for worker in self._workers.all()
+            if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))
+            for queue in worker["queues"]
+        )
+
+    def _send(
+        self,
+        late: OverdueLevels,
+        serving: Counter[str],
+        on_step: OnStep,
+        drain_locally: LocalDrain,
+    ) -> None:
+        for queue, priorities in late.items():
+            workers = serving[queue] + serving[ALL_QUEUES]
+            tokens = min(self._settings.drain_tokens * workers, MOST_TOKENS)
+            if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
+                self._events.emit("sweep.drain", queue=queue, tokens=tokens)
+            elif drain_locally(queue, priorities):  # the broker takes no messages
+                self._events.emit("sweep.local_drain", queue=queue)
+            on_step()
+
+
+def _without(paused: Collection[str], late: OverdueLevels) -> OverdueLevels:
+    return {queue: priorities for queue, priorities in late.items() if queue not in paused}

@@ -1,0 +1,1 @@
+"""The databases of a deployment, and the router that sends each call to its database."""

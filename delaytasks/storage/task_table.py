@@ -1,0 +1,120 @@
+"""The table of the tasks, which other programs may write, too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    SmallInteger,
+    String,
+    Table,
+    text,
+)
+from sqlalchemy.sql.elements import conv
+
+from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.states import Status
+from delaytasks.storage.types import LongText, UTCDateTime, db_now
+
+#: SQLite generates ids only for INTEGER PRIMARY KEY.
+RowId = BigInteger().with_variant(Integer(), "sqlite")
+
+HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
+ENDED_BADLY = f"status IN ({Status.FAILED:d}, {Status.CANCELLED:d})"
+#: MySQL's default collations ignore case and trailing blanks, but 'a' and 'A' are two tags.
+MYSQL_OPTIONS: Any = {
+    "mysql_charset": "utf8mb4",
+    "mysql_collate": "utf8mb4_bin",
+    "mariadb_charset": "utf8mb4",
+    "mariadb_collate": "utf8mb4_bin",
+}
+#: PostgreSQL's storage options. The migration that sets them gives the reasons.
+STORAGE = {
+    "fillfactor": "85",
+    "autovacuum_vacuum_scale_factor": "0.01",
+    "autovacuum_vacuum_threshold": "5000",
+    "autovacuum_analyze_scale_factor": "0.02",
+    "autovacuum_analyze_threshold": "5000",
+}
+
+
+def task_table(metadata: MetaData, prefix: str) -> Table:
+    return Table(
+        prefix + "yb_delay_task_message",
+        metadata,
+        # Columns up to update_time are a contract: a row with only these is a valid task.
+        Column("id", RowId, Identity(always=False), primary_key=True),
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        Column("message_body", LongText, nullable=False),
+        Column(
+            "status", SmallInteger, nullable=False, server_default=text(f"{Status.NOT_COMPLETE:d}")
+        ),
+        Column("error_stack", LongText),
+        Column("version", BigInteger, nullable=False, server_default=text("0")),
+        Column("ip_address", BigInteger),
+        Column("delay_time", BigInteger, nullable=False, server_default=text("0")),
+        Column("expected_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("execution_time", UTCDateTime),
+        Column("create_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("update_time", UTCDateTime, nullable=False, server_default=db_now()),
+        Column("queue", String(QUEUE_LENGTH), nullable=False, server_default="default"),
+        Column("priority", SmallInteger, nullable=False, server_default=text("0")),
+        Column("headers", LongText),
+        Column("attempts", Integer, nullable=False, server_default=text("0")),
+        Column("lapses", Integer, nullable=False, server_default=text("0")),
+        Column("lease_until", UTCDateTime),
+        Column("worker", String(255)),
+        Column("task_key", String(KEY_LENGTH)),
+        Column("result", LongText),
+        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
+        # The due time of a deferred task, whose expected_time is its next try; NULL for other
+        # tasks.
+        Column("due_time", UTCDateTime),
+        *_indexes(prefix),
+        **MYSQL_OPTIONS,
+    )
+
+
+def _indexes(prefix: str) -> Sequence[Index]:
+    return (
+        Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
+        Index(
+            conv(prefix + "idx_yb_delay_hot"),
+            "status",
+            "queue",
+            "priority",
+            "expected_time",
+            # Complete on other databases: MySQL has no partial indexes, and SQLite does not use one
+            # for a status that is a parameter.
+            postgresql_where=text(HOT),
+        ),
+        Index(
+            conv(prefix + "idx_yb_delay_held"),
+            "queue",
+            "priority",
+            "expected_time",
+            postgresql_where=text(f"status = {Status.HELD:d}"),
+        ).ddl_if(dialect="postgresql"),
+        Index(
+            conv(prefix + "idx_yb_delay_ended_badly"),
+            "status",
+            "queue",
+            "priority",
+            "expected_time",
+            postgresql_where=text(ENDED_BADLY),
+        ).ddl_if(dialect="postgresql"),
+        Index(
+            conv(prefix + "idx_yb_delay_key"),
+            "task_key",
+            "expected_time",
+            postgresql_where=text("task_key IS NOT NULL"),
+            sqlite_where=text("task_key IS NOT NULL"),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""Cancel, reschedule and retry many tasks, on every database."""

@@ -1,0 +1,50 @@
+"""Schedule, change and count the tasks of the suites of bulk operations."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+from sqlalchemy import update
+
+from delaytasks import BulkResult, DelayTask, DelayTasks, Status
+from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
+from tests.waiting import wait_until
+
+FAR = 7 * 86400.0
+
+
+def schedule(
+    delays: DelayTasks, tag: str = "mail", delay: float = FAR, **options: Any
+) -> DelayTask:
+    return delays.get(delays.schedule_delay(tag, {}, delay, **options))
+
+
+def pass_a_moment(delays: DelayTasks) -> None:
+    """Wait until scheduled tasks are older than now on a clock that counts milliseconds."""
+    now = wiring_of(delays).store.bulk.now()
+    wait_until(
+        lambda: wiring_of(delays).store.bulk.now() > now + timedelta(milliseconds=2),
+        5,
+        "a later millisecond",
+    )
+
+
+def put(store: Store, task: DelayTask, **values: Any) -> DelayTask:
+    """Write `values` into the row of `task`, and return the task."""
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(update(t).where(t.c.id == task.id).values(**values))
+    return store.tasks.read(task.id)
+
+
+def counts(result: BulkResult) -> tuple[int, int, int]:
+    return result.matched, result.changed, result.refused
+
+
+def statuses(delays: DelayTasks, *tasks: DelayTask) -> list[Status]:
+    return [delays.get(task).status for task in tasks]
+
+
+NOON = datetime(2031, 1, 31, 12, tzinfo=timezone.utc)

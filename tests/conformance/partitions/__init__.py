@@ -1,0 +1,1 @@
+"""The task table in partitions."""

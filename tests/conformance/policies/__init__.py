@@ -1,0 +1,1 @@
+"""Pausing and resuming tags and queues, on every database."""

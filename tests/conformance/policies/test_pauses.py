@@ -1,0 +1,382 @@
+"""Tasks of a paused tag or queue are held, and the policies say so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import event, update
+
+from delaytasks import Status
+from delaytasks.core import errors as e
+from delaytasks.core.interfaces import Entry
+from delaytasks.core.policies import Stamp
+from delaytasks.execution import policy_cache as policies_of
+from delaytasks.wiring import wiring_of
+from delaytasks.worker import chunk_request
+from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
+from tests.counting import counted
+
+
+def find_it_away(*_: Any) -> list[Any]:
+    raise e.StoreUnavailableError("no route to host")
+
+
+# -- pause ---------------------------------------------------------------------------------------
+
+
+def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(
+    field: PolicyHarness,
+) -> None:
+    paused = [
+        field.add(in_s=in_s, **options)
+        for in_s in (-5, 5, HOUR)
+        for options in ({}, {"priority": 3})
+    ]
+    others = [field.add("sms", in_s) for in_s in (-5, 5, HOUR)]
+    policy = field.delays.pause(tag="mail", actor="me")
+    assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == (
+        "tag",
+        "mail",
+        True,
+        "me",
+    )
+    field.sweep()
+    assert field.statuses(*paused) == ["HELD"] * 6
+    assert field.statuses(*others) == ["NOT_COMPLETE"] * 3
+    assert field.count("task.held") == 6
+    [shown] = field.delays.policies()
+    assert (shown.held, shown.is_applied, shown.missing) == (6, True, ())
+    assert counted(field.store)[Status.HELD] == 6
+    assert field.delays.get(paused[0]).version == paused[0].version + 1
+
+
+def test_a_queue_is_paused_whatever_the_tags(field: PolicyHarness) -> None:
+    slow = [field.add(tag, in_s, queue="slow") for tag in ("mail", "sms") for in_s in (-5, HOUR)]
+    other = field.add("mail", -5)
+    field.delays.pause(queue="slow")
+    field.sweep()
+    assert field.statuses(*slow, other) == ["HELD"] * 4 + ["NOT_COMPLETE"]
+    assert [(p.kind, p.name, p.held) for p in field.delays.policies()] == [("queue", "slow", 4)]
+
+
+def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> None:
+    wiring_of(field.delays).store.workers.report("w", ["default", "slow"], "solo", 1, 0)
+    field.delays.pause(queue="slow")
+    field.sweep()
+    # The pause sweeper has already passed the due times of these rows.
+    for queue in ("slow", "default"):
+        field.add("mail", -60, queue=queue)
+    field.sweep()
+    assert [queue for queue, *_ in field.timer.drained] == ["default"]
+
+
+def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: PolicyHarness) -> None:
+    field.delays.pause(tag="mail")
+    field.sweep()  # the pass has ended
+    late = [field.add(in_s=60 + n) for n in range(3)]
+    near = field.add("sms", 60)
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        soon = field.store.tasks.now() + timedelta(seconds=20)
+        connection.execute(update(t).values(expected_time=soon))
+        connection.execute(
+            update(field.store.schema.sweeps).values(armed_until=field.store.tasks.now())
+        )
+    field.sweep()
+    assert field.statuses(*late, near) == ["HELD"] * 3 + ["NOT_COMPLETE"]
+    assert field.timer.ids == [near.id]
+
+
+def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: PolicyHarness) -> None:
+    field.delays.pause(tag="mail")
+    paused, other = field.add(in_s=-5, body="paused"), field.add("sms", -5, body="other")
+    report = field.run(paused, other)
+    assert (report.claimed, report.ran, field.ran) == (2, 1, ["other"])
+    found = field.delays.get(paused)
+    assert (found.status, found.attempts, found.worker, found.execution_time) == (
+        Status.HELD,
+        0,
+        None,
+        None,
+    )
+    assert (found.lease_until, found.lapses, found.version) == (None, 0, paused.version + 2)
+    assert field.count("task.held") == 1
+    assert field.run(found).claimed == 0, "nobody claims it"
+
+
+def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> None:
+    field.delays.pause(tag="mail")
+    task = field.add(in_s=-5)
+    [mine] = field.store.claims("frozen", None).claim([Entry(task.id, task.version, 0)])
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        connection.execute(
+            update(t).values(lease_until=field.store.tasks.now() - timedelta(seconds=9))
+        )
+    field.store.sweeps.recover(5, 10)
+    lapsed = field.delays.get(task)
+    [again] = field.store.claims("other", None).claim_alone(lapsed.id, lapsed.version)
+    assert field.store.paused_rows.hold_claimed([mine]) == set()
+    assert field.delays.get(task).status is Status.RUNNING
+    assert field.store.paused_rows.hold_claimed([again]) == {task.id}
+
+
+def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: PolicyHarness) -> None:
+    rows = [field.add(in_s=-5) for _ in range(7)]
+    field.delays.pause(tag="mail")
+    runner = field.delays.runner()
+    assert [runner.drain("default", [0], 5).is_full for _ in range(2)] == [True, False]
+    assert field.statuses(*rows) == ["HELD"] * 7
+    assert field.ran == []
+
+
+def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
+    task = field.add(in_s=-5)
+    t = field.store.schema.tasks
+    with field.store.database.begin() as connection:
+        connection.execute(update(t).values(lapses=1))
+    field.delays.pause(tag="mail")
+    field.delays.runner().drain("default", [0], 5)
+    found = field.delays.get(task)
+    assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
+
+
+def test_a_process_goes_by_a_pause_within_a_second_or_so(
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = field.process()
+    assert not other.shards[0].policies.current().has_pauses
+    field.delays.pause(tag="mail")
+    assert not other.shards[0].policies.current().has_pauses, "it reads once a second"
+    other.shards[0].policies._read_at -= 1
+    assert other.shards[0].policies.current().pauses("mail", "default")
+
+
+def test_a_pool_process_reads_policies_when_its_main_process_has_others(
+    field: PolicyHarness,
+) -> None:
+    child = field.process().shards[0].policies
+    reads = []
+    read = child._read
+    child._read = lambda *asked: reads.append(1) or read(*asked)
+    child.follow(Stamp())
+    child.current()
+    assert not reads, "without policies nobody asks"
+    field.delays.pause(tag="mail")
+    stamp = field.delays.shards[0].policies.refresh().stamp
+    child.follow(stamp)
+    assert child.current().pauses("mail", "default")
+    child.follow(stamp)
+    assert len(reads) == 1
+
+
+def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
+    field: PolicyHarness,
+) -> None:
+    field.delays.pause(tag="mail")
+    main, child = (field.process().shards[0].policies for _ in range(2))
+    assert main.stamp is None
+    child.follow(main.stamp)
+    assert child.current().pauses("mail", "default")
+    main.refresh()
+    assert main.stamp == child.stamp
+
+
+def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goes_by_what_is_known(
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    field.delays.pause(tag="mail")
+    policies = field.process().shards[0].policies
+    monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
+    with monkeypatch.context() as away:
+        away.setattr(policies, "_read", find_it_away)
+        for _ in range(2):
+            with pytest.raises(e.StoreUnavailableError):
+                policies.current()
+    assert policies.current().pauses("mail", "default")
+    monkeypatch.setattr(policies, "_read", find_it_away)
+    assert policies.current().pauses("mail", "default")
+
+
+def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(field.store.policies, "check", find_it_away)
+    with pytest.raises(e.StoreUnavailableError):
+        field.store.check()
+
+
+def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: PolicyHarness) -> None:
+    p = field.store.schema.policies
+    assert field.store.check() is None
+    with field.store.database.begin() as connection:
+        p.drop(connection)
+    try:
+        with pytest.raises(
+            e.ConfigError, match=r"policies cannot be read, in .*: .*delaytasks db upgrade"
+        ):
+            field.store.check()
+    finally:
+        with field.store.database.begin() as connection:
+            p.create(connection)
+
+
+def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_next_one_does(
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = field.add(in_s=-5)
+    child = field.process()
+    monkeypatch.setattr(chunk_request, "current_app", wiring_of(child).celery)
+    chunk = chunk_request.ChunkRequest((Entry(task.id, task.version, 0),), policies=None)
+    policies = child.shards[0].policies
+    with monkeypatch.context() as away:
+        away.setattr(policies, "_read", find_it_away)
+        report = chunk_request.run_chunk(chunk)
+    assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
+    assert field.statuses(task) == ["NOT_COMPLETE"]
+    assert policies.stamp is None
+    assert chunk_request.run_chunk(chunk).ran == 1
+    assert field.statuses(task) == ["DONE"]
+
+
+# -- other moves of paused rows ------------------------------------------------------------------
+
+
+def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: PolicyHarness) -> None:
+    cancelled, moved, touched = field.add(), field.add(), field.add()
+    replaced = field.add(key="k")
+    field.delays.pause(tag="mail")
+    field.sweep()
+    assert field.delays.cancel(cancelled)
+    assert field.delays.touch(touched, 2 * HOUR)
+    assert field.delays.get(touched).expected_time > touched.expected_time
+    assert field.delays.reschedule(moved, 60).status is Status.NOT_COMPLETE
+    new = field.delays.schedule_delay("mail", {"new": True}, 60, key="k", on_conflict="replace")
+    assert new.id == replaced.id
+    assert field.statuses(cancelled, touched) == ["CANCELLED", "HELD"]
+    due = field.delays.reschedule(moved, 0)
+    field.run(due)
+    assert (field.statuses(due), field.ran) == (["HELD"], []), "it is paused all the same"
+
+
+def test_purging_leaves_what_is_held(field: PolicyHarness) -> None:
+    task, done = field.add(in_s=-5), field.add("sms", -5)
+    field.delays.pause(tag="mail")
+    field.sweep()
+    field.run(done)
+    long_ago = field.store.tasks.now() - timedelta(days=9)
+    with field.store.database.begin() as connection:
+        connection.execute(
+            update(field.store.schema.tasks).values(update_time=long_ago, expected_time=long_ago)
+        )
+    assert field.store.sweeps.purge(86400, 100) == 1
+    assert field.statuses(task) == ["HELD"]
+
+
+# -- policies ------------------------------------------------------------------------------------
+
+
+def test_doing_it_twice_changes_nothing(field: PolicyHarness) -> None:
+    first = field.delays.pause(tag="mail", actor="a")
+    assert field.delays.pause(tag="mail", actor="b") == first
+    assert field.count("policy.changed") == 1
+    assert field.delays.resume(tag="sms").version == 0
+    assert field.delays.clear_policy(queue="q").version == 0
+    assert [policy.name for policy in field.delays.policies()] == ["mail"]
+
+
+def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: PolicyHarness) -> None:
+    field.delays.pause(tag="mail")
+    field.delays.set_policy("mail", concurrency=10, key_concurrency=2, rate="100/s")
+    field.delays.resume(tag="mail")
+    policy = field.delays.set_policy("mail", key_concurrency=None)
+    assert policy.limits == (10, None, 100, 1.0)
+    assert field.delays.shards[0].policies.refresh().limited == {
+        "mail": field.store.policies.read()[0]
+    }
+    field.sweep()
+    assert [policy.as_json()["rate"] for policy in field.delays.policies()] == ["100/s"]
+    assert field.delays.clear_policy(tag="mail").is_empty
+    field.sweep()
+    assert field.delays.policies() == []
+
+
+def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(
+    field: PolicyHarness,
+) -> None:
+    table = field.store.policies
+    paused = field.delays.pause(tag="mail")
+    resumed = field.delays.resume(tag="mail")
+    again = field.delays.pause(tag="mail")
+    for old in (paused, resumed):
+        table.applied([old])
+        assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [
+            (3, True, None)
+        ]
+    table.applied([again])
+    assert table.read()[0].is_applied
+
+
+def test_two_who_set_it_at_once_are_both_heard(field: PolicyHarness) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        calls: list[Callable[[], Any]] = [
+            lambda: field.delays.pause(tag="mail"),
+            lambda: field.delays.set_policy("mail", concurrency=3),
+            lambda: field.delays.set_policy("mail", rate="5/m"),
+        ]
+        for future in [pool.submit(call) for call in calls * 3]:
+            future.result(30)
+    [policy] = field.store.policies.read()
+    assert (policy.is_paused, policy.limits, policy.version) == (True, (3, None, 5, 60.0), 3)
+
+
+def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
+    delays: Any = field.delays
+    for call in (delays.pause, delays.resume, delays.clear_policy):
+        for arguments in ({}, {"tag": "a", "queue": "b"}):
+            with pytest.raises(e.InvalidPolicyError, match="a tag or a queue"):
+                call(**arguments)
+        with pytest.raises(e.InvalidTagError):
+            call(tag=" ")
+        with pytest.raises(e.InvalidQueueError):
+            call(queue="a b")
+    with pytest.raises(e.InvalidPolicyError, match="what"):
+        delays.set_policy("mail")
+    for limit in (0, -1, True, 1.5, "5", 10**10):
+        with pytest.raises(e.InvalidPolicyError, match="concurrency is an integer"):
+            delays.set_policy("mail", concurrency=limit)
+        with pytest.raises(e.InvalidPolicyError, match="key_concurrency is an integer"):
+            delays.set_policy("mail", key_concurrency=limit)
+    for rate in (
+        "100",
+        "0/s",
+        "/s",
+        "5/",
+        "5/0s",
+        "5/99d",
+        "-5/s",
+        "5/x",
+        5,
+        "٣/s",
+        "9" * 99 + "/s",
+        "5/s/s",
+    ):
+        with pytest.raises(e.InvalidPolicyError):
+            delays.set_policy("mail", rate=rate)
+    assert field.delays.policies() == []
+
+
+def test_without_policies_a_chunk_asks_nothing_more(field: PolicyHarness) -> None:
+    tasks = [field.add(in_s=-5) for _ in range(3)]
+    field.delays.shards[0].policies.follow(0)
+    field.delays.runner()
+    seen: list[str] = []
+    for engine in (field.store.database.auto, field.store.database.tx):
+        event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
+    field.run(*tasks)
+    assert field.statuses(*tasks) == ["DONE"] * 3
+    assert not [sql for sql in seen if "policy" in sql]

@@ -1,0 +1,69 @@
+"""Read the plans of statements."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+from sqlalchemy import Connection, event
+
+from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.store import Store
+
+run_prepared = Prepared.__call__
+
+
+def plans(store: Store, work: Callable[[], object]) -> str:
+    """Return the query plan of each statement of `work`."""
+    seen: list[tuple[str, Any]] = []
+
+    def note(
+        _c: Any, _cursor: Any, statement: str, parameters: Any, _context: Any, _many: bool
+    ) -> None:
+        if statement.lstrip().upper().startswith(("SELECT", "UPDATE", "WITH")):
+            seen.append((statement, parameters))
+
+    def note_prepared(self: Prepared, on: Connection, values: Mapping[str, Any]) -> Any:
+        if self._link(on) is not None:
+            _, execute, names, constants = self._texts
+            seen.append((execute, tuple({**constants, **values}[name] for name in names)))
+        return run_prepared(self, on, values)
+
+    for engine in (store.database.auto, store.database.tx):
+        event.listen(engine, "before_cursor_execute", note)
+    with mock.patch.object(Prepared, "__call__", note_prepared):
+        work()
+    for engine in (store.database.auto, store.database.tx):
+        event.remove(engine, "before_cursor_execute", note)
+    return _explain(store, seen)
+
+
+def _explain(store: Store, seen: Sequence[tuple[str, Any]]) -> str:
+    words = {"sqlite": "EXPLAIN QUERY PLAN "}.get(store.database.url.get_backend_name(), "EXPLAIN ")
+    found: list[Any] = []
+    for sql, given in seen:
+        # Use a connection that keeps the plan of a prepared statement.
+        with store.database.auto.connect() as connection:
+            if store.database.can.prepare:  # the others need a good plan without this
+                connection.exec_driver_sql(
+                    f"SET enable_seqscan = {'off' if sql.startswith('EXECUTE') else 'on'}"
+                )
+            found += [row._mapping for row in connection.exec_driver_sql(words + sql, given)]
+            if store.database.can.prepare:
+                connection.exec_driver_sql("SET enable_seqscan = off")
+    if store.database.url.get_backend_name() == "mysql":
+        # Leave out the possible keys, because only the key in use matters.
+        return "\n".join(
+            f"{row['type']} on {row['table']} using {row['key']}" for row in found if row["table"]
+        )
+    return "\n".join(str(row.get("QUERY PLAN") or row.get("detail")) for row in found)
+
+
+def assert_no_scan(shown: str) -> None:
+    # A scan of this index from its start only reads the first value.
+    line = "(?!plan_yb_delay_waitlist using|plan_yb_delay_waitlist USING)"
+    assert not re.search(
+        rf"Seq Scan on plan_|SCAN {line}plan_|ALL on plan_|index on {line}plan_", shown
+    ), shown

@@ -1,0 +1,216 @@
+"""Rows that are inserted, on every database."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import String, cast, select, text
+
+from delaytasks.core.errors import (
+    StoreError,
+)
+from delaytasks.core.interfaces import Settlement
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.storage import inserts as store_inserts
+from delaytasks.storage import rows as store_rows
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.row_lists import MAX_TEXT
+from delaytasks.storage.store import Store
+from tests.conformance.store_rows import (
+    NASTY,
+    add,
+    read,
+    seconds,
+    task,
+)
+from tests.conftest import open_store
+from tests.counting import counted
+
+
+def test_a_task_comes_back_as_it_was_written(store: Store) -> None:
+    body = json.dumps({"text": NASTY}, ensure_ascii=False)
+    made = add(
+        store, 60.0, body_json=body, queue="q", priority=7, delay_s=60, concurrency_key="ä" * 255
+    )
+    found = read(store, made.id)
+    assert replace(found, update_time=None) == made
+    assert found.body == {"text": NASTY}
+    assert found.create_time == found.update_time == made.create_time
+    assert found.expected_time.utcoffset() == timedelta(0)
+
+
+def test_inserting_the_same_id_again_changes_nothing(store: Store) -> None:
+    made = add(store)
+    assert not store.tasks.insert(replace(made, body_json='"other"'))
+    assert read(store, made.id).body == {}
+
+
+def test_an_id_that_exists_leaves_the_callers_transaction_usable(store: Store) -> None:
+    made = add(store)
+    with store.database.begin() as connection:
+        assert not store.tasks.insert(made, connection)
+        second = task(store)
+        assert store.tasks.insert(second, connection)
+    assert store.tasks.get(second.id) is not None
+
+
+def test_many_tasks_are_written_in_one_go(store: Store) -> None:
+    bodies = [
+        json.dumps(body, ensure_ascii=False)
+        for body in (NASTY, "\\.", "\\N", "", "\\\\n", "\t", "😀", 2**62)
+    ]
+    made = [task(store, 5.0, body_json=body, priority=n % 10) for n, body in enumerate(bodies)]
+    assert store.tasks.insert_many(made)
+    assert [read(store, one.id).body_json for one in made] == bodies
+    assert [read(store, one.id).expected_time for one in made] == [
+        one.expected_time for one in made
+    ]
+
+
+@pytest.mark.parametrize("is_json", [False, True], ids=["best", "json"])
+def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(
+    store: Store, monkeypatch: pytest.MonkeyPatch, is_json: bool
+) -> None:
+    if is_json:
+        for way in ("_can_copy", "_binds"):
+            monkeypatch.setattr(store.tasks._insert_bulk, way, False)
+    monkeypatch.setattr(store_inserts, "_BOUND_ROWS", 3)
+    headers, long_s = '{"expires_s":5}', 3_000_000_000
+    made = [
+        task(store),
+        task(
+            store,
+            61.5,
+            tag="a",
+            body_json="[1]",
+            queue="q",
+            priority=9,
+            delay_s=long_s,
+            headers_json=headers,
+        ),
+        task(
+            store, 86400.25, tag="b'\"\\", body_json="null", priority=1, concurrency_key="it's \\ é"
+        ),
+    ]
+    made[1] = replace(made[1], create_time=seconds(store.tasks.now(), -60))
+    twins = [replace(one, id=task(store).id) for one in made]
+    assert store.tasks.insert_many(made)
+    for twin in twins:
+        assert store.tasks.insert(twin)
+    assert [stored_as(store, one) for one in made] == [stored_as(store, twin) for twin in twins]
+
+
+def stored_as(store: Store, task: DelayTask) -> Sequence[Any]:
+    """Return the columns as text.
+
+    SQLite accepts a value of any type, and compares instants as text.
+    """
+    t = store.schema.tasks
+    columns = [cast(column, String(1000)) for column in t.c if column.name != "id"]
+    with store.database.begin() as connection:
+        return connection.execute(select(*columns).where(t.c.id == task.id)).one()
+
+
+def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None:
+    bodies = (NASTY, "\\.", "\\N", "\r\n", "\\t", "a\x0bb\x0cc\x08")
+    made = [task(store, tag=NASTY[:100], body_json=body) for body in bodies]
+    assert store.tasks.insert_many(made)
+    assert [read(store, one.id).body_json for one in made] == [one.body_json for one in made]
+    assert {read(store, one.id).tag for one in made} == {NASTY[:100]}
+
+
+def test_many_more_tasks_than_go_at_a_time(store: Store) -> None:
+    made = [task(store, body_json=f"[{n}]") for n in range(450)]
+    made[150] = task(store, body_json=json.dumps(["x" * MAX_TEXT]))
+    assert store.tasks.insert_many(made)
+    assert [read(store, made[n].id).body for n in (0, 199, 200, 449)] == [[0], [199], [200], [449]]
+    assert counted(store)[Status.NOT_COMPLETE] == 450
+
+
+def test_who_is_interrupted_while_rows_are_written_hears_of_it_and_none_is_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(task: DelayTask) -> tuple[Any, ...]:
+        if task is made[300]:
+            raise KeyboardInterrupt
+        return stored(task)
+
+    stored, made = store_rows._values, [task(store) for _ in range(400)]
+    monkeypatch.setattr(store_rows, "_values", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.tasks.insert_many(made)
+    monkeypatch.undo()
+    assert counted(store)[Status.NOT_COMPLETE] == 0
+    assert store.tasks.insert_many(made)
+
+
+@pytest.mark.slow
+def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
+    body = json.dumps('"' * 120_000)
+    made = [task(store, body_json=f"[{n},{body}]") for n in range(100)]
+    assert store.tasks.insert_many(made)
+    assert counted(store)[Status.NOT_COMPLETE] == 100
+
+
+def test_many_tasks_of_which_one_id_exists_are_all_left_out(store: Store) -> None:
+    old, body = add(store), json.dumps("x" * 900_000)
+    # Databases without COPY need several statements for this size.
+    made = [task(store, body_json=body) for _ in range(5)] + [task(store) for _ in range(150)]
+    assert not store.tasks.insert_many([*made, replace(old, body_json='"other"'), task(store)])
+    assert counted(store)[Status.NOT_COMPLETE] == 1
+    assert read(store, old.id).body == {}
+
+
+def test_many_tasks_belong_to_the_callers_transaction(store: Store) -> None:
+    old, made = add(store), [task(store) for _ in range(150)]
+    with store.database.tx.connect() as connection:
+        transaction = connection.begin()
+        assert not store.tasks.insert_many([*made, old], connection)
+        assert store.tasks.get(made[0].id, connection) is None
+        assert store.tasks.insert_many(made, connection)
+        assert store.tasks.get(made[0].id, connection) is not None
+        transaction.rollback()
+    assert counted(store)[Status.NOT_COMPLETE] == 1
+
+
+def test_a_tag_or_key_that_differs_in_case_or_accents_is_another_one(store: Store) -> None:
+    store.tasks.insert_keyed(task(store, tag="Mail", key="k"), "reject")
+    store.tasks.insert_keyed(task(store, tag="mail", key="k"), "reject")
+    store.tasks.insert_keyed(task(store, tag="mail", key="K"), "reject")
+    store.tasks.insert_keyed(task(store, tag="mail", key="ḱ"), "reject")
+    assert len(store.tasks.find("mail", None, None, None, None, None, 10)) == 3
+
+
+def test_a_row_with_the_missions_columns_alone_is_a_good_task(store: Store, claims: Claims) -> None:
+    table = store.schema.tasks.name
+    with store.database.begin() as connection:
+        connection.execute(
+            text(
+                f"INSERT INTO {table} (tag, message_body, status, version, delay_time, "
+                "expected_time, create_time, update_time) "
+                "VALUES ('mail', '{}', 0, 0, 5, :past, :past, :past)"
+            ),
+            {"past": seconds(store.tasks.now(), -60).strftime("%Y-%m-%d %H:%M:%S")},
+        )
+        connection.execute(text(f"INSERT INTO {table} (tag, message_body) VALUES ('least', '1')"))
+    claimed = claims.claim_due("default", [0], 10)
+    assert sorted(one.tag for one in claimed) == ["least", "mail"]
+    assert all(one.id > 0 for one in claimed)
+    assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {
+        one.id for one in claimed
+    }
+
+
+def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
+    store = open_store(database_url, table_prefix="gone_")
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    with pytest.raises(StoreError, match="delaytasks db upgrade"):
+        store.tasks.get(1)
+    store.close()

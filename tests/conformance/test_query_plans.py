@@ -1,0 +1,319 @@
+"""The plans of the statements: none scans the table."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from unittest import mock
+
+import pytest
+from sqlalchemy import insert, update
+
+from delaytasks.core.bulk import AuditEntry, filter_of
+from delaytasks.core.interfaces import Settlement
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.storage import bulk as store_bulk
+from delaytasks.storage import stats as stats_module
+from delaytasks.storage.stats import Stats
+from delaytasks.storage.store import Store
+from tests.conformance.query_plans import assert_no_scan, plans
+from tests.conformance.store_rows import (
+    entry,
+    read,
+    seconds,
+    task,
+)
+from tests.conftest import open_store
+from tests.counting import counted
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def unanalysed(database_url: str) -> Iterator[Store]:
+    """Yield many finished rows and some waiting rows that the statistics do not include."""
+    store = open_store(database_url, table_prefix="plan_")
+    now = store.tasks.now()
+    rows = [
+        task(store, expected_time=seconds(now, n - 9000), priority=n % 2) for n in range(10_000)
+    ]
+    t = store.schema.tasks
+    if store.database.url.get_backend_name() == "postgresql":
+        with store.database.begin() as connection:
+            connection.exec_driver_sql(f"ALTER TABLE {t.name} SET (autovacuum_enabled = off)")
+    store.tasks.insert_many(rows)
+    with store.database.begin() as connection:
+        connection.execute(
+            update(t).where(t.c.expected_time < seconds(now, -100)).values(status=int(Status.DONE))
+        )
+    yield store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+
+
+@pytest.fixture(scope="module")
+def analysed(database_url: str) -> Iterator[Store]:
+    """Yield many finished and many waiting rows with statistics.
+
+    The statistics do not relate columns: here all finished rows are in the past, and nearly all
+    waiting rows are not.
+    """
+    store = open_store(database_url, table_prefix="plan_")
+    now = store.tasks.now()
+    store.tasks.insert_many(
+        [task(store, expected_time=seconds(now, n - 10_000)) for n in range(30_000)]
+    )
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(
+            update(t).where(t.c.expected_time < seconds(now, -100)).values(status=int(Status.DONE))
+        )
+    with store.database.auto.connect() as connection:
+        words = "ANALYZE TABLE" if store.database.url.get_backend_name() == "mysql" else "ANALYZE"
+        connection.exec_driver_sql(f"{words} {t.name}")
+    yield store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+
+
+@pytest.mark.parametrize("versions", [1, 3], ids=["one_version", "several"])
+def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(
+    unanalysed: Store, versions: int
+) -> None:
+    store, claims = unanalysed, unanalysed.claims("w", None)
+    found = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 20).tasks
+    some = [replace(one, version=n % versions) for n, one in enumerate(found)]
+    shown = plans(store, lambda: claims.claim([entry(one) for one in some]))
+    shown += plans(store, lambda: claims.settle([Settlement(one, "succeed") for one in some]))
+    assert re.search(r"plan_yb_delay_task_message_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), (
+        shown
+    )
+    assert "plan_idx" not in shown, shown
+    assert_no_scan(shown)
+
+
+def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(
+    database_url: str,
+) -> None:
+    """Without a kept plan, as with some poolers, the index of all waiting and running rows looks
+    cheap."""
+    store = open_store(database_url, table_prefix="stale_")
+    backend, table = store.database.url.get_backend_name(), store.schema.tasks.name
+    now, claimed = store.tasks.now(), list[DelayTask]()
+    rows = [task(store, expected_time=seconds(now, n - 9000)) for n in range(4000)]
+    with store.database.auto.connect() as connection:
+        if backend == "postgresql":
+            connection.exec_driver_sql(f"ALTER TABLE {table} SET (autovacuum_enabled = off)")
+        store.tasks.insert_many([replace(row, status=Status.DONE) for row in rows[:2000]])
+        connection.exec_driver_sql(
+            f"{'ANALYZE TABLE' if backend == 'mysql' else 'ANALYZE'} {table}"
+        )
+    store.tasks.insert_many(rows[2000:])
+    with mock.patch.object(store.database, "can", replace(store.database.can, prepare=False)):
+        claims = store.claims("w", None)
+        shown = plans(
+            store, lambda: claimed.extend(claims.claim([entry(one) for one in rows[2000:2200]]))
+        )
+        shown += plans(
+            store, lambda: claims.settle([Settlement(one, "succeed", now) for one in claimed])
+        )
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    store.close()
+    assert len(claimed) == 200
+    assert re.search(r"_pkey|INTEGER PRIMARY KEY|using PRIMARY", shown), shown
+    assert "idx_" not in shown, shown
+
+
+def test_touching_finds_each_row_and_key_by_itself_on_empty_statistics(unanalysed: Store) -> None:
+    store, later = unanalysed, seconds(unanalysed.tasks.now(), 5000)
+    waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 1000).tasks
+    ids = [one.id for one in waiting]
+    keys = [f"k{n}" for n in range(10_000)]
+    with store.database.begin() as connection:
+        rows = [{"tag": "mail", "task_key": key, "task_id": ids[0]} for key in keys]
+        connection.execute(insert(store.schema.keys), rows)
+    for work in (
+        lambda: store.touches.touch(ids[0], later),
+        lambda: store.touches.touch_key("mail", "k1", later),
+        lambda: store.touches.touch_many(ids, later),
+        lambda: store.touches.ids_of_keys("mail", keys[:300]),
+    ):
+        shown = plans(store, work)
+        assert "plan_idx" not in shown, shown
+        assert_no_scan(shown)
+
+
+def test_the_slow_path_uses_the_hot_index_on_empty_statistics(unanalysed: Store) -> None:
+    store, claims = unanalysed, unanalysed.claims("w", None)
+    for work in (
+        lambda: store.sweeps.levels(1.0),
+        lambda: claims.claim_due("default", [0, 1], 50),
+        lambda: claims.claim_recovered("default"),
+        lambda: store.sweeps.recover(5, 100),
+    ):
+        shown = plans(store, work)
+        assert "plan_idx_yb_delay_hot" in shown, shown
+        assert "plan_idx_expectedTime_status" not in shown, shown
+        assert_no_scan(shown)
+
+
+def test_the_slow_path_uses_the_hot_index_on_good_statistics(analysed: Store) -> None:
+    store, claims = analysed, analysed.claims("w", None)
+    for work in (
+        lambda: store.sweeps.levels(1.0),
+        lambda: store.sweeps.levels(1000.0),
+        lambda: claims.claim_due("default", [0], 50),
+        lambda: claims.claim_recovered("default", [0]),
+    ):
+        shown = plans(store, work)
+        assert "plan_idx_yb_delay_hot" in shown, shown
+        assert "plan_idx_expectedTime_status" not in shown, shown
+        assert_no_scan(shown)
+
+
+def test_old_rows_are_found_by_their_time_on_good_statistics(analysed: Store) -> None:
+    shown = plans(analysed, lambda: analysed.sweeps.purge(20_000, 100))
+    assert "plan_idx_expectedTime_status" in shown, shown
+    assert_no_scan(shown)
+
+
+def test_the_few_of_a_status_or_key_are_found_without_reading_all_others_on_empty_statistics(
+    unanalysed: Store,
+) -> None:
+    assert_finds_without_scan(unanalysed)
+
+
+def test_the_few_of_a_status_or_key_are_found_without_reading_all_others_on_good_statistics(
+    analysed: Store,
+) -> None:
+    assert_finds_without_scan(analysed)
+
+
+def assert_finds_without_scan(store: Store) -> None:
+    now = store.tasks.now()
+    some = [task(store, expected_time=seconds(now, n - 5000), key=f"k{n}") for n in range(100)]
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        # Other tests use the same table.
+        connection.execute(t.delete().where(t.c.task_key.is_not(None)))
+    store.tasks.insert_many(some)
+    claims = store.claims("w", None)
+    failed = claims.claim([entry(one) for one in some[:50]])
+    claims.settle([Settlement(one, "fail", error="x") for one in failed])
+
+    def find(status: Status | None, key: str | None, limit: int = 20) -> list[int]:
+        return [
+            one.id for one in store.tasks.find(None, status, key, None, None, None, limit).tasks
+        ]
+
+    assert find(Status.FAILED, None, 100) == [one.id for one in some[:50]]
+    assert find(None, "k70") == find(Status.NOT_COMPLETE, "k70") == [some[70].id]
+    for status in (
+        Status.FAILED,
+        Status.CANCELLED,
+        Status.RUNNING,
+        Status.HELD,
+        Status.NOT_COMPLETE,
+    ):
+        shown = plans(store, lambda status=status: find(status, None))  # type: ignore[misc]
+        assert "plan_idx_expectedTime_status" not in shown, shown
+        assert_no_scan(shown)
+    shown = plans(store, lambda: find(None, "k70"))
+    assert "plan_idx_yb_delay_key" in shown, shown
+    assert_no_scan(shown)
+    with store.database.begin() as connection:
+        connection.execute(t.delete().where(t.c.task_key.is_not(None)))
+
+
+def test_in_a_large_table_counts_are_those_of_the_planner(
+    analysed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats, exact = Stats(analysed.database, analysed.schema), counted(analysed)
+    assert {status: count.rows for status, count in stats.counts().items()} == exact
+    monkeypatch.setattr(stats_module, "MAX_COUNTED", 1000)
+    found = stats.counts()
+    if analysed.database.url.get_backend_name() == "sqlite":
+        assert not any(count.is_estimate for count in found.values())
+        return
+    assert found[Status.DONE].is_estimate
+    assert found[Status.NOT_COMPLETE].is_estimate
+    for status in (Status.DONE, Status.NOT_COMPLETE):
+        assert exact[status] / 2 < found[status].rows < exact[status] * 2
+    for status in (Status.FAILED, Status.CANCELLED, Status.HELD, Status.RUNNING):
+        assert found[status] == (exact[status], False)
+
+
+def test_due_rows_are_found_without_reading_those_that_wait(unanalysed: Store) -> None:
+    if unanalysed.database.url.get_backend_name() != "postgresql":
+        return  # the clocks of the other databases can be used with an index
+    claims = unanalysed.claims("w", None)
+    for work in (
+        lambda: claims.claim_due("default", [0], 50),
+        lambda: claims.claim_recovered("default", [0]),
+    ):
+        assert re.search(r"Index Cond: .*expected_time\)? <", plans(unanalysed, work))
+
+
+def test_the_sweep_reads_near_and_old_rows_by_their_time(unanalysed: Store) -> None:
+    now = unanalysed.tasks.now()
+    works: list[Callable[[], object]] = [
+        lambda: list(unanalysed.sweeps.due_between(now, seconds(now, 30), 0, 1))
+    ]
+    # PostgreSQL reads such a small table as a whole.
+    if unanalysed.database.url.get_backend_name() != "postgresql":
+        works.append(lambda: unanalysed.sweeps.purge(60, 100))
+    for work in works:
+        shown = plans(unanalysed, work)
+        assert "plan_idx_expectedTime_status" in shown, shown
+        assert "plan_idx_yb_delay_hot" not in shown, shown
+        assert_no_scan(shown)
+
+
+def test_many_are_found_by_their_status_and_due_time_window_by_window(
+    analysed: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, now = analysed, analysed.tasks.now()
+    monkeypatch.setattr(store_bulk, "WINDOW", 500)
+    for move in ("cancel", "reschedule", "retry"):
+        status = "FAILED" if move == "retry" else "NOT_COMPLETE"
+        for filters in (
+            {"tag": "nobody"},
+            {"status": status, "key_prefix": "x", "since": seconds(now, -5000)},
+        ):
+            windows = store.bulk.matching(filter_of(move, filters, False))
+            shown = plans(store, lambda some=windows: list(itertools.islice(some, 2)))  # type: ignore[misc]
+            assert_no_scan(shown)
+            used = re.findall("plan_idx_([a-z_]+)", shown.lower())
+            # MySQL may use the other index if it estimates that a window is as narrow there.
+            # PostgreSQL may read the few rows with a key inside a window.
+            in_order = "expectedtime_status" if move == "retry" else "yb_delay_hot"
+            assert used[0] == in_order, shown
+            assert used.count(in_order) + used.count("yb_delay_key") >= 3, shown
+            assert move != "retry" or "yb_delay_hot" not in used, shown
+
+
+@pytest.mark.parametrize("move", ["cancel", "reschedule"])
+def test_many_are_moved_by_their_ids_on_empty_statistics(unanalysed: Store, move: str) -> None:
+    store, now = unanalysed, unanalysed.tasks.now()
+    keyed = [
+        store.tasks.insert_keyed(task(store, key=f"{move}{n}"), "reject")[0] for n in range(300)
+    ]
+    ids = [one.id for one in keyed]
+    entry = AuditEntry(ids[0], move, {}, "me", "running", now, now, None, 300, 0, 0)
+    store.bulk.begin(entry)
+    to = None if move == "cancel" else timedelta(hours=1)
+    shown = plans(
+        store, lambda: store.bulk.step(entry.id, filter_of(move, {}, True), ids, to, (0, 0))
+    )
+    assert not re.search(
+        r"Seq Scan on plan_yb_delay_task_m|SCAN plan_|(ALL|index) on plan_yb_delay_task_m", shown
+    ), shown
+    assert "plan_idx" not in shown, shown
+    assert {read(store, id).version for id in ids} == {1}

@@ -1,0 +1,259 @@
+"""Settle claimed rows, on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from delaytasks.core.interfaces import Settlement
+from delaytasks.core.json_text import dump_json
+from delaytasks.core.states import MOST_VERSIONS, Status
+from delaytasks.core.task import DelayTask
+from delaytasks.storage import settlements
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.store import Store
+from tests.conformance.store_rows import (
+    NASTY,
+    add,
+    entry,
+    lapse_all,
+    put,
+    read,
+    seconds,
+    task,
+)
+
+pytestmark = pytest.mark.quick
+
+
+def test_settling_writes_the_end_of_each_run(store: Store, claims: Claims) -> None:
+    won, lost, back = (add(store) for _ in range(3))
+    claimed = {one.id: one for one in claims.claim([entry(one) for one in (won, lost, back)])}
+    began, due = store.tasks.now(), seconds(store.tasks.now(), 30)
+    ends = [
+        Settlement(claimed[won.id], "succeed", began=began),
+        Settlement(claimed[lost.id], "fail", error=NASTY),
+        Settlement(claimed[back.id], "give_back", due=due, error="no such processor, tag='mail'"),
+    ]
+    assert claims.settle(ends) == {won.id, lost.id, back.id}
+    done, failed, waiting = (read(store, one.id) for one in (won, lost, back))
+    assert (done.status, done.version, done.attempts, done.error) == (Status.DONE, 2, 1, None)
+    assert done.execution_time == began
+    assert (failed.status, failed.error) == (Status.FAILED, NASTY)
+    assert (waiting.status, waiting.attempts, waiting.expected_time) == (
+        Status.NOT_COMPLETE,
+        0,
+        due,
+    )
+    assert waiting.error == "no such processor, tag='mail'"
+    assert [one.lease_until for one in (done, failed, waiting)] == [None] * 3
+    assert [(one.worker, one.ip_address) for one in (done, failed)] == [
+        ("worker-1", "127.0.0.1")
+    ] * 2
+    assert (waiting.worker, waiting.ip_address, waiting.execution_time) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [NASTY, '{"json": [1, "\\u0041"]}', "\u2028 \x1b[31m \x7f", "𝒳" * 10_000, "a" * 65_536, ""],
+)
+def test_any_error_text_is_stored_as_it_is(store: Store, claims: Claims, error: str) -> None:
+    made = add(store)
+    claims.settle([Settlement(one, "fail", error=error) for one in claims.claim([entry(made)])])
+    assert read(store, made.id).error == error
+
+
+def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -> None:
+    made = [task(store, key="k" if n == 150 else None) for n in range(200)]
+    store.tasks.insert_many(made)
+    error = ("时'\\" * 13_107)[:32_768]  # 64 KB, and twice that size after both layers quote it
+    claimed = claims.claim([entry(one) for one in made])
+    assert claims.settle([Settlement(one, "fail", error=error) for one in claimed]) == {
+        one.id for one in made
+    }
+    assert {read(store, one.id).error for one in made[::50]} == {error}
+
+
+def test_one_statement_carries_a_bounded_text(
+    store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [task(store) for _ in range(30)]
+    store.tasks.insert_many(made)
+    claimed = claims.claim([entry(one) for one in made])
+    sizes: list[int] = []
+
+    def note(rows: Any) -> str:
+        text = dump_json(rows)
+        sizes.append(len(text.encode()))
+        return text
+
+    monkeypatch.setattr(settlements, "dump_json", note)
+    assert (
+        len(claims.settle([Settlement(one, "fail", error="时" * 65_536) for one in claimed])) == 30
+    )
+    assert len(sizes) == 3
+    assert max(sizes) < 2_100_000
+
+
+def test_a_claim_tells_what_its_rows_have_then(store: Store, claims: Claims) -> None:
+    odd: list[dict[str, Any]] = [
+        {},
+        {"version": MOST_VERSIONS, "attempts": 2**31 - 1},
+        {"key": "k", "attempts": 3},
+    ]
+    by_id = [
+        put(store, Status.NOT_COMPLETE, expected_time=seconds(store.tasks.now(), -5), **fields)
+        for fields in odd
+    ]
+    claimed = claims.claim([entry(one) for one in by_id])
+    due = [
+        put(store, Status.NOT_COMPLETE, expected_time=seconds(store.tasks.now(), -5), **fields)
+        for fields in odd
+    ]
+    claimed += claims.claim_due("default", [0], 10)
+    assert {one.id for one in claimed} == {one.id for one in by_id + due}
+    told_later = ("update_time", "execution_time", "lease_until", "worker", "ip")
+    for one in claimed:
+        unsaid = {name: getattr(one, name) for name in told_later}
+        assert replace(read(store, one.id), **unsaid) == one
+
+
+def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
+    store: Store, claims: Claims
+) -> None:
+    now = store.tasks.now()
+    ends: list[dict[str, Any]] = [
+        {"move": "succeed"},
+        {"move": "succeed", "began": now, "result": '{"a":1}'},
+        {"move": "fail", "began": seconds(now, -1), "error": "all\nof it"},
+        {"move": "snooze", "began": now, "due": seconds(now, 60)},
+        {"move": "schedule_retry", "began": now, "due": seconds(now, 30), "error": "again"},
+        {"move": "give_back"},
+        {"move": "expire", "error": "too late"},
+    ]
+
+    def left_by(settle: Callable[[list[Settlement]], object]) -> list[DelayTask]:
+        made = [
+            put(store, Status.NOT_COMPLETE, expected_time=seconds(now, -5), lapses=2) for _ in ends
+        ]
+        claimed = [row for one in made for row in claims.claim_alone(one.id, 0)]
+        settle([Settlement(one, **end) for one, end in zip(claimed, ends, strict=True)])
+        rows = [read(store, one.id) for one in made]
+        # If the settlement has no start time, the attempt starts at its claim.
+        same = {"id": 0, "create_time": now, "update_time": now}
+        return [
+            replace(row, **same, **({"execution_time": now} if n == 0 else {}))
+            for n, row in enumerate(rows)
+        ]
+
+    together = left_by(lambda settlements: claims.settle(settlements))
+    one_by_one = left_by(lambda settlements: [claims.settle([each]) for each in settlements])
+    assert together == one_by_one
+    assert [row.status.name for row in together] == [
+        "DONE", "DONE", "FAILED", "NOT_COMPLETE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED",
+    ]  # fmt: skip
+    assert [row.execution_time for row in together[1:]] == [
+        now,
+        seconds(now, -1),
+        now,
+        now,
+        None,
+        None,
+    ]
+    assert [row.lapses for row in together] == [0, 0, 0, 0, 0, 2, 2]
+
+
+@pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "behind_a_pooler"])
+@pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
+def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_beginnings(
+    store: Store, versions: Sequence[int], prepares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not prepares:
+        monkeypatch.setattr(store.database, "can", replace(store.database.can, prepare=False))
+    claims, now = store.claims("worker-1", None), store.tasks.now()
+    past = {"expected_time": seconds(now, -5)}
+    made = [put(store, Status.NOT_COMPLETE, version=version, **past) for version in versions]
+    waiting, running = (
+        put(store, status, version=9, **past) for status in (Status.NOT_COMPLETE, Status.RUNNING)
+    )
+    claimed = claims.claim([*map(entry, made), entry(waiting)._replace(version=4)])
+    assert {one.id for one in claimed} == {one.id for one in made}
+    begins = {one.id: seconds(now, -n) for n, one in enumerate(made)}
+    # The settlement of the last task has no start time.
+    ends = [
+        Settlement(one, "succeed", None if one.id == made[-1].id else begins[one.id])
+        for one in claimed
+    ]
+    theirs = Settlement(replace(claimed[0], id=running.id), "succeed", now)
+    assert claims.settle([*ends, theirs]) == begins.keys()
+    done = [read(store, one.id) for one in made]
+    assert [(row.status, row.version) for row in done] == [
+        (Status.DONE, version + 2) for version in versions
+    ]
+    assert [row.execution_time for row in done[:-1]] == [begins[row.id] for row in done[:-1]]
+    assert done[-1].execution_time >= now  # type: ignore[operator]
+    assert read(store, running.id).status is Status.RUNNING
+
+
+def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:
+    made = add(store)
+    [old] = claims.claim([entry(made)])
+    lapse_all(store, [made])
+    assert claims.settle([Settlement(old, "succeed")]) == set()
+    assert read(store, made.id).status is Status.NOT_COMPLETE
+    assert len(store.claims("worker-2", None).claim_alone(made.id, 2)) == 1
+    for move in ("succeed", "fail", "give_back"):
+        assert claims.settle([Settlement(old, move)]) == set()
+    found = read(store, made.id)
+    assert (found.status, found.version, found.worker) == (Status.RUNNING, 3, "worker-2")
+
+
+def test_a_give_back_is_not_mistaken_for_a_lapse(store: Store, claims: Claims) -> None:
+    made = add(store)
+    [old] = claims.claim([entry(made)])
+    lapse_all(store, [made])
+    assert claims.settle([Settlement(old, "give_back")]) == set()
+
+
+def test_a_failure_is_not_mistaken_for_the_last_lapse(store: Store, claims: Claims) -> None:
+    made = add(store)
+    [old] = claims.claim([entry(made)])
+    lapse_all(store, [made], max_lost_leases=1)
+    assert read(store, made.id).status is Status.FAILED
+    assert claims.settle([Settlement(old, "fail", error="mine")]) == set()
+
+
+def test_settling_again_after_a_lost_answer_is_accepted_and_changes_nothing(
+    store: Store, claims: Claims
+) -> None:
+    made, other = add(store), add(store)
+    [one, two] = claims.claim([entry(made), entry(other)])
+    assert claims.settle([Settlement(one, "succeed")]) == {made.id}
+    assert claims.settle([Settlement(one, "succeed"), Settlement(two, "fail", error="x")]) == {
+        made.id,
+        other.id,
+    }
+    assert read(store, made.id).version == 2
+
+
+def test_only_what_is_ours_in_a_chunk_is_settled(store: Store, claims: Claims) -> None:
+    mine, theirs = add(store, key="a"), add(store, key="b")
+    claimed = claims.claim([entry(mine), entry(theirs)])
+    lapse_all(store, [theirs])
+    assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {mine.id}
+    assert read(store, theirs.id).status is Status.NOT_COMPLETE
+
+
+def test_succeeding_ends_the_row_of_lapses_and_giving_back_does_not(
+    store: Store, claims: Claims
+) -> None:
+    made = add(store)
+    lapse_all(store, claims.claim([entry(made)]))
+    for move, lapses in (("give_back", 1), ("succeed", 0)):
+        found = read(store, made.id)
+        [claimed] = claims.claim_alone(found.id, found.version)
+        assert claims.settle([Settlement(claimed, move)]) == {made.id}
+        assert read(store, made.id).lapses == lapses

@@ -1,0 +1,256 @@
+"""The queries of the sweep, and the registry of workers, on every database."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks.core.interfaces import Entry, Level
+from delaytasks.core.states import FINISHED, Status
+from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import SweepQueries
+from tests.conformance.store_rows import (
+    add,
+    entry,
+    keyed,
+    put,
+    seconds,
+    task,
+)
+
+
+@pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
+def test_each_near_row_is_met_once_by_the_houses_together(
+    store: Store, sweep_partitions: int
+) -> None:
+    now = store.tasks.now()
+    dues = [seconds(now, 10 + n / 1000) for n in range(2500)]
+    made = [
+        task(store, expected_time=due, priority=n % 3, queue=f"q{n % 2}")
+        for n, due in enumerate(dues)
+    ]
+    made += [
+        replace(task(store), id=(1 << 60) + (n << 22), expected_time=seconds(now, 15))
+        for n in range(100)
+    ]
+    store.tasks.insert_many(made)
+    # Excluded rows: at the start of the window, after its end, in the past, and not waiting.
+    add(store, expected_time=seconds(now, 5))
+    add(store, expected_time=seconds(now, 31))
+    add(store, -5.0)
+    put(store, Status.CANCELLED, expected_time=seconds(now, 20))
+    at_the_end = add(store, expected_time=seconds(now, 30))
+    met: Counter[Entry] = Counter()
+    for sweep_partition in range(sweep_partitions):
+        mine: list[Entry] = []
+        for some in store.sweeps.due_between(
+            seconds(now, 5), seconds(now, 30), sweep_partition, sweep_partitions
+        ):
+            assert 0 < len(some) <= 1000
+            mine += some
+        assert [one.due_us for one in mine] == sorted(one.due_us for one in mine)
+        assert len(mine) > len(made) / sweep_partitions / 2
+        met.update(mine)
+    assert met == Counter([entry(one) for one in (*made, at_the_end)])
+
+
+def test_a_near_stream_may_be_left_half_read(store: Store) -> None:
+    now = store.tasks.now()
+    store.tasks.insert_many([task(store, expected_time=seconds(now, 10)) for _ in range(2500)])
+    for _ in range(30):  # more calls than the pool has connections
+        assert len(next(iter(store.sweeps.due_between(now, seconds(now, 30), 0, 1)))) == 1000
+
+
+def test_levels_are_the_queues_and_priorities_with_late_rows(store: Store) -> None:
+    assert store.sweeps.levels(1.0) == []
+    late, early, soon = -5, 60, -0.1
+    for queue, priority, due_s in (
+        ("a", 0, late), ("a", 9, late), ("b", 3, late),
+        ("b", 4, soon), ("c", 0, early), ("d", 1, late),
+    ):  # fmt: skip
+        for _ in range(3):
+            add(store, due_s, queue=queue, priority=priority)
+    put(store, Status.DONE, queue="e", due_s=-5)
+    put(store, Status.RUNNING, queue="f", due_s=-5)
+    assert store.sweeps.levels(1.0) == [Level("a", 9), Level("b", 3), Level("d", 1), Level("a", 0)]
+
+
+def test_one_of_two_sweeps_at_once_is_let_through(store: Store) -> None:
+    start = threading.Barrier(2)
+
+    def sweep(_: int) -> bool:
+        start.wait()
+        return store.sweeps.begin_sweep(0, 1, 4.0) is not None
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(sweep, range(2))) == [
+            False,
+            True,
+        ]  # the first sweep inserts the row
+        s = store.schema.sweeps
+        with store.database.begin() as connection:
+            connection.execute(update(s).values(swept_at=seconds(store.tasks.now(), -5)))
+        assert sorted(pool.map(sweep, range(2))) == [False, True]
+    assert store.sweeps.begin_sweep(0, 1, 0.0) is not None
+    assert store.sweeps.begin_sweep(0, 2, 4.0) is not None
+    assert store.sweeps.begin_sweep(1, 2, 4.0) is not None
+
+
+def test_a_clock_that_was_set_back_stops_no_sweep_and_what_it_armed_is_armed_again(
+    store: Store,
+) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    store.sweeps.mark_armed(0, 1, first, seconds(first, 3630))
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.sweeps).values(swept_at=seconds(first, 3600)))
+    assert store.sweeps.stale_sweep_partitions(1, 10) == [0], (
+        "nobody could say that it was not swept"
+    )
+    again = store.sweeps.begin_sweep(0, 1, 4.0)
+    assert again is not None
+    assert abs((store.tasks.now() - again).total_seconds()) < 5
+    assert store.sweeps.stale_sweep_partitions(1, 10) == []
+    assert store.sweeps.begin_sweep(0, 1, 4.0) is None
+
+
+def test_a_sweep_goes_on_where_the_last_one_ended(store: Store) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    assert abs((store.tasks.now() - first).total_seconds()) < 5
+    until = seconds(first, 30)
+    store.sweeps.mark_armed(0, 1, first, until)
+    assert store.sweeps.begin_sweep(0, 1, 0.0) == until
+
+
+def test_a_sweep_does_not_overwrite_that_what_it_armed_was_forgotten_meanwhile(
+    store: Store,
+) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    store.sweeps.mark_armed(0, 1, first, seconds(first, 30))
+    read = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert read is not None
+    store.sweeps.forget_armed()
+    store.sweeps.mark_armed(0, 1, read, seconds(read, 5))
+    again = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert again is not None
+    assert again <= store.tasks.now()
+
+
+def test_forgetting_what_was_armed_goes_back_to_now_and_never_on(store: Store) -> None:
+    first = store.sweeps.begin_sweep(0, 2, 0.0)
+    assert first is not None
+    second = store.sweeps.begin_sweep(1, 2, 0.0)
+    assert second is not None
+    past = seconds(first, -100)
+    store.sweeps.mark_armed(0, 2, first, seconds(first, 30))
+    store.sweeps.mark_armed(1, 2, second, past)
+    store.sweeps.forget_armed()
+    again = store.sweeps.begin_sweep(0, 2, 0.0)
+    assert again is not None
+    assert seconds(first, -1) <= again <= store.tasks.now()
+    assert store.sweeps.begin_sweep(1, 2, 0.0) == past
+
+
+def test_a_sweep_for_another_timer_begins_now_and_so_does_the_next_one_for_the_first(
+    store: Store,
+) -> None:
+    eta, redis = store.sweeps, SweepQueries(store.database, store.schema, 60, "redis")
+    for sweeps in (eta, redis, eta):
+        since = sweeps.begin_sweep(0, 1, 0.0)
+        assert since is not None
+        assert abs((store.tasks.now() - since).total_seconds()) < 5, (
+            "nothing is armed yet, as far as this one knows"
+        )
+        until = seconds(since, 30)
+        sweeps.mark_armed(0, 1, since, until)
+        assert sweeps.begin_sweep(0, 1, 0.0) == until
+
+
+def test_purging_takes_old_finished_rows_in_small_steps(store: Store) -> None:
+    old, new = seconds(store.tasks.now(), -1000), store.tasks.now()
+    keep = []
+    for status in Status:
+        for created in (old, new):
+            rows = [
+                put(store, status, expected_time=created, create_time=created) for _ in range(2)
+            ]
+            if created == new or status not in FINISHED:
+                keep += [one.id for one in rows]
+    assert [store.sweeps.purge(500, 4) for _ in range(3)] == [4, 2, 0]
+    left = {one.id for one in store.tasks.find(None, None, None, None, None, None, 100)}
+    assert left == set(keep)
+
+
+def test_purging_takes_the_keys_that_name_what_is_purged_and_no_others(store: Store) -> None:
+    old = seconds(store.tasks.now(), -1000)
+    finished, moved = keyed(store, create_time=old), add(store, create_time=old, key="moved")
+    t, live = store.schema.tasks, task(store, key="moved")
+    store.tasks.insert_keyed(live, "reject")
+    # The live task has the tag of one purged task and the key of the other.
+    other, _ = store.tasks.insert_keyed(
+        task(store, tag="sms", key="moved", create_time=old), "reject"
+    )
+    # Another program finished these tasks and left their keys.
+    with store.database.begin() as connection:
+        done = update(t).where(t.c.id.in_([finished.id, moved.id, other.id]))
+        connection.execute(done.values(status=int(Status.DONE), expected_time=old, update_time=old))
+    assert store.sweeps.purge(500, 100) == 3
+    assert store.tasks.id_of_key("mail", "order-1") is store.tasks.id_of_key("sms", "moved") is None
+    assert store.tasks.id_of_key("mail", "moved") == live.id
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_seen_until_it_is_gone(store: Store) -> None:
+    store.workers.report("w1", ["b", "a"], "prefork", 2, -1500)
+    store.workers.report("w2", [], "solo", 1, 0)
+    [first, second] = store.workers.all()
+    assert (first["name"], first["queues"], first["pool"], first["concurrency"]) == (
+        "w1",
+        ["a", "b"],
+        "prefork",
+        2,
+    )
+    assert first["clock_offset_us"] == -1500
+    store.workers.report("w1", ["a"], "threads", 3, 7)
+    again = store.workers.all()[0]
+    assert (again["queues"], again["pool"], again["started_at"]) == (
+        ["a"],
+        "threads",
+        first["started_at"],
+    )
+    assert again["seen_at"] >= first["seen_at"]
+    store.workers.remove("w1")
+    assert [one["name"] for one in store.workers.all()] == [second["name"]]
+
+
+def test_a_silent_worker_is_buried_once(store: Store) -> None:
+    store.workers.report("w1", [], "solo", 1, 0)
+    store.workers.report("w2", [], "solo", 1, 0)
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        silent = update(w).where(w.c.name == "w1").values(seen_at=seconds(store.tasks.now(), -100))
+        connection.execute(silent)
+    assert store.workers.expire(60) == ["w1"]
+    assert store.workers.expire(60) == []
+    assert [one["name"] for one in store.workers.all()] == ["w2"]
+
+
+def test_a_worker_may_be_seen_by_two_of_its_threads_at_once(store: Store) -> None:
+    start = threading.Barrier(4)
+
+    def seen(_: int) -> None:
+        start.wait()
+        store.workers.report("w1", [], "solo", 1, 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(seen, range(4)))
+    assert len(store.workers.all()) == 1

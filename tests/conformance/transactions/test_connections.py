@@ -1,0 +1,158 @@
+"""Rows that are written on a connection."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine
+
+from delaytasks import DelayTask, NewTask
+from delaytasks.core.errors import (
+    OutcomeUnknownError,
+    StoreUnavailableError,
+)
+from delaytasks.storage import row_lists
+from delaytasks.wiring import wiring_of
+from tests.conformance.transactions.shop import SessionCaller
+
+
+def test_a_connections_row_is_seen_and_armed_with_its_commit(shop: SessionCaller) -> None:
+    with shop.engine.connect() as connection:
+        rolled_back = shop.schedule(connection)
+        connection.rollback()
+        task = shop.schedule(connection)
+        assert (shop.seen(), shop.timer.ids) == (set(), [])
+        connection.commit()
+        connection.commit()
+        shop.schedule(connection)  # the caller never commits this row
+    assert (shop.seen(), shop.timer.ids) == ({task.id}, [task.id])
+    assert rolled_back.id not in shop.seen()
+
+
+def test_a_message_sent_just_before_the_commit_leaves_it_time_to_end(shop: SessionCaller) -> None:
+    with shop.engine.begin() as connection:
+        task = shop.schedule(connection, delay=0)
+        assert shop.timer.ids == []
+    entry = shop.timer.armed[0]
+    assert entry.id == task.id
+    assert entry.due_us >= task.expected_time.timestamp() * 1e6 + 40_000
+
+
+def test_what_a_connections_savepoint_takes_back_is_neither_a_row_nor_armed(
+    shop: SessionCaller,
+) -> None:
+    with shop.engine.connect() as connection:
+        with connection.begin_nested() as early:  # set before delaytasks first used the connection
+            shop.schedule(connection)
+            early.rollback()
+        before = shop.schedule(connection)
+        with connection.begin_nested() as outer:
+            shop.schedule(connection)
+            with connection.begin_nested():
+                shop.schedule(connection)
+                shop.delays.schedule_many([("mail", {}, 5)], session=connection)
+            outer.rollback()
+        with connection.begin_nested():
+            kept = shop.schedule(connection)
+            with connection.begin_nested() as inner:
+                shop.schedule(connection)
+                inner.rollback()
+        connection.commit()
+    ids = [before.id, kept.id]
+    assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
+
+
+def test_a_connection_in_autocommit_arms_at_once(shop: SessionCaller, database_url: str) -> None:
+    ids: list[int] = []
+    plain = create_engine(database_url)
+    engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
+    for connection in (
+        plain.connect().execution_options(isolation_level="AUTOCOMMIT"),
+        engine.connect(),
+    ):
+        with connection:
+            ids.append(shop.schedule(connection).id)
+            ids.append(shop.schedule(connection, key=f"k{len(ids)}").id)
+            shop.delays.schedule_many(
+                [("mail", {}, 5)],
+                session=connection,
+                on_batch=lambda batch: ids.append(batch[0].id),
+            )
+            assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
+            assert bool(shop.delays.cancel(ids[0], session=connection)) is (len(ids) == 3)
+    plain.dispose()
+    engine.dispose()
+
+
+def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_an_id_is_taken(
+    shop: SessionCaller, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Databases without COPY use several statements.
+    monkeypatch.setattr(row_lists, "MAX_TEXT", 100_000)
+    with shop.engine.begin() as connection:
+        old = shop.schedule(connection)
+    builder = wiring_of(shop.delays).producer._builder
+    ids = [builder._make_id() for _ in range(249)]
+    monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
+    told: list[DelayTask] = []
+    engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        many = (("mail", {"n": n}, 5) for n in range(250))
+        assert shop.delays.schedule_many(many, session=connection, on_batch=told.extend) == 250
+    engine.dispose()
+    assert [task.body["n"] for task in told] == list(range(250))
+    assert shop.seen() == {old.id, *(task.id for task in told)}
+    assert len(shop.seen()) == 251
+
+
+def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
+    shop: SessionCaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One id was taken, so the builder made new ids."""
+    with shop.engine.begin() as connection:
+        old = shop.schedule(connection)
+    tasks, builder = wiring_of(shop.delays).store.tasks, wiring_of(shop.delays).producer._builder
+    ids, together = [builder._make_id() for _ in range(3)], tasks.together
+    monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
+    monkeypatch.setattr(
+        tasks, "together", lambda work, id: together(work, id) and together(work, id)
+    )
+    told: list[DelayTask] = []
+    many = [*(NewTask("mail", n, 5) for n in range(3)), NewTask("mail", 3, 5, key="k")]
+    assert shop.delays.schedule_many(many, on_batch=told.extend) == 4
+    assert shop.seen() == {old.id, *(task.id for task in told)}
+    assert sorted(task.body for task in told) == list(range(4))
+
+
+def test_who_finds_an_id_taken_and_then_the_database_gone_can_not_know_whose_it_is(
+    shop: SessionCaller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any) -> None:
+        raise StoreUnavailableError("the database is gone")
+
+    for insert_in in ("insert", "insert_many"):
+        monkeypatch.setattr(wiring_of(shop.delays).store.tasks, insert_in, lambda *_: False)
+    monkeypatch.setattr(wiring_of(shop.delays).store.tasks, "get", gone)
+    for schedule in (
+        lambda: shop.delays.schedule_delay("mail", 1, 5),
+        lambda: shop.delays.schedule_many([("mail", 1, 5)]),
+    ):
+        with pytest.raises(OutcomeUnknownError) as unknown:
+            schedule()
+        assert unknown.value.id is not None
+
+
+def test_a_connection_that_the_pool_gives_to_the_next_one_carries_nothing_over(
+    shop: SessionCaller,
+) -> None:
+    for _ in range(3):
+        with shop.engine.connect() as connection:
+            shop.schedule(connection)
+    with shop.engine.connect() as connection:
+        shop.schedule(connection)
+        connection.invalidate()
+        connection.rollback()
+    with shop.engine.begin() as connection:
+        task = shop.schedule(connection)
+    assert shop.timer.ids == [task.id]

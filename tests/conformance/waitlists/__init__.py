@@ -1,0 +1,1 @@
+"""Waitlists of limited tags, on every database."""

@@ -1,0 +1,1 @@
+"""HTTP callbacks to a web server."""

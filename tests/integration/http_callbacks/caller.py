@@ -1,0 +1,61 @@
+"""Send single callbacks, as a worker does."""
+
+from __future__ import annotations
+
+import base64
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from functools import partial
+from typing import Any
+
+from delaytasks import DelayTask
+from delaytasks.core.bounded_calls import within
+from delaytasks.core.callbacks import CALLBACK, Callback
+from delaytasks.core.clock import Clock
+from delaytasks.core.settings import load_settings
+from delaytasks.webhooks.addresses import Guard
+from delaytasks.webhooks.http import HttpCallbacks
+
+SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
+#: Each test ends within this many seconds; the limits under test are much shorter.
+PATIENCE_S = 20
+
+
+class Caller:
+    """Send callbacks as a process does, with a name resolution of the test's own."""
+
+    def __init__(self, names: Callable[[str], list[str]] | None = None, **settings: Any) -> None:
+        given = {"allow": "127.0.0.1", "connect_s": 2, "read_s": 0.5, "total_s": 1, **settings}
+        self.settings = load_settings(
+            {}, {}, **{f"callback_{name}": value for name, value in given.items()}
+        )
+        self.looked_up: list[str] = []
+
+        def resolve(host: str, port: int) -> list[str]:
+            self.looked_up.append(host)
+            return names(host) if names is not None else ["127.0.0.1"]
+
+        self.http = HttpCallbacks(
+            self.settings, Guard(self.settings.callback_allow, resolve), Clock()
+        )
+
+    def post(self, url: str, body: Any = None, attempt: int = 1, **more: Any) -> Any:
+        """Return the outcome, or raise `TimeoutError` if the callback does not end in time."""
+        call = partial(self.http, Callback(url, body, **more), task(attempt))
+        return within(PATIENCE_S, call)
+
+
+def task(attempt: int = 1, **more: Any) -> DelayTask:
+    return DelayTask(42, CALLBACK, "{}", datetime.now(timezone.utc), attempts=attempt, **more)
+
+
+HEAD = b"HTTP/1.1 500 No\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@contextmanager
+def listener() -> Iterator[int]:
+    """Yield the port of a server that accepts connections, and neither reads nor writes."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]

@@ -1,0 +1,210 @@
+"""The requests of callbacks, and the addresses that they may go to."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+from standardwebhooks import Webhook
+
+from delaytasks import Done, Retry, Status
+from delaytasks.core.callbacks import Callback
+from delaytasks.core.clock import Clock
+from delaytasks.storage import migrations
+from delaytasks.webhooks import addresses
+from delaytasks.wiring import wiring_of
+from tests.integration.http_callbacks.caller import PATIENCE_S, SECRETS, Caller, task
+from tests.recording import delays_on
+from tests.services import free_port
+from tests.webserver import WebServer, answer
+
+
+def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:
+    caller = Caller(callback_secrets=None, secrets=SECRETS) if False else Caller(secrets=SECRETS)
+    body = {
+        "order": 7,
+        "name": "é",
+        "big": 2**60,
+        "text": "\u2028\ud83d\ude00".encode("utf-16", "surrogatepass").decode("utf-16"),
+    }
+    assert caller.post(web.url("/paid?a=1"), body, headers={"X-Shop": "one"}) == Done()
+    [request] = web.received
+    assert request.path == "/paid?a=1"
+    assert request.headers["content-type"] == "application/json"
+    assert request.headers["x-shop"] == "one"
+    assert request.headers["host"] == f"127.0.0.1:{web.port}"
+    assert request.headers["webhook-id"] == "42"
+    for secret in SECRETS:
+        assert Webhook(secret).verify(request.body, request.headers) == body
+
+
+def test_each_attempt_has_the_same_id_and_a_time_of_its_own(web: WebServer) -> None:
+    clock = Clock()
+    now = [datetime(2030, 1, 1, tzinfo=timezone.utc)]
+    clock.now = lambda: now[0]  # type: ignore[method-assign]
+    caller = Caller(secrets=SECRETS[0])
+    caller.http._clock = clock
+    for attempt in (1, 2):
+        caller.post(web.url(), attempt=attempt)
+        now[0] += timedelta(seconds=15)
+    first, second = (request.headers for request in web.received)
+    assert first["webhook-id"] == second["webhook-id"]
+    assert int(second["webhook-timestamp"]) - int(first["webhook-timestamp"]) == 15
+    assert first["webhook-signature"] != second["webhook-signature"]
+
+
+def test_without_secrets_nothing_is_signed(web: WebServer, caller: Caller) -> None:
+    caller.post(web.url())
+    assert "webhook-signature" not in web.received[0].headers
+
+
+def test_connections_are_kept_and_shared_by_threads(web: WebServer, caller: Caller) -> None:
+    for _ in range(5):
+        assert caller.post(web.url()) == Done()
+    web.answers["/no"] = answer(500, b"x" * 5000)
+    caller.post(web.url("/no"))
+    caller.post(web.url())
+    assert web.accepted == 1
+    with ThreadPoolExecutor(8) as pool:
+        outcomes = list(pool.map(lambda _: caller.http(Callback(web.url()), task()), range(100)))
+    assert outcomes == [Done()] * 100
+    assert web.accepted <= 8
+
+
+def test_a_connection_is_not_shared_with_a_child(web: WebServer, caller: Caller) -> None:
+    caller.post(web.url())
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if caller.http(Callback(web.url()), task()) == Done() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert web.accepted == 2
+    caller.post(web.url())
+    assert web.accepted == 2, "and the parent's is as it was"
+
+
+def test_cookies_proxies_and_netrc_are_nothing_to_us(
+    web: WebServer, caller: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login user password secret\n")
+    monkeypatch.setenv("NETRC", str(netrc))
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    web.answers["/"] = answer(Set_Cookie="a=1; Path=/")
+    assert caller.post(web.url()) == caller.post(web.url()) == Done()
+    for request in web.received:
+        assert not {"cookie", "authorization"} & request.headers.keys()
+
+
+# -- allowed destinations ------------------------------------------------------------------------
+
+
+def test_the_address_that_was_checked_is_the_one_that_is_connected_to(web: WebServer) -> None:
+    caller = Caller(lambda host: ["127.0.0.1"])
+    assert caller.post(web.url("/paid", "partner.example")) == Done()
+    assert web.received[0].headers["host"] == f"partner.example:{web.port}"
+    assert caller.looked_up == ["partner.example"], (
+        "the name, which nobody else knows, is looked up once"
+    )
+    assert caller.post(web.url("/paid", "partner.example")) == Done()
+    assert caller.looked_up == ["partner.example"], "and not again in the same moment"
+
+
+def test_a_name_that_means_something_else_a_moment_later_leads_nowhere(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(addresses, "RESOLVED_FOR_S", 0)
+    answers = iter([["127.0.0.1"], ["127.0.0.2"], ["169.254.169.254"], ["127.0.0.1", "10.0.0.1"]])
+    caller = Caller(lambda host: next(answers))
+    url = web.url("/", "partner.example")
+    assert caller.post(url) == Done()
+    for bad in ("127.0.0.2", "169.254.169.254", "10.0.0.1"):
+        outcome = caller.post(url)
+        assert isinstance(outcome, Retry)
+        assert outcome.reason.startswith("forbidden: callbacks may not go to ")
+        assert f"now {bad}" in outcome.reason
+    assert len(web.received) == 1, "not even by the connection that is kept"
+
+
+def test_what_became_forbidden_after_it_was_scheduled_is_not_called(web: WebServer) -> None:
+    outcome = Caller(allow="").post(web.url())
+    assert outcome.reason.startswith("forbidden: ")
+    assert web.received == []
+
+
+# -- simultaneous calls --------------------------------------------------------------------------
+
+
+def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_time(
+    web: WebServer,
+) -> None:
+    everybody = threading.Event()
+
+    def names(host: str) -> list[str]:
+        # The other callers get the time to resolve the name, too.
+        everybody.wait(2)
+        return ["127.0.0.1"]
+
+    caller = Caller(names, allow="partner.example", connect_s=10, read_s=10, total_s=60)
+    with ThreadPoolExecutor(30) as pool:
+        posts = [pool.submit(caller.post, web.url(host="partner.example")) for _ in range(30)]
+        threading.Timer(0.3, everybody.set).start()
+        assert [post.result(PATIENCE_S) for post in posts] == [Done()] * 30
+    assert caller.looked_up == ["partner.example"]
+
+
+def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_for_its_own() -> (
+    None
+):
+    never = threading.Event()
+
+    def names(host: str) -> list[str]:
+        never.wait(PATIENCE_S)
+        return ["127.0.0.1"]
+
+    caller = Caller(names, allow="partner.example", connect_s=0.2)
+    with ThreadPoolExecutor(5) as pool:
+        outcomes = [
+            f.result(PATIENCE_S)
+            for f in [pool.submit(caller.post, "http://partner.example/") for _ in range(5)]
+        ]
+    never.set()
+    assert all(
+        isinstance(outcome, Retry) and "no answer within" in outcome.reason for outcome in outcomes
+    )
+
+
+def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(
+    web: WebServer, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"callback_in_flight": 7, "chunk_time_budget_s": 5}
+    delays = delays_on(
+        f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes
+    )
+    migrations.upgrade(wiring_of(delays).store.database, "")
+    inside, most, lock, all_in = 0, 0, threading.Lock(), threading.Event()
+
+    def count(exchange: Any) -> None:
+        nonlocal inside, most
+        with lock:
+            inside += 1
+            most = max(most, inside)
+        if most == 7:
+            all_in.set()
+        all_in.wait(PATIENCE_S)
+        with lock:
+            inside -= 1
+        answer()(exchange)
+
+    web.answers["/"] = count
+    tasks = [delays.schedule_callback(web.url(), {"order": n}, 0) for n in range(20)]
+    while delays.runner().drain("default", range(10), 100).claimed:
+        pass
+    assert {delays.get(task).status for task in tasks} == {Status.DONE}
+    assert most == 7
+    delays.close()

@@ -1,0 +1,142 @@
+"""Test how the database and the options are taken from Django's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delaytasks.wiring import wiring_of
+
+pytest.importorskip("django")
+
+from django.db import connections
+from django.test.utils import override_settings
+
+from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.contrib.django.url import database_url as url_of
+from delaytasks.core.errors import (
+    ConfigError,
+)
+from tests.integration import django_settings
+from tests.integration.test_django import django  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("vendor", "settings", "url"),
+    [
+        (
+            "postgresql",
+            {"NAME": "shop", "USER": "me", "PASSWORD": "p@ss:/%", "HOST": "db", "PORT": "5433"},
+            "postgresql+psycopg2://me:p%40ss%3A%2F%25@db:5433/shop",
+        ),
+        ("postgresql", {"NAME": "shop"}, "postgresql+psycopg2:///shop"),
+        (
+            "postgresql",
+            {"NAME": "shop", "HOST": "/var/run/postgresql", "PORT": 5433},
+            "postgresql+psycopg2:///shop?host=%2Fvar%2Frun%2Fpostgresql&port=5433",
+        ),
+        (
+            "postgresql",
+            {
+                "NAME": "shop",
+                "HOST": "db",
+                "OPTIONS": {"sslmode": "require", "pool": True, "isolation_level": 3},
+            },
+            "postgresql+psycopg2://db/shop?sslmode=require",
+        ),
+        (
+            "postgresql",
+            {
+                "NAME": "shop",
+                "HOST": "db",
+                "OPTIONS": {"options": "-c search_path=a", "assume_role": "b"},
+            },
+            "postgresql+psycopg2://db/shop?options=-c+search_path%3Da+-c+role%3Db",
+        ),
+        (
+            "postgresql",
+            {"NAME": "", "OPTIONS": {"service": "shop"}},
+            "postgresql+psycopg2://?service=shop",
+        ),
+        (
+            "mysql",
+            {
+                "NAME": "shop",
+                "USER": "me",
+                "PASSWORD": "p w",
+                "HOST": "db",
+                "PORT": 3307,
+                "OPTIONS": {"charset": "x"},
+            },
+            "mysql+pymysql://me:p w@db:3307/shop",
+        ),
+        (
+            "mysql",
+            {"NAME": "shop", "HOST": "/run/mysqld.sock"},
+            "mysql+pymysql://localhost/shop?unix_socket=%2Frun%2Fmysqld.sock",
+        ),
+        (
+            "mysql",
+            {
+                "NAME": "shop",
+                "HOST": "db",
+                "OPTIONS": {"ssl_mode": "VERIFY_CA", "ssl": {"ca": "/ca.pem"}},
+            },
+            "mysql+pymysql://db/shop?ssl_ca=%2Fca.pem&ssl_check_hostname=false",
+        ),
+        ("sqlite", {"NAME": "/srv/shop.sqlite3"}, "sqlite:////srv/shop.sqlite3"),
+        (
+            "sqlite",
+            {"NAME": "file:memorydb_default?mode=memory&cache=shared"},
+            "sqlite:///file%3Amemorydb_default?cache=shared&mode=memory&uri=true",
+        ),
+    ],
+)
+def test_the_url_says_what_djangos_settings_say(
+    vendor: str, settings: dict[str, Any], url: str
+) -> None:
+    assert url_of(vendor, settings) == url
+
+
+def test_a_database_that_is_not_supported_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"oracle.*DELAYTASKS\['database'\]"):
+        url_of("oracle", {"NAME": "shop"})
+
+
+def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
+    django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
+    try:
+        delays = DjangoDelays(django_settings.new_celery_app(), "moving")
+        before = wiring_of(delays).store
+        assert wiring_of(delays).store is before
+        connections.settings["moving"]["NAME"] = str(tmp_path / "test_shop.sqlite3")
+        assert str(wiring_of(delays).store.database.url.database) == str(
+            tmp_path / "test_shop.sqlite3"
+        )
+        assert wiring_of(delays).store is wiring_of(delays).store is not before
+        delays.close()
+    finally:
+        django_settings.remove_database("moving")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
+        ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
+        ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
+        ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
+        ({"database_url": "sqlite://"}, "name an alias"),
+        ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),
+        ([("horizon_s", 30)], "is a dict"),
+    ],
+)
+def test_a_wrong_setting_is_told_at_start(
+    options: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if isinstance(options, dict):
+        monkeypatch.setattr(django_settings, "celery_app", django_settings.new_celery_app())
+        options = {"celery_app": f"{django_settings.__name__}.celery_app", **options}
+    with override_settings(DELAYTASKS=options), pytest.raises(ConfigError, match=message):
+        project_delays.__wrapped__()

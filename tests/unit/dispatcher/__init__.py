@@ -1,0 +1,1 @@
+"""The dispatcher, with a simulated pool and a clock that the test sets."""

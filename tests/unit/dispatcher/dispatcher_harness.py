@@ -1,0 +1,88 @@
+"""A dispatcher with a simulated pool and clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+
+from delaytasks.core.events import Events
+from delaytasks.core.ids import COUNTER_BITS
+from delaytasks.core.interfaces import Entry
+from delaytasks.core.policies import Stamp
+from delaytasks.core.settings import Settings
+from delaytasks.worker import queue_drain, shard_queue
+from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker.chunk_request import ChunkRequest
+from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.unfinished_work import UnfinishedWork
+from tests.manual_clock import ManualClock
+
+
+class Pool:
+    """A pool of two processes, whose requests end when a test calls `end`."""
+
+    limit = 2
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[ChunkRequest, Callable[[Any], None], Callable[[Any], None]]] = []
+        self.is_broken = False
+
+    def apply_async(self, function: Any, args: Any, callback: Any, error_callback: Any) -> object:
+        if self.is_broken:
+            raise OSError("no more pipes")
+        self.requests.append((args[0], callback, error_callback))
+        return object()
+
+    def end(self, report: Any) -> ChunkRequest:
+        request, callback, _ = self.requests.pop(0)
+        callback(report)
+        return request
+
+
+class DispatcherHarness:
+    def __init__(self, shards: int = 1, **settings: Any) -> None:
+        self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
+        self.events = Events()
+        self.pool = Pool()
+        self.held: list[Entry] = []
+        self.sent_back: list[UnfinishedWork] = []
+        self.capacity_request = CapacityRequest()
+        self.dispatcher = Dispatcher(
+            Settings(**settings),
+            [self.clock] * shards,
+            self.events,
+            self.pool,
+            call_soon=lambda call: call(),
+            near_entries=self,
+            capacity_request=self.capacity_request,
+            send_back=self.sent_back.append,
+            policy_stamp=lambda shard: Stamp(),
+            sends_events=lambda: False,
+        )
+
+    def hold(self, entries: Sequence[Entry]) -> list[Entry]:
+        self.held += entries
+        return []
+
+    def entries(self, count: int, priority: int = 0, start: int = 1) -> list[Entry]:
+        now = self.clock.now_us()
+        return [Entry(start + n, 0, now, "default", priority) for n in range(count)]
+
+    def entries_of(self, shard: int, count: int) -> list[Entry]:
+        first = 1 << 60 | shard << COUNTER_BITS
+        return [entry._replace(id=first + entry.id) for entry in self.entries(count)]
+
+    def sizes(self) -> list[int]:
+        return [len(request.entries) for request, _, _ in self.pool.requests]
+
+
+class Hands:
+    """Replace the monotonic clock of the shard queues by one that a test sets."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.at = 1000.0
+        for module in (queue_drain, shard_queue):
+            monkeypatch.setattr(module, "monotonic", lambda: self.at)

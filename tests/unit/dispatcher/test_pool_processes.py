@@ -1,0 +1,158 @@
+"""Pool processes that die, fail or lose a chunk."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from billiard.einfo import ExceptionInfo
+from billiard.exceptions import WorkerLostError
+
+from delaytasks.execution.runner import Report
+from delaytasks.worker import pool as pool_module
+from delaytasks.worker.chunk_failures import MAX_FAILED_CHUNKS
+from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
+from tests.waiting import wait_until
+
+
+def test_a_pool_that_raises_costs_no_slot(bench: DispatcherHarness) -> None:
+    bench.pool.is_broken = True
+    bench.dispatcher.take(bench.entries(2))
+    assert bench.dispatcher.in_flight == []
+    assert bench.events.counts["chunk.failed"] == 1
+
+
+def test_a_process_that_died_gives_its_slot_back(bench: DispatcherHarness) -> None:
+    bench.dispatcher.take(bench.entries(2))
+    _, _, lost = bench.pool.requests.pop()
+    lost(RuntimeError("worker lost"))
+    assert len(bench.dispatcher.in_flight) == 1
+
+
+def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
+    bench = DispatcherHarness(shards=2)
+    bench.dispatcher.take(bench.entries_of(0, 30))
+    _, _, lost = bench.pool.requests.pop()
+    try:
+        raise WorkerLostError("exited prematurely")
+    except WorkerLostError:
+        lost(ExceptionInfo())
+    wait_until(lambda: bench.pool.requests, 5, "the next chunk")
+    assert bench.dispatcher.shard_health.info()[0]["is_up"]
+    assert bench.events.counts["chunk.failed"] == 1
+
+
+class Processes:
+    """Simulate the process list of a pool, and record the processes that the dispatcher ends."""
+
+    def __init__(
+        self, bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, *pids: int
+    ) -> None:
+        self.ended: list[int] = []
+        bench.pool._pool = SimpleNamespace(_pool=[process_of(pid) for pid in pids])  # type: ignore[attr-defined]
+        monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("is_the_databases", [False, True])
+@pytest.mark.parametrize("others_succeed", [False, True])
+def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_database(
+    bench: DispatcherHarness,
+    monkeypatch: pytest.MonkeyPatch,
+    hands: Hands,
+    is_the_databases: bool,
+    others_succeed: bool,
+) -> None:
+    processes = Processes(bench, monkeypatch, 1, 2)
+    for _ in range(MAX_FAILED_CHUNKS):
+        assert processes.ended == []
+        hands.at += 60
+        bench.dispatcher.take(bench.entries(2))
+        bench.pool.end(
+            Report(error="RecursionError: too deep", pid=1, is_stores_error=is_the_databases)
+        )
+        bench.pool.end(
+            Report(1, 1, 0.01, pid=2)
+            if others_succeed
+            else Report(error="away", is_stores_error=True)
+        )
+    assert processes.ended == ([] if is_the_databases and not others_succeed else [1])
+
+
+def test_a_process_in_which_some_chunks_fail_stays(
+    bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, hands: Hands
+) -> None:
+    processes = Processes(bench, monkeypatch, 1)
+    for number in range(3 * MAX_FAILED_CHUNKS):
+        hands.at += 60
+        bench.dispatcher.take(bench.entries(1))
+        bench.pool.end(
+            Report(error="RecursionError: too deep" if number % MAX_FAILED_CHUNKS else "", pid=1)
+        )
+    assert processes.ended == []
+
+
+def test_a_pool_without_processes_of_its_own_ends_none(
+    bench: DispatcherHarness, hands: Hands
+) -> None:
+    for _ in range(2 * MAX_FAILED_CHUNKS):
+        hands.at += 60
+        bench.dispatcher.take(bench.entries(1))
+        bench.pool.end(Report(error="RecursionError: too deep", pid=os.getpid()))
+    assert bench.events.counts["process.replaced"] == 0
+
+
+class Sent:
+    """A request that is registered in billiard's pool and that no process has started yet."""
+
+    def __init__(self, books: dict[int, Any], written_to: Any) -> None:
+        self._cache, self._job, self._books = books, len(books), books
+        self._write_to = written_to
+        books[self._job] = self
+
+    def ready(self) -> bool:
+        return False
+
+
+def process_of(pid: int, is_alive: bool = True) -> Any:
+    return SimpleNamespace(pid=pid, inqW_fd=pid + 100, _is_alive=lambda: is_alive)
+
+
+#: The process to which the pool wrote a chunk, and whether the chunk reached that process.
+WRITTEN = [
+    pytest.param(process_of(1), True, id="to one that was there"),
+    pytest.param(process_of(1, is_alive=False), False, id="to one that died"),
+    pytest.param(process_of(2), False, id="to one that died, whose successor has its pipe"),
+    pytest.param(None, False, id="to nobody yet"),
+]
+
+
+@pytest.mark.parametrize(("written_to", "is_written"), WRITTEN)
+def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no_process(
+    bench: DispatcherHarness, written_to: Any, is_written: bool
+) -> None:
+    books: dict[int, Any] = {}
+    keep = bench.pool.apply_async
+    busy: set[int] = set()
+    bench.pool._pool = SimpleNamespace(_pool=[process_of(1)], _busy_workers=busy)  # type: ignore[attr-defined]
+
+    def apply_async(*args: Any, **options: Any) -> Sent:
+        keep(*args, **options)
+        return Sent(books, written_to)
+
+    bench.pool.apply_async = apply_async  # type: ignore[method-assign]
+    bench.dispatcher.take(bench.entries(20))
+    assert bench.dispatcher.recall() == []
+    assert len(bench.dispatcher.in_flight) == 2, "nothing is forgotten yet"
+    first = books.pop(0)
+    [request, *_] = bench.pool.requests[0]
+    assert bench.dispatcher.recall() == ([] if is_written else list(request.entries))
+    assert books.get(0) is (first if is_written else None)
+    assert busy == ({101} if is_written else set()), "Celery before 5.7 forgets this, too"
+    assert len(bench.dispatcher.in_flight) == (2 if is_written else 1)
+    bench.dispatcher.take(bench.entries(5, start=100))
+    assert len(bench.pool.requests) == (2 if is_written else 3)
+    # The report arrives after all, or the process was busy with another request for a long time.
+    bench.pool.end(Report(10, 10, 0.05))
+    assert bench.events.counts["chunk.failed"] == 0

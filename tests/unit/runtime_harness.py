@@ -1,0 +1,66 @@
+"""Runtimes of workers without Celery's worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from celery import Celery
+
+from delaytasks import DelayTasks
+from delaytasks.wiring import wiring_of
+from delaytasks.worker.building import build_runtime
+from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.runtime import WorkerRuntime
+
+
+class WorkerDouble:
+    """Simulate the parts of Celery's worker that the runtime uses."""
+
+    hostname = "w@test"
+    delays: Any = None
+    hub = None
+    consumer: Any = None
+
+    class pool:
+        limit = 1
+        info: dict[str, Any] = {}
+
+        @staticmethod
+        def apply_async(*args: Any, **options: Any) -> object:
+            return object()
+
+
+def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
+    """Return a runtime on the database of this URL, or on an SQLite file in this folder."""
+    app = Celery("test", broker="memory://", set_as_current=False)
+    delays = DelayTasks(
+        app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings
+    )
+    with wiring_of(delays).store.database.begin() as connection:
+        wiring_of(delays).store.schema.metadata.create_all(connection)
+    return runtime_of(delays)
+
+
+def runtime_of_two_shards(folder: Path, **settings: Any) -> WorkerRuntime:
+    """Return a runtime on two databases that have no tables."""
+    app = Celery("test", broker="memory://", set_as_current=False)
+    return runtime_of(
+        DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings)
+    )
+
+
+_made: list[DelayTasks] = []
+
+
+def runtime_of(delays: DelayTasks) -> WorkerRuntime:
+    _made.append(delays)
+    worker = WorkerDouble()
+    worker.delays = delays
+    return build_runtime(wiring_of(delays), processes_of(wiring_of(delays).celery), worker)
+
+
+def close_all() -> None:
+    """Close the `DelayTasks` of each runtime. Python 3.13 warns of connections that stay open."""
+    while _made:
+        _made.pop().close()

@@ -1,0 +1,254 @@
+"""A sweep is alone, expires workers, drains queues and purges."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from sqlalchemy import insert, update
+
+from delaytasks import Status
+from delaytasks.core.interfaces import Entry
+from delaytasks.maintenance import cleanup
+from delaytasks.maintenance import sweeper as sweeper_module
+from delaytasks.wiring import wiring_of
+from tests.conftest import open_store
+from tests.counting import counted
+from tests.recording import RecordingTimer, delays_on
+from tests.unit.sweeper.sweeper_harness import Make, SweeperHarness
+
+
+def test_of_two_simultaneous_sweeps_one_sweeps(field: SweeperHarness) -> None:
+    ids = [field.row(5) for _ in range(10)]
+    field.sweep()
+    field.near_until(0)
+    field.let_pass()
+    del field.timer.armed[:]
+    meet = threading.Barrier(4)
+
+    def sweep() -> bool:
+        meet.wait(5)
+        return field.sweeper().sweep()
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [future.result(10) for future in [pool.submit(sweep) for _ in range(4)]]
+    assert sorted(answers) == [False, False, False, True]
+    assert sorted(field.timer.ids) == sorted(ids)
+
+
+def test_of_two_simultaneous_first_sweeps_one_sweeps(field: SweeperHarness) -> None:
+    ids = [field.row(5) for _ in range(10)]
+    meet = threading.Barrier(4)
+
+    def sweep() -> bool:
+        meet.wait(5)
+        return field.sweeper().sweep()
+
+    with ThreadPoolExecutor(4) as pool:
+        answers = [future.result(10) for future in [pool.submit(sweep) for _ in range(4)]]
+    assert sum(answers) == 1
+    assert sorted(field.timer.ids) == sorted(ids)
+
+
+def test_a_sweep_right_after_another_one_is_left_out(field: SweeperHarness) -> None:
+    assert field.sweeper().sweep()
+    assert not field.sweeper().sweep()
+    field.let_pass()
+    assert field.sweeper().sweep()
+    assert field.count("sweep.done") == 2
+
+
+def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make) -> None:
+    field = make(sweep_partitions=3)
+    ids = [field.row(5) for _ in range(60)]
+    lapsed = field.row(-60, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
+    field.serve("w1", "default")
+    field.row(-60)
+    shares = [field.sweep(sweep_partition) for sweep_partition in (1, 2)]
+    assert field.status(lapsed) is Status.RUNNING
+    assert field.timer.drained == []
+    shares.insert(0, field.sweep(0))
+    assert field.status(lapsed) is Status.NOT_COMPLETE
+    assert len(field.timer.drained) == 1
+    assert sorted(id for share in shares for id in share) == ids, "each row is in one partition"
+    assert min(len(share) for share in shares) >= 10
+    assert [field.sweep(sweep_partition) for sweep_partition in range(3)] == [[], [], []]
+
+
+# -- workers that died ---------------------------------------------------------------------------
+
+
+def test_rows_that_a_dead_worker_held_are_armed_again(field: SweeperHarness) -> None:
+    field.serve("w1", "default")
+    field.serve("w2", "default")
+    ids = [field.row(5), field.row(20)]
+    assert field.sweep() == ids
+    field.silence("w1")
+    assert field.sweep() == ids
+    assert [fields["worker"] for name, fields in field.told if name == "worker.lost"] == ["w1"]
+    assert field.sweep() == [], "it is told once"
+
+
+def test_a_worker_that_was_silent_briefly_is_not_expired(field: SweeperHarness) -> None:
+    field.serve("w1", "default")
+    w = field.store.schema.workers
+    with field.store.database.begin() as connection:
+        silent_s = field.settings.sweep_s * 2
+        connection.execute(
+            update(w).values(seen_at=field.clock.now() - timedelta(seconds=silent_s))
+        )
+    field.sweep()
+    assert field.count("worker.lost") == 0
+
+
+def test_a_worker_that_dies_while_a_partition_is_swept_is_not_forgotten(make: Make) -> None:
+    """The sweep began before the worker expired, so it must not mark all rows as armed."""
+    field = make(sweep_partitions=2)
+    field.serve("w1", "default")
+    ids = [field.row(15 + n / 100) for n in range(40)]
+    mine = [*field.sweep(0), *field.sweep(1)]
+    assert sorted(mine) == ids
+
+    class Meanwhile(RecordingTimer):
+        def arm(self, entries: Iterable[Entry]) -> bool:
+            field.silence("w1")
+            field.sweep(0)
+            return super().arm(entries)
+
+    field.row(29.9)
+    field.row(29.9)
+    field.near_until(29)
+    field.sweep(1, timer=Meanwhile())
+    again = field.sweep(1)
+    assert set(ids) <= {*field.timer.ids[len(mine) :], *again}
+
+
+# -- overdue rows --------------------------------------------------------------------------------
+
+
+def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: SweeperHarness) -> None:
+    for _ in range(50):
+        field.row(-60, queue="mail", priority=3)
+        field.row(-60, queue="mail", priority=5)
+    field.row(-60, queue="nobody")
+    field.row(-0.2)  # within the grace period
+    field.serve("w1", "default", "mail")
+    field.serve("w2", "mail")
+    field.sweep()
+    [(queue, priorities, tokens)] = field.timer.drained
+    assert (queue, sorted(priorities), tokens) == ("mail", [3, 5], 2 * field.settings.drain_tokens)
+    assert [fields["queue"] for name, fields in field.told if name == "queue.unserved"] == [
+        "nobody"
+    ]
+
+
+def test_abandoned_rows_are_recovered_in_any_number(
+    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeper_module, "RECOVER_ROWS", 10)
+    over, lasting = (
+        field.clock.now() - timedelta(seconds=1),
+        field.clock.now() + timedelta(seconds=60),
+    )
+    lapsed = [field.row(-60, Status.RUNNING, lease_until=over) for _ in range(25)]
+    last = field.row(
+        -60, Status.RUNNING, lease_until=over, lapses=field.settings.max_lost_leases - 1
+    )
+    runs = field.row(-60, Status.RUNNING, lease_until=lasting)
+    field.sweep()
+    assert {field.status(id) for id in lapsed} == {Status.NOT_COMPLETE}
+    assert (field.status(last), field.status(runs)) == (Status.FAILED, Status.RUNNING)
+    assert field.count("task.recovered") == 26
+
+
+def test_old_finished_rows_are_deleted_only_if_configured(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cleanup, "PURGE_ROWS", 10)
+    for changes, left in (({}, 28), ({"purge_after_s": 3600}, 3)):
+        field = make(**changes)
+        old = field.clock.now() - timedelta(hours=2)
+        for _ in range(25):
+            field.row(-7200, Status.DONE, update_time=old)
+        field.row(-7200, update_time=old)
+        field.row(
+            -7200,
+            Status.RUNNING,
+            update_time=old,
+            lease_until=field.clock.now() + timedelta(hours=1),
+        )
+        field.row(-7200, Status.FAILED)
+        field.sweep()
+        assert sum(counted(field.store).values()) == left
+        assert field.count("task.purged") == 28 - left
+
+
+@pytest.mark.parametrize(
+    ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
+)
+def test_the_end_of_the_partitions_is_reported_once_in_a_while(
+    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
+) -> None:
+    end, sweeper = field.clock.now() + left, field.sweeper()
+    monkeypatch.setattr(field.store.sweeps, "partitions_end", lambda: end)
+    for _ in range(3):
+        field.let_pass()
+        sweeper.sweep()
+    told = [fields for name, fields in field.told if name == "partitions.ending"]
+    assert [fields["until"] for fields in told] == [end.isoformat()] * times
+
+
+def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path: Path) -> None:
+    past = datetime(2020, 1, 1, tzinfo=timezone.utc)
+    several = delays_on([f"sqlite:///{tmp_path / name}.db" for name in "ab"])
+    alone = delays_on(f"sqlite:///{tmp_path / 'alone'}.db")
+    for delays, shards in ((several, [0, 1]), (alone, [None])):
+        told: list[tuple[str, int | None]] = []
+        delays.events.subscribe(
+            lambda name, fields, told=told: told.append((name, fields.get("shard")))  # type: ignore[misc]
+        )
+        for store in wiring_of(delays).router.stores:
+            with store.database.begin() as connection:
+                store.schema.metadata.create_all(connection)
+                connection.execute(insert(store.schema.shards).values(number=store.shard))
+                row = {"tag": "mail", "message_body": "{}", "expected_time": past}
+                connection.execute(insert(store.schema.tasks).values(**row))
+        for shard, number in zip(delays.shards, shards, strict=True):
+            told.clear()
+            assert shard.sweeper.sweep()
+            assert told == [("queue.unserved", number), ("sweep.done", number)]
+            assert delays.events.counts["sweep.done"] == (number or 0) + 1
+        delays.close()
+
+
+def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> None:
+    field = SweeperHarness(f"sqlite:///{tmp_path / 'here.sqlite3'}")
+    field.store.workers.report("drainer", ["*"], "drain/prefork", 2, 0)
+    field.store.workers.report("direct", ["default"], "direct/prefork", 2, 0)
+    field.row(-60)
+    field.sweep()
+    assert "queue.unserved" in [name for name, _ in field.told]
+    field.store.workers.report("worker", ["default"], "prefork", 2, 0)
+    field.sweep()
+    [tokens] = [fields["tokens"] for name, fields in field.told if name == "sweep.drain"]
+    assert tokens == field.settings.drain_tokens
+    field.store.close()
+
+
+def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'here.sqlite3'}"
+    field, direct = SweeperHarness(url), open_store(url, timer="direct")
+    assert direct.sweeps.begin_sweep(0, 1, 4) is not None
+    assert field.store.sweeps.stale_sweep_partitions(1, 10) == [0]
+    assert field.store.sweeps.begin_sweep(0, 1, 4) is not None
+    assert (
+        field.store.sweeps.stale_sweep_partitions(1, 10),
+        direct.sweeps.stale_sweep_partitions(1, 10),
+    ) == ([], [])
+    assert direct.sweeps.begin_sweep(0, 1, 4) is None
+    direct.close()
+    field.store.close()
