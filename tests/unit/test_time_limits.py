@@ -14,6 +14,7 @@ import pytest
 from celery import Celery
 from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
+from coverage import Coverage
 
 from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
@@ -103,6 +104,8 @@ def test_a_soft_limit_that_is_swallowed_does_not_strike_again(handler: Callable[
 def test_a_soft_limit_that_strikes_as_the_processor_ends_is_over_with_the_call(
     handler: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if Coverage.current():
+        pytest.skip("an exception in a trace function leaves coverage's lock held for ever")
     armed: list[bool] = []
     monkeypatch.setattr(
         faulthandler, "dump_traceback_later", lambda *args, **options: armed.append(True)
