@@ -55,7 +55,7 @@ class Child(Host):
             play.execute,
             lambda session, task: None,
             may_detach=True,
-            renewed_at=lambda: worker.processes.renewals.last(0),
+            last_renewal=lambda: worker.processes.renewals.last(0),
         )
         self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
             play, self, self._runner

@@ -153,11 +153,13 @@ class DelayTask:
     def check_lease(self) -> None:
         """Check, in a long run of the processor, that this worker still has the task's lease.
 
+        The check sends no query. It compares the times of the worker's renewals.
+
         Raises
         ------
         LeaseLostError
-            If the lease could not be renewed and is about to end. The task will run on another
-            worker, so the processor must not catch the error.
+            If the lease could not be renewed, and is about to end or has ended. The task will run
+            on another worker, so the processor must not catch the error.
         NotRunningError
             If the call is not made by the processor of this task.
 

@@ -66,8 +66,8 @@ class Runner:
     `execute` calls a processor in the context that it expects, and `thread_context` holds this
     context between rows that a thread runs one after another. With `may_detach`, concurrent rows
     may go on while the next chunk runs: another process has to renew their leases, and `finish` has
-    to be called at the end. `renewed_at` returns when leases were renewed last, by the monotonic
-    clock, and `watcher` the watcher of the moment.
+    to be called at the end. `last_renewal` is described in `Lease`, and `watcher` returns the
+    watcher of the moment.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Runner:
         keeps_time_limits: bool = True,
         thread_slots: ThreadSlots | None = None,
         may_detach: bool = False,
-        renewed_at: Callable[[], float] = lambda: float("-inf"),
+        last_renewal: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf),
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
     ) -> None:
@@ -100,7 +100,7 @@ class Runner:
             OutcomeRules(settings, clock, events),
             execute,
             transaction_of,
-            Lease(settings.lease_s, settings.chunk_time_budget_s, renewed_at),
+            Lease(settings.lease_s, settings.chunk_time_budget_s, last_renewal),
             watcher,
         )
         self._chunks = ChunkRunner(

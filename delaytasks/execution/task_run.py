@@ -25,7 +25,7 @@ TransactionOf = Callable[[Any, DelayTask], Transaction | None]
 
 
 class LeaseEndsError(LeaseLostError):
-    """The lease is about to end, because the worker could not renew it."""
+    """The lease is about to end or has ended, because the worker could not renew it."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,21 @@ class Lease:
     duration_s: float
     #: The longest time from the claim of a row to the start of its run.
     max_wait_s: float
-    #: Returns when the last successful renewal was sent, by the monotonic clock.
-    renewed_at: Callable[[], float]
+    #: Returns when the last successful renewal was sent, and the time before which a lease must
+    #: have begun to have ended before that renewal. Both are times of the monotonic clock.
+    last_renewal: Callable[[], tuple[float, float]]
 
     def left_s(self, began: float) -> float:
-        """Return how long the lease of a row lasts whose run began at `began`."""
-        return max(began - self.max_wait_s, self.renewed_at()) + self.duration_s - monotonic()
+        """Return how long the lease of a row lasts whose run began at `began`.
+
+        A lease that ended has no time left, even if the worker has renewed its leases since then:
+        another worker may have recovered the row before that.
+        """
+        claimed_at = began - self.max_wait_s
+        renewed_at, ended_before = self.last_renewal()
+        if claimed_at < ended_before:
+            return 0.0
+        return max(claimed_at, renewed_at) + self.duration_s - monotonic()
 
 
 class TaskRun:
@@ -92,9 +101,9 @@ class TaskRun:
     def check_lease(self) -> None:
         task, left_s = self.task, self._lease.left_s(self._began)
         if left_s < self._lease.duration_s * LAST_PART:
+            end = f"ends in {left_s:.1f} s" if left_s > 0 else "has ended"
             raise LeaseEndsError(
-                f"the lease of task {task.id} ({task.tag}) could not be renewed and ends in "
-                f"{max(left_s, 0):.1f} s: break off",
+                f"the lease of task {task.id} ({task.tag}) could not be renewed and {end}: stop",
                 task.id,
             )
 

@@ -110,7 +110,8 @@ class LeaseKeeper:
         asked_at = monotonic()
         self._shard.store.leases.renew(names, since, left)
         self._renewed_at = monotonic()
-        self._processes.renewals.record(self._shard.number, asked_at)
+        lease_ago = self._renewed_at - self._lease_s
+        self._processes.renewals.record(self._shard.number, asked_at, lease_ago)
 
     def _alive_pids(self) -> set[int]:
         pids = running_pids(self._pool)

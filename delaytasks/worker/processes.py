@@ -149,7 +149,7 @@ class Processes:
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
-            renewed_at=partial(self.renewals.last, number),
+            last_renewal=partial(self.renewals.last, number),
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
             thread_context=task_context.reuse_stack,
@@ -163,22 +163,34 @@ class Processes:
 
 
 class Renewals:
-    """When the leases of each shard were renewed last.
+    """When the leases of each shard were renewed last, and which leases ended before that.
 
     The main process writes it to memory that its children share, by the monotonic clock, which all
-    processes of a host share. The number of a shard is written as a whole.
+    processes of a host share. Each number is written as a whole.
     """
 
     def __init__(self) -> None:
-        self._at = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
-        self._at[:] = memoryview(bytearray(8 * MAX_SHARDS)).cast("d")
+        self._asked_at = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
+        self._ended_before = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
 
-    def record(self, shard: int, asked_at: float) -> None:
-        """Record a renewal that succeeded and was requested at `asked_at`."""
-        self._at[shard] = asked_at
+    def record(self, shard: int, asked_at: float, lease_ago: float) -> None:
+        """Record a renewal that succeeded and was requested at `asked_at`.
 
-    def last(self, shard: int) -> float:
-        return self._at[shard]
+        `lease_ago` is the time one lease before the answer. If the previous renewal was earlier,
+        the renewal was too late for each lease that began before `lease_ago`.
+        """
+        if self._asked_at[shard] < lease_ago:
+            self._ended_before[shard] = lease_ago
+        self._asked_at[shard] = asked_at
+
+    def last(self, shard: int) -> tuple[float, float]:
+        """Return when the last renewal was requested.
+
+        The second number is the time before which a lease must have begun to have ended without a
+        renewal.
+        """
+        asked_at = self._asked_at[shard]  # read first, since it is written last
+        return asked_at, self._ended_before[shard]
 
 
 class OutcomeCounts:

@@ -61,7 +61,7 @@ def processor(tag: str, function: Callable[[Any], object]) -> Processor:
 
 
 def call(processor: Processor, task: DelayTask) -> ProcessorCall:
-    run = TaskRun(task, Mock(), lambda session, task: None, Lease(60, 0.05, lambda: 0))
+    run = TaskRun(task, Mock(), lambda session, task: None, Lease(60, 0.05, lambda: (0, 0)))
     return ProcessorCall(processor, [run])
 
 

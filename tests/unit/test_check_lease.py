@@ -33,7 +33,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 @pytest.fixture
 def bench(make: Make, watch: Watch) -> RunnerHarness:
     bench = make(lease_s=LEASE_S, chunk_time_budget_s=1)
-    bench.runner = bench.make_runner(renewed_at=lambda: watch.renewed)
+    bench.runner = bench.make_runner(last_renewal=lambda: (watch.renewed, float("-inf")))
     return bench
 
 
@@ -100,14 +100,16 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: RunnerHarne
 
 def test_what_the_main_process_tells_its_children_see() -> None:
     renewals = Renewals()
-    assert renewals.last(3) == 0
-    renewals.record(3, 1.5)
+    assert renewals.last(3) == (0, 0)
+    renewals.record(3, 61.5, 1.5)
     child = os.fork()
     if child == 0:
-        renewals.record(4, 2.5)
-        os._exit(0 if renewals.last(3) == 1.5 else 1)
+        renewals.record(4, 62.5, 2.5)
+        os._exit(0 if renewals.last(3) == (61.5, 1.5) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert (renewals.last(3), renewals.last(4)) == (1.5, 2.5)
+    assert (renewals.last(3), renewals.last(4)) == ((61.5, 1.5), (62.5, 2.5))
+    renewals.record(3, 80, 21)
+    assert renewals.last(3) == (80, 1.5), "no lease ended between the two renewals"
 
 
 def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(

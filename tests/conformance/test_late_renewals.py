@@ -1,0 +1,105 @@
+"""A worker that was frozen renews too late: its processors learn that the leases have ended."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from delaytasks.core.errors import LeaseLostError
+from delaytasks.execution import task_run as run_module
+from delaytasks.storage.store import Store
+from delaytasks.worker import lease_keeper as keeper_module
+from delaytasks.worker.lease_keeper import LeaseKeeper
+from delaytasks.worker.processes import Renewals
+from tests.conformance.store_rows import lapse_all
+from tests.runner_harness import RunnerHarness
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.quick
+
+LEASE_S = 60.0
+
+
+class FrozenWorker:
+    """A runner, and the main process that renews its leases, with a monotonic clock that is set."""
+
+    def __init__(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100_000.0
+        for module in (run_module, keeper_module):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
+        self.renewals = Renewals()
+        self.bench = bench = RunnerHarness(store, lease_s=LEASE_S, chunk_time_budget_s=1)
+        bench.runner = bench.make_runner(last_renewal=lambda: self.renewals.last(0))
+        shard: Any = SimpleNamespace(
+            number=0, store=store, clock=bench.clock, named=lambda what: what, close=lambda: None
+        )
+        processes: Any = SimpleNamespace(name=lambda pid: "worker-1", renewals=self.renewals)
+        chunk_began_us = bench.clock.now_us() - int(LEASE_S * 1e6)
+        dispatcher: Any = SimpleNamespace(
+            running=lambda shard: ([chunk_began_us], {}),
+            shard_health=SimpleNamespace(check=lambda shard, ask: True),
+        )
+        pool = SimpleNamespace(info={"processes": [os.getpid()]})
+        self._keeper = LeaseKeeper(
+            shard, bench.settings, bench.events, processes, bench.registry, dispatcher, pool, None
+        )
+
+    def renew(self) -> None:
+        """Let the main process renew the leases once."""
+        self._keeper.loop.start()
+        try:
+            wait_until(lambda: self.renewals.last(0)[0] == self.now_s, 10, "the renewal")
+        finally:
+            self._keeper.loop.stop()
+
+
+@pytest.fixture
+def worker(store: Store, monkeypatch: pytest.MonkeyPatch) -> FrozenWorker:
+    return FrozenWorker(store, monkeypatch)
+
+
+def test_a_lease_that_ended_before_its_renewal_is_reported_as_lost(worker: FrozenWorker) -> None:
+    bench = worker.bench
+    reported: list[str] = []
+
+    @bench.registry.processor("long")
+    def work(body: object, task: DelayTask) -> None:
+        worker.now_s += LEASE_S / 2
+        worker.renew()
+        task.check_lease()
+        worker.now_s += LEASE_S + 1  # all processes of the worker are frozen
+        assert lapse_all(bench.store, [task]) == 1, "another worker recovers the row"
+        worker.renew()
+        with pytest.raises(LeaseLostError, match="has ended"):
+            task.check_lease()
+        reported.append("lost")
+        task.check_lease()
+
+    task = bench.schedule("long")
+    bench.run(task)
+    assert reported == ["lost"]
+    now = bench.now(task)
+    assert (now.status, now.lapses) == (Status.NOT_COMPLETE, 1)
+    assert [fields["id"] for fields in bench.named("task.lease_lost")] == [task.id]
+
+
+def test_a_run_that_began_after_an_idle_time_has_its_lease(worker: FrozenWorker) -> None:
+    bench = worker.bench
+    ended: list[int] = []
+
+    @bench.registry.processor("long")
+    def work(body: object, task: DelayTask) -> None:
+        for _ in range(3):
+            worker.now_s += LEASE_S / 2
+            worker.renew()
+            task.check_lease()
+        ended.append(task.id)
+
+    for _ in range(2):
+        worker.now_s += 10 * LEASE_S  # no row runs, so no lease is renewed
+        bench.run(bench.schedule("long"))
+    assert len(ended) == 2
