@@ -1,4 +1,7 @@
-"""Measure delaytasks and bare Celery, or other systems with --peers."""
+"""Measure delaytasks and bare Celery, or other systems with --peers.
+
+`work` and `networks` have options of their own: bench work --help.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,14 @@ from benchmarks import settings
 
 
 def main() -> int:
+    if sys.argv[1:2] == ["work"]:
+        from benchmarks import work
+
+        return work.main(sys.argv[2:])
+    if sys.argv[1:2] == ["networks"]:
+        from benchmarks import networks
+
+        return networks.main(sys.argv[2:])
     parser = _parser()
     options = parser.parse_intermixed_args()
     if options.pages is not None:

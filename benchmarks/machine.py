@@ -55,7 +55,7 @@ def usage(pid: int) -> Usage | None:
 
 def usage_of(program: str) -> Usage | None:
     """Return the usage of all local processes of this program and their descendants, or None."""
-    running = {pid for pid in _pids() if _comm(pid) == program}
+    running = {pid for pid in _pids() if program_of(pid) == program}
     inside = {child for pid in running for child in children(pid)}
     found = [one for pid in running - inside if (one := usage(pid)) is not None]
     return (
@@ -70,7 +70,7 @@ def rss_bytes_of(program: str) -> int | None:
     found = 0
     for pid in _pids():
         try:
-            if _comm(pid) == program:
+            if program_of(pid) == program:
                 found += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf(
                     "SC_PAGE_SIZE"
                 )
@@ -102,7 +102,8 @@ def _pids() -> list[int]:
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 
-def _comm(pid: int) -> str:
+def program_of(pid: int) -> str:
+    """Return the name of the process's program, or an empty string if there is no such process."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

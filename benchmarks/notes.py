@@ -1,5 +1,5 @@
-"""The task of all benchmarks: it records when it was due and when it ran, with the same code on all
-sides.
+"""The task of all benchmarks: it records when it was due, when it began and when it ended, with the
+same code on all sides.
 """
 
 from __future__ import annotations
@@ -10,27 +10,30 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.settings import notes_path, takes_s
+from benchmarks.settings import computes, notes_path, takes_s
+from benchmarks.waiting import wall
 
-_LINE = struct.Struct("<dd")
+_LINE = struct.Struct("<ddd")
 _file: tuple[int, int] = (0, -1)
 
 
 class Note(NamedTuple):
     due: float
-    at: float
+    began: float
+    ended: float
 
 
-def note(due: float) -> None:
-    """Append one record with a single write of 16 bytes, which stays whole among concurrent
-    writers.
+def note(due: float, began: float | None = None) -> None:
+    """Append one record with a single write of 24 bytes, which stays whole among concurrent
+    writers. `began` is now by default.
     """
     global _file
     if _file[0] != os.getpid():
         path = notes_path()
         assert path is not None, "tasks must run in the workers of the benchmark"
         _file = (os.getpid(), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644))
-    os.write(_file[1], _LINE.pack(due, time.time_ns() / 1e9))
+    now = wall()
+    os.write(_file[1], _LINE.pack(due, now if began is None else began, now))
 
 
 def note_begin() -> None:
@@ -39,12 +42,23 @@ def note_begin() -> None:
 
 
 def run(due: float) -> None:
-    """Run the task. If it has a duration, record its process and its end."""
+    """Run the task, which sleeps or computes if it has a duration."""
+    began = wall()
     seconds = takes_s()
     if seconds:
         note_begin()
-        time.sleep(seconds)
-    note(due)
+        if computes():
+            compute(seconds)
+        else:
+            time.sleep(seconds)
+    note(due, began)
+
+
+def compute(seconds: float) -> None:
+    """Use the processor for this CPU time of the thread, however busy the machine is."""
+    ends = time.thread_time() + seconds
+    while time.thread_time() < ends:
+        pass
 
 
 class Notes:
@@ -67,5 +81,5 @@ class Notes:
     def read(self) -> list[Note]:
         data = self._path.read_bytes()
         return [
-            Note(*pair) for pair in _LINE.iter_unpack(data[: len(data) // _LINE.size * _LINE.size])
+            Note(*line) for line in _LINE.iter_unpack(data[: len(data) // _LINE.size * _LINE.size])
         ]

@@ -58,3 +58,13 @@ def notes_path() -> str | None:
 def takes_s() -> float:
     """Return the duration of each task; most cases need none."""
     return float(os.environ.get("BENCH_TAKES_S", "0"))
+
+
+def computes() -> bool:
+    """Return whether a task with a duration computes instead of sleeping."""
+    return "BENCH_COMPUTES" in os.environ
+
+
+def is_one_at_a_time() -> bool:
+    """Return whether a process with an event loop runs one task at a time."""
+    return "BENCH_ONE_AT_A_TIME" in os.environ

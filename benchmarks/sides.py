@@ -129,11 +129,11 @@ class Side(ABC):
 
     def ended_at(self) -> float:
         """Return the time when the last task ended."""
-        return max(note.at for note in self.notes.read())
+        return max(note.ended for note in self.notes.read())
 
     def lateness_ms(self) -> list[float]:
         """Return how late each task began."""
-        return [(note.at - note.due) * 1000 for note in self.notes.read()]
+        return [(note.began - note.due) * 1000 for note in self.notes.read()]
 
     def clear(self) -> None:
         """Delete all tasks."""

@@ -1,12 +1,17 @@
-"""A TCP proxy for tests: it simulates network faults."""
+"""A TCP proxy for tests and benchmarks: it simulates network faults and distant servers, and counts
+round trips.
+"""
 
 from __future__ import annotations
 
 import re
+import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
 from sqlalchemy import make_url
 
@@ -19,7 +24,8 @@ class Proxy:
     """Passes connections on, unless a fault is active.
 
     `refuse`, `swallow` and `heal` last until the next call. `reset` closes open connections,
-    `strand` makes them hang. `cut_answer` and `cut_after` take effect once.
+    `strand` makes them hang. `cut_answer` and `cut_after` take effect once. `delay_s` is the time
+    that bytes take in each direction, so a round trip takes twice as long.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -33,6 +39,10 @@ class Proxy:
         #: The numbers of accepted connections and of connections broken by a cut.
         self.accepted = 0
         self.cut = 0
+        #: The number of requests that followed an answer on their connection, or opened it. Several
+        #: requests that were sent before the first answer are one round trip.
+        self.round_trips = 0
+        self._asking: set[int] = set()
         self._listener: socket.socket | None = None
         self.host, self.port = "127.0.0.1", 0
         self._listen()
@@ -153,9 +163,7 @@ class Proxy:
         flows: threading.Event,
     ) -> None:
         try:
-            while data := source.recv(65536):
-                if self.delay_s:
-                    threading.Event().wait(self.delay_s)
+            for data in self._delayed(source, direction, number):
                 flows.wait()
                 if self._cuts_now(number, data, direction):
                     break
@@ -167,6 +175,31 @@ class Proxy:
             pass  # if one end is closed, close the other
         _reset(source)
         _reset(target)
+
+    def _delayed(self, source: socket.socket, direction: str, number: int) -> Iterator[bytes]:
+        """Yield each piece of data `delay_s` after its arrival, in the order of arrival."""
+        waiting: deque[tuple[float, bytes]] = deque()
+        while True:
+            remaining_s = waiting[0][0] - time.monotonic() if waiting else None
+            if remaining_s is not None and not _is_readable_within(source, remaining_s):
+                yield waiting.popleft()[1]
+                continue
+            data = source.recv(65536)
+            if not data:
+                break
+            self._count(direction, number)
+            waiting.append((time.monotonic() + self.delay_s, data))
+        for leaves_at, data in waiting:
+            threading.Event().wait(leaves_at - time.monotonic())
+            yield data
+
+    def _count(self, direction: str, number: int) -> None:
+        with self._lock:
+            if direction == "answer":
+                self._asking.discard(number)
+            elif number not in self._asking:
+                self._asking.add(number)
+                self.round_trips += 1
 
     def _cuts_now(self, number: int, data: bytes, direction: str) -> bool:
         if not self._cuts[direction]:
@@ -184,6 +217,10 @@ def proxy_to(url: str) -> Proxy:
     place = make_url(url)
     ports = {"redis": 6379, "amqp": 5672, "postgresql": 5432, "mysql": 3306}
     return Proxy(place.host or "127.0.0.1", place.port or ports[place.get_backend_name()])
+
+
+def _is_readable_within(source: socket.socket, seconds: float) -> bool:
+    return seconds > 0 and bool(select.select([source], [], [], seconds)[0])
 
 
 def _reset(end: socket.socket) -> None:

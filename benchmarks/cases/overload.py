@@ -85,8 +85,8 @@ def _run(stage: CaseContext, side: Ours, in_order: bool) -> None:
 def _checked(side: Ours, rows: int, fresh: int, began: float) -> tuple[list[float], list[float]]:
     """Return when the backlog ran, and how late each new task was in milliseconds."""
     notes = side.notes.read()
-    late_ms = [(note.at - note.due) * 1000 for note in notes if note.due > began]
-    backlog = [note.at for note in notes if note.due < began]
+    late_ms = [(note.began - note.due) * 1000 for note in notes if note.due > began]
+    backlog = [note.ended for note in notes if note.due < began]
     done = table.count(Status.DONE)
     is_complete = (done, len(backlog), len(late_ms)) == (rows + fresh, rows, fresh)
     if not is_complete or min(late_ms) < 0:

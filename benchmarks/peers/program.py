@@ -15,13 +15,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.notes import note, note_begin
-from benchmarks.settings import takes_s
+from benchmarks.notes import compute, note, note_begin
+from benchmarks.settings import computes, takes_s
 from benchmarks.waiting import wall
 
-#: The golden ratio spreads delays evenly between two bounds, identically for all systems and
-#: languages.
-GOLDEN = 0.6180339887498949
 #: Concurrent calls, for systems with an event loop and without a bulk call.
 CONCURRENT_CALLS = 20
 
@@ -62,12 +59,16 @@ class Program(ABC):
 
 
 async def run(due: float) -> None:
-    """Run the task in a worker with an event loop."""
+    """Run the task in a worker with an event loop. A task that computes blocks the loop."""
+    began = wall()
     seconds = takes_s()
     if seconds:
         note_begin()
-        await asyncio.sleep(seconds)
-    note(due)
+        if computes():
+            compute(seconds)
+        else:
+            await asyncio.sleep(seconds)
+    note(due, began)
 
 
 def by_due(dues: Sequence[float]) -> Iterator[tuple[float, int]]:
@@ -109,17 +110,14 @@ class ProgramProducer:
         return {"tasks": made, "took_s": time.monotonic() - began}
 
     async def steady(
-        self, rate: int, count: int, batch: int, soonest: float, latest: float, limit_s: float
+        self, rate: int, batch: int, delays: Sequence[float], limit_s: float
     ) -> dict[str, Any]:
         """Schedule batches at a rate, and stop at the time limit."""
         began, made = wall(), 0
-        while made < count and wall() - began < limit_s:
+        while made < len(delays) and wall() - began < limit_s:
             await asyncio.sleep(max(began + made / rate - wall(), 0))
             now = wall()
-            dues = [
-                now + soonest + (latest - soonest) * (n * GOLDEN % 1)
-                for n in range(made, made + batch)
-            ]
+            dues = [now + delay for delay in delays[made : made + batch]]
             await (
                 self._program.schedule(dues[0]) if batch == 1 else self._program.schedule_many(dues)
             )

@@ -67,11 +67,8 @@ def run(
             here = held.enter_context(servers.started(folder))
             results.machine = {**machine.facts(), **here.versions(), "rounds": str(rounds)}
             report.print_facts(console, results.machine)
-            ready = [
-                Peer(system, here, folder)
-                for system in systems
-                if _is_ready(system, here, results, stage)
-            ]
+            peers = [Peer(system, here, folder) for system in systems]
+            ready = [peer for peer in peers if _is_ready(peer, results, stage)]
             for number in range(rounds):
                 # Each round begins with another system, because one system's aftereffects may slow
                 # the next one.
@@ -106,18 +103,11 @@ def _end(number: int, frame: object) -> None:
     raise KeyboardInterrupt
 
 
-def _is_ready(
-    system: System, here: servers.Servers, results: Results, stage: WorkloadContext
-) -> bool:
-    reason = here.missing(system.servers)
-    try:
-        if not reason:
-            environment.install(system, stage.say)
-    except environment.NotInstalledError as error:
-        reason = str(error)
+def _is_ready(peer: Peer, results: Results, stage: WorkloadContext) -> bool:
+    system = peer.system
+    reason = peer.lacks(stage.say)
     if reason:
         results.left_out[system.name] = reason
-        stage.say(f"{system.title} is skipped: {reason}")
         return False
     results.systems[system.name] = {
         "title": system.title,

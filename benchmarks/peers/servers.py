@@ -39,6 +39,8 @@ class Servers:
         self.rabbitmq_url = broker_url() if broker_url().startswith("amqp") else _RABBITMQ
         self._redis: Any = Redis.from_url(redis.url)
         self._redis_pid = int(self._redis.info("server")["process_id"])
+        #: The CPU time of each backend when it was last seen.
+        self._backends: dict[int, float] = {}
 
     @property
     def database_url(self) -> str:
@@ -83,10 +85,11 @@ class Servers:
     def cpu_s(self, names: tuple[str, ...]) -> float | None:
         """Return the CPU time of these servers, or None if they are not local.
 
-        It includes the work for other clients of PostgreSQL and RabbitMQ.
+        On PostgreSQL, it is the time of the connections to this run's database and of the server's
+        background processes. On RabbitMQ, it includes the work for other clients.
         """
-        found = [self._usage(name) for name in names]
-        return sum(one.cpu_s for one in found if one is not None) if all(found) else None
+        found = [self._cpu_s(name) for name in names]
+        return None if None in found else sum(one for one in found if one is not None)
 
     def held_bytes(self, name: str) -> int | None:
         """Return the memory of the tasks; on PostgreSQL their disk space."""
@@ -107,10 +110,21 @@ class Servers:
             postgresql = str(connection.scalar(text("SHOW server_version")))
         return {POSTGRESQL: postgresql, REDIS: str(self._redis.info("server")["redis_version"])}
 
-    def _usage(self, name: str) -> machine.Usage | None:
-        if name == REDIS:
-            return machine.usage(self._redis_pid)
-        return machine.usage_of("postgres" if name == POSTGRESQL else "beam.smp")
+    def _cpu_s(self, name: str) -> float | None:
+        if name == POSTGRESQL:
+            return self._backends_cpu_s()
+        found = machine.usage(self._redis_pid) if name == REDIS else machine.usage_of("beam.smp")
+        return None if found is None else found.cpu_s
+
+    def _backends_cpu_s(self) -> float | None:
+        query = text("SELECT pid FROM pg_stat_activity WHERE datname = :name OR datname IS NULL")
+        with self._admin.connect() as connection:
+            pids = connection.scalars(query, {"name": self._own.database}).all()
+        local = [pid for pid in pids if machine.program_of(pid) == "postgres"]
+        for pid in local:
+            if (found := machine.usage(pid)) is not None:
+                self._backends[pid] = found.cpu_s
+        return sum(self._backends.values()) if local else None
 
 
 @contextmanager

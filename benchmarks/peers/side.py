@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from benchmarks.machine import family, usage
 from benchmarks.notes import Note, Notes
 from benchmarks.peers import environment
 from benchmarks.peers.catalogue import System
+from benchmarks.peers.processes import PeerProcess
 from benchmarks.peers.servers import Servers
-from benchmarks.processes import BenchmarkProcess
 from benchmarks.waiting import BenchError, wait_until, wall
 
 START_S = 60.0
+NONE: Mapping[str, str] = MappingProxyType({})
 #: Tasks that new workers run before a measurement.
 WARM_UP = 300
 #: Any polling system begins a task within this time.
@@ -27,33 +28,6 @@ BEGIN_S = 5.0
 #: The maximum delay of a producer's answer after its time limit: a call in progress has to end
 #: first.
 SLACK_S = 120.0
-
-
-class PeerProcess(BenchmarkProcess):
-    """A process of a system. Processes that it started end with it, whatever their group."""
-
-    stop_s = 5.0
-
-    def __init__(
-        self, system: System, command: Sequence[str], folder: Path, **variables: str
-    ) -> None:
-        self.program = environment.launcher(system)
-        super().__init__(system.name, command, folder, **variables)
-
-    def kill(self) -> None:
-        for pid in family(self.pid):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # the process ended together with its parent
-        super().kill()
-
-    def stop(self) -> None:
-        descendants = family(self.pid)[1:]
-        super().stop()
-        for pid in descendants:
-            if _is_of_session(pid, self.pid):
-                os.kill(pid, signal.SIGKILL)
 
 
 class Scheduled(NamedTuple):
@@ -79,13 +53,30 @@ class Peer:
         self._asked = 0
         self._variables: dict[str, str] = {}
 
+    def lacks(self, say: Callable[[str], None]) -> str:
+        """Install the system if necessary. Return why it cannot be measured, or an empty string."""
+        reason = self._servers.missing(self.system.servers)
+        try:
+            if not reason:
+                environment.install(self.system, say)
+        except environment.NotInstalledError as error:
+            reason = str(error)
+        if reason:
+            say(f"{self.system.title} is skipped: {reason}")
+        return reason
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables with the URLs of its servers."""
+        return self._servers.environment(self.system.broker)
+
     @contextmanager
-    def producing(self) -> Iterator[None]:
-        """Provide empty servers, the system's tables and a producer."""
+    def producing(self, variables: Mapping[str, str] = NONE) -> Iterator[None]:
+        """Provide empty servers, the system's tables and a producer with these variables."""
         self._servers.clear()
         self._notes.clear()
         try:
-            self._start_producer()
+            self._start_producer(**variables)
             yield
         except BenchError as error:
             raise BenchError(f"{error}\n{self._last_words()}") from error
@@ -95,10 +86,18 @@ class Peer:
             self._workers, self._extra_processes, self._producer = [], [], None
 
     @contextmanager
-    def serving(self, workers: int = 1, takes_s: float = 0) -> Iterator[None]:
-        """Start workers that have run some tasks. `takes_s` is the duration of each task."""
+    def serving(
+        self, workers: int = 1, takes_s: float = 0, variables: Mapping[str, str] = NONE
+    ) -> Iterator[None]:
+        """Start workers that have run some tasks. `takes_s` is the duration of each task, and
+        `variables` are further variables of their environment.
+        """
         with self.producing():
-            self._variables = {"BENCH_NOTES": self._notes.path, "BENCH_TAKES_S": str(takes_s)}
+            self._variables = {
+                "BENCH_NOTES": self._notes.path,
+                "BENCH_TAKES_S": str(takes_s),
+                **variables,
+            }
             if self.system.is_one_process:
                 assert self._producer is not None
                 self._producer.stop()
@@ -107,9 +106,10 @@ class Peer:
             else:
                 self._workers = [self._start_worker(number) for number in range(workers)]
                 self._extra_processes = [
-                    self._start(command, "beat") for command in self.system.extra_commands
+                    self._start(command, "beat", **self._variables)
+                    for command in self.system.extra_commands
                 ]
-            self._warm_up(10 if takes_s else WARM_UP)
+            self._warm_up(_warm_up_count(takes_s))
             yield
             for part in self._parts():
                 if not part.is_alive:
@@ -130,14 +130,14 @@ class Peer:
     def steady(
         self, rate: int, count: int, batch: int, soonest: float, latest: float, limit_s: float
     ) -> Scheduled:
-        order = {
-            "rate": rate,
-            "count": count,
-            "batch": batch,
-            "soonest": soonest,
-            "latest": latest,
-            "limit_s": limit_s,
-        }
+        """Schedule `count` tasks, each due after a random delay between `soonest` and `latest`.
+
+        The delays are the same for all systems and in every round. A regular sequence would make
+        tasks meet regularly, which decides how long they wait for each other.
+        """
+        chance = random.Random(1)
+        delays = [round(chance.uniform(soonest, latest), 6) for _ in range(count)]
+        order = {"rate": rate, "batch": batch, "delays": delays, "limit_s": limit_s}
         return Scheduled(**self.ask("steady", limit_s, **order))
 
     def wait_for(self, count: int, deadline_s: float) -> bool:
@@ -156,8 +156,8 @@ class Peer:
         self._notes.clear()
 
     def ended_at(self, deadline_s: float = 5.0) -> float:
-        """Return when the last task was settled, or else when it began."""
-        noted = max(note.at for note in self.ran())
+        """Return when the last task was settled, or else when it ended."""
+        noted = max(note.ended for note in self.ran())
         found = self.ask("ended_at", deadline_s)["at"]
         return noted if found is None else max(noted, found)
 
@@ -244,7 +244,7 @@ class Peer:
         places = {"name": name, "folder": self._folder, "redis": self._servers.redis_url}
         filled = [part.format(**places) for part in command]
         every = {
-            **self._servers.environment(self.system.broker),
+            **self.environment,
             **environment.variables(self.system),
             **variables,
         }
@@ -277,9 +277,6 @@ class Peer:
         return "\n".join(f"{part.log}:\n{part.last_words(8)}" for part in self._parts())
 
 
-def _is_of_session(pid: int, session: int) -> bool:
-    """Return whether the pid still belongs to the session, since the system may have reused it."""
-    try:
-        return os.getsid(pid) == session
-    except ProcessLookupError:
-        return False
+def _warm_up_count(takes_s: float) -> int:
+    """Return how many tasks warm a worker up: those of a second, but at least 10."""
+    return WARM_UP if not takes_s else max(10, min(WARM_UP, round(1 / takes_s)))

@@ -96,7 +96,7 @@ def burst(stage: WorkloadContext, peer: Peer) -> None:
         sleep_until(due)
         is_done = peer.wait_for(made.tasks, deadline)
         ran = peer.ran()
-        ended = peer.ended_at() if is_done else max(note.at for note in ran) if ran else wall()
+        ended = peer.ended_at() if is_done else max(note.ended for note in ran) if ran else wall()
     name, took = peer.system.name, ended - due
     if not is_done:
         stage.results.remark(
@@ -108,7 +108,7 @@ def burst(stage: WorkloadContext, peer: Peer) -> None:
         stage.results.remark("burst", name, "all tasks ran before they were due")
     if ran:
         stage.results.add(
-            "burst_p99", name, percentile([(note.at - note.due) * 1000 for note in ran], 0.99)
+            "burst_p99", name, percentile([(note.began - note.due) * 1000 for note in ran], 0.99)
         )
     stage.say(
         f"burst: {peer.system.title}: {len(ran):,} in {took:.2f} s, "
@@ -169,7 +169,7 @@ def _steady(
             "one was scheduled"
         )
         stage.results.remark(workload, peer.system.name, text)
-    return made, [(note.at - note.due) * 1000 for note in peer.ran()]
+    return made, [(note.began - note.due) * 1000 for note in peer.ran()]
 
 
 def backlog(stage: WorkloadContext, peer: Peer) -> None:
@@ -232,7 +232,7 @@ def recovery(stage: WorkloadContext, peer: Peer) -> None:
         is_done = _all_ran(peer, count, limit)
         runs: dict[float, float] = {}
         for note in peer.ran():
-            runs[note.due] = min(note.at - TAKES_S - note.due, runs.get(note.due, DAY_S))
+            runs[note.due] = min(note.began - note.due, runs.get(note.due, DAY_S))
     missing = count - len(runs)
     stage.results.add("recovery_missing", name, float(missing))
     if is_done:

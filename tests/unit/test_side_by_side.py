@@ -273,7 +273,7 @@ def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate:
     abandoned_row = bench.schedule("suspect")
     bench.change(abandoned_row, lapses=1)
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.runner.drain, "default", [0], 10)
+        running = pool.submit(bench.runner.run_due, "default", [0], 10)
         wait_until(lambda: bench.now(abandoned_row).status is Status.RUNNING, 5, "it to be claimed")
         time.sleep(0.1)
         gate.is_open.set()

@@ -10,30 +10,39 @@ const { Queue, Worker } = require("bullmq");
 const Redis = require("ioredis");
 
 const QUEUE = "bench";
-const GOLDEN = 0.6180339887498949;
 const CHUNK = 1000;
 // The documentation recommends a concurrency of 100 to 300 and several processes for short jobs.
-const CONCURRENCY = 100;
+const CONCURRENCY = process.env.BENCH_ONE_AT_A_TIME ? 1 : 100;
 
 const connect = () => new Redis(process.env.BENCH_REDIS_URL, { maxRetriesPerRequest: null });
 const wall = () => (performance.timeOrigin + performance.now()) / 1000;
+const cpuMs = () => {
+  const { user, system } = process.cpuUsage();
+  return (user + system) / 1000;
+};
+const compute = (ms) => {
+  const ends = cpuMs() + ms;
+  while (cpuMs() < ends);
+};
 const say = (line) => fs.writeSync(1, `\n${line}\n`);
 
 function work() {
   const file = fs.openSync(process.env.BENCH_NOTES, "a");
   const takesMs = 1000 * (process.env.BENCH_TAKES_S ?? 0);
-  const line = Buffer.alloc(16);
-  const note = (due) => {
+  const line = Buffer.alloc(24);
+  const note = (due, began) => {
     line.writeDoubleLE(due, 0);
-    line.writeDoubleLE(wall(), 8);
+    line.writeDoubleLE(began, 8);
+    line.writeDoubleLE(wall(), 16);
     fs.writeSync(file, line);
   };
   const run = async (job) => {
+    const began = wall();
     if (takesMs) {
-      note(-process.pid);
-      await sleep(takesMs);
+      note(-process.pid, began);
+      await (process.env.BENCH_COMPUTES ? compute(takesMs) : sleep(takesMs));
     }
-    note(job.data.due);
+    note(job.data.due, began);
   };
   const worker = new Worker(QUEUE, run, { connection: connect(), concurrency: CONCURRENCY });
   process.on("SIGTERM", () => worker.close(true).then(() => process.exit(0)));
@@ -58,13 +67,13 @@ const verbs = {
   async schedule_many({ count, first, last, limit_s }) {
     return inSteps(count, first, last, limit_s, CHUNK, scheduleMany);
   },
-  async steady({ rate, count, batch, soonest, latest, limit_s }) {
+  async steady({ rate, batch, delays, limit_s }) {
     const began = wall();
     let made = 0;
-    for (; made < count && wall() - began < limit_s; made += batch) {
+    for (; made < delays.length && wall() - began < limit_s; made += batch) {
       await sleep(Math.max(began + made / rate - wall(), 0) * 1000);
       const now = wall();
-      const dues = Array.from({ length: batch }, (_, n) => now + soonest + (latest - soonest) * (((made + n) * GOLDEN) % 1));
+      const dues = delays.slice(made, made + batch).map((delay) => now + delay);
       await (batch === 1 ? schedule(dues[0]) : scheduleMany(dues));
     }
     return { tasks: made, took_s: wall() - began };

@@ -11,7 +11,10 @@ from collections.abc import Sequence
 from benchmarks import brokers, table
 from benchmarks.peers.program import Program, main
 from benchmarks.sides import Bare, Ours, OursDirect, OursInRedis, Side
+from benchmarks.waiting import wait_until
 
+#: The maximum time between the end of the last processor and its settlement.
+SETTLE_S = 30.0
 SIDES = {made.name: made for made in (Ours, OursInRedis, OursDirect, Bare)}
 
 
@@ -34,7 +37,10 @@ class SideProgram(Program):
         self._side.schedule_many(dues)
 
     async def ended_at(self) -> float | None:
-        return table.last_settled_at() if isinstance(self._side, Ours) else None
+        if not isinstance(self._side, Ours):
+            return None
+        wait_until(lambda: not table.has_unfinished_due(), SETTLE_S, "the last settlement", 0.01)
+        return table.last_settled_at()
 
 
 if __name__ == "__main__":

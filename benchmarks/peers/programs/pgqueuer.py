@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 
 import asyncpg
@@ -12,12 +14,14 @@ from pgqueuer.models import Job
 from pgqueuer.queries import Queries
 
 from benchmarks.peers.program import Program, main, run
-from benchmarks.settings import database_url
+from benchmarks.settings import database_url, is_one_at_a_time
 from benchmarks.waiting import wall
 
 NAME = "note"
 #: Its documentation recommends batches larger than 10 for short jobs.
 BATCH = 200
+#: Its default, for a process that runs one job at a time: the other jobs of a batch wait there.
+SMALL_BATCH = 10
 
 
 class PgQueuerProgram(Program):
@@ -44,9 +48,11 @@ class PgQueuerProgram(Program):
         @pgq.entrypoint(NAME)
         async def note_task(job: Job) -> None:
             assert job.payload is not None
-            await run(float(job.payload))
+            async with turn:
+                await run(float(job.payload))
 
-        await pgq.run(batch_size=BATCH)
+        turn = asyncio.Semaphore(1) if is_one_at_a_time() else nullcontext()
+        await pgq.run(batch_size=SMALL_BATCH if is_one_at_a_time() else BATCH)
 
 
 def _delay(due: float) -> timedelta:
@@ -55,7 +61,6 @@ def _delay(due: float) -> timedelta:
 
 
 if __name__ == "__main__":
-    import asyncio
     import sys
 
     import uvloop
