@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from chaos.claims_ahead import claimed_ahead
 from chaos.explanations import Explanations, lost_lease
 from chaos.history import History, RowChange
 from chaos.task_records import TaskRecord, story_of, task_records
@@ -49,6 +50,8 @@ class Verdict:
     runs: int = 0
     #: Runs beyond the requested ones that a fault explains.
     explained: int = 0
+    #: Rows that a process claimed while it ran another row.
+    claimed_ahead: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def counts(self) -> Counter[str]:
@@ -61,7 +64,8 @@ class Verdict:
         )
         summary = (
             f"{self.tasks:,} tasks, {self.runs:,} runs, "
-            f"{self.explained} of them repeated because of a fault: {counts}"
+            f"{self.explained} of them repeated because of a fault, "
+            f"{self.claimed_ahead:,} rows claimed ahead: {counts}"
         )
         return "\n\n".join([summary, *map(str, self.findings[:MOST_STORIES])])
 
@@ -98,6 +102,7 @@ class Checker:
     def verdict(self) -> Verdict:
         history, tasks = self._history, task_records(self._history)
         verdict = Verdict(len(tasks), len(history.run_records))
+        verdict.claimed_ahead = claimed_ahead(history)
         for id, task in tasks.items():
             violations = [violation for rule in self._rules for violation in rule(task)]
             again = [claim for claim in self._lapsed(task) if task.has_run(claim)]

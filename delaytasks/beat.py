@@ -16,9 +16,9 @@ def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> Non
     schedule = celery_app.conf.beat_schedule
     entries = [entry for entry in schedule.values() if entry.get("task") == SWEEP]
     if not entries:
-        for partition in range(settings.sweep_partitions):
-            entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (partition,)}
-            schedule[f"delaytasks-sweep-{partition}"] = entry
+        for sweep_partition in range(settings.sweep_partitions):
+            entry = {"task": SWEEP, "schedule": settings.sweep_s, "args": (sweep_partition,)}
+            schedule[f"delaytasks-sweep-{sweep_partition}"] = entry
             entries.append(entry)
     queue = publisher.queue(settings.default_queue)
     # Otherwise Celery would declare a queue of another type by this name.
@@ -32,14 +32,14 @@ def add_sweeps(celery_app: Any, settings: Settings, publisher: Publisher) -> Non
 
 
 def check_sweeps(celery_app: Any, settings: Settings) -> None:
-    """Raise `ConfigError` if an entry sweeps a partition that does not exist."""
+    """Raise `ConfigError` if an entry names a sweep partition that does not exist."""
     count = settings.sweep_partitions
     for name, entry in (celery_app.conf.beat_schedule or {}).items():
-        partition, *_ = entry.get("args") or (0,)
-        if entry.get("task") == SWEEP and not settings.has_sweep_partition(partition):
+        sweep_partition, *_ = entry.get("args") or (0,)
+        if entry.get("task") == SWEEP and not settings.has_sweep_partition(sweep_partition):
             raise ConfigError(
-                f"beat_schedule[{name!r}] sweeps partition {shown(partition)}, and "
-                f"delaytasks_sweep_partitions = {count}: the partitions are 0 to "
+                f"beat_schedule[{name!r}] names sweep partition {shown(sweep_partition)}, and "
+                f"delaytasks_sweep_partitions = {count}: the sweep partitions are 0 to "
                 f"{count - 1}; correct its args, or "
                 "leave the entries to delaytasks"
             )

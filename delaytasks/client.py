@@ -946,7 +946,7 @@ class DelayTasks:
     ) -> Policy:
         """Limit how many tasks of a tag run simultaneously or start in a period.
 
-        Each limit holds for all workers together. None removes a limit; an argument that is left
+        Each limit applies to all workers together. None removes a limit; an argument that is left
         out does not change its limit.
 
         Parameters
@@ -1086,11 +1086,11 @@ class DelayTasks:
         Returns
         -------
         Runner
-            `runner.drain(queue, priorities, limit)` runs up to `limit` due tasks.
+            `runner.run_due(queue, priorities, limit)` runs up to `limit` due tasks.
 
         Examples
         --------
-        >>> delays.runner().drain("default", range(10), limit=100)
+        >>> delays.runner().run_due("default", range(10), limit=100)
         """
         return self._processes.runner(shard, sends_events)
 

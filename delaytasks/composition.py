@@ -197,7 +197,7 @@ def _make_timers(
     closables: list[Closable] = []
     redis = direct = None
     eta = EtaTimer(publisher, clocks[0])
-    if settings.timer == "direct":
+    if not settings.uses_broker:
         from delaytasks.timers.direct import DirectTimer
 
         direct = DirectTimer([store.notices for store in stores], clocks[0])

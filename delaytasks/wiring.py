@@ -129,5 +129,5 @@ def use_direct_timer(delays: Wired) -> None:
 
     To be called before anything is scheduled or run.
     """
-    if wiring_of(delays).settings.timer != "direct":
+    if wiring_of(delays).settings.uses_broker:
         rewire(delays, timer="direct")

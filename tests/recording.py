@@ -21,7 +21,7 @@ class RecordingTimer:
     def __init__(self) -> None:
         self.armed: list[Entry] = []
         self.disarmed: list[Entry] = []
-        self.drained: list[tuple[str, list[int], int]] = []
+        self.requested_drains: list[tuple[str, list[int], int]] = []
         self.is_up = True
 
     def arm(self, entries: Iterable[Entry]) -> bool:
@@ -31,10 +31,10 @@ class RecordingTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self.disarmed += entries
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
-        self.drained.append((queue, list(priorities), tokens))
+        self.requested_drains.append((queue, list(priorities), messages))
         return self.is_up
 
     @property
@@ -59,7 +59,7 @@ def record(delays: DelayTasks) -> RecordingTimer:
 def record_sweeps(shard: Shard, timer: RecordingTimer) -> None:
     """Replace the timer of a shard's sweeps."""
     sweeper: Any = shard.sweeper
-    for part in (sweeper, sweeper._drain, sweeper._pauses):
+    for part in (sweeper, sweeper._drain_requests, sweeper._pauses):
         part._timer = timer
 
 

@@ -42,9 +42,14 @@ class DisturbedClaims:
         self.after_claim()
         return claimed
 
-    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+    def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> Claimed:
+        claimed = self._claims.claim_due(queue, priorities, limit)
+        self.after_claim()
+        return claimed
+
+    def settle(self, settlements: Sequence[Settlement], on: Any = None) -> set[int]:
         self.before_settle(settlements)
-        return self._claims.settle(settlements)
+        return self._claims.settle(settlements, on)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._claims, name)

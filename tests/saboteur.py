@@ -48,7 +48,7 @@ def lose_broker(state: Any, kills: bool = False, away_s: float = 0) -> dict[str,
     if kills:
         for process in processes:
             os.kill(process.pid, signal.SIGSTOP)
-    dispatcher.drain("default", [0])
+    dispatcher.start_drain("default", [0])
     dispatcher.pump()
     if kills or away_s:
         consumer.hub.consolidate_callback(list(pool._all_inqueues))  # into their pipes

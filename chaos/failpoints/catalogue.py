@@ -139,7 +139,7 @@ FAILPOINTS = [
         "asked to drain",
         "main",
         "before",
-        ("worker.dispatcher:Dispatcher.drain",),
+        ("worker.dispatcher:Dispatcher.start_drain",),
         "R2",
         "not armed",
     ),
@@ -182,6 +182,22 @@ FAILPOINTS = [
     ),
     Failpoint(
         "claimed alone", "pool", "after", ("storage.claims:Claims.claim_recovered",), "R2", "fatal"
+    ),
+    Failpoint(
+        "claiming ahead",
+        "pool",
+        "before",
+        ("execution.claim_ahead:ClaimAhead._close_and_claim",),
+        "R2",
+        "overdue backlog",
+    ),
+    Failpoint(
+        "claimed ahead",
+        "pool",
+        "after",
+        ("execution.claim_ahead:ClaimAhead._close_and_claim",),
+        "R2",
+        "overdue backlog",
     ),
     Failpoint("running", "pool", "before", ("execution.executor:TaskExecutor.run",), "R2"),
     Failpoint("ran", "pool", "after", ("execution.executor:TaskExecutor.run",), "R2"),
@@ -268,8 +284,22 @@ FAILPOINTS = [
     Failpoint(
         "recovered", "main", "after", ("storage.sweep_queries:SweepQueries.recover",), "R2", "fatal"
     ),
-    Failpoint("draining", "main", "before", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
-    Failpoint("drained", "main", "after", ("timers.eta:EtaTimer.drain",), "R1", "not armed"),
+    Failpoint(
+        "requesting a drain",
+        "main",
+        "before",
+        ("timers.eta:EtaTimer.request_drain",),
+        "R1",
+        "not armed",
+    ),
+    Failpoint(
+        "drain requested",
+        "main",
+        "after",
+        ("timers.eta:EtaTimer.request_drain",),
+        "R1",
+        "not armed",
+    ),
     Failpoint(
         "worker expired", "main", "after", ("storage.worker_table:WorkerTable.expire",), "R1"
     ),

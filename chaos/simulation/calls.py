@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 from chaos.history import Answer, Call, CallRecord
 from chaos.simulation.stage import RETRY_SCHEDULE, Play
 from chaos.simulation.world import Dead
-from delaytasks.core.clock import to_us
+from delaytasks import DelayTask
+from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.core.events import Events
 from delaytasks.core.new_task import NewTask
@@ -17,6 +20,8 @@ from delaytasks.scheduling.queue_routing import QueueRouting
 
 #: How long a processor takes: mostly a short time, sometimes longer than a lease.
 TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)
+#: The same for the rows of a backlog, mostly short.
+BACKLOG_TAKES_S = (0.01, 0.01, 0.02, 0.02, 0.02, 0.3)
 Ask = Callable[[], Any]
 
 
@@ -47,6 +52,19 @@ class SimulatedCalls:
                     self._play.touches.touch(id, producer.due_of(chance.uniform(0, 8)))
                 except DelayTaskError:
                     pass
+
+    def insert_backlog(self, rows: int, chance: random.Random) -> None:
+        """Insert due rows without arming them, as another program does."""
+        for _ in range(rows):
+            body = {"s": chance.choice(BACKLOG_TAKES_S), "fails": 0, "kills": 0}
+            now = from_us(self._play.times.database_us)
+            task = DelayTask(self._play.new_id(), "note", json.dumps(body), now, create_time=now)
+
+            def ask(task: DelayTask = task) -> DelayTask:
+                self._play.stage.store.tasks.insert(task)
+                return task
+
+            self._call(task.id, "schedule", 1, ask)
 
     def probe(self, delay: float) -> int:
         id = self._play.new_id()

@@ -41,6 +41,9 @@ class Times:
     def monotonic(self) -> float:
         return (self.now_us - START_US) / 1e6
 
+    def clock_gettime(self, _clock: int) -> float:
+        return self.monotonic()
+
     def time_ns(self) -> int:
         return (self.now_us + self.skew_us()) * 1000
 

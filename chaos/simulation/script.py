@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 
 from sqlalchemy import func, select
@@ -22,6 +23,8 @@ PATIENCE_S = 90.0
 SKEWS_US = (0, 0, 3_600_000_000, -3_600_000_000)
 #: The share of plays that check the timer at the end, which doubles their duration.
 LOOKED_AT = 0.25
+#: The share of plays with a backlog, in which chunks are claimed ahead, and its size.
+WITH_BACKLOG, BACKLOG_ROWS = 0.15, (12, 30)
 #: After this time without faults, no host is frozen, no message is on its way, and each Redis
 #: poller has read all slots.
 QUIET_S = 40.0
@@ -51,6 +54,10 @@ class Script:
             host = Host(f"producer {number}")
             host.skew_us = self._chance.choice(SKEWS_US)
             self._produce_on(host)
+        # With a sequence of its own, so that the other draws of a seed do not depend on it.
+        chance = random.Random(f"backlog {self._play.seed}")
+        if chance.random() < WITH_BACKLOG:
+            SimulatedCalls(self._play).insert_backlog(chance.randint(*BACKLOG_ROWS), chance)
         self._play.broker.on_put = start(self._outside, self._deliver).wake
         for work in (self._beat, self._supervise, self._break, self._watch):
             start(self._outside, work)

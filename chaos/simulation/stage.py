@@ -90,6 +90,7 @@ class Play:
     """One seed."""
 
     def __init__(self, stage: SimulationStage, seed: int) -> None:
+        self.seed = seed
         self.stage, self.settings, self.times = stage, stage.settings, stage.times
         self.world = Lock.world = SimulatedWorld(stage.times, seed)
         self.chance = self.world.chance

@@ -14,9 +14,9 @@ from chaos.checker import Violation
 from chaos.simulation.broker import Message
 from chaos.simulation.stage import Play
 from chaos.simulation.world import Host
-from delaytasks.core.errors import StoreError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.limits import LimitLoader
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.maintenance.sweeper import Sweeper
@@ -24,7 +24,7 @@ from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.building import build_runtime
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.processes import Renewals
+from delaytasks.worker.processes import OthersWait, Renewals
 from delaytasks.worker.runtime import WorkerRuntime
 
 CHILDREN = 2
@@ -56,7 +56,9 @@ class Child(Host):
             lambda session, task: None,
             may_detach=True,
             last_renewal=lambda: worker.processes.renewals.last(0),
+            has_others=worker.processes.others_wait.is_so,
         )
+        self._runner._ahead._threads = SimulatedThreads(play, self)  # type: ignore[assignment]
         self._time_budgets = self._runner._chunks._time_budget = TimeBudgets(
             play, self, self._runner
         )  # type: ignore[assignment]
@@ -83,18 +85,20 @@ class Child(Host):
         try:
             if request.waitlist is not None:
                 return self._runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)
-            if request.drain is not None:
-                return self._runner.drain(
-                    request.drain, request.priorities, request.limit, request.serve_s
+            if request.drained_queue is not None:
+                return self._runner.run_due(
+                    request.drained_queue,
+                    request.priorities,
+                    request.limit,
+                    request.serve_s,
+                    request.continue_s,
                 )
             return self._runner.run(request.entries, request.serve_s)
         except Exception as error:
-            error_text, is_stores = (
-                f"{type(error).__name__}: {error}",
-                isinstance(error, StoreError),
-            )
             return Report(
-                detached=self._runner.detached, error=error_text, is_stores_error=is_stores
+                detached=self._runner.detached,
+                error=f"{type(error).__name__}: {error}",
+                reason=FailureReason.of(error),
             )
 
 
@@ -129,6 +133,46 @@ class TimeBudgets:
                 self._play.world.rest(
                     min((ends - now for ends in self._open.values()), default=None)
                 )
+
+
+class SimulatedThreads:
+    """Replaces the threads that claim ahead in a process."""
+
+    def __init__(self, play: Play, host: Host) -> None:
+        self._play = play
+        self._host = host
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> SimulatedFuture:
+        return SimulatedFuture(self._play, self._host, lambda: work(*args))
+
+
+class SimulatedFuture:
+    """The result of a call that another actor of the host makes."""
+
+    def __init__(self, play: Play, host: Host, work: Callable[[], Any]) -> None:
+        self._world = play.world
+        self._work = work
+        self._is_done = False
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._actor = play.world.start(host, self._run)
+
+    def _run(self) -> None:
+        try:
+            self._result = self._work()
+        except Exception as error:
+            self._error = error
+        self._is_done = True
+
+    def exception(self) -> Exception | None:
+        while not self._is_done:
+            self._world.pause(0.001)
+        return self._error
+
+    def result(self) -> Any:
+        if (error := self.exception()) is not None:
+            raise error
+        return self._result
 
 
 class SimulatedWorker(Host):
@@ -185,6 +229,7 @@ class SimulatedWorker(Host):
             queues=["default"],
             task_events=lambda: None,
             renewals=Renewals(),
+            others_wait=OthersWait(),
             keeps_time_limits=True,
         )
         self.processes = processes
@@ -241,7 +286,7 @@ class SimulatedWorker(Host):
         if asked.entries:
             self.runtime.dispatcher.receive(asked.entries)
         if asked.priorities is not None:
-            self.runtime.dispatcher.drain(message.queue, asked.priorities, asked.shard)
+            self.runtime.dispatcher.start_drain(message.queue, asked.priorities, asked.shard)
         self.play.hazards.pass_by("receive", "after")
 
     def _drive(self, loop: Loop) -> None:

@@ -189,7 +189,7 @@ class DrainCommand:
             if not self._queues or level.queue in self._queues:
                 by_queue.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in by_queue.items():
-            self._dispatcher.drain(queue, priorities, shard.number)
+            self._dispatcher.start_drain(queue, priorities, shard.number)
         return bool(by_queue)
 
     # -- outcomes ---------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def run_broker(data_dir: str) -> None:
         return
     say(f"the broker is {redis.server}, at {redis.socket}")
     os.set_inheritable(redis.lock, True)
-    os.umask(0o077)  # its files hold messages
+    os.umask(0o077)  # its files contain messages
     os.execv(redis.server.program, redis.command)
 
 

@@ -124,12 +124,14 @@ def _plain_size(value: Any) -> int:
 def _check_storable(text: str, path: _Path) -> int:
     if not text.isascii() or "\x00" in text:
         if "\x00" in text:
-            raise BodyNotStorableError(f"{_at(path)} holds NUL (\\u0000), which cannot be stored")
+            raise BodyNotStorableError(
+                f"{_at(path)} contains NUL (\\u0000), which cannot be stored"
+            )
         try:
             text.encode()
         except UnicodeEncodeError:
             raise BodyNotStorableError(
-                f"{_at(path)} holds a lone surrogate, which cannot be stored"
+                f"{_at(path)} contains a lone surrogate, which cannot be stored"
             ) from None
     return len(text) + 2
 

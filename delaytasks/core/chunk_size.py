@@ -60,6 +60,11 @@ class ChunkSize:
         return max(self._wanted, 1)
 
     @property
+    def is_limited_by_time(self) -> bool:
+        """Whether rows take so long that the time budget limits a chunk, not its largest size."""
+        return self._row_s is not None and self.in_time < self._most
+
+    @property
     def fits(self) -> bool:
         """Whether one row fits the time budget; assumed until the first row has run."""
         return self._row_s is None or self._row_s < self._time_budget_s

@@ -27,8 +27,17 @@ JUMP_S = 0.5
 Measure = Callable[[bool], datetime]
 
 
+#: Linux's monotonic clock that also counts the time while the host is suspended; None elsewhere.
+_BOOTTIME: int | None = getattr(time, "CLOCK_BOOTTIME", None)
+
+
 def monotonic() -> float:
-    return time.monotonic()
+    """Return the seconds of a clock that is never set.
+
+    While a host is suspended, its leases end by the database's clock. Therefore this clock goes on,
+    and afterwards the worker finds itself as if it had been frozen.
+    """
+    return time.monotonic() if _BOOTTIME is None else time.clock_gettime(_BOOTTIME)
 
 
 def wall_ms() -> int:

@@ -96,9 +96,9 @@ def _check_name(value: object, what: str, longest: int, error: type[InvalidInput
         return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
         raise BodyNotStorableError(
-            f"the {what} {shown(value)} holds NUL or a lone surrogate, which cannot be stored"
+            f"the {what} {shown(value)} contains NUL or a lone surrogate, which cannot be stored"
         )
-    raise error(f"the {what} {shown(value)} holds control or unprintable characters")
+    raise error(f"the {what} {shown(value)} contains control or unprintable characters")
 
 
 #: The queue name of workers that serve all queues.

@@ -22,7 +22,7 @@ To = datetime | timedelta | None
 
 
 class Entry(NamedTuple):
-    """A task that is due within the horizon, as a timer holds it and a message names it."""
+    """A task that is due within the horizon, as a timer keeps it and a message names it."""
 
     id: int
     version: int
@@ -276,6 +276,8 @@ class Timer(Protocol):
         The claim refuses an entry that is sent nevertheless.
         """
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
-    ) -> bool: ...
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+    ) -> bool:
+        """Ask workers to drain `queue`. Return False if no message could be sent."""
+        ...

@@ -1,4 +1,7 @@
-"""Values that a processor returns to say how its task ends or continues."""
+"""Outcomes: values that a processor returns to say how its task ends or continues.
+
+An outcome leads to a move, which changes the status of the row: see `core/states.py`.
+"""
 
 from __future__ import annotations
 

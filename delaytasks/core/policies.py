@@ -35,7 +35,7 @@ _RATE = re.compile(r"\s*([0-9]{1,10})\s*/\s*(.{1,40}?)\s*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The pause and the limits of a tag or a queue. Limits hold for all workers together.
+    """The pause and the limits of a tag or a queue. Limits apply to all workers together.
 
     Attributes
     ----------

@@ -133,7 +133,7 @@ class Settings:
     sweep_partitions: int = _setting(
         1, "number of sweep partitions, each with its own share of the table"
     )
-    drain_tokens: int = _setting(
+    drain_messages: int = _setting(
         2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"
     )
     purge_after_s: float | None = _setting(
@@ -175,6 +175,11 @@ class Settings:
     def _refuse(self, name: str, rule: str) -> NoReturn:
         value = "***" if _SPECS[name].metadata["secret"] else repr(getattr(self, name))
         raise ConfigError(f"{PREFIX}{name} = {value} (from {self.origin(name)}): {rule}")
+
+    @property
+    def uses_broker(self) -> bool:
+        """Whether messages reach the workers; if not, they read everything from the table."""
+        return self.timer != "direct"
 
     def has_sweep_partition(self, number: object) -> bool:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""
@@ -231,8 +236,8 @@ _RULES_FOR_PAIRS: list[tuple[str, Callable[[Any], bool], str]] = [
     ),
     (
         "lease_s",
-        lambda s: s.lease_s >= 2 * s.chunk_time_budget_s,
-        "must be at least twice chunk_time_budget_s",
+        lambda s: s.lease_s >= 4 * s.chunk_time_budget_s,  # rows claimed ahead wait for two
+        "must be at least four times chunk_time_budget_s",
     ),
     ("self_sweep_s", lambda s: s.self_sweep_s >= s.sweep_s, "must not be below sweep_s"),
     (

@@ -1,4 +1,22 @@
-"""The statuses of a task, and every move between them. No other module decides about statuses."""
+"""The statuses of a task, and every move between them. No other module decides about statuses.
+
+A move is a change of a row's status. A claim, a sweep and an operator make moves, and each run ends
+with one. An outcome (`core/outcomes.py`) is what a processor returns to say how its run ended.
+`execution/outcome_rules.py` makes a move of it, and `execution/deferral_rules.py` of a task that is
+not run:
+
+    the run ended with                                      move
+    Done, or any value that is no outcome                   succeed
+    an error or Retry, while retries are left               schedule_retry
+    an error or Retry, if no retry is left; Fail            fail
+    Snooze, or the error of `check_lease`                   snooze
+    Cancel                                                  withdraw
+    no run: the task has expired                            expire
+    no run: no time, no processor, a pause, a shutdown      give_back
+
+Three more moves start from RUNNING and no outcome leads to them: `hold_back` if the row's tag or
+queue was paused before the run, and `recover` or `fail_worker_lost` if its worker died.
+"""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def begin(data_dir: str | Path) -> ToRun | None:
 
     Return the server to run, or None if messages go through files.
     """
-    lock = hold(data_dir)
+    lock = lock_folder(data_dir)
     server = find_server()
     broker = choose(data_dir, server)
     record(broker)
@@ -163,7 +163,7 @@ def leave(data_dir: str | Path) -> None:
         pass  # it does not exist, or a server still uses it
 
 
-def hold(data_dir: str | Path, wait_s: float = 5.0) -> int:
+def lock_folder(data_dir: str | Path, wait_s: float = 5.0) -> int:
     """Lock the embedded broker of a folder, and return the file descriptor of the lock.
 
     A server that inherits the descriptor keeps the lock while it lives, even after this process has

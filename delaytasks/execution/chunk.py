@@ -14,35 +14,44 @@ from delaytasks.core.task import DelayTask
 
 
 class Chunk:
-    """Rows that wait, run or have ended.
+    """The rows of one claim. Each row waits first; then it runs, has ended, and is settled:
 
-    Both the runner and the time budget take waiting rows; the one that takes a row settles it.
+        from      method                              to
+        waiting   `start`: its run begins             running
+        waiting   `give_back`: it will not run here   ended
+        running   `end`: its run has a settlement     ended
+        running   `forget`: its process ends          (abandoned)
+        ended     `take_finished`: it is settled      (left)
+        (left)    `keep`: it could not be settled     ended
+
+    The thread of the runner starts rows, and the thread of the time budget gives back the rows that
+    still wait when the time is over.
     """
 
-    def __init__(self, tasks: Sequence[DelayTask], good_for_s: float, budget_s: float) -> None:
+    def __init__(self, tasks: Sequence[DelayTask], lease_left_s: float, budget_s: float) -> None:
         self._lock = threading.Lock()
         self._waiting = deque(tasks)
         self._running: set[int] = set()
         self._finished: list[Settlement] = []
         now = monotonic()
-        self._good_until = now + good_for_s
+        self._leases_end_at = now + lease_left_s
         self.budget_ends = now + budget_s
         self._is_detached = False
-        #: Held while the ended rows are settled.
+        #: Locked while the ended rows are settled.
         self.settling = threading.Lock()
 
     def next(self) -> DelayTask | None:
-        """Return the next row, or None if no row waits or the leases may be over."""
+        """Return the next waiting row, or None if no row waits or the leases may have ended."""
         try:
             first = self._waiting[0]
         except IndexError:  # the time budget may take all of them meanwhile
             return None
-        return first if monotonic() <= self._good_until else None
+        return first if monotonic() <= self._leases_end_at else None
 
     def start(self, first: DelayTask, most: int = 1) -> list[DelayTask]:
-        """Start that row and further ones of its tag.
+        """Start `first`, and up to `most` rows of its tag together.
 
-        Return none if the time budget has taken the row.
+        Return the started rows; none if the time budget has given `first` back meanwhile.
         """
         with self._lock:
             if not self._waiting or self._waiting[0] is not first:
@@ -177,9 +186,8 @@ class TimeBudget:
 
     def _rest(self) -> None:
         opened = self._opened
-        self._changed.wait(
-            self._budget_s
-        )  # a chunk that is opened meanwhile does not expire earlier
+        # A chunk that is opened meanwhile does not expire earlier.
+        self._changed.wait(self._budget_s)
         if self._opened == opened:
             self._is_asleep = True
             self._changed.wait()

@@ -7,8 +7,8 @@ budget settles them when they end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
@@ -27,7 +27,7 @@ from delaytasks.execution.settlement import Settler
 from delaytasks.processors.registry import Processor, Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
-#: Holds the context of the rows that one thread runs one after another.
+#: Keeps the context of the rows that one thread runs one after another.
 ThreadContext = Callable[[], AbstractContextManager[object]]
 #: A row that may kill this process waits for other rows to end, at most for this part of the lease.
 ALONE = 0.25
@@ -58,6 +58,11 @@ class Tally:
         self.ran += ran
         self.seconds += seconds
 
+    @property
+    def wanted_next(self) -> int:
+        """The least number of rows for the next chunk, if most rows are of such processors."""
+        return self.wanted if 2 * self.wanting >= self.started else 0
+
 
 class ChunkRunner:
     def __init__(
@@ -85,70 +90,61 @@ class ChunkRunner:
         self._time_budget = TimeBudget(
             self._budget_s, self._expire, partial(events.failed, "time budget")
         )
+        on_error = partial(events.failed, "concurrent calls")
         self._concurrent_calls = ConcurrentCalls(
-            thread_slots,
-            executor,
-            self._time_budget.open,
-            partial(events.failed, "concurrent calls"),
+            thread_slots, executor, self._time_budget.open, on_error
         )
         #: Chunks whose runner has gone on, although some of their rows still run.
         self._detached: set[Chunk] = set()
 
-    def run(
-        self,
-        tasks: Sequence[DelayTask],
-        claimed_at: float,
-        tally: Tally,
-        may_detach: bool,
-        settle: Settle | None = None,
-    ) -> None:
-        """Run claimed tasks until all have ended, or with `may_detach` all except concurrent ones.
+    @contextmanager
+    def opened(
+        self, tasks: Sequence[DelayTask], claimed_at: float, settle: Settle | None = None
+    ) -> Iterator[Chunk | None]:
+        """Open a chunk of claimed tasks, and close it at the end; None if none of them may run."""
+        chunk = self.open(tasks, claimed_at)
+        try:
+            yield chunk
+        finally:
+            if chunk is not None:
+                self.close(chunk, settle)
 
-        `settle` writes the settlements, if another function than the store's should do it.
-        """
-        if not tasks:
-            return
-        tally.claimed += len(tasks)
-        claimed, concurrent = self._clock.now(), dict[str, Processor]()
-        chunk = self._open(tasks, claimed_at)
+    def run(self, chunk: Chunk | None, tally: Tally, may_detach: bool) -> None:
+        """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
         if chunk is None:
             return
-        try:
-            began, waited_s = monotonic(), 0.0
-            with self._thread_context():
-                while (first := chunk.next()) is not None:
-                    processor = self._registry.get(first.tag)
-                    if processor is not None and processor.in_flight is not None:
-                        concurrent[first.tag] = processor
-                        took_s = self._start_concurrent(chunk, processor, first, claimed, tally)
-                        if took_s is None:
-                            break
-                        waited_s += took_s
-                        continue
-                    most = 1 if processor is None else processor.batch or 1
-                    started = chunk.start(first, most)
-                    if not started:
-                        continue
-                    if first.tag in self._registry.time_limits:
-                        waited_s += self._prepare_for_kill(chunk, started)
-                    try:
-                        chunk.end(self._executor.run(processor, started, claimed))
-                    except BaseException:
-                        chunk.forget(started)  # the process ends, and the rows are abandoned
-                        raise
-                    tally.start(len(started), most if most > 1 else 0)
-                    tally.ran += len(started)
-            tally.seconds += monotonic() - began - waited_s
-            if concurrent:
-                self._wait(chunk, concurrent.values(), tally, may_detach)
-        finally:
-            self._close(chunk, settle)
+        claimed, began, waited_s = self._clock.now(), monotonic(), 0.0
+        concurrent = dict[str, Processor]()
+        with self._thread_context():
+            while (first := chunk.next()) is not None:
+                processor = self._registry.get(first.tag)
+                if processor is not None and processor.in_flight is not None:
+                    concurrent[first.tag] = processor
+                    took_s = self._start_concurrent(chunk, processor, first, claimed, tally)
+                    if took_s is None:
+                        break
+                    waited_s += took_s
+                    continue
+                most = 1 if processor is None else processor.batch or 1
+                started = chunk.start(first, most)
+                if not started:
+                    continue
+                if first.tag in self._registry.time_limits:
+                    waited_s += self._prepare_for_kill(chunk, started)
+                try:
+                    chunk.end(self._executor.run(processor, started, claimed))
+                except BaseException:
+                    chunk.forget(started)  # the process ends, and the rows are abandoned
+                    raise
+                tally.start(len(started), most if most > 1 else 0)
+                tally.ran += len(started)
+        tally.seconds += monotonic() - began - waited_s
+        if concurrent:
+            self._wait(chunk, concurrent.values(), tally, may_detach)
 
-    def run_alone(self, tasks: Sequence[DelayTask], claimed_at: float, tally: Tally) -> None:
-        """Run a recovered row after other chunks have ended, since it may kill this process."""
-        if tasks:
-            self._wait_until_alone(lambda: not self._detached)
-        self.run(tasks, claimed_at, tally, may_detach=False)
+    def wait_for_detached(self) -> None:
+        """Wait until other chunks have ended, for a recovered row that may kill this process."""
+        self._wait_until_alone(lambda: not self._detached)
 
     @property
     def detached(self) -> tuple[int, ...]:
@@ -165,28 +161,41 @@ class ChunkRunner:
 
     # -- the start and the end of a chunk ---------------------------------------------------------
 
-    def _open(self, tasks: Sequence[DelayTask], claimed_at: float) -> Chunk | None:
-        """Hold the paused tasks, and return a chunk of the others; None if there are no others."""
+    def open(
+        self, tasks: Sequence[DelayTask], claimed_at: float, waits_s: float = 0.0
+    ) -> Chunk | None:
+        """Hold the paused tasks, and return a chunk of the others; None if all are paused.
+
+        The time budget of a chunk that is claimed ahead is longer by `waits_s`.
+        """
         refused: Sequence[Settlement] = ()
-        if self._pause_filter is not None:
+        if tasks and self._pause_filter is not None:
             tasks, refused = self._pause_filter.hold_paused(tasks)
         if not tasks and not refused:
             return None
         self._events.emit("chunk.claimed", count=len(tasks))
         lease_left_s = self._lease_s - (monotonic() - claimed_at)
-        chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s)
+        chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s + waits_s)
         chunk.keep(refused)
-        self._time_budget.open(chunk)
+        # Without a watcher, a single row that runs now has nothing to settle, to give back or to
+        # show before it ends, and the thread of the time budget need not wake up for it.
+        if len(tasks) > 1 or waits_s or refused or self._executor.is_watched:
+            self._time_budget.open(chunk, waits_s)
         return chunk
 
-    def _close(self, chunk: Chunk, settle: Settle | None) -> None:
-        """Settle what has ended; the time budget settles the rows that still run."""
+    def close(self, chunk: Chunk, settle: Settle | None = None) -> None:
+        """Give back the waiting rows, and settle them with the rows that have ended.
+
+        The thread of the time budget settles the rows that still run. `settle` writes the
+        settlements, if another function than the store's should do it.
+        """
         if chunk.detach():
             self._detached.add(chunk)
             self._time_budget.open(chunk)
         else:
             self._time_budget.close(chunk)
         try:
+            chunk.give_back()
             self._settler.settle(chunk, self._lease_s, settle)
         finally:
             self._executor.flush()
@@ -251,14 +260,14 @@ class ChunkRunner:
         self._thread_slots.wait(is_alone, monotonic() + ALONE * self._lease_s)
 
     def _prepare_for_kill(self, chunk: Chunk, tasks: list[DelayTask]) -> float:
-        """Before rows that may end the process, wait for other rows and settle what has ended.
+        """Wait for other rows before rows that may end the process, and settle those that ended.
 
         Returns the time that this took.
         """
         began = monotonic()
         try:
             self._wait_until_alone(lambda: not self._detached and len(chunk.running) == len(tasks))
-            self._settler.settle_finished(chunk, patience_s=self._lease_s)
+            self._settler.settle(chunk, patience_s=self._lease_s)
         except BaseException:
             chunk.end(Settlement(task, "give_back") for task in tasks)
             raise

@@ -111,6 +111,10 @@ class TaskExecutor:
         began = self._clock.now()
         return [self._outcome_rules.of_error(processor, task, began, error) for task in tasks]
 
+    @property
+    def is_watched(self) -> bool:
+        return self._watcher() is not None
+
     def flush(self) -> None:
         """Let the watcher send what it has observed."""
         watcher = self._watcher()

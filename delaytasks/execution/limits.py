@@ -95,8 +95,9 @@ class Waitlists:
     ) -> tuple[int, float]:
         """Run a chunk of admitted tasks; return how many ended, and the time spent on them."""
         of_chunk = Tally()
-        self._chunks.run(tasks, claimed_at, of_chunk, False, settle)
+        with self._chunks.opened(tasks, claimed_at, settle) as chunk:
+            self._chunks.run(chunk, of_chunk, may_detach=False)
         of_chunk.add(*self._chunks.ended())
-        tally.claimed += of_chunk.claimed
+        tally.claimed += len(tasks)
         tally.add(of_chunk.ran, of_chunk.seconds)
         return of_chunk.ran, of_chunk.seconds

@@ -6,7 +6,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
@@ -16,8 +17,10 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.execution.chunk_runner import ChunkRunner, Tally, ThreadContext
+from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.executor import Execute, TaskExecutor, Watcher
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.limits import LimitLoader, Waitlists
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.pause_filter import PauseFilter
@@ -51,9 +54,9 @@ class Report(NamedTuple):
     #: This process, and its rows that still run although their chunk is over.
     pid: int = 0
     detached: tuple[int, ...] = ()
-    #: Why the chunk failed as a whole, and whether the database was the reason.
+    #: The text and the kind of the error with which the chunk failed as a whole.
     error: str = ""
-    is_stores_error: bool = False
+    reason: FailureReason = FailureReason.UNKNOWN
     #: The waitlists that a process should go on with.
     waitlists: tuple[WaitlistState, ...] = ()
     #: Events, tags and numbers, if the job asked for counts.
@@ -63,11 +66,11 @@ class Report(NamedTuple):
 class Runner:
     """Runs chunks in one process.
 
-    `execute` calls a processor in the context that it expects, and `thread_context` holds this
+    `execute` calls a processor in the context that it expects, and `thread_context` keeps this
     context between rows that a thread runs one after another. With `may_detach`, concurrent rows
     may go on while the next chunk runs: another process has to renew their leases, and `finish` has
-    to be called at the end. `last_renewal` is described in `Lease`, and `watcher` returns the
-    watcher of the moment.
+    to be called at the end. `last_renewal` is described in `Lease`, `has_others` in `ClaimAhead`,
+    and `watcher` returns the watcher of the moment.
     """
 
     def __init__(
@@ -88,6 +91,7 @@ class Runner:
         last_renewal: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf),
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
+        has_others: Callable[[], bool] = lambda: False,
     ) -> None:
         self._settings = settings
         self._claims = claims
@@ -100,7 +104,7 @@ class Runner:
             OutcomeRules(settings, clock, events),
             execute,
             transaction_of,
-            Lease(settings.lease_s, settings.chunk_time_budget_s, last_renewal),
+            Lease(settings.lease_s, MAX_BUDGETS * settings.chunk_time_budget_s, last_renewal),
             watcher,
         )
         self._chunks = ChunkRunner(
@@ -114,6 +118,7 @@ class Runner:
             events,
             thread_context,
         )
+        self._ahead = ClaimAhead(settings, registry, self._chunks, events, has_others)
         self._may_detach = may_detach
         self._waitlists = Waitlists(limits, settings, registry, claims, self._chunks)
         #: The next time for recovered rows of each queue; they get at most half of the time.
@@ -123,7 +128,8 @@ class Runner:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
         claimed_at, tally = monotonic(), Tally()
         claimed = self._claims.claim(entries)
-        self._chunks.run(claimed, claimed_at, tally, self._may_detach)
+        with self._chunks.opened(claimed, claimed_at) as chunk:
+            self._chunks.run(chunk, tally, self._may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
             got = {task.id for task in claimed}
@@ -135,17 +141,26 @@ class Runner:
         states = self._waitlists.run(seen.waitlists, len(entries), for_s, tally)
         return self._report(tally, len(claimed), early, waitlists=states)
 
-    def drain(self, queue: str, priorities: Sequence[int], limit: int, for_s: float = 0) -> Report:
-        """Run due rows straight from the table, a recovered row, and the queue's waitlists."""
-        claimed_at, tally = monotonic(), Tally()
-        is_turn_of_recovered = claimed_at >= self._recovered_at.setdefault(
-            queue, claimed_at + ABANDONED_S
-        )
+    def run_due(
+        self,
+        queue: str,
+        priorities: Sequence[int],
+        limit: int,
+        for_s: float = 0,
+        continue_s: float = 0,
+    ) -> Report:
+        """Run due rows straight from the table, a recovered row, and the queue's waitlists.
+
+        This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
+        """
+        began, tally = monotonic(), Tally()
+        is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + ABANDONED_S)
         most = limit - 1 if is_turn_of_recovered else limit
-        claimed = self._claims.claim_due(queue, priorities, most) if most else Claimed()
-        seen = claimed.seen
-        is_full = len(claimed) + seen.held >= most
-        self._chunks.run(claimed, claimed_at, tally, self._may_detach)
+        claim = partial(self._claims.claim_due, queue, priorities)
+        with closing(self._ahead.chunks(claim, most, continue_s, tally)) as chunks:
+            for claimed in chunks:
+                self._chunks.run(claimed.chunk, tally, self._may_detach)
+        is_full, seen = claimed.is_full, claimed.seen
         if is_turn_of_recovered or not is_full:
             recovered = self._run_recovered(queue, priorities, tally)
             is_full = bool(recovered) or is_full
@@ -170,13 +185,21 @@ class Runner:
         try:
             claimed = self._claims.claim_recovered(queue, priorities)
             if claimed:
-                self._chunks.run_alone(claimed, claimed_at, tally)
+                self._run_alone(claimed, claimed_at, tally)
                 rest_s = monotonic() - claimed_at
             else:
                 rest_s = max(ABANDONED_S, ABANDONED_SHARE * (monotonic() - claimed_at))
             return claimed
         finally:
             self._recovered_at[queue] = monotonic() + rest_s
+
+    def _run_alone(self, claimed: Claimed, claimed_at: float, tally: Tally) -> None:
+        """Run a recovered row after other chunks have ended, since it may kill this process."""
+        if claimed:
+            tally.claimed += len(claimed)
+            self._chunks.wait_for_detached()
+        with self._chunks.opened(claimed, claimed_at) as chunk:
+            self._chunks.run(chunk, tally, may_detach=False)
 
     def run_waitlist(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
         """Run tasks of one waitlist as long as there is capacity for them."""
@@ -209,7 +232,7 @@ class Runner:
             tally.seconds,
             early,
             is_full,
-            wanted=tally.wanted if 2 * tally.wanting >= tally.started else 0,
+            wanted=tally.wanted_next,
             pid=os.getpid(),
             detached=self._chunks.detached,
             waitlists=waitlists,
@@ -242,12 +265,13 @@ class Runner:
             time.sleep(wait_us / 1e6)
             claimed_at = monotonic()
             claimed = self._claims.claim(soon)
-            self._chunks.run(claimed, claimed_at, tally, self._may_detach)
+            with self._chunks.opened(claimed, claimed_at) as chunk:
+                self._chunks.run(chunk, tally, self._may_detach)
             seen = seen.merge(claimed.seen)
         for entry in recovered:
             claimed_at = monotonic()
             claimed = self._claims.claim_alone(entry.id, entry.version)
-            self._chunks.run_alone(claimed, claimed_at, tally)
+            self._run_alone(claimed, claimed_at, tally)
             seen = seen.merge(claimed.seen)
         return tuple(early), seen
 

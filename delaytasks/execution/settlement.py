@@ -43,26 +43,21 @@ class Settler:
         self._reported_locked: tuple[int, int] | None = None
 
     def settle(self, chunk: Chunk, patience_s: float, settle: Settle | None = None) -> bool:
-        """Settle the ended rows, and give back the waiting ones.
+        """Settle the rows of a chunk that have ended, and arm those that run again.
 
-        Without patience, one try is made and then left to the runner; if the runner settles now,
-        return False. `settle` is tried before the store's own function.
+        While the database is unavailable, settling is repeated for `patience_s`; the chunk keeps
+        what could not be settled. `settle` is used in the first try, and the store's function in
+        further ones. With `patience_s=0`, return False if another thread settles the chunk now.
         """
-        chunk.give_back()
-        return self.settle_finished(chunk, patience_s, settle)
-
-    def settle_finished(
-        self, chunk: Chunk, patience_s: float, settle: Settle | None = None
-    ) -> bool:
         if not chunk.settling.acquire(blocking=patience_s > 0):
             return False
         try:
-            self._settle_finished(chunk, patience_s, settle or self._claims.settle)
+            self._settle(chunk, patience_s, settle or self._claims.settle)
         finally:
             chunk.settling.release()
         return True
 
-    def _settle_finished(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
+    def _settle(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
         finished = chunk.take_finished()
         self._report([s for s in finished if s.is_made], {s.task.id for s in finished})
         settlements = [s for s in finished if not s.is_made]

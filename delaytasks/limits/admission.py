@@ -125,7 +125,7 @@ class Admission:
 
         def work() -> tuple[set[int], Sequence[DelayTask]]:
             with self._db.begin() as connection:
-                accepted = self._claims.settle_together(connection, settlements)
+                accepted = self._claims.settle(settlements, connection)
                 return accepted, self.admit_to_slots(connection, queue, tag, len(accepted))
 
         return self._db.run(work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 from typing import NamedTuple
 
@@ -32,9 +33,38 @@ class WaitlistVisit(NamedTuple):
     is_probe: bool
 
 
+class WaitlistPhase(Enum):
+    """What a worker knows about a waitlist, and what a free process does for it.
+
+    The next phase depends on what the processes report, in calls of `TrackedWaitlists.update`:
+
+        from      event                                                    to
+        unknown   a process reports it, with free slots or unchecked       OPEN
+        unknown   a process reports it, without a free slot                FULL
+        OPEN      `next_visit` has sent as many processes as are wanted    SERVED
+        OPEN      a process reports no free slot                           SERVED or FULL
+        SERVED    a process reports free slots                             OPEN
+        SERVED    the last process comes back and found no free slot       FULL
+        FULL      a check is due, and `next_visit` sends a process         SERVED
+        FULL      a process reports free slots                             OPEN
+        any       the last process comes back and found no waiting task    EMPTY
+
+    An EMPTY waitlist is forgotten, so that it is unknown again.
+    """
+
+    #: A free process would find a task that may start. It is sent immediately.
+    OPEN = "open"
+    #: Processes run tasks of the waitlist. Another one probes it when a check is due.
+    SERVED = "served"
+    #: No slot was free. A process looks again when a check is due.
+    FULL = "full"
+    #: No process serves the waitlist, and no check is due.
+    EMPTY = "empty"
+
+
 @dataclass
 class TrackedWaitlist:
-    """The state of the waitlist of one tag in one queue, as far as the worker knows it."""
+    """The waitlist of one tag in one queue, as far as the worker knows it."""
 
     #: How many more processes would find a task that may start.
     wanted: int = 0
@@ -47,6 +77,64 @@ class TrackedWaitlist:
     checks: int = 0
     unreported: int = 0
     probe_s: float = PROBE_S
+
+    @property
+    def phase(self) -> WaitlistPhase:
+        if self.wanted:
+            return WaitlistPhase.OPEN
+        if self.serving:
+            return WaitlistPhase.SERVED
+        return WaitlistPhase.FULL if self.check_at < inf else WaitlistPhase.EMPTY
+
+    def visit_ended(self, is_empty: bool) -> None:
+        """Record that a process came back, which found no waiting task if `is_empty`."""
+        self.serving, self.unreported, self.checks = max(self.serving - 1, 0), 0, 0
+        if is_empty:
+            self.wanted, self.check_at = 0, inf
+
+    def found(self, state: WaitlistState, was_visited: bool) -> float:
+        """Record what a process found; return in how many seconds to check the waitlist again.
+
+        `was_visited` is true if the process was sent to this waitlist. Otherwise a claim met it.
+        """
+        if state.open:
+            self.misses = 0
+            # A process that comes back frees one more slot.
+            self.wanted = max(self.wanted + (1 if was_visited else 0), state.open)
+            return state.recheck_s
+        self.wanted = 0
+        if not was_visited:
+            return state.recheck_s
+        recheck_s = FIRST_RECHECK_S * 2.0 ** min(self.misses, 10)
+        self.misses += 1
+        self.check_at = inf
+        return min(state.recheck_s, recheck_s)
+
+    def probed(self, free: int) -> float:
+        """Record a probe while others serve the waitlist; `free` includes the slot it took."""
+        self.wanted = max(self.wanted, free - 1)
+        self.probe_s = PROBE_S if free else min(2 * self.probe_s, WAITLIST_RECHECK_S)
+        self.check_at = monotonic() + self.probe_s
+        return self.probe_s
+
+    def needs_process(self, now: float) -> bool:
+        if self.check_at <= now:
+            # Each process that has not come back found a task that takes long. There may be as many
+            # free slots again.
+            self.checks = self.unreported + 1
+        return bool(self.wanted or self.checks)
+
+    def send(self, now: float) -> bool:
+        """Record that a free process is sent, and return whether it only probes."""
+        is_probe = self.phase is WaitlistPhase.SERVED
+        if self.wanted:
+            self.wanted -= 1
+        else:
+            self.checks -= 1
+        self.serving += 1
+        self.unreported += 1
+        self.check_at = now + self.probe_s
+        return is_probe
 
 
 class TrackedWaitlists:
@@ -65,7 +153,16 @@ class TrackedWaitlists:
     @property
     def is_active(self) -> bool:
         """Whether a process serves one of them, or could start a task of one of them now."""
-        return any(one.wanted or one.serving for one in self._waitlists.values())
+        return any(
+            one.phase in (WaitlistPhase.OPEN, WaitlistPhase.SERVED)
+            for one in self._waitlists.values()
+        )
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether a process should be sent to one of them now."""
+        now = monotonic()
+        return any(one.needs_process(now) for one in self._waitlists.values())
 
     @property
     def next_check_s(self) -> float:
@@ -85,9 +182,7 @@ class TrackedWaitlists:
         needed, or None if an earlier one is due anyway.
         """
         if visited is not None and (known := self._waitlists.get(visited)) is not None:
-            known.serving, known.unreported, known.checks = max(known.serving - 1, 0), 0, 0
-            if not states:
-                known.wanted, known.check_at = 0, inf
+            known.visit_ended(is_empty=not states)
         first_s = inf
         slowdown = max(len(self._waitlists) / MAX_CHECKS_PER_S, 1.0)
         for state in states:
@@ -96,14 +191,14 @@ class TrackedWaitlists:
             if known is None and len(self._waitlists) >= MAX_TRACKED_WAITLISTS:
                 continue
             if is_probe and was_visited and known is not None and known.serving:
-                first_s = min(first_s, self._update_after_probe(known, state.open or 0))
+                first_s = min(first_s, known.probed(state.open or 0))
                 continue
             if state.open is None:
                 if known is not None:
                     continue  # a process serves it, or checks it within a second
                 state = state._replace(open=1)
             known = self._waitlists.setdefault(name, TrackedWaitlist())
-            check_s = self._update_after_visit(known, state, was_visited) * slowdown
+            check_s = known.found(state, was_visited) * slowdown
             check_at = monotonic() + check_s
             if check_at < known.check_at:
                 known.check_at = check_at
@@ -111,35 +206,9 @@ class TrackedWaitlists:
         self._waitlists = {
             name: one
             for name, one in self._waitlists.items()
-            if one.wanted or one.serving or one.check_at < inf
+            if one.phase is not WaitlistPhase.EMPTY
         }
         return None if first_s == inf else first_s
-
-    @staticmethod
-    def _update_after_visit(
-        known: TrackedWaitlist, state: WaitlistState, was_visited: bool
-    ) -> float:
-        """Return in how many seconds the waitlist should be checked again."""
-        if state.open:
-            known.misses = 0
-            # A process that comes back frees one more slot.
-            known.wanted = max(known.wanted + (1 if was_visited else 0), state.open)
-            return state.recheck_s
-        known.wanted = 0
-        if not was_visited:
-            return state.recheck_s
-        recheck_s = FIRST_RECHECK_S * 2.0 ** min(known.misses, 10)
-        known.misses += 1
-        known.check_at = inf
-        return min(state.recheck_s, recheck_s)
-
-    @staticmethod
-    def _update_after_probe(known: TrackedWaitlist, free: int) -> float:
-        """Record a probe of a waitlist that others serve: `free` includes the slot it took."""
-        known.wanted = max(known.wanted, free - 1)
-        known.probe_s = PROBE_S if free else min(2 * known.probe_s, WAITLIST_RECHECK_S)
-        known.check_at = monotonic() + known.probe_s
-        return known.probe_s
 
     def visit_failed(self, name: WaitlistName) -> float | None:
         return self.update([WaitlistState(*name, 0, WAITLIST_RECHECK_S)], name)
@@ -148,20 +217,7 @@ class TrackedWaitlists:
         """Return the waitlist that a free process should serve or probe."""
         now = monotonic()
         for name, one in self._waitlists.items():
-            if one.check_at <= now:
-                # Each process that has not come back found a task that takes long. There may be
-                # as many free slots again.
-                one.checks = one.unreported + 1
-            if not one.wanted and not one.checks:
-                continue
-            is_probe = not one.wanted and one.serving > 0
-            if one.wanted:
-                one.wanted -= 1
-            else:
-                one.checks -= 1
-            one.serving += 1
-            one.unreported += 1
-            one.check_at = now + one.probe_s
-            self._waitlists[name] = self._waitlists.pop(name)  # to the end: they take turns
-            return WaitlistVisit(name, is_probe)
+            if one.needs_process(now):
+                self._waitlists[name] = self._waitlists.pop(name)  # to the end: they take turns
+                return WaitlistVisit(name, one.send(now))
         return None

@@ -1,7 +1,7 @@
 """The sweep: find what the fast path missed, and arm the rows due within the horizon.
 
 Celery beat starts a sweep of every sweep partition each `sweep_s` seconds. If beat is silent, the
-workers sweep by themselves. Each partition arms its share of the rows; partition 0 also does the
+workers sweep by themselves. Each sweep partition arms its share of the rows; number 0 also does the
 work that concerns the whole table.
 """
 
@@ -19,7 +19,7 @@ from delaytasks.core.policies import NO_POLICIES
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import first_names
 from delaytasks.maintenance.cleanup import Cleanup
-from delaytasks.maintenance.overdue_drain import LocalDrain, OverdueDrain
+from delaytasks.maintenance.drain_requests import DrainRequests, StartDrain
 from delaytasks.maintenance.overdue_queues import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 
@@ -33,7 +33,7 @@ RECOVER_ROWS = 500
 SILENT_SWEEPS = 3
 
 
-def _drain_nothing(queue: str, priorities: Sequence[int]) -> bool:
+def _start_no_drain(queue: str, priorities: Sequence[int]) -> bool:
     return False
 
 
@@ -58,62 +58,64 @@ class Sweeper:
         self._events = events
         self._pauses = pauses
         self._policies = NO_POLICIES
-        self._drain = OverdueDrain(settings, sweeps, workers, timer, events)
+        self._drain_requests = DrainRequests(settings, sweeps, workers, timer, events)
         self._cleanup = Cleanup(settings, sweeps, clock, events)
 
     def sweep(
         self,
-        partition: int = 0,
+        sweep_partition: int = 0,
         on_step: OnStep = lambda: None,
         contact_s: float = math.inf,
-        drain_locally: LocalDrain = _drain_nothing,
+        start_drain: StartDrain = _start_no_drain,
     ) -> bool:
-        """Sweep one partition, unless another worker has just done so.
+        """Sweep one sweep partition, unless another worker has just done so.
 
         A stage that fails, for example on a row that cannot be read, is logged and does not stop
         the following stages.
 
         Parameters
         ----------
-        partition
-            The number of the sweep partition. Partition 0 also does the work for the whole table.
+        sweep_partition
+            Its number. Number 0 also does the work for the whole table.
         on_step
             Called after each step, so that the caller can show that the sweep makes progress.
         contact_s
             Seconds for which the caller has reached this database without an interruption.
-        drain_locally
+        start_drain
             Called for a queue for which the broker accepts no drain messages.
 
         Returns
         -------
         bool
-            False if another worker has just swept the partition.
+            False if another worker has just swept the sweep partition.
         """
-        is_first = partition == 0
+        is_first = sweep_partition == 0
         if is_first:
             self._attempt("workers", lambda: self._expire_silent_workers(contact_s))
         partitions, interval_s = self._settings.sweep_partitions, self._settings.sweep_s * 0.8
-        armed_until = self._sweeps.begin_sweep(partition, partitions, interval_s)
+        armed_until = self._sweeps.begin_sweep(sweep_partition, partitions, interval_s)
         if armed_until is None:
             return False
         knows_policies = self._attempt("policies", self._read_policies)
-        self._attempt("arm", lambda: self._arm_due_within_horizon(partition, armed_until, on_step))
+        self._attempt(
+            "arm", lambda: self._arm_due_within_horizon(sweep_partition, armed_until, on_step)
+        )
         if is_first:
             self._attempt("abandoned", lambda: self._recover_abandoned(on_step))
             if knows_policies:  # without them, every paused row would be released
                 self._attempt("hold", lambda: self._hold_and_release_paused(on_step))
-            paused = self._policies.paused_queues
-            self._attempt("overdue", lambda: self._drain.drain_all(paused, on_step, drain_locally))
+            paused, requests = self._policies.paused_queues, self._drain_requests
+            self._attempt("overdue", lambda: requests.request_all(paused, on_step, start_drain))
             self._attempt("purge", lambda: self._cleanup.purge_finished(on_step))
             self._attempt("audit", self._cleanup.purge_audit)
             self._attempt("partitions", self._cleanup.check_partitions)
-        self._events.emit("sweep.done", sweep_partition=partition)
+        self._events.emit("sweep.done", sweep_partition=sweep_partition)
         return True
 
-    def drain_own(self, queues: Sequence[str], drain_locally: LocalDrain) -> None:
-        """Drain the overdue rows of the calling worker's queues, whether or not it sweeps."""
+    def start_own_drains(self, queues: Sequence[str], start_drain: StartDrain) -> None:
+        """Start drains of the calling worker's queues, whether or not it sweeps."""
         self._read_policies()
-        self._drain.drain_own(queues, self._policies.paused_queues, drain_locally)
+        self._drain_requests.start_own(queues, self._policies.paused_queues, start_drain)
 
     def _attempt(self, stage: str, work: Callable[[], object]) -> bool:
         return self._events.attempt("sweep", stage, work)
@@ -123,7 +125,7 @@ class Sweeper:
     def _expire_silent_workers(self, contact_s: float) -> None:
         """Delete dead workers' rows, and have all rows due within the horizon armed again.
 
-        A dead worker may have held armed rows in memory. Arming all of them again costs duplicate
+        A dead worker may have kept armed rows in memory. Arming all of them again costs duplicate
         messages, which the claims refuse.
         """
         silent_s = SILENT_SWEEPS * self._settings.sweep_s
@@ -143,29 +145,29 @@ class Sweeper:
     # -- rows due within the horizon --------------------------------------------------------------
 
     def _arm_due_within_horizon(
-        self, partition: int, armed_until: datetime, on_step: OnStep
+        self, sweep_partition: int, armed_until: datetime, on_step: OnStep
     ) -> None:
         """Arm the rows that came within the horizon since the last sweep, up to `armed_until`."""
         horizon_s = self._settings.horizon_s
-        if horizon_s is None or self._settings.timer == "direct":
+        if horizon_s is None or not self._settings.uses_broker:
             return  # every row was armed when it was scheduled, or each worker polls the table
         now = self._clock.certain_now()
         since, until = max(armed_until, now), now + timedelta(seconds=horizon_s)
-        armed = self._arm(partition, since, until, on_step)
+        armed = self._arm(sweep_partition, since, until, on_step)
         if armed is None:
             return
         count, end = armed
         # This is written last. A crash before it costs duplicate messages, but leaves no gap.
-        self._sweeps.mark_armed(partition, self._settings.sweep_partitions, armed_until, end)
+        self._sweeps.mark_armed(sweep_partition, self._settings.sweep_partitions, armed_until, end)
         if count:
             self._events.emit("sweep.armed", count=count)
         if self._pauses is not None:
             self._pauses.hold_near(self._policies, since, end, on_step)
 
     def _arm(
-        self, partition: int, since: datetime, until: datetime, on_step: OnStep
+        self, sweep_partition: int, since: datetime, until: datetime, on_step: OnStep
     ) -> tuple[int, datetime] | None:
-        """Arm the partition's rows due after `since` and up to `until`, within one sweep interval.
+        """Arm the rows due after `since` and up to `until`, within one sweep interval.
 
         Returns
         -------
@@ -176,7 +178,7 @@ class Sweeper:
         count, deadline = 0, monotonic() + self._settings.sweep_s
         partitions = self._settings.sweep_partitions
         for entries in self._sweeps.due_between(
-            since, until, partition, partitions, self._policies
+            since, until, sweep_partition, partitions, self._policies
         ):
             on_step()
             if self._timer.arm(entries):

@@ -1,7 +1,7 @@
 """The task table in partitions, on PostgreSQL: a whole partition of old tasks is dropped, not
 single rows.
 
-Ids are in the order of time, so a range of ids is a period. The default partition holds all other
+Ids are in the order of time, so a range of ids is a period. The default partition has all other
 rows: tasks that outlived their partition, and ids that other programs made. Each step locks the
 table only for a moment, and gives up soon if it cannot. Then it can be tried again.
 """

@@ -38,7 +38,7 @@ class EventLoop:
 
         def start() -> None:
             task = asyncio.ensure_future(_into(answer, coroutine))
-            self._running.add(task)  # the loop itself holds weak references only
+            self._running.add(task)  # the loop itself has weak references only
             task.add_done_callback(self._running.discard)
 
         self._started().call_soon_threadsafe(start, context=contextvars.copy_context())

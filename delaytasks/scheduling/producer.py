@@ -37,7 +37,7 @@ from delaytasks.scheduling.task_builder import (
     RowBatch,
     TaskBuilder,
     check_on_conflict,
-    drained,
+    popped,
 )
 
 #: Producers arm a little beyond the horizon. A row that is committed while a sweep reads is then
@@ -151,7 +151,7 @@ class Producer:
         check_on_conflict(on_conflict)
         total = 0
         for batch in batches(items, BULK):
-            rows = self.make_batch(drained(batch), on_conflict)
+            rows = self.make_batch(popped(batch), on_conflict)
             total += self.schedule_batch(rows, on_conflict, transaction, on_batch)
         return total
 

@@ -27,7 +27,7 @@ from delaytasks.storage import pages
 from delaytasks.storage.database_addresses import addresses_of
 from delaytasks.storage.driver_errors import REMEDY, TRIES
 from delaytasks.storage.key_owners import (
-    HeldElsewhereError,
+    OwnedElsewhereError,
     PointsElsewhereError,
     changed_too_often,
 )
@@ -130,8 +130,8 @@ class Shards:
                     for key, id in ids.items():
                         if shard_of(id) == home:
                             found[key] = id
-                        elif (held := self.named(tag, key, own)) is not None:
-                            found[key] = held[1]
+                        elif (owned := self.named(tag, key, own)) is not None:
+                            found[key] = owned[1]
                 except StoreUnavailableError as error:
                     down = error
         return found, down
@@ -176,14 +176,16 @@ class Shards:
                     return answer or home.tasks.insert_keyed(task, on_conflict, on, others)
             except PointsElsewhereError as pointer:
                 others = [pointer.shard, *others]
-            except HeldElsewhereError as held:
+            except OwnedElsewhereError as elsewhere:
                 if on is not None and not home.database.owns(on):
                     raise ShardMismatchError(
-                        f"task {held.owner.id}, which has the key {task.key!r} of tag "
-                        f"{task.tag!r}, is in shard {held.owner.shard}, and the session is on "
+                        f"task {elsewhere.owner.id}, which has the key {task.key!r} of tag "
+                        f"{task.tag!r}, is in shard {elsewhere.owner.shard}, and the session is on "
                         f"shard {task.shard}: replace it without session="
                     ) from None
-                replaced = self._tasks(held.owner.shard).key_owners.replace(held.owner, task)
+                replaced = self._tasks(elsewhere.owner.shard).key_owners.replace(
+                    elsewhere.owner, task
+                )
                 if replaced is not None:
                     return replaced, True
         raise changed_too_often(task)
@@ -209,9 +211,9 @@ class Shards:
             after = [before.pop()]
         for _ in range(TRIES):
             try:
-                with ExitStack() as held, self._pointing(before, task, "reject"):
+                with ExitStack() as pointers, self._pointing(before, task, "reject"):
                     once_held = cache(
-                        lambda: held.enter_context(self._pointing(after, task, "reject"))
+                        lambda: pointers.enter_context(self._pointing(after, task, "reject"))
                     )
                     return tasks.retry(id, due, version, on, [*before, *after], once_held)
             except PointsElsewhereError as pointer:

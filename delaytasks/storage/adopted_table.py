@@ -24,6 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.schema import CreateColumn
 
 from delaytasks.core.states import Status
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.types import db_now, db_now_plus
 
 #: Ids that delaytasks makes are far above this number, ids that a database counts are far below.
@@ -43,15 +44,12 @@ def _found(connection: Connection, table: Table) -> dict[str, Any]:
 def _fill(connection: Connection, t: Table) -> None:
     """Replace NULLs by the values that delaytasks would have stored. Only rows with NULLs are
     written."""
-    dialect = connection.dialect.name
-
-    def after(start: Any, seconds: Any) -> Any:
-        if dialect == "postgresql":
-            return start + seconds * text("interval '1 second'")
-        if dialect == "sqlite":
-            return func.strftime("%Y-%m-%d %H:%M:%f000", start, func.printf("%+d seconds", seconds))
-        return func.timestampadd(text("SECOND"), seconds, start)
-
+    after = for_database(
+        connection.dialect.name,
+        postgresql=_after_on_postgresql,
+        mysql=_after_on_mysql,
+        sqlite=_after_on_sqlite,
+    )
     fillings: list[tuple[Column[Any], Any]] = [
         (t.c.status, int(Status.NOT_COMPLETE)),
         (t.c.version, 0),
@@ -68,6 +66,18 @@ def _fill(connection: Connection, t: Table) -> None:
         connection.execute(update(t).where(column.is_(None)).values({column: value}))
     orphans = and_(t.c.status == int(Status.RUNNING), t.c.lease_until.is_(None))
     connection.execute(update(t).where(orphans).values(lease_until=db_now_plus(_RUNNING_LEASE_S)))
+
+
+def _after_on_postgresql(start: Any, seconds: Any) -> Any:
+    return start + seconds * text("interval '1 second'")
+
+
+def _after_on_mysql(start: Any, seconds: Any) -> Any:
+    return func.timestampadd(text("SECOND"), seconds, start)
+
+
+def _after_on_sqlite(start: Any, seconds: Any) -> Any:
+    return func.strftime("%Y-%m-%d %H:%M:%f000", start, func.printf("%+d seconds", seconds))
 
 
 def _wide(column: Column[Any], found: dict[str, Any]) -> Column[Any]:

@@ -11,6 +11,7 @@ from sqlalchemy import Column, Connection, MetaData, Table, func, inspect, or_, 
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.storage.adopted_table import on_mysql, on_postgresql, on_sqlite
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.ddl import tables
 
 #: A row of the key table that no task can have, since tags are never empty. It marks an adopted
@@ -52,9 +53,10 @@ def adopt(op: Operations, table: Table) -> None:
     stay."""
     connection = op.get_bind()
     _check(connection, table)
-    {"postgresql": on_postgresql, "sqlite": on_sqlite}.get(connection.dialect.name, on_mysql)(
-        op, connection, table
+    adopt_on = for_database(
+        connection.dialect.name, postgresql=on_postgresql, mysql=on_mysql, sqlite=on_sqlite
     )
+    adopt_on(op, connection, table)
 
 
 def _check(connection: Connection, table: Table) -> None:

@@ -129,7 +129,7 @@ class Bulk:
             (t.update_time, operator.lt, which.updated_until),
         )
         named: list[ColumnElement[bool]] = [
-            holds(column, value) for column, holds, value in limits if value is not None
+            compare(column, value) for column, compare, value in limits if value is not None
         ]
         if which.key_prefix is not None:
             # Not LIKE, which ignores case in SQLite.
@@ -215,7 +215,9 @@ class Bulk:
         rows, entries = [], []
         for id, version, expected, queue, priority, due in locked:
             new = _due(due, to, now)
-            rows.append({"id": id, "version": version, "due": instant_text(self._dialect, new)})
+            rows.append(
+                {"id": id, "version": version, "expected_time": instant_text(self._dialect, new)}
+            )
             entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
         if rows:
             result = on.execute(
@@ -225,12 +227,12 @@ class Bulk:
         return entries
 
     def _update(self, move: str) -> Update:
-        t, w = self._t, json_rows(self._dialect, ("id", "version", "due"))
+        t, w = self._t, json_rows(self._dialect, ("id", "version", "expected_time"))
         values = moved(
             t,
             move,
-            expected_time=func.coalesce(w.c.due, t.c.expected_time),
-            due_time=case((w.c.due.is_(None), t.c.due_time), else_=None),
+            expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
+            due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
             **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from delaytasks.core.errors import ConfigError
 
@@ -12,7 +13,8 @@ class Capabilities:
     """The features of a database.
 
     Only modules of the storage package ask for a database's name, and only where each database has
-    a notation of its own: types, JSON lists, INSERT that skips rows, the catalogue.
+    a notation of its own: types, JSON lists, INSERT that skips rows, the catalogue. They choose
+    with `for_database`, which refuses a database that is not supported.
     """
 
     #: One UPDATE can select, lock, change and return rows.
@@ -91,13 +93,24 @@ SQLITE = Capabilities(
     server_side_cursors=False,
     partitions=False,
 )
-_CAPABILITIES = {"postgresql": POSTGRESQL, "mysql": MYSQL, "mariadb": MYSQL, "sqlite": SQLITE}
+T = TypeVar("T")
 
 
-def capabilities_of(dialect_name: str) -> Capabilities:
-    try:
-        return _CAPABILITIES[dialect_name]
-    except KeyError:
+def for_database(name: str, *, postgresql: T, mysql: T, sqlite: T) -> T:
+    """Return the choice for a database, whose name is that of its SQLAlchemy dialect.
+
+    Raises
+    ------
+    ConfigError
+        If delaytasks does not support the database.
+    """
+    choices = {"postgresql": postgresql, "mysql": mysql, "mariadb": mysql, "sqlite": sqlite}
+    if name not in choices:
         raise ConfigError(
-            f"database {dialect_name!r} is not supported (known: {', '.join(_CAPABILITIES)})"
-        ) from None
+            f"delaytasks does not support the database {name!r}; it supports {', '.join(choices)}"
+        )
+    return choices[name]
+
+
+def capabilities_of(name: str) -> Capabilities:
+    return for_database(name, postgresql=POSTGRESQL, mysql=MYSQL, sqlite=SQLITE)

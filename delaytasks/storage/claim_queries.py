@@ -11,10 +11,10 @@ On PostgreSQL and SQLite this is, in essence:
     UPDATE yb_delay_task_message SET status = RUNNING, version = version + 1, ...
     WHERE id IN (SELECT id FROM picked) RETURNING ...
 
-Two workers cannot both claim a row: the second one skips it while it is locked, and afterwards its
-version and status no longer match. On MariaDB and MySQL, which have no `UPDATE ... RETURNING`, the
-locking SELECT and an UPDATE by id are two statements of one transaction. If a tag has limits, all
-databases lock the candidates first, because some of them may have to be held.
+The docstring of `Claims` explains why two workers cannot both win a row. MariaDB and MySQL have no
+`UPDATE ... RETURNING`, so the locking SELECT and an UPDATE by id are two statements of one
+transaction there. If a tag has limits, all databases lock the candidates first, because some of
+them may have to be held.
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ class Candidate(NamedTuple):
 
 
 class ClaimQuery(NamedTuple):
-    """A way to choose rows."""
+    """The statements that choose rows in one way."""
 
-    #: Locks the rows, and returns what a waitlist has to know of them.
-    candidates: Prepared
-    #: Claims and returns the rows. Without `UPDATE … RETURNING` it only locks and returns them.
-    take: Prepared
+    #: Locks the rows, and returns a `Candidate` of each, for tags with limits.
+    lock_candidates: Prepared
+    #: Locks the rows, and returns all their columns; None with `UPDATE … RETURNING`.
+    lock: Prepared | None
+    #: Locks, claims and returns the rows; None without `UPDATE … RETURNING`.
+    claim: Prepared | None
 
 
 class ClaimQueries:
@@ -101,21 +103,21 @@ class ClaimQueries:
             bindparam("due_priority", type_=Integer),
         )
         self._level = waiting, queue, priority
-        self._named = self._pick(self._by_rows(), is_planned_once=True)
+        self._named = self._query(self._named_by_rows(), is_planned_once=True)
         #: For rows that have the same version.
         self._listed = (
-            self._pick(self._by_list(), is_planned_once=True)
+            self._query(self._named_by_list(), is_planned_once=True)
             if database.can.looks_up_lists
             else None
         )
         # Planned at each execution, because a kept plan would guess the number of due rows.
         self._due, self._due_since = (
-            self._pick(self._in_time(since))
+            self._query(self._oldest_due(since))
             for since in (None, bindparam("due_since", type_=UTCDateTime()))
         )
-        self._recovered = self._pick(self._least_lapses())
+        self._recovered = self._query(self._fewest_lapses())
 
-    # -- which and how ----------------------------------------------------------------------------
+    # -- the query and its parameters -------------------------------------------------------------
 
     def named(
         self,
@@ -155,24 +157,26 @@ class ClaimQueries:
 
     # -- statements -------------------------------------------------------------------------------
 
-    def _by_rows(self) -> Select[Any]:
+    def _named_by_rows(self) -> Select[Any]:
         t = self._t
         # Columns, although most have the same value in all rows: with constants planners would
         # expect one row, and compare all rows with each other.
         w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
-        pick = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
+        chosen = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
             w, t.c.id == w.c.id
         )
-        return pick.where(each_listed(self._db, t.c.id)) if self._db.can.array_parameters else pick
+        if self._db.can.array_parameters:
+            chosen = chosen.where(each_listed(self._db, t.c.id))
+        return chosen
 
-    def _by_list(self) -> Select[Any]:
+    def _named_by_list(self) -> Select[Any]:
         t, version, status, lapses = (
             self._t,
             *map(shared_parameter, ("version", "status", "lapses")),
         )
         # `+ 0` keeps planners from the index of all rows that wait.
-        pick = self._fenced(version, t.c.status + 0 == status, lapses)
-        return by_id(pick.where(each_listed(self._db, t.c.id)), t)
+        chosen = self._fenced(version, t.c.status + 0 == status, lapses)
+        return by_id(chosen.where(each_listed(self._db, t.c.id)), t)
 
     def _fenced(
         self,
@@ -184,12 +188,12 @@ class ClaimQueries:
         is_so = and_(t.c.version == version, has_status, t.c.lapses <= lapses)
         return select(*self._candidate).where(is_so, t.c.expected_time <= db_now()).order_by(t.c.id)
 
-    def _in_time(self, since: ColumnElement[datetime] | None) -> Select[Any]:
+    def _oldest_due(self, since: ColumnElement[datetime] | None) -> Select[Any]:
         t = self._t
-        pick = (
+        chosen = (
             self._waiting().where(self._is_due(since), t.c.lapses <= 0).order_by(t.c.expected_time)
         )
-        return pick.limit(bindparam("due_limit"))
+        return chosen.limit(bindparam("due_limit"))
 
     def _is_due(self, since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
         t, until = self._t, once(db_now())
@@ -206,11 +210,11 @@ class ClaimQueries:
             t.c.expected_time <= until if since is None else t.c.expected_time.between(since, until)
         )
 
-    def _least_lapses(self) -> Select[Any]:
+    def _fewest_lapses(self) -> Select[Any]:
         t = self._t
-        pick = self._waiting().where(is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
+        chosen = self._waiting().where(is_past(t.c.expected_time, db_now()), t.c.lapses > 0)
         # In the order of time alone MySQL would also read the index of all past rows.
-        return pick.order_by(t.c.lapses, t.c.expected_time).limit(1)
+        return chosen.order_by(t.c.lapses, t.c.expected_time).limit(1)
 
     def _waiting(self) -> Select[Any]:
         t, (status, queue, priority) = self._t, self._level
@@ -218,14 +222,15 @@ class ClaimQueries:
             t.c.status == status, t.c.queue == queue, t.c.priority == priority
         )
 
-    def _pick(self, candidates: Select[Any], is_planned_once: bool = False) -> ClaimQuery:
+    def _query(self, candidates: Select[Any], is_planned_once: bool = False) -> ClaimQuery:
         t = self._t
         candidates = candidates.with_for_update(
             skip_locked=True, of=t if self._db.can.update_returning else None
         )
+        lock_candidates = Prepared(self._db, candidates, is_planned_once)
         if not self._db.can.update_returning:
             whole = candidates.with_only_columns(*self._whole, maintain_column_froms=True)
-            return ClaimQuery(Prepared(self._db, candidates), Prepared(self._db, whole))
+            return ClaimQuery(lock_candidates, Prepared(self._db, whole), None)
         picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
@@ -233,7 +238,5 @@ class ClaimQueries:
             mine = t.c.id == any_(func.array(select(picked.c.id).scalar_subquery()))
             if is_planned_once:
                 mine = and_(mine, within_list(t.c.id))
-        taking = update(t).where(mine).values(self._claimed).returning(*self._whole)
-        return ClaimQuery(
-            *(Prepared(self._db, statement, is_planned_once) for statement in (candidates, taking))
-        )
+        claim = update(t).where(mine).values(self._claimed).returning(*self._whole)
+        return ClaimQuery(lock_candidates, None, Prepared(self._db, claim, is_planned_once))

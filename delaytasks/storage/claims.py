@@ -35,6 +35,20 @@ class Claims:
 
     `limits` returns what holds the rows beyond the limits of their tags, or None while no tag has
     limits.
+
+    Two workers cannot both win a row, although both may have its message. Each claim locks the rows
+    that it chooses, and checks under the lock that their status is NOT_COMPLETE and, for a row that
+    a message names, that their version is still the one in the message:
+
+    - While the first worker has the lock, the second one skips the row (`SKIP LOCKED`). SQLite has
+      one writer at a time, so the second worker waits for the first one's commit.
+    - After the first worker's commit, the row is RUNNING, and its version is one higher. The second
+      worker's condition no longer matches, so it gets no row.
+    - Lock, check and change are one statement, or statements of one transaction where the database
+      has no `UPDATE ... RETURNING` or a tag has limits. Therefore no worker acts on an old check.
+
+    A worker that loses its lease loses the row by the same version: recovering the row changes the
+    version, so a later settlement of the first worker changes no row (`Settlements`).
     """
 
     def __init__(
@@ -63,8 +77,8 @@ class Claims:
         #: An admitted row gets the same values as a claimed one.
         self.admitted = {**self._claimed, "status": int(MOVES["admit"].target)}
         self._claim_queries = ClaimQueries(database, schema, self._claimed, self.columns)
-        take = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
-        self._take_listed = Prepared(database, take.returning(*self.columns))
+        claim_listed = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
+        self._claim_listed = Prepared(database, claim_listed.returning(*self.columns))
         self._backlog = Backlog()
         self._settlements = Settlements(database, schema, worker)
 
@@ -122,50 +136,52 @@ class Claims:
     def _claim(self, query: ClaimQuery, parameters: dict[str, Any]) -> Claimed:
         hold_excess = self._limits()
         if hold_excess is not None:
-            claim = partial(self._claim_limited, query.candidates, parameters, hold_excess)
-            rows, seen = self._db.transaction(claim)
+            within_limits = partial(self._claim_within_limits, query, parameters, hold_excess)
+            rows, seen = self._db.transaction(within_limits)
             return Claimed(self._tasks(rows), seen)
-        if self._db.can.update_returning:
-            return Claimed(self._tasks(self._db.alone(lambda c: query.take(c, parameters).rows)))
-        rows = self._db.transaction(lambda c: self._claim_locked(c, query.take, parameters))
+        if (claim := query.claim) is not None:
+            return Claimed(self._tasks(self._db.alone(lambda c: claim(c, parameters).rows)))
+        lock = query.lock
+        assert lock is not None
+        rows = self._db.transaction(lambda c: self._lock_and_claim(c, lock, parameters))
         return Claimed(self._tasks(rows, is_claimed=False))
 
-    def _claim_locked(self, on: Any, query: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
+    def _lock_and_claim(self, on: Any, lock: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
         """Claim the rows, and return them as they were before, which saves another read."""
-        rows = query(on, parameters).rows
+        rows = lock(on, parameters).rows
         if rows:
-            self._mark(on, [row[0] for row in rows])
+            self._write_claim(on, [row[0] for row in rows])
         return rows
 
-    def _claim_limited(
-        self, query: Prepared, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
+    def _claim_within_limits(
+        self, query: ClaimQuery, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
     ) -> tuple[Sequence[Any], WaitlistsSeen]:
-        candidates = [Candidate(*row) for row in query(on, parameters).rows]
+        candidates = [Candidate(*row) for row in query.lock_candidates(on, parameters).rows]
         starting, seen = hold_excess(on, candidates)
-        return self._take(on, starting), seen
+        return self._claim_locked(on, starting), seen
 
-    def _take(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
-        """Claim or admit rows that this transaction has locked."""
+    def _claim_locked(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
+        """Claim or admit rows that this transaction has locked, and return them as they are now."""
         if not ids:
             return []
         if self._db.can.update_returning:
-            rows = self._take_listed(on, list_of(self._db, sorted(ids))).rows
+            rows = self._claim_listed(on, list_of(self._db, sorted(ids))).rows
             check_row_count(len(rows), len(ids), "rows to claim")
             return rows
-        self._mark(on, ids)
+        self._write_claim(on, ids)
         return list(on.execute(select(*self.columns).where(self._t.c.id.in_(ids))).all())
 
-    def _mark(self, on: Any, ids: Sequence[int]) -> None:
+    def _write_claim(self, on: Any, ids: Sequence[int]) -> None:
         claimed = on.execute(update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed))
         check_row_count(claimed.rowcount, len(ids), "rows to claim")
 
     def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
         query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
-        if self._db.can.update_returning:
-            return self._tasks(query.take(on, parameters).rows)
-        held = query.candidates(on, parameters).rows
-        return self._tasks(self._take(on, [row[0] for row in held]))
+        if query.claim is not None:
+            return self._tasks(query.claim(on, parameters).rows)
+        locked = query.lock_candidates(on, parameters).rows
+        return self._tasks(self._claim_locked(on, [row[0] for row in locked]))
 
     def _tasks(self, rows: Iterable[Any], is_claimed: bool = True) -> list[DelayTask]:
         tasks = [task_of(row, self._schema) for row in rows]
@@ -190,9 +206,12 @@ class Claims:
 
     # -- settle -----------------------------------------------------------------------------------
 
-    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
-        """Return the ids that were accepted; this process had lost the leases of the other ones."""
-        return self._settlements.settle(settlements)
+    def settle(self, settlements: Sequence[Settlement], on: Any = None) -> set[int]:
+        """Settle rows, in the transaction of the connection `on` if it is given.
+
+        Return the ids that were accepted. This process had lost the leases of the other ones.
+        """
+        return self._settlements.settle(settlements, on)
 
     def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.
@@ -200,7 +219,3 @@ class Claims:
         Return False if its lease was lost.
         """
         return self._settlements.complete(task, result, on)
-
-    def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
-        """Settle like `settle`, in the transaction of `on`."""
-        return self._settlements.settle_together(on, settlements)

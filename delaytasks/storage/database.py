@@ -162,13 +162,13 @@ class Database:
                 connection = opened.enter_context(
                     engine.connect().execution_options(yield_per=size)
                 )
-                partitions = connection.execute(query).partitions()
-                return opened.pop_all(), partitions
+                parts = connection.execute(query).partitions()
+                return opened.pop_all(), parts
 
-        opened, partitions = self.run(begin)
+        opened, parts = self.run(begin)
         with opened:
             try:
-                yield from partitions
+                yield from parts
             except exc.DBAPIError as error:
                 raise translate(error, shard=self._shard) from error
 

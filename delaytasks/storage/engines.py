@@ -20,6 +20,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database_addresses import SEVERAL_HOSTS
 from delaytasks.storage.driver_errors import mark_as_connecting
 from delaytasks.storage.fork_gate import gate
@@ -50,15 +51,17 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     backend = url.get_backend_name()
     if backend == "sqlite":
         return _sqlite_engine(url, autocommit, options)
-    if backend == "postgresql":
-        options["connect_args"] = {
+    options["connect_args"] = for_database(
+        backend,
+        postgresql={
             "connect_timeout": 5,
             "application_name": "delaytasks",
             "options": _postgresql_options(url),
             **_KEEPALIVES,
-        }
-    else:
-        options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
+        },
+        mysql={"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"},
+        sqlite={},
+    )
     if autocommit:
         # No transaction is ever open on such a connection: a ROLLBACK on return would waste a round
         # trip.
@@ -120,10 +123,11 @@ def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
 def make_plain_engine(url: URL) -> Engine:
     """Make an engine without a pool, for rare queries while each connection of a pool may be in
     use."""
-    limits = (
-        {"connect_timeout": 5}
-        if url.get_backend_name() == "postgresql"
-        else {"connect_timeout": 5, "read_timeout": 5}
+    limits = for_database(
+        url.get_backend_name(),
+        postgresql={"connect_timeout": 5},
+        mysql={"connect_timeout": 5, "read_timeout": 5},
+        sqlite={},
     )
     return create_engine(
         url,

@@ -1,6 +1,6 @@
 """Prevents forks while a thread of this process uses SQLite.
 
-SQLite records in the process which of its connections holds which lock. A child that is forked in
+SQLite records in the process which of its connections has which lock. A child that is forked in
 the middle of a transaction inherits the record of a lock whose connection the child does not have,
 and waits for it forever.
 """

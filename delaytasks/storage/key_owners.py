@@ -30,7 +30,7 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import Keyed, KeyRow, TaskKeys
 
 
-class HeldElsewhereError(Exception):
+class OwnedElsewhereError(Exception):
     """The key's owner waits in another database, where it can be replaced."""
 
     def __init__(self, owner: DelayTask) -> None:
@@ -101,7 +101,7 @@ class KeyOwners:
             # The owner runs, and may finish. From now on the key belongs to the new task.
             return self._take_over(on, task)
         if owner.shard != task.shard:
-            raise HeldElsewhereError(owner)
+            raise OwnedElsewhereError(owner)
         return self._replaced(on, owner, task), True
 
     def _take_or_lock(self, on: Any, task: DelayTask) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, or_, select, update
 
@@ -16,6 +16,14 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now_plus
 
 
+class Renewed(NamedTuple):
+    #: The number of rows whose leases were renewed.
+    rows: int
+    #: The ids of rows that other transactions have locked. While a row is locked, no other worker
+    #: can recover it.
+    skipped: Sequence[int] = ()
+
+
 class Leases:
     def __init__(self, database: Database, schema: Schema, lease_s: float) -> None:
         self._db = database
@@ -23,30 +31,32 @@ class Leases:
         self._abandoned = AbandonedRows(database, schema)
         self._lease_s = lease_s
 
-    def renew(self, workers: Sequence[str], since: datetime, named: Sequence[int] = ()) -> int:
+    def renew(self, workers: Sequence[str], since: datetime, named: Sequence[int] = ()) -> Renewed:
         """Renew the leases of rows that these processes have claimed since `since`, and of the
         `named` rows.
 
         Rows that they claimed before `since` were lost on the way. No process runs them, so their
-        leases must end. Returns the number of renewed leases.
+        leases must end. A row that another transaction has locked is skipped, so that the other
+        rows do not wait for it.
         """
         t = self._t
         is_current = (
             or_(t.c.update_time >= since, t.c.id.in_(named)) if named else t.c.update_time >= since
         )
         leased = and_(self._leased_by(workers), is_current)
-        # A row that another transaction has locked is skipped, so that the other rows do not wait
-        # for it. `+ 0` prevents planners from walking the whole primary key.
-        pick = select(t.c.id).where(leased).order_by(t.c.id + 0).with_for_update(skip_locked=True)
+        # `+ 0` prevents planners from walking the whole primary key.
+        pick = select(t.c.id).where(leased).order_by(t.c.id + 0)
+        lock = pick.with_for_update(skip_locked=True)
 
-        def work(connection: Any) -> int:
-            ids = connection.execute(pick).scalars().all()
+        def work(connection: Any) -> Renewed:
+            wanted = connection.execute(pick).scalars().all()
+            ids = set(connection.execute(lock).scalars()) if wanted else set()
+            skipped = [id for id in wanted if id not in ids]
             if not ids:
-                return 0
-            renewal = update(t).where(t.c.id.in_(ids))
+                return Renewed(0, skipped)
+            renewal = update(t).where(t.c.id.in_(sorted(ids)))
             renewal = renewal.values(lease_until=db_now_plus(self._lease_s))
-            renewed: int = connection.execute(renewal).rowcount
-            return renewed
+            return Renewed(connection.execute(renewal).rowcount, skipped)
 
         return self._db.transaction(work)
 

@@ -20,6 +20,7 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema, build_schema
 from delaytasks.storage.task_table import STORAGE
@@ -125,15 +126,16 @@ def check_number(found: int | None, shard: int, url: URL) -> None:
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
     """Return the statements that make the tables, for frameworks with migrations of their own."""
+    storage = for_database(dialect, postgresql=STORAGE, mysql={}, sqlite={})
     made: Dialect = registry.load(dialect)()
-    tables, statements = build_schema(prefix, schema), []
+    tables, statements = build_schema(prefix, schema), list[str]()
     for each in tables.metadata.sorted_tables:
         statements.append(str(CreateTable(each).compile(dialect=made)).strip())
         for index in sorted(each.indexes, key=lambda index: str(index.name)):
             if _is_for(dialect, index):
                 statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
-    if dialect == "postgresql":
-        options = ", ".join(f"{name} = {value}" for name, value in STORAGE.items())
+    if storage:
+        options = ", ".join(f"{name} = {value}" for name, value in storage.items())
         target = made.identifier_preparer.format_table(tables.tasks)
         statements.append(f"ALTER TABLE {target} SET ({options})")
     return statements
@@ -164,28 +166,45 @@ def check_charset(database: Database, schema: Schema) -> None:
 @contextmanager
 def exclusively(connection: Connection, prefix: str, schema: str | None) -> Iterator[None]:
     """Run alone on this database, with short waits for locks. alembic/env.py uses this too."""
-    dialect, name = connection.dialect.name, f"{schema or ''}.{version_table(prefix)}"
-    if dialect == "postgresql":
-        wait_for_turn(connection, name)
-        connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{TABLE_LOCK_TIMEOUT_S}s'")
-        if schema and schema not in inspect(connection).get_schema_names():
-            connection.execute(CreateSchema(schema))
+    alone = for_database(
+        connection.dialect.name,
+        postgresql=_alone_on_postgresql,
+        mysql=_alone_on_mysql,
+        sqlite=_alone_on_sqlite,
+    )
+    with alone(connection, version_table(prefix), schema):
         yield
-    elif dialect == "sqlite":  # SQLite's writers take turns anyway
+
+
+@contextmanager
+def _alone_on_postgresql(
+    connection: Connection, versions: str, schema: str | None
+) -> Iterator[None]:
+    wait_for_turn(connection, f"{schema or ''}.{versions}")
+    connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{TABLE_LOCK_TIMEOUT_S}s'")
+    if schema and schema not in inspect(connection).get_schema_names():
+        connection.execute(CreateSchema(schema))
+    yield
+
+
+@contextmanager
+def _alone_on_sqlite(connection: Connection, versions: str, schema: str | None) -> Iterator[None]:
+    yield  # SQLite's writers take turns anyway
+
+
+@contextmanager
+def _alone_on_mysql(connection: Connection, versions: str, schema: str | None) -> Iterator[None]:
+    lock = f"{schema or ''}.{versions}"[-64:]
+    if not connection.execute(select(func.get_lock(lock, _TURN_S))).scalar():
+        raise StoreUnavailableError(f"another migration of {versions} has run for {_TURN_S} s")
+    connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {TABLE_LOCK_TIMEOUT_S}")
+    try:
         yield
-    else:
-        if not connection.execute(select(func.get_lock(name[-64:], _TURN_S))).scalar():
-            raise StoreUnavailableError(
-                f"another migration of {version_table(prefix)} has run for {_TURN_S} s"
-            )
-        connection.exec_driver_sql(f"SET SESSION lock_wait_timeout = {TABLE_LOCK_TIMEOUT_S}")
-        try:
-            yield
-            # The revision is written last, and the next migration must see it.
-            connection.exec_driver_sql("COMMIT")
-        finally:
-            connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
-            connection.execute(select(func.release_lock(name[-64:])))
+        # The revision is written last, and the next migration must see it.
+        connection.exec_driver_sql("COMMIT")
+    finally:
+        connection.exec_driver_sql("SET SESSION lock_wait_timeout = DEFAULT")
+        connection.execute(select(func.release_lock(lock)))
 
 
 def wait_for_turn(connection: Connection, name: str) -> None:

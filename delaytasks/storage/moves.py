@@ -1,4 +1,8 @@
-"""A move of one row by an operator: checked, locked, checked again, and made."""
+"""A move of one row by an operator: checked, locked, checked again, and made.
+
+The moves, and the outcomes of runs that lead to moves, are listed in `core/states.py`. Moves that
+end runs are made by `storage/settlements.py`.
+"""
 
 from __future__ import annotations
 

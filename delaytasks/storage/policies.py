@@ -39,7 +39,7 @@ class PolicyTable:
     """The policies of one database, and the number of the last change.
 
     Each transaction that changes policies adds one to that number, and writes the new number into
-    the policies. It holds the lock on the number's row until it commits, so that numbers become
+    the policies. It keeps the lock on the number's row until it commits, so that numbers become
     visible in their order. A process that has read number 7 has seen all changes up to 7, however
     long one of their transactions took.
     """

@@ -1,4 +1,7 @@
-"""The statements of the hot path, which PostgreSQL parses and plans once for each connection."""
+"""The statements of the hot path, which reach PostgreSQL past SQLAlchemy.
+
+Most are parsed and planned once for each connection.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,9 @@ class Answer(NamedTuple):
 class Prepared:
     """One statement for all connections. Where it cannot be prepared, it is executed normally.
 
+    With `is_planned_once=False` PostgreSQL plans it at each execution, and only SQLAlchemy's part
+    of the work is saved.
+
     Behind a pooler that gives each statement another server connection, a prepared statement is not
     found. The first such error ends the transaction, which has to be tried again, and switches this
     statement to normal execution for the rest of the process.
@@ -40,7 +46,8 @@ class Prepared:
         self._statement = statement
         #: The columns to which an INSERT gives values.
         self._names = names
-        self._is_on = is_planned_once and database.can.prepare
+        self._is_planned_once = is_planned_once
+        self._is_on = database.can.prepare
 
     def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
         link = self._link(on)
@@ -52,7 +59,7 @@ class Prepared:
         driver: Any = on.dialect.dbapi
         try:
             with link.cursor() as cursor:
-                if prepare not in link.info:
+                if self._is_planned_once and prepare not in link.info:
                     cursor.execute(prepare)
                     link.info[prepare] = True
                 cursor.execute(execute, [_sent(given[name]) for name in names])
@@ -75,9 +82,13 @@ class Prepared:
     @cached_property
     def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:
         """The PREPARE and EXECUTE texts, the names of the parameters in order, and the constant
-        parameters."""
+        parameters. A statement that is not planned once is its own EXECUTE text."""
         from sqlalchemy.dialects import postgresql
 
+        if not self._is_planned_once:
+            plain: Any = postgresql.dialect(paramstyle="format")  # type: ignore[no-untyped-call]
+            compiled = self._statement.compile(dialect=plain, column_keys=self._names)
+            return "", compiled.string, compiled.positiontup, compiled.params
         dialect: Any = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
         compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
         # The name depends on the text. Else another release on the same server connection would

@@ -3,11 +3,12 @@ tasks?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from sqlalchemy import Connection, text
 
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
 
 LOST = "a failover loses tasks that were acknowledged"
@@ -30,7 +31,8 @@ class Replication(NamedTuple):
 
 def replication(database: Database) -> Replication | None:
     """Return how this database replicates; None for a database that does not."""
-    read = _READERS.get(database.url.get_backend_name())
+    backend = database.url.get_backend_name()
+    read = for_database(backend, postgresql=_postgresql, mysql=_mysql, sqlite=None)
     return None if read is None else database.alone(read)
 
 
@@ -156,10 +158,3 @@ def of_mysql(found: Mapping[str, str]) -> Replication:
     ):
         problem = f"{CRASH}: set innodb_flush_log_at_trx_commit = 1"
     return Replication(mode, facts, problem)
-
-
-_READERS: dict[str, Callable[[Connection], Replication]] = {
-    "postgresql": _postgresql,
-    "mysql": _mysql,
-    "mariadb": _mysql,
-}

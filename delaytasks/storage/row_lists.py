@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
@@ -13,9 +13,9 @@ from sqlalchemy import (
     Column,
     ColumnElement,
     FromClause,
-    Integer,
+    MetaData,
     Select,
-    SmallInteger,
+    String,
     Table,
     Text,
     Update,
@@ -34,8 +34,10 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.core.clock import UTC
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
-from delaytasks.storage.types import UTCDateTime
+from delaytasks.storage.task_table import task_table
+from delaytasks.storage.types import LongText
 
 T = TypeVar("T")
 S = TypeVar("S", Select[Any], Update)
@@ -44,53 +46,52 @@ S = TypeVar("S", Select[Any], Update)
 MAX_TEXT = 2_000_000
 
 
-#: The types of columns in a list of rows that is sent as one JSON parameter, so that a statement's
-#: text never varies.
-_TYPES: dict[str, tuple[TypeEngine[Any], str]] = {
-    "id": (BigInteger(), "BIGINT"),
-    "version": (BigInteger(), "BIGINT"),
-    "status": (SmallInteger(), "SMALLINT"),
-    "was": (SmallInteger(), "SMALLINT"),
-    "lapses": (Integer(), "INT"),
-    "error": (Text(), "LONGTEXT"),
-    "began": (UTCDateTime(), "DATETIME(6)"),
-    "due": (UTCDateTime(), "DATETIME(6)"),
-    "due_time": (UTCDateTime(), "DATETIME(6)"),
-    "returned": (Integer(), "INT"),
-    "never_ran": (Integer(), "INT"),
-    "result": (Text(), "LONGTEXT"),
-    **dict.fromkeys(
-        ("tag", "queue", "task_key", "concurrency_key", "message_body", "headers"),
-        (Text(), "LONGTEXT"),
-    ),
-    **dict.fromkeys(
-        ("expected_time", "create_time", "update_time"), (UTCDateTime(), "DATETIME(6)")
-    ),
-    "delay_time": (BigInteger(), "BIGINT"),
-    "priority": (Integer(), "INT"),
-}
+_COLUMN_TYPES = {column.name: column.type for column in task_table(MetaData(), "").columns}
+#: The listed values that are not named as the column of the task table that has their type.
+_SAME_TYPE_AS = {"was": "status", "returned": "attempts", "never_ran": "attempts"}
+
+
+def _type_of(name: str) -> TypeEngine[Any]:
+    """Return the type of a listed value, which is that of its column in the task table."""
+    kind = _COLUMN_TYPES[_SAME_TYPE_AS.get(name, name)]
+    # The column limits the length of a text. A list would cut the text, or replace it by NULL.
+    return LongText if isinstance(kind, String) else kind
 
 
 def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
     """Return a table `w` with these columns, which the database makes from the JSON array parameter
     `rows`."""
-    if dialect == "postgresql":
-        shape = [column(name, _TYPES[name][0]) for name in names]
-        return (
-            func.json_to_recordset(cast(bindparam("rows", type_=Text()), JSON))
-            .table_valued(*shape)
-            .render_derived(name="w", with_types=True)
-        )
-    if dialect == "sqlite":
-        picked = [
-            func.json_extract(literal_column("j.value"), f"$.{name}", type_=_TYPES[name][0]).label(
-                name
-            )
-            for name in names
-        ]
-        return select(*picked).select_from(text("json_each(:rows) AS j")).subquery("w")
-    fields = ", ".join(f"{name} {_TYPES[name][1]} PATH '$.{name}'" for name in names)
-    picked = [literal_column(f"j.{name}", _TYPES[name][0]).label(name) for name in names]
+    rows_on = for_database(
+        dialect, postgresql=_postgresql_rows, mysql=_mysql_rows, sqlite=_sqlite_rows
+    )
+    return rows_on({name: _type_of(name) for name in names})
+
+
+def _postgresql_rows(types: Mapping[str, TypeEngine[Any]]) -> FromClause:
+    return (
+        func.json_to_recordset(cast(bindparam("rows", type_=Text()), JSON))
+        .table_valued(*(column(name, kind) for name, kind in types.items()))
+        .render_derived(name="w", with_types=True)
+    )
+
+
+def _sqlite_rows(types: Mapping[str, TypeEngine[Any]]) -> FromClause:
+    value = literal_column("j.value", Text())
+    picked = [
+        func.json_extract(value, f"$.{name}", type_=kind).label(name)
+        for name, kind in types.items()
+    ]
+    return select(*picked).select_from(text("json_each(:rows) AS j")).subquery("w")
+
+
+def _mysql_rows(types: Mapping[str, TypeEngine[Any]]) -> FromClause:
+    from sqlalchemy.dialects import mysql  # only where the database is MySQL or MariaDB
+
+    dialect: Any = mysql.dialect()
+    fields = ", ".join(
+        f"{name} {kind.compile(dialect=dialect)} PATH '$.{name}'" for name, kind in types.items()
+    )
+    picked = [literal_column(f"j.{name}", kind).label(name) for name, kind in types.items()]
     return (
         select(*picked)
         .select_from(text(f"JSON_TABLE(:rows, '$[*]' COLUMNS ({fields})) AS j"))
@@ -104,7 +105,7 @@ def shared_name(name: str) -> str:
 
 
 def shared_parameter(name: str) -> BindParameter[Any]:
-    return bindparam(shared_name(name), type_=_TYPES[name][0])
+    return bindparam(shared_name(name), type_=_type_of(name))
 
 
 def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[bool]:
@@ -177,7 +178,7 @@ def at_place(database: Database, id: Column[int], name: str) -> ColumnElement[An
 
     The list has one value for each id of `list_of`, in the same order.
     """
-    kind = _TYPES[name][0]
+    kind = _type_of(name)
     if not database.can.array_parameters:
         return _ValueOfId(id, listing("ids"), bindparam(name, type_=kind, expanding=True))
     return _ValueOfId(

@@ -128,7 +128,7 @@ def _sweeps(tables: _TableMaker) -> Table:
         Column("houses", Integer, key="sweep_partitions", nullable=False, autoincrement=False),
         Column("swept_at", UTCDateTime, nullable=False),
         Column("armed_until", UTCDateTime, nullable=False),
-        # The timer that holds the tasks up to armed_until.
+        # The timer that keeps the tasks up to armed_until.
         Column("timer", String(16), nullable=False, server_default="eta"),
         key=["sweep_partitions", "sweep_partition"],
     )

@@ -35,8 +35,17 @@ from delaytasks.storage.types import db_now
 #: the same value, since constants would lead planners to the index of all running rows.
 _FENCE = ("id", "version", "was")
 #: The columns with new values.
-_NEW = ("status", "error", "result", "began", "due", "due_time", "returned", "never_ran")
-_INSTANTS = ("began", "due", "due_time")
+_NEW = (
+    "status",
+    "error_stack",
+    "result",
+    "execution_time",
+    "expected_time",
+    "due_time",
+    "returned",
+    "never_ran",
+)
+_INSTANTS = ("execution_time", "expected_time", "due_time")
 
 
 class Settlements:
@@ -51,7 +60,7 @@ class Settlements:
         self._worker = worker
         self._dialect = database.url.get_backend_name()
         #: For rows that differ only in the time when they began, and for any rows.
-        self._alike, self._any = (self._by_rows(own) for own in (("began",), _NEW))
+        self._alike, self._any = (self._by_rows(own) for own in (("execution_time",), _NEW))
         #: For rows of the first kind that also have the same version.
         self._listed = self._by_list() if database.can.looks_up_lists else None
 
@@ -68,7 +77,7 @@ class Settlements:
     def _by_list(self) -> Prepared:
         t = self._t
         new: dict[str, Any] = {name: shared_parameter(name) for name in _NEW}
-        new["began"] = at_place(self._db, t.c.id, "began")
+        new["execution_time"] = at_place(self._db, t.c.id, "execution_time")
         is_ours = t.c.version == shared_parameter("version"), t.c.status + 0 == int(Status.RUNNING)
         return Prepared(
             self._db, by_id(self._ended(new).where(each_listed(self._db, t.c.id), *is_ours), t)
@@ -79,15 +88,15 @@ class Settlements:
         return update(t).values(
             status=new["status"],
             version=next_version(t.c.version),
-            error_stack=new["error"],
+            error_stack=new["error_stack"],
             result=new["result"],
             # A row that is given back never ran, on any worker.
             execution_time=case(
-                (never_ran, None), else_=func.coalesce(new["began"], t.c.execution_time)
+                (never_ran, None), else_=func.coalesce(new["execution_time"], t.c.execution_time)
             ),
             worker=case((never_ran, None), else_=t.c.worker),
             ip_address=case((never_ran, None), else_=t.c.ip_address),
-            expected_time=func.coalesce(new["due"], t.c.expected_time),
+            expected_time=func.coalesce(new["expected_time"], t.c.expected_time),
             due_time=new["due_time"],
             attempts=t.c.attempts - new["returned"],
             lapses=case((never_ran, t.c.lapses), else_=0),
@@ -95,11 +104,14 @@ class Settlements:
             update_time=db_now(),
         )
 
-    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
-        """Return the ids that were accepted; this process had lost the leases of the other ones."""
+    def settle(self, settlements: Sequence[Settlement], on: Any = None) -> set[int]:
+        """Settle rows, in the transaction of the connection `on` if it is given.
+
+        Return the ids that were accepted. This process had lost the leases of the other ones.
+        """
         accepted: set[int] = set()
         for part in _parts(settlements):
-            accepted |= self._settle_part(part)
+            accepted |= self._settle_part(part) if on is None else self._together(on, part)
         return accepted
 
     def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
@@ -129,10 +141,6 @@ class Settlements:
         if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
             return self._db.alone(lambda c: self._settled(c, ordered))
         return self._db.transaction(lambda c: self._together(c, ordered))
-
-    def settle_together(self, on: Any, settlements: Sequence[Settlement]) -> set[int]:
-        """Settle all of them in the transaction that has begun."""
-        return set().union(*(self._together(on, part) for part in _parts(settlements)))
 
     def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
         # Keys before tasks, in the order of a replacement: the other order would lead to deadlocks.
@@ -188,16 +196,18 @@ class Settlements:
         columns = dict(
             zip((*_FENCE, *_NEW), zip(*map(self._new_values, ordered), strict=True), strict=True)
         )
-        shared = [name for name in _NEW if name != "began" and _is_shared(columns[name])]
+        shared = [name for name in _NEW if name != "execution_time" and _is_shared(columns[name])]
         are_alike = len(shared) == len(_NEW) - 1
         parameters = list_of(self._db, list(columns["id"]))
         if are_alike and self._listed is not None and _is_shared(columns["version"]):
             statement = self._listed
             shared.append("version")
-            parameters["began"] = list(columns["began"])
+            parameters["execution_time"] = list(columns["execution_time"])
         else:
             statement, own = (
-                (self._alike, (*_FENCE, "began")) if are_alike else (self._any, (*_FENCE, *_NEW))
+                (self._alike, (*_FENCE, "execution_time"))
+                if are_alike
+                else (self._any, (*_FENCE, *_NEW))
             )
             columns |= {
                 name: tuple(instant_text(self._dialect, at) for at in columns[name])

@@ -17,6 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, Engine, ExceptionContext, bindparam, event, exc, text
 
 from delaytasks.core.clock import monotonic
+from delaytasks.storage.capabilities import for_database
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +53,6 @@ _MYSQL_SESSIONS = Sessions(
     "WHERE state LIKE 'Waiting for semi-sync ACK%' AND id IN :ids",
     "KILL :id",
 )
-_BACKENDS = {
-    "postgresql": _POSTGRESQL_SESSIONS,
-    "mysql": _MYSQL_SESSIONS,
-    "mariadb": _MYSQL_SESSIONS,
-}
 
 
 @dataclass
@@ -73,7 +69,9 @@ class StandbyWatch:
     queries."""
 
     def __init__(self, backend: str, make_engine: Any) -> None:
-        self._sessions = _BACKENDS.get(backend)
+        self._sessions = for_database(
+            backend, postgresql=_POSTGRESQL_SESSIONS, mysql=_MYSQL_SESSIONS, sqlite=None
+        )
         self._make_engine = make_engine
         self._engine: Engine | None = None
         self.after_fork()

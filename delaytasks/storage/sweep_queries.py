@@ -29,7 +29,7 @@ from delaytasks.storage.types import db_now, db_now_plus, is_past
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
 _PARTITION_PRIME = 1_000_003
-#: The number of priorities that a sweep reads per queue. A drain token holds no more.
+#: The number of priorities that a sweep reads per queue. A drain message names no more.
 MAX_PRIORITIES = 100
 
 
@@ -53,7 +53,7 @@ class SweepQueries:
     def begin_sweep(
         self, sweep_partition: int, sweep_partitions: int, at_least_s: float
     ) -> datetime | None:
-        """Begin a sweep of one partition.
+        """Begin a sweep of one sweep partition.
 
         Returns up to which due time rows were armed, or None if another process has just swept. Any
         number of processes may ask: the row's lock lets one sweep.
@@ -81,7 +81,7 @@ class SweepQueries:
             is_set_back = row.swept_at > now  # or a server took over whose clock is behind
             if not is_set_back and row.swept_at > now - timedelta(seconds=at_least_s):
                 return None
-            # Our workers do not receive what another timer holds, so rows are armed again.
+            # Our workers do not receive what another timer keeps, so rows are armed again.
             armed_until = now if is_set_back or row.timer != self._timer else row.armed_until
             values = {"swept_at": now, "armed_until": armed_until, "timer": self._timer}
             changed = connection.execute(update(s).where(mine).values(values)).rowcount

@@ -1,1 +1,1 @@
-"""Timers: they hold the tasks that are due within the horizon, and hand them to workers in time."""
+"""Timers: they keep the tasks that are due within the horizon, and hand them to workers in time."""

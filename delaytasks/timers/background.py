@@ -84,10 +84,10 @@ class BackgroundTimer:
             ]
         self._timer.disarm(entries)
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
-        return self._timer.drain(queue, priorities, tokens, expires_s, shard)
+        return self._timer.request_drain(queue, priorities, messages, expires_s, shard)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Wait until all entries are armed, and return False after `timeout_s`.

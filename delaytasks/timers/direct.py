@@ -81,8 +81,8 @@ class DirectTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Do nothing: the claim refuses an entry that is no longer valid."""
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
         """Do nothing: workers poll the table for overdue rows."""
         return True

@@ -29,7 +29,7 @@ class EtaTimer:
     """Sends messages of the form `delaytasks.run([[id, version, due, priority], …])`.
 
     The eta of a message is the first due time. The worker acknowledges the message when it receives
-    it, and holds each entry until its own due time, so that no entry is early.
+    it, and keeps each entry until its own due time, so that no entry is early.
     """
 
     def __init__(self, publisher: Publisher, clock: Clock) -> None:
@@ -50,16 +50,16 @@ class EtaTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Do nothing: the message stays in the broker, and the claim refuses its old version."""
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
-        """Ask workers to claim the overdue rows of `queue`, and those on its waitlists."""
+        """Send drain messages. A worker that receives one starts a drain of `queue`."""
         if not is_queue(queue):
             return False
         expires = self._clock.now() + timedelta(seconds=expires_s)
         wanted = {"drain": list(priorities), **({"shard": shard} if shard else {})}
-        token: tuple[list[Any], dict[str, Any]] = ([[], wanted], {"expires": expires})
-        return self._publisher.send(RUN, queue, [token] * tokens)
+        message: tuple[list[Any], dict[str, Any]] = ([[], wanted], {"expires": expires})
+        return self._publisher.send(RUN, queue, [message] * messages)
 
 
 def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
@@ -70,7 +70,7 @@ def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]
 
 
 class TimerMessage(NamedTuple):
-    """Entries, or a drain token: the priorities and the shard whose overdue tasks to claim."""
+    """Entries, or a drain message: the priorities and the shard whose overdue tasks to claim."""
 
     entries: list[Entry]
     priorities: list[int] | None = None
@@ -114,12 +114,12 @@ def read_message(args: Any, queue: str) -> TimerMessage:
         or len(priorities) > 100
         or not all(map(_is_priority, priorities))
     ):
-        raise ValueError("a drain token has priorities")
+        raise ValueError("a drain message has priorities")
     if type(shard) is not int or not 0 <= shard < MAX_SHARDS:
         raise ValueError(f"shard {shard!r:.20}")
     return TimerMessage(entries, priorities, shard)
 
 
 def _is_priority(value: Any) -> bool:
-    """Return whether the column can hold this priority: other programs write rows too."""
+    """Return whether the column can store this priority: other programs write rows too."""
     return type(value) is int and -(2**15) <= value < 2**15

@@ -146,7 +146,7 @@ class Publisher:
     # -- sending ----------------------------------------------------------------------------------
 
     def _add(self, request: SendRequest) -> bool:
-        """Give a request to the sender. The caller holds the lock."""
+        """Give a request to the sender. The caller has the lock."""
         if self._waiting_messages > MAX_WAITING_MESSAGES:
             return False
         request.leave_to_sender()
@@ -157,7 +157,7 @@ class Publisher:
         return True
 
     def _begin_sending(self) -> None:
-        """Start the sender. The caller holds the lock."""
+        """Start the sender. The caller has the lock."""
         self._is_sending = True
         if not in_background(self._send_waiting, "send"):
             self._lock.release()

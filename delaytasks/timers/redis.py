@@ -25,12 +25,12 @@ from delaytasks.timers.redis_scripts import ARM, MAX_ENTRIES, TAKE
 
 #: An entry that a poller took and did not hand on within this time returns: the poller has died.
 RETURN_S = 2.0
-#: Pollers take entries this long before they are due, and hold them until then. No entry travels at
+#: Pollers take entries this long before they are due, and keep them until then. No entry travels at
 #: the moment when it is due.
 AHEAD_MS = 100
 #: The event about a slot whose key has another type is emitted at most this often.
 BLOCKED_EVENT_S = 60.0
-#: A member and its score in an answer of `TAKE`. The table's columns cannot hold more digits.
+#: A member and its score in an answer of `TAKE`. The table's columns cannot store more digits.
 _ENTRY = re.compile(
     rb"(?<!\S)(\d{1,19}):(\d{1,18})(?::(-?\d{1,4}))? (\d{1,14}(?:\.\d{1,9})?)(?!\S)"
 )
@@ -179,10 +179,10 @@ class RedisTimer:
         if slots:
             self.link.attempt(work)
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
-        return self._eta.drain(queue, priorities, tokens, expires_s, shard)
+        return self._eta.request_drain(queue, priorities, messages, expires_s, shard)
 
     # -- for Redis pollers ------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ that Redis lost.
 
 from __future__ import annotations
 
-#: The members in one call. Lua's stack holds a few thousand values.
+#: The members in one call. Lua's stack has room for a few thousand values.
 MAX_ENTRIES = 1000
 
 #: Adds entries to a slot; repeating the call has no effect.

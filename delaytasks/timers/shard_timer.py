@@ -12,7 +12,7 @@ class ShardTimer:
     """Arms the entries whose ids contain the number of this shard.
 
     Workers find the shard of an entry by its id. The ids of rows that other programs wrote may
-    contain another number: these rows wait for a drain, whose tokens name the shard.
+    contain another number: these rows wait for a drain message, which names the shard.
     """
 
     def __init__(self, timer: Timer, shard: int) -> None:
@@ -29,7 +29,7 @@ class ShardTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self._timer.disarm(entries)
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
-        return self._timer.drain(queue, priorities, tokens, expires_s, self._shard)
+        return self._timer.request_drain(queue, priorities, messages, expires_s, self._shard)

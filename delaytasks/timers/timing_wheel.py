@@ -50,7 +50,7 @@ class TimingWheel(Generic[E]):
         return name in self._ticks
 
     def add(self, name: Hashable, tick: int, entry: E) -> int:
-        """Hold `entry` until `tick`, or until the next tick if `tick` has passed, and return that
+        """Keep `entry` until `tick`, or until the next tick if `tick` has passed, and return that
         tick.
 
         An entry of this name moves.
@@ -61,11 +61,11 @@ class TimingWheel(Generic[E]):
             tick = self._now + 1
         self._ticks[name] = tick
         rounds, round = self._slots[tick % self._size], tick // self._size
-        held = rounds.get(round)
-        if held is None:
+        kept = rounds.get(round)
+        if kept is None:
             rounds[round] = {name: entry}
         else:
-            held[name] = entry
+            kept[name] = entry
         return tick
 
     def go_back(self, tick: int) -> None:
@@ -75,14 +75,14 @@ class TimingWheel(Generic[E]):
         self._now = min(self._now, tick)
 
     def cancel(self, name: Hashable) -> E | None:
-        """Remove an entry and return it, or return None if the wheel does not hold it."""
+        """Remove an entry and return it, or return None if the wheel does not keep it."""
         tick = self._ticks.pop(name, None)
         if tick is None:
             return None
         rounds, round = self._slots[tick % self._size], tick // self._size
-        held = rounds[round]
-        entry = held.pop(name)
-        if not held:
+        kept = rounds[round]
+        entry = kept.pop(name)
+        if not kept:
             del rounds[round]
         return entry
 
@@ -95,11 +95,11 @@ class TimingWheel(Generic[E]):
         self._now = tick
         due: list[E] = []
         for at in passed if self._ticks else ():
-            held = self._slots[at % self._size].pop(at // self._size, None)
-            if held is not None:
-                for name in held:
+            kept = self._slots[at % self._size].pop(at // self._size, None)
+            if kept is not None:
+                for name in kept:
                     del self._ticks[name]
-                due.extend(held.values())
+                due.extend(kept.values())
         return due
 
     def next_tick(self) -> int | None:
@@ -123,7 +123,7 @@ class TimingWheel(Generic[E]):
 
     def take_all(self) -> list[E]:
         entries = [
-            entry for rounds in self._slots for held in rounds.values() for entry in held.values()
+            entry for rounds in self._slots for kept in rounds.values() for entry in kept.values()
         ]
         for rounds in self._slots:
             rounds.clear()
@@ -226,7 +226,7 @@ class WheelThread(Generic[E]):
         self.loop = Loop("wheel", self._turn, events, stuck_s, wake=wheel.earlier)
 
     def stop(self) -> list[E]:
-        """Wait for the thread, close the wheel, and return the entries that it still held."""
+        """Wait for the thread, close the wheel, and return the entries that it still kept."""
         self.loop.stop()
         return self._wheel.close()
 

@@ -1,1 +1,38 @@
-"""The Celery worker: its main process, and the context in which the pool's processes run tasks."""
+"""The Celery worker: its main process, and the context in which the pool's processes run tasks.
+
+The dispatcher is the core of the main process. This is the way of a task through its modules; each
+line names what the module adds:
+
+============================================  =====================================================
+`message_strategy`, `table_poller`,           bring entries, and drain messages, from the broker,
+`redis_poller`                                from the table, or from Redis
+`near_entries`                                holds entries in the timing wheel until they are due
+`dispatcher`                                  takes what is due, and fills the pool with chunks
+`chunk_queue`                                 chooses the shard by turns, and the size of the chunk
+`shard_queue`, `queue_drain`                  choose what the chunk has: entries that are due, a
+                                              part of a drain, or a waitlist
+`chunk_request`                               is the chunk, and runs it in the process of the pool
+`pool`                                        passes the chunk to Celery's pool, and knows which
+                                              process has it
+`chunk_failures`                              replaces a process in which every chunk fails
+============================================  =====================================================
+
+`execution.runner` claims, runs and settles the rows in the process of the pool, and returns a
+`Report`. The report may hold entries that were early, which return to `near_entries`.
+
+**What else arrives.** `sweep_loop` and `lease_keeper` start drains, the latter for the rows of a
+process that died. `shard_health` reports which databases answer.
+
+**What leaves.** Chunks go to the pool, and `unfinished_work` returns to the timer what a worker
+holds when it stops. A row whose entry is dropped needs nothing: the sweep finds it in the table.
+
+**Who owns which state.** `Dispatcher._lock` guards the queues: `ChunkQueue`, each `ShardQueue` and
+its drains and waitlists, and `FailingProcesses`. Any thread may take it, and no code that holds it
+waits for the database or the broker. Celery's pool belongs to one thread: the event loop, or
+`calls.CallThread` if the broker's transport has no event loop. Other threads only ask for
+`Dispatcher.pump` by `call_soon`. The timing wheel has a lock of its own.
+
+**What to remember before a repair.** Each entry may be lost, late or repeated, because the claim
+checks the row. Therefore a failed chunk is not sent again: `FailureReason` decides what waits, and
+the sweep or the end of the lease brings its rows back.
+"""

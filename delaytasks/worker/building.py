@@ -129,6 +129,7 @@ class _Builder:
             send_back=self._work_sender.send_back,
             policy_stamp=lambda number: shards[number].policies.stamp,
             sends_events=self._sends_events,
+            others_wait=self._processes.others_wait,
             on_report=on_report,
             row_budget=row_budget,
         )

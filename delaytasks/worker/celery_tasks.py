@@ -85,7 +85,7 @@ def register_tasks(celery_app: Any, processes: Processes) -> None:
             processes.runner(number).run(some)
         if content.priorities and content.shard < len(shards):
             runner = processes.runner(content.shard)
-            runner.drain(queue, content.priorities, settings.chunk_max)
+            runner.run_due(queue, content.priorities, settings.chunk_max)
 
     def sweep(partition: int | None = None) -> None:
         every = range(processes.wiring.settings.sweep_partitions)

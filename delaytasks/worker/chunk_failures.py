@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from billiard.exceptions import WorkerLostError
 
 from delaytasks.core.events import Events
+from delaytasks.execution.failure_reason import FailureReason
+from delaytasks.execution.runner import Report
 from delaytasks.worker.pool import Pool
 
 #: A process is replaced after this many failed chunks in a row.
@@ -15,29 +17,39 @@ MAX_FAILED_CHUNKS = 3
 
 
 class ChunkFailure(NamedTuple):
-    """Why a chunk failed."""
+    """A chunk that failed as a whole."""
 
     error: str
-    cause: BaseException | None
-    #: Whether the database may be unavailable. It is not the reason if the chunk's process died.
-    is_down: bool
-    #: Whether the chunk's process could not report the failure.
-    is_unreported: bool
+    reason: FailureReason
+    #: The pool process in which the chunk failed, 0 if it is unknown, or None if the failure says
+    #: nothing about a process.
+    pid: int | None = None
+    cause: BaseException | None = None
     #: Whether the process has logged why the chunk failed, or the pool how the process died.
-    is_logged: bool
+    is_logged: bool = True
 
     @classmethod
-    def of(cls, info: Any) -> ChunkFailure:
-        """Read what the pool passes to its callback, or the error of a report."""
-        kind = getattr(info, "type", None)
-        is_down = kind is not WorkerLostError
-        return cls(
-            str(getattr(info, "exception", info)),
-            info if isinstance(info, BaseException) else None,
-            is_down,
-            is_down and kind is not None,
-            isinstance(info, str) or not is_down,
-        )
+    def reported(cls, report: Report) -> ChunkFailure:
+        """The process caught the error and reported it."""
+        return cls(report.error, report.reason, report.pid)
+
+    @classmethod
+    def unreported(cls, info: Any, pid: int) -> ChunkFailure:
+        """The pool passed `info` instead of a report, because process `pid` could not report."""
+        kind, error = getattr(info, "type", None), str(getattr(info, "exception", info))
+        if kind is WorkerLostError:
+            return cls(error, FailureReason.PROCESS_LOST)
+        cause = info if isinstance(info, BaseException) else None
+        return cls(error, FailureReason.UNKNOWN, pid, cause, is_logged=False)
+
+    @classmethod
+    def not_sent(cls, error: str, cause: Exception | None = None) -> ChunkFailure:
+        """The pool did not take the chunk."""
+        return cls(error, FailureReason.UNKNOWN, cause=cause, is_logged=cause is None)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the event `chunk.failed`."""
+        return {**self._asdict(), "reason": self.reason.value}
 
 
 @dataclass
@@ -67,14 +79,17 @@ class FailingProcesses:
         for failures in self._failures.values():
             failures.is_not_databases = True
 
-    def chunk_failed(self, pid: int, error: str, is_stores_error: bool) -> None:
+    def chunk_failed(self, failure: ChunkFailure) -> None:
         """Count a chunk that failed as a whole, and replace its process if it is broken."""
+        pid = failure.pid
+        if pid is None:
+            return
         failures = self._failures.setdefault(pid, ChunkFailures())
         failures.count += 1
-        failures.is_not_databases |= not is_stores_error
+        failures.is_not_databases |= failure.reason is FailureReason.UNKNOWN
         if failures.is_not_databases and failures.count >= MAX_FAILED_CHUNKS:
             self._failures.pop(pid, None)
             if self._pool.end_process(pid):
                 self._events.emit(
-                    "process.replaced", pid=pid, failed_chunks=failures.count, error=error
+                    "process.replaced", pid=pid, failed_chunks=failures.count, error=failure.error
                 )

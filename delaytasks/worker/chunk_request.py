@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from celery import current_app
 
-from delaytasks.core.errors import StoreError
 from delaytasks.core.events import log_event
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.processes import Processes
@@ -21,7 +21,7 @@ class ChunkRequest(NamedTuple):
 
     entries: tuple[Entry, ...]
     #: The queue whose oldest overdue rows are claimed, and the priorities of these rows.
-    drain: str | None = None
+    drained_queue: str | None = None
     priorities: tuple[int, ...] = ()
     #: How many rows the chunk may claim.
     limit: int = 0
@@ -37,6 +37,8 @@ class ChunkRequest(NamedTuple):
     is_probe: bool = False
     #: How long the process may continue with waitlists.
     serve_s: float = 0.0
+    #: How long the process may continue with further chunks of a drain.
+    continue_s: float = 0.0
     #: Whether the report should count the outcomes of the tasks.
     counts_outcomes: bool = False
 
@@ -65,8 +67,14 @@ def run_chunk(request: ChunkRequest) -> Report:
         runner = processes.runner(request.shard, request.sends_events)
         if request.waitlist is not None:
             report = runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)
-        elif request.drain is not None:
-            report = runner.drain(request.drain, request.priorities, request.limit, request.serve_s)
+        elif request.drained_queue is not None:
+            report = runner.run_due(
+                request.drained_queue,
+                request.priorities,
+                request.limit,
+                request.serve_s,
+                request.continue_s,
+            )
         else:
             report = runner.run(request.entries, request.serve_s)
     except Exception as error:
@@ -78,7 +86,7 @@ def run_chunk(request: ChunkRequest) -> Report:
             pid=os.getpid(),
             detached=detached,
             error=text,
-            is_stores_error=isinstance(error, StoreError),
+            reason=FailureReason.of(error),
         )
     if not request.counts_outcomes or processes is None:
         return report

@@ -1,7 +1,7 @@
 """Makes chunks of due entries and sends them to the pool.
 
 A chunk has as many rows as fit its time budget, and there are never more chunks than processes.
-Entries that wait meanwhile become part of the next chunk.
+The docstring of the package has a map of the modules, and says which thread owns which state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.calls import Call, DelayedCall
 from delaytasks.worker.capacity_request import CapacityRequest
@@ -25,7 +26,8 @@ from delaytasks.worker.chunk_failures import ChunkFailure, FailingProcesses
 from delaytasks.worker.chunk_queue import ChunkQueue
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.near_entries import NearEntries
-from delaytasks.worker.pool import Pool
+from delaytasks.worker.pool import POOL_REST_S, Pool
+from delaytasks.worker.processes import OthersWait
 from delaytasks.worker.shard_health import ShardHealth
 from delaytasks.worker.shard_queue import FAILED_SHARD_PAUSE_S
 from delaytasks.worker.unfinished_work import UnfinishedWork
@@ -34,9 +36,8 @@ from delaytasks.worker.unfinished_work import UnfinishedWork
 class Dispatcher:
     """Lives in the worker's main process. Each chunk has rows of one shard only.
 
-    The pool may be used from one thread only, to which `call_soon` brings a call: `pump`, `_send`
-    and `recall` run there. Any thread may call the other methods. `_lock` protects the queues of
-    the shards, and no code that holds it waits for the database or the broker.
+    `pump`, `_send` and `recall` use the pool, and run in the thread to which `call_soon` brings a
+    call. Any thread may call the other methods.
 
     `send_back` takes the entries and requests that come after `close`. With `on_report`, chunks
     count the outcomes of their tasks in their reports. At most `row_budget` rows are claimed.
@@ -55,6 +56,7 @@ class Dispatcher:
         send_back: Callable[[UnfinishedWork], None],
         policy_stamp: Callable[[int], Stamp | None],
         sends_events: Callable[[], bool],
+        others_wait: OthersWait,
         on_report: Callable[[Report], None] | None = None,
         row_budget: int | None = None,
     ) -> None:
@@ -68,16 +70,14 @@ class Dispatcher:
         self._sends_events = sends_events
         self._on_report = on_report
         self._lock = threading.RLock()
-        self._queue = ChunkQueue(settings, clocks, events, lambda: self._pool.size, row_budget)
-        #: The queue of each shard, by its number.
+        self._queue = ChunkQueue(settings, clocks, events, self._pool, others_wait, row_budget)
         self.shard_queues = self._queue.shard_queues
         self.shard_health = ShardHealth(self.shard_queues, self._lock, events, self._pump_soon)
-        self._is_pumping = False
-        self._is_open = True
+        self._is_pumping, self._is_open = False, True
         self._failing_processes = FailingProcesses(self._pool, events)
         self._delayed_pump = DelayedCall(call_soon, self.pump)
 
-    # -- entries and requests ---------------------------------------------------------------------
+    # -- what arrives -----------------------------------------------------------------------------
 
     def receive(self, entries: Sequence[Entry]) -> None:
         """Hold the entries until they are due, and take those that are due now."""
@@ -96,24 +96,25 @@ class Dispatcher:
         elif entries:
             self._send_back(UnfinishedWork(list(entries), []))
 
-    def drain(self, queue: str, priorities: Sequence[int], shard: int = 0) -> None:
-        """Claim what is overdue in `queue`, until a chunk comes back that is not full."""
+    def start_drain(self, queue: str, priorities: Sequence[int], shard: int = 0) -> None:
+        """Drain `queue`: send chunks that claim its due rows, until one comes back not full."""
         with self._lock:
             is_open = self._is_open
-            if is_open and shard < len(self.shard_queues):
-                # A newer shard is left to workers that know it.
-                self.shard_queues[shard].request_drain(queue, priorities)
+            if is_open and shard < len(self.shard_queues):  # others know a newer shard
+                self.shard_queues[shard].start_drain(queue, priorities)
         if is_open:
             self._pump_soon()
         else:
             # One message for one, since this worker may receive it again before it stops.
-            self._send_back(UnfinishedWork([], [(queue, set(priorities), shard)], tokens=1))
+            self._send_back(UnfinishedWork([], [(queue, set(priorities), shard)], messages=1))
 
     def close(self) -> UnfinishedWork:
         """Send no more chunks, and return what waits."""
         with self._lock:
             self._is_open = False
             return self._queue.clear()
+
+    # -- what other parts of the worker ask -------------------------------------------------------
 
     @property
     def is_busy(self) -> bool:
@@ -189,14 +190,15 @@ class Dispatcher:
             with self._lock:
                 self._is_pumping = False
                 if self._is_open and self._queue.free_processes > 0:
-                    # Free processes need not wait for the end of a slow task.
-                    self._delayed_pump.call_within(self._queue.held_up_in_s())
+                    # A drain whose chunk a slow task holds up gets another chunk then.
+                    self._delayed_pump.call_within(self._queue.extra_chunk_in_s())
             self._capacity_request.grant_if(self.capacity)
 
     def _next_chunk(self) -> ChunkRequest | None:
         with self._lock:
             self._queue.drop_late()  # first: they must not accumulate while the pool is busy
-            request = self._queue.next_chunk() if self._is_open else None
+            can_send = self._is_open and not self._pool.is_resting
+            request = self._queue.next_chunk() if can_send else None
             if request is None:
                 return None
             return request._replace(
@@ -209,24 +211,30 @@ class Dispatcher:
         """Return True if the chunk has ended already, as in a solo pool."""
         shard_queue = self.shard_queues[request.shard]
         with self._lock:
-            shard_queue.chunk_sent(request.number)
+            shard_queue.chunk_sent(request)
             check_s = shard_queue.waitlist_check_s if request.waitlist is not None else inf
         if check_s < inf:  # it may run one task for minutes: others check the waitlist meanwhile
             self._delayed_pump.call_after(max(check_s, 0))
         try:
             sent = self._pool.send(
-                request, partial(self._done, request), partial(self._failed, request)
+                request, partial(self._done, request), partial(self._lost, request)
             )
         except Exception as error:
-            self._failed(request, error)
+            self._not_sent(request, ChunkFailure.not_sent(str(error), error))
             return False
         with self._lock:
             if request.number not in shard_queue.in_flight:
                 return True
             self._pool.sent[request.number] = sent
         if sent.result is None:
-            self._failed(request, "the pool takes no more work")
+            self._not_sent(request, ChunkFailure.not_sent("the pool takes no more work"))
         return False
+
+    def _not_sent(self, request: ChunkRequest, failure: ChunkFailure) -> None:
+        """Let the pool rest, or every waiting entry would fail in the same way."""
+        self._pool.rest()
+        self._failed(request, failure)
+        self._delayed_pump.call_after(POOL_REST_S)
 
     # -- from the pool ----------------------------------------------------------------------------
 
@@ -240,34 +248,39 @@ class Dispatcher:
             if self._is_open:  # else a process may have it, and its leases are renewed
                 for request in lost:
                     self._pool.forget(request.number)
-                    self._queue.chunk_failed(request, is_down=False, ran=0)
+                    self._queue.chunk_failed(request, FailureReason.PROCESS_LOST, ran=0)
         return [entry for request in lost for entry in request.entries]
 
     def _done(self, request: ChunkRequest, report: Any) -> None:
+        """Called by the pool with the report of a chunk, or with what ended the chunk's thread."""
         if not isinstance(report, Report):
-            self._failed(request, report)
+            self._lost(request, report)
             return
         if self._on_report is not None:
             self._on_report(report)
-        shard_queue = self.shard_queues[request.shard]
+        with self._lock:
+            self.shard_queues[request.shard].set_running(report.pid, report.detached)
+        if report.error:
+            self._failed(request, ChunkFailure.reported(report), ran=report.ran)
+        else:
+            self._succeeded(request, report)
+
+    def _lost(self, request: ChunkRequest, info: Any) -> None:
+        """Called by the pool if the process of a chunk could not report."""
+        self._failed(request, ChunkFailure.unreported(info, self._pool.pid_of(request.number)))
+
+    def _succeeded(self, request: ChunkRequest, report: Report) -> None:
         with self._lock:
             self._pool.forget(request.number)
-            shard_queue.set_running(report.pid, report.detached)
-            if report.error:
-                self._failing_processes.chunk_failed(
-                    report.pid, report.error, report.is_stores_error
-                )
-                self._failed(request, report.error, ran=report.ran)
-                return
             self._failing_processes.chunk_succeeded(report.pid)
             self._queue.chunk_ended(request, report.ran)
             self._queue.learn_size(report)
-            shard_queue.mark_answered()
+            self.shard_queues[request.shard].mark_answered()
             if is_open := self._is_open:
                 check_s = self._queue.continue_after(request, report)
                 if check_s is not None:
                     self._delayed_pump.call_after(check_s)
-                if report.early:
+                if report.early:  # under the lock, or `close` could come before it
                     self.receive(report.early)
         if not is_open:
             queues = {state.queue for state in report.waitlists}
@@ -275,24 +288,13 @@ class Dispatcher:
             self._send_back(UnfinishedWork(list(report.early), unfinished))
         self._pump_soon()
 
-    def _failed(self, request: ChunkRequest, info: Any, ran: int = 0) -> None:
-        """Record that a chunk's process died, or that the database is unavailable.
-
-        The sweep and the leases take care of its rows.
-        """
-        failure = ChunkFailure.of(info)
+    def _failed(self, request: ChunkRequest, failure: ChunkFailure, ran: int = 0) -> None:
+        """Record that a chunk failed as a whole. The sweep and the leases take care of its rows."""
         with self._lock:
-            if failure.is_unreported:
-                self._failing_processes.chunk_failed(
-                    self._pool.pid_of(request.number), failure.error, is_stores_error=False
-                )
+            self._failing_processes.chunk_failed(failure)
             self._pool.forget(request.number)
-            self._queue.chunk_failed(request, failure.is_down, ran)
-        self._events.emit(
-            "chunk.failed",
-            error=failure.error,
-            cause=failure.cause,
-            shard=request.shard,
-            is_logged=failure.is_logged,
-        )
-        self._delayed_pump.call_after(FAILED_SHARD_PAUSE_S if failure.is_down else 0)
+            self._queue.chunk_failed(request, failure.reason, ran)
+        self._events.emit("chunk.failed", shard=request.shard, **failure.fields())
+        if failure.reason is FailureReason.UNAVAILABLE:
+            self._delayed_pump.call_after(FAILED_SHARD_PAUSE_S)
+        self._pump_soon()

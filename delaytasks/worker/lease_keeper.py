@@ -8,6 +8,7 @@ other processes run them again.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
@@ -53,6 +54,9 @@ class LeaseKeeper:
         #: The names of processes that died, whose rows have yet to be released.
         self._dead: set[str] = set()
         self._renewed_at = monotonic()
+        #: The rows that the last renewal skipped, because other transactions had locked them. Each
+        #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
+        self._locked: Sequence[int] = ()
         self._lease_s = settings.lease_s
         self._check_s = min(PROCESS_CHECK_S, self._lease_s / 6)
         # Leases are renewed after a third of their time. If that thread is stuck, and the next
@@ -92,7 +96,7 @@ class LeaseKeeper:
         """Run released rows here now, and not only after the next sweep."""
         for queue, priority in recovered.levels:
             if serves(self._processes.queues, queue):
-                self._dispatcher.drain(queue, (priority,), self._shard.number)
+                self._dispatcher.start_drain(queue, (priority,), self._shard.number)
 
     def _renew(self, alive: set[int]) -> None:
         starts, rows_by_pid = self._dispatcher.running(self._shard.number)
@@ -101,14 +105,17 @@ class LeaseKeeper:
         left = [id for pid, ids in rows_by_pid.items() if pid in alive for id in ids]
         has_old_rows = left or now - oldest > self._lease_s * 0.25e6
         is_due = monotonic() - self._renewed_at >= self._lease_s / 3 - PROCESS_CHECK_S
-        if not (has_old_rows and is_due):
-            return
         names = [self._processes.name(pid) for pid in alive]
+        leases = self._shard.store.leases
+        if not (has_old_rows and is_due):
+            if self._locked:
+                self._locked = leases.renew(names, from_us(now), self._locked).skipped
+            return
         # This includes rows that were claimed up to one lease before the oldest chunk began, since
         # clocks differ by less. A row that got lost on the way is recovered one lease later.
         since = from_us(int(oldest - self._lease_s * 1e6))
         asked_at = monotonic()
-        self._shard.store.leases.renew(names, since, left)
+        self._locked = leases.renew(names, since, left).skipped
         self._renewed_at = monotonic()
         lease_ago = self._renewed_at - self._lease_s
         self._processes.renewals.record(self._shard.number, asked_at, lease_ago)

@@ -22,7 +22,7 @@ Handler = Callable[..., None]
 
 
 def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
-    """Return Celery's handler of messages with entries or drain tokens."""
+    """Return Celery's handler of messages with entries or drain messages."""
     runtime: WorkerRuntime = consumer.controller.delays_runtime
     prefix = runtime.settings.namespace + "."
     acknowledge = _acknowledger(app, consumer.connection_errors)
@@ -34,17 +34,17 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         try:
             queue = ((message.delivery_info or {}).get("routing_key") or "").removeprefix(prefix)
             content = read_message(_arguments(message, body), queue)
-            is_token = content.priorities is not None
-            is_expired = is_token and _is_expired(message, runtime.clock.now())
-            if is_token and queue not in runtime.processes.queues:
-                raise ValueError(f"a drain token for {queue!r:.100}, which is not served here")
+            is_drain = content.priorities is not None
+            is_expired = is_drain and _is_expired(message, runtime.clock.now())
+            if is_drain and queue not in runtime.processes.queues:
+                raise ValueError(f"a drain message for {queue!r:.100}, which is not served here")
         except Exception as error:  # untrusted input may cause any error
             runtime.refused_messages.refuse("run", error)
             return
         if content.entries:
             runtime.dispatcher.receive(content.entries)
         if content.priorities is not None and not is_expired:
-            runtime.dispatcher.drain(queue, content.priorities, content.shard)
+            runtime.dispatcher.start_drain(queue, content.priorities, content.shard)
 
     return on_message
 
@@ -60,13 +60,14 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         acknowledge(message)
         try:
             args, settings = _arguments(message, body), runtime.settings
-            partition = args[0] if args else None
-            if partition is not None and not settings.has_sweep_partition(partition):
-                raise ValueError(f"partition {partition!r:.20} of {settings.sweep_partitions}")
+            sweep_partition = args[0] if args else None
+            if sweep_partition is not None and not settings.has_sweep_partition(sweep_partition):
+                count = settings.sweep_partitions
+                raise ValueError(f"sweep partition {sweep_partition!r:.20} of {count}")
         except Exception as error:  # untrusted input may cause any error
             runtime.refused_messages.refuse("sweep", error)
             return
-        runtime.sweep_loops.request(partition)
+        runtime.sweep_loops.request(sweep_partition)
 
     return on_message
 

@@ -1,4 +1,4 @@
-"""The entries of tasks that are due soon, which the worker holds until they are due."""
+"""The entries of tasks that are due soon, which the worker keeps until they are due."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HORIZON_TOLERANCE_S = 600.0
 
 
 class NearEntries:
-    """Holds the entries of all shards in one timing wheel."""
+    """Keeps the entries of all shards in one timing wheel."""
 
     def __init__(
         self, settings: Settings, clocks: Sequence[Clock], refused_messages: RefusedMessages
@@ -27,7 +27,7 @@ class NearEntries:
         self.wheel: SharedWheel[Entry] = SharedWheel(clocks[0])
 
     def hold(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Hold the entries until they are due; return those that are due now.
+        """Keep the entries until they are due; return those that are due now.
 
         After the wheel has closed, all entries are returned. Any thread may call this.
         """

@@ -8,6 +8,9 @@ import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from celery.concurrency import solo
+
+from delaytasks.core.clock import monotonic
 from delaytasks.worker.celery_compat.pool_results import (
     is_forgotten,
     pids_with,
@@ -18,6 +21,9 @@ from delaytasks.worker.celery_compat.pool_results import (
 )
 from delaytasks.worker.celery_compat.versions import mark_busy
 from delaytasks.worker.chunk_request import ChunkRequest, run_chunk
+
+#: After the pool did not take a chunk, it is sent none for this long.
+POOL_REST_S = 1.0
 
 
 def freeze_loaded_objects() -> None:
@@ -48,12 +54,25 @@ class Pool:
         self._celery_pool = celery_pool
         #: The chunks in the pool, by number.
         self.sent: dict[int, Sent] = {}
+        self._rests_until = 0.0
 
     @property
     def size(self) -> int:
         """How many chunks the pool runs simultaneously."""
         pool = self._celery_pool
         return int(getattr(pool, "num_processes", None) or pool.limit or 1)
+
+    def rest(self) -> None:
+        self._rests_until = monotonic() + POOL_REST_S
+
+    @property
+    def is_resting(self) -> bool:
+        return monotonic() < self._rests_until
+
+    @property
+    def runs_inline(self) -> bool:
+        """Whether a chunk runs in the thread of the event loop, which must not be busy for long."""
+        return isinstance(self._celery_pool, solo.TaskPool)
 
     def send(
         self, request: ChunkRequest, done: Callable[[Any], None], lost: Callable[[Any], None]

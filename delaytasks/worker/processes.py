@@ -43,6 +43,7 @@ class Processes:
         self._token = secrets.token_hex(2)
         self.is_worker = False
         self.renewals = Renewals()
+        self.others_wait = OthersWait()
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -69,7 +70,8 @@ class Processes:
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
-        self.renewals = Renewals()  # before the pool's processes are forked
+        # Before the pool's processes are forked, which share both.
+        self.renewals, self.others_wait = Renewals(), OthersWait()
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -154,6 +156,7 @@ class Processes:
             may_detach=self.is_worker and self.may_detach,
             thread_context=task_context.reuse_stack,
             watcher=lambda: self._task_events if self._sends_events else None,
+            has_others=self.others_wait.is_so,
         )
 
     def _finish(self, **_: Any) -> None:
@@ -191,6 +194,22 @@ class Renewals:
         """
         asked_at = self._asked_at[shard]  # read first, since it is written last
         return asked_at, self._ended_before[shard]
+
+
+class OthersWait:
+    """Whether tasks wait in the main process for a process that continues with a backlog.
+
+    The main process writes it to memory that its children share.
+    """
+
+    def __init__(self) -> None:
+        self._flag = mmap.mmap(-1, 1)
+
+    def record(self, is_so: bool) -> None:
+        self._flag[0] = is_so
+
+    def is_so(self) -> bool:
+        return bool(self._flag[0])
 
 
 class OutcomeCounts:

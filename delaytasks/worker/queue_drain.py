@@ -1,4 +1,4 @@
-"""The drain of one queue: its overdue tasks are claimed from the table, chunk after chunk."""
+"""The drain of one queue: its overdue rows are claimed from the table, chunk after chunk."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class DrainChunk(NamedTuple):
     """A chunk of a drain that a process works on."""
 
     sent_at: float
-    #: How many requests for the drain there had been by then.
-    requests: int
+    #: How many times the drain had been started by then.
+    starts: int
 
 
 @dataclass
@@ -35,19 +35,20 @@ class QueueDrain:
     #: The chunks that processes work on, by number.
     chunks: dict[int, DrainChunk] = field(default_factory=dict)
     is_deep: bool = False
-    #: How many times the drain was requested. A chunk that was sent before the last request may
-    #: have read the table too early.
-    requests: int = 0
+    #: How many times the drain was started. A chunk that was sent before the last start may have
+    #: read the table too early.
+    starts: int = 0
 
     def wants_chunk(self) -> bool:
+        """Whether the pool should get another chunk of this drain now."""
         began_after = monotonic() - HELD_UP_S
         quick = sum(chunk.sent_at > began_after for chunk in self.chunks.values())
         return self.is_deep or quick < max(len(self.chunks) - quick, 1)
 
     def begin_chunk(self, number: int) -> None:
-        self.chunks[number] = DrainChunk(monotonic(), self.requests)
+        self.chunks[number] = DrainChunk(monotonic(), self.starts)
 
-    def held_up_in_s(self) -> float:
+    def extra_chunk_in_s(self) -> float:
         """Return in how many seconds the next one of its chunks counts as held up."""
         now = monotonic()
         waits = (chunk.sent_at + HELD_UP_S - now for chunk in self.chunks.values())

@@ -163,7 +163,9 @@ class RedisPoller:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
                 for shard_queue in self._dispatcher.shard_queues:
-                    self._dispatcher.drain(some.slot.queue, some.priorities, shard_queue.shard)
+                    self._dispatcher.start_drain(
+                        some.slot.queue, some.priorities, shard_queue.shard
+                    )
             if some.refused:
                 error = ValueError(f"{some.refused} entries are not of our form")
                 self._refused_messages.refuse("redis", error)
@@ -171,7 +173,7 @@ class RedisPoller:
                 self._events.emit("entry.returned", count=some.returned)
 
     def _follow_queues(self) -> None:
-        """Read the slots of the queues that the worker serves now. The caller holds the lock."""
+        """Read the slots of the queues that the worker serves now. The caller has the lock."""
         queues = self._processes.queues
         if queues != self._queues:
             self._queues = queues

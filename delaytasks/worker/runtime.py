@@ -44,7 +44,7 @@ WATCH_STUCK_S = 30.0
 
 @dataclass(eq=False)
 class WorkerRuntime:
-    """Holds near entries, sends chunks to the pool, sweeps, and renews leases.
+    """Keeps near entries, sends chunks to the pool, sweeps, and renews leases.
 
     `build_runtime` makes one from its parts. `celery_worker` is Celery's worker, or a worker that
     does without a broker.
@@ -90,7 +90,7 @@ class WorkerRuntime:
         self.watchdog.start()
 
     def stop(self, is_warm: bool = False) -> None:
-        """Send back what is held, and ask other workers to continue the drains of this one.
+        """Send back what is kept, and ask other workers to continue the drains of this one.
 
         Calling this again does no harm. Leases are renewed as long as the process lives, since
         the pool may have to finish tasks. With `is_warm` the caller is the pool's thread, and the
@@ -125,7 +125,7 @@ class WorkerRuntime:
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
         if state.should_terminate is not None:
-            # A cold shutdown waits for the pool first. The held entries must not wait with it.
+            # A cold shutdown waits for the pool first. The kept entries must not wait with it.
             self.stop()
         return WATCHDOG_S
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from math import inf
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.interfaces import Entry
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.queue_drain import QueueDrain
+from delaytasks.worker.ready_entries import ReadyEntries
 
 if TYPE_CHECKING:
     from delaytasks.limits.tracked_waitlists import TrackedWaitlists
 
-#: After a chunk failed as a whole, which means that the database is unavailable, the pool gets no
-#: chunk of the shard for this long.
+#: After a chunk found the database unavailable, the pool gets no chunk of the shard for this long.
 FAILED_SHARD_PAUSE_S = 1.0
 #: A shard that has not answered a question for this long gets no chunk.
 SHARD_ANSWER_S = 2.0
@@ -27,11 +26,9 @@ LONG_CHUNK_S = 1.0
 #: A late entry is left to the table. If its queue has a backlog there, the task would come last,
 #: so its entry waits here for this much longer.
 BACKLOG_WAIT_S = 10.0
-#: Waiting entries are sorted again if one in this many is new. Sorting for fewer takes too long.
-SORTED_SHARE = 8
-#: Due time and id, in the order in which rows were written, so that the rows of a chunk lie on few
-#: pages. Entries come mixed, from several Redis slots or in several messages.
-_WRITTEN_ORDER = attrgetter("due_us", "id")
+#: How long a process continues with a deep queue before it reports. It reports earlier if other
+#: tasks wait.
+CONTINUE_S = 0.5
 
 
 class ShardQueue:
@@ -51,7 +48,7 @@ class ShardQueue:
         self._answered_at = monotonic()
         self._paused_until = 0.0
         self.is_down = False
-        self._ready: dict[int, deque[Entry]] = {}
+        self._ready = ReadyEntries()
         self._drains: dict[str, QueueDrain] = {}
         self._is_tables_turn = self._is_waitlists_turn = False
         #: The waitlists that processes have reported, or None before the first one.
@@ -59,6 +56,8 @@ class ShardQueue:
         #: The start of each chunk in the pool, by the clock of the database. The leases of the
         #: rows that such a chunk claimed are renewed.
         self.in_flight: dict[int, float] = {}
+        #: The numbers of chunks whose processes may continue with further ones.
+        self._continuing: set[int] = set()
         #: The ids of the rows that still run in each process although their chunk has ended.
         self.running_on: dict[int, Sequence[int]] = {}
 
@@ -66,32 +65,35 @@ class ShardQueue:
 
     def add(self, entries: Sequence[Entry]) -> None:
         """Add entries that are due."""
-        for entry in sorted(entries, key=_WRITTEN_ORDER):
-            self._ready.setdefault(entry.priority, deque()).append(entry)
-        for priority, count in Counter(entry.priority for entry in entries).items():
-            ready = self._ready[priority]
-            if count * SORTED_SHARE >= len(ready):
-                self._ready[priority] = deque(sorted(ready, key=_WRITTEN_ORDER))
+        self._ready.add(entries)
 
-    def request_drain(self, queue: str, priorities: Iterable[int]) -> None:
+    def start_drain(self, queue: str, priorities: Iterable[int]) -> None:
+        """Start the drain of a queue, or let the one that is in progress look once more."""
         drain = self._drains.setdefault(queue, QueueDrain(set()))
         drain.priorities.update(priorities)
-        drain.requests += 1
+        drain.starts += 1
 
     def drop_late(self, grace_s: float) -> int:
         """Leave late entries to the table, where all workers can claim them. Return how many."""
-        late_before, dropped = self.clock.now_us() - int(grace_s * 1e6), 0
-        for priority, ready in self._ready.items():
-            kept: list[Entry] = []
-            while ready and ready[0].due_us < late_before:
-                entry = ready.popleft()
-                if entry.due_us < late_before - self.backlog_wait_s(entry.queue) * 1e6:
-                    self.request_drain(entry.queue, (priority,))
-                    dropped += 1
-                else:
-                    kept.append(entry)
-            ready.extendleft(reversed(kept))
-        return dropped
+        late_before = self.clock.now_us() - int(grace_s * 1e6)
+        late = self._ready.remove_late(late_before, self.backlog_wait_s)
+        for entry in late:
+            self.start_drain(entry.queue, (entry.priority,))
+        return len(late)
+
+    def drop_burst(self, most: int) -> int:
+        """Leave all entries to the table if more than `most` wait. Return how many.
+
+        Chunks from the table are claimed ahead. If the table may have a backlog already, the tasks
+        would come last there, so the entries stay.
+        """
+        if self._drains or len(self._ready) <= most:
+            return 0
+        burst = self._ready.clear()
+        for queue, priority in {(entry.queue, entry.priority) for entry in burst}:
+            self.start_drain(queue, (priority,))
+            self._drains[queue].is_deep = True
+        return len(burst)
 
     def backlog_wait_s(self, queue: str) -> float:
         """Return how much longer late entries of the queue wait here."""
@@ -100,11 +102,9 @@ class ShardQueue:
 
     def clear(self) -> list[Entry]:
         """Forget everything that waits, and return the entries."""
-        waiting = [entry for ready in self._ready.values() for entry in ready]
-        self._ready.clear()
         self._drains.clear()
         self.waitlists = None
-        return waiting
+        return self._ready.clear()
 
     @property
     def unfinished_queues(self) -> dict[str, set[int]]:
@@ -130,12 +130,14 @@ class ShardQueue:
     @property
     def waiting(self) -> int:
         """How many entries wait."""
-        return sum(map(len, self._ready.values()))
+        return len(self._ready)
 
-    def began_within(self, seconds: float) -> int:
-        """Return how many chunks began in the last `seconds`."""
+    def soon_over(self, seconds: float) -> int:
+        """Return how many chunks began in the last `seconds`, or end soon if other tasks wait."""
         since = self.clock.now_us() - seconds * 1e6
-        return sum(began > since for began in self.in_flight.values())
+        return sum(
+            began > since or number in self._continuing for number, began in self.in_flight.items()
+        )
 
     def update_waitlists(self, report: Report, request: ChunkRequest) -> float | None:
         """Record the waitlists that a chunk reports.
@@ -169,9 +171,12 @@ class ShardQueue:
         """Whether the shard may use the last free process, while all others have its chunks."""
         return self._is_only_shard or self._answered_at > self._sent_at + LONG_CHUNK_S
 
-    def chunk_sent(self, number: int) -> None:
+    def chunk_sent(self, request: ChunkRequest) -> None:
         self._sent_at = monotonic()
-        self.in_flight[number] = self.clock.now_us()
+        self.in_flight[request.number] = self.clock.now_us()
+        self._continuing &= self.in_flight.keys()
+        if request.continue_s:
+            self._continuing.add(request.number)
 
     def mark_failed(self) -> None:
         self._failed_at = monotonic()
@@ -202,11 +207,11 @@ class ShardQueue:
 
     # -- chunks -----------------------------------------------------------------------------------
 
-    def held_up_in_s(self) -> float:
+    def extra_chunk_in_s(self) -> float:
         """Return in how many seconds a drain may have another chunk because one takes long."""
         if not self.may_send():
             return inf
-        return min((drain.held_up_in_s() for drain in self._drains.values()), default=inf)
+        return min((drain.extra_chunk_in_s() for drain in self._drains.values()), default=inf)
 
     def next_chunk(
         self, number: int, size: int, free: int, at_least: int = 1
@@ -225,7 +230,7 @@ class ShardQueue:
         if not waiting:
             return None
         self._is_tables_turn = True
-        ready = tuple(self._pop_ready(min(size, max(-(-waiting // free), at_least))))
+        ready = tuple(self._ready.pop(min(size, max(-(-waiting // free), at_least))))
         return ChunkRequest(ready, shard=self.shard, number=number)
 
     def _next_table_chunk(self, number: int, size: int) -> ChunkRequest | None:
@@ -238,9 +243,10 @@ class ShardQueue:
             if drain.wants_chunk():
                 drain.begin_chunk(number)
                 self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
-                return ChunkRequest(
+                request = ChunkRequest(
                     (), queue, tuple(drain.priorities), size, shard=self.shard, number=number
                 )
+                return request._replace(continue_s=CONTINUE_S) if drain.is_deep else request
         return self._next_waitlist_chunk(number, size)
 
     def _next_waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
@@ -256,17 +262,8 @@ class ShardQueue:
             is_probe=visit.is_probe,
         )
 
-    def _pop_ready(self, count: int) -> list[Entry]:
-        popped: list[Entry] = []
-        for priority in sorted(self._ready, reverse=True):
-            ready = self._ready[priority]
-            while ready and len(popped) < count:
-                popped.append(ready.popleft())
-            if not ready:
-                del self._ready[priority]
-        return popped
-
     def drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
+        """Continue the drain of a queue that may have more rows; otherwise end it."""
         drain = self._drains.get(queue)
         if drain is None and is_full:
             drain = self._drains[queue] = QueueDrain(set(request.priorities))
@@ -276,18 +273,19 @@ class ShardQueue:
         if is_full:
             drain.is_deep = True
         elif chunk is None:
-            pass  # it began before the queue was found empty and its drain was requested again
-        elif drain.requests > chunk.requests:
+            pass  # it began before the queue was found empty and its drain was started again
+        elif drain.starts > chunk.starts:
             drain.is_deep = False
         else:
             del self._drains[queue]
 
-    def drain_chunk_failed(self, request: ChunkRequest, queue: str, is_down: bool) -> None:
-        """End the drain if the database is unavailable: the next sweep requests it again.
+    def drain_chunk_failed(self, request: ChunkRequest, queue: str, reason: FailureReason) -> None:
+        """End the drain, unless only the process died: other processes continue it then.
 
-        If only the process died, other processes continue the drain.
+        The next chunk would meet the same rows, and fail again and again without a pause. The next
+        sweep requests it again.
         """
-        if is_down:
+        if reason is not FailureReason.PROCESS_LOST:
             self._drains.pop(queue, None)
         elif (drain := self._drains.get(queue)) is not None:
             drain.chunks.pop(request.number, None)

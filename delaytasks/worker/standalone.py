@@ -142,7 +142,7 @@ class StandaloneWorker:
         self._is_stopping = True
 
     def stop(self) -> None:
-        """Send back what is held, and wait for running tasks."""
+        """Send back what is kept, and wait for running tasks."""
         self.runtime.stop()
         self.pool.stop()
         self._close()

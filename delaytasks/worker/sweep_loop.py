@@ -17,7 +17,7 @@ from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import DEFER_MAX_S
-from delaytasks.maintenance.overdue_drain import DIRECT, DRAIN
+from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.maintenance.sweeper import SILENT_SWEEPS
 from delaytasks.processors.registry import Registry
 from delaytasks.worker.database_health import DatabaseContact, DatabasePace
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
 
-#: How often a worker looks for partitions that no worker swept. Without beat a sweep comes at most
-#: this much later than `self_sweep_s`.
+#: How often a worker looks for sweep partitions that no worker swept. Without beat a sweep comes at
+#: most this much later than `self_sweep_s`.
 STALE_CHECK_S = 1.0
 #: The longest rest between two turns of the loop.
 SWEEP_LOOP_REST_S = 1.0
@@ -66,26 +66,26 @@ class SweepLoop:
         self._lock = threading.Lock()
         self._requested: set[int] = set()
         self._must_forget = threading.Event()
-        self._reported_at = self._checked_at = self._drained_at = float("-inf")
+        self._reported_at = self._checked_at = self._own_drains_at = float("-inf")
         self._started_at = monotonic()
         self._pace = DatabasePace(events, shard.number)
         # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
         self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
         self._workers: set[tuple[str, object]] = set()
-        is_direct = settings.timer == "direct"
-        self._polls_table = is_direct and polls_table
-        self._kind = DIRECT if self._polls_table else DRAIN if is_direct else ""
+        self._polls_table = polls_table and not settings.uses_broker
+        without_broker = POLLING_PREFIX if self._polls_table else ONLY_DRAINING_PREFIX
+        self._pool_prefix = "" if settings.uses_broker else without_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
         # One statement on a large table may take long. A stage of many reports its progress.
         stuck_s = 2 * settings.self_sweep_s
         self.loop = Loop(shard.named("sweep"), self._turn, events, stuck_s, shard.close)
 
-    def request(self, partition: int | None) -> None:
-        """Sweep this partition soon, or all partitions."""
-        partitions = range(self._settings.sweep_partitions) if partition is None else [partition]
+    def request(self, sweep_partition: int | None) -> None:
+        """Sweep this sweep partition soon, or all of them."""
+        every = range(self._settings.sweep_partitions)
         with self._lock:
-            self._requested.update(partitions)
+            self._requested.update(every if sweep_partition is None else [sweep_partition])
         self.loop.wake()
 
     def forget_armed(self) -> None:
@@ -105,41 +105,44 @@ class SweepLoop:
         is_due = monotonic() - self._reported_at >= self._settings.sweep_s
         if is_due and not attempt("report", self._report_alive):
             self._contact.mark_failed()
-        # A worker that polls the table, or drains it, looks for overdue tasks anyway.
-        if not self._kind and monotonic() - self._drained_at >= self._settings.self_sweep_s:
-            attempt("own queues", self._drain_own_queues)
+        # A worker without a broker looks for overdue tasks anyway.
+        is_due = monotonic() - self._own_drains_at >= self._settings.self_sweep_s
+        if is_due and self._settings.uses_broker:
+            attempt("own queues", self._start_own_drains)
         if self._must_forget.is_set():
             attempt("forget", self._forget_armed_rows)
         with self._lock:
             requested, self._requested = self._requested, set()
-        for partition in sorted(requested):
-            if not attempt(f"partition {partition}", partial(self._sweep, partition)):
+        for sweep_partition in sorted(requested):
+            if not attempt(
+                f"sweep partition {sweep_partition}", partial(self._sweep, sweep_partition)
+            ):
                 self._contact.mark_failed()
                 with self._lock:
-                    self._requested.add(partition)
+                    self._requested.add(sweep_partition)
         is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
         if is_due and not attempt("stale", self._sweep_stale):
             self._contact.mark_failed()
         return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
 
-    def _sweep(self, partition: int) -> None:
+    def _sweep(self, sweep_partition: int) -> None:
         self._shard.sweeper.sweep(
-            partition, self._note_answer, self._contact.seconds, self._drain_locally
+            sweep_partition, self._note_answer, self._contact.seconds, self._start_drain
         )
 
-    def _drain_own_queues(self) -> None:
-        """Drain this worker's queues, at its start and then every `self_sweep_s`.
+    def _start_own_drains(self) -> None:
+        """Start drains of this worker's overdue queues, at its start and then every `self_sweep_s`.
 
         Without a broker, the worker that sweeps can drain only the queues that it serves itself.
         """
-        self._shard.sweeper.drain_own(self._processes.queues, self._drain_locally)
-        self._drained_at = monotonic()
+        self._shard.sweeper.start_own_drains(self._processes.queues, self._start_drain)
+        self._own_drains_at = monotonic()
 
-    def _drain_locally(self, queue: str, priorities: Sequence[int]) -> bool:
-        """Drain a queue in this worker; return False if the worker does not serve it."""
+    def _start_drain(self, queue: str, priorities: Sequence[int]) -> bool:
+        """Start a drain in this worker; return False if the worker does not serve it."""
         is_served = queue in self._processes.queues
         if is_served:
-            self._dispatcher.drain(queue, priorities, self._shard.number)
+            self._dispatcher.start_drain(queue, priorities, self._shard.number)
         return is_served
 
     def _note_answer(self) -> None:
@@ -153,7 +156,7 @@ class SweepLoop:
         store.workers.report(
             self._hostname,
             self._processes.queues,
-            self._kind + type(self._pool).__module__.rpartition(".")[2],
+            self._pool_prefix + type(self._pool).__module__.rpartition(".")[2],
             int(self._pool.limit or 1),
             int(self._shard.clock.offset_s * 1e6),
             self._tags(),
@@ -190,18 +193,19 @@ class SweepLoop:
             raise
 
     def _sweep_stale(self) -> None:
-        """Sweep the partitions that no worker has swept for a while."""
+        """Sweep the sweep partitions that no worker has swept for a while."""
         settings, sweeps = self._settings, self._shard.store.sweeps
         has_waited = monotonic() - self._started_at > settings.self_sweep_s
-        for partition in sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s):
+        stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
+        for sweep_partition in stale:
             if has_waited and not self._polls_table:
                 self._events.emit(
                     "sweep.self",
-                    sweep_partition=partition,
+                    sweep_partition=sweep_partition,
                     shard=self._shard.number,
                     remedy="is celery beat running, and does the broker answer?",
                 )
-            self._sweep(partition)
+            self._sweep(sweep_partition)
         self._checked_at = monotonic()
 
 
@@ -212,10 +216,10 @@ class SweepLoops:
         self._sweep_loops = sweep_loops
         self.loops = [one.loop for one in sweep_loops]
 
-    def request(self, partition: int | None) -> None:
-        """Sweep this partition of each shard soon, or all partitions."""
+    def request(self, sweep_partition: int | None) -> None:
+        """Sweep this sweep partition of each shard soon, or all of them."""
         for one in self._sweep_loops:
-            one.request(partition)
+            one.request(sweep_partition)
 
     def forget_armed(self) -> None:
         """Make the next sweeps arm all near tasks again, since the timer may have lost some."""

@@ -1,6 +1,6 @@
 """Reads near tasks from the table, which is where they wait with the timer `direct`.
 
-A worker reads the rows shortly before they are due, and holds them until then. If the database can
+A worker reads the rows shortly before they are due, and keeps them until then. If the database can
 send notices about tasks that are due soon, the worker listens to them and reads the table once a
 second. Otherwise, and while no notices arrive, it reads the table more often, and even more often
 after it found a task too late.
@@ -82,7 +82,7 @@ class TablePoller:
         self.loop.wake()
 
     def take(self, entries: Iterable[Entry]) -> Sequence[Entry]:
-        """Hold those near entries that are this worker's and were not passed on before.
+        """Keep those near entries that are this worker's and were not passed on before.
 
         Return them. Any thread may call this.
         """
@@ -119,7 +119,7 @@ class TablePoller:
         )
         mine = self.take(found)
         if checks_overdue:
-            self._drain_overdue()
+            self._start_overdue_drains()
         passed_on = list(self._passed_on.items())
         self._passed_on = {name: due for name, due in passed_on if due > now_us - 2 * grace_us}
         self._adapt_rest(any(entry.due_us <= now_us for entry in mine))
@@ -135,8 +135,8 @@ class TablePoller:
     def _adapt_rest(self, was_late: bool) -> None:
         self._rest_s = MIN_REST_S if was_late else min(self._rest_s * REST_GROWTH, MAX_REST_S)
 
-    def _drain_overdue(self) -> None:
-        """Drain what no worker took in time, whichever worker's it was."""
+    def _start_overdue_drains(self) -> None:
+        """Start drains of what no worker took in time, whichever worker's it was."""
         number = self._shard.number
         queues = set(self._processes.queues)
         serves_all = ALL_QUEUES in queues
@@ -148,7 +148,7 @@ class TablePoller:
             most = MOST_OTHERS - self._dispatcher.shard_queues[number].drain_count
             late |= self._overdue.of_others(queues, self.loop.report_progress, most)
         for queue, priorities in late.items():
-            self._dispatcher.drain(queue, priorities, number)
+            self._dispatcher.start_drain(queue, priorities, number)
 
 
 class TablePollers:

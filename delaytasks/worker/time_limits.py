@@ -1,6 +1,6 @@
 """The time limits of processors, kept by the process that runs the task.
 
-They count from the start of the processor, and they hold while it runs C code or keeps the GIL.
+They count from the start of the processor, and they apply while it runs C code or keeps the GIL.
 
 A soft limit is the signal of a timer, which raises in the processor. A hard limit is a native
 thread of `faulthandler`, which does not need the interpreter: it writes to stderr where each thread

@@ -18,14 +18,14 @@ logger = get_logger(__name__)
 
 
 class UnfinishedWork(NamedTuple):
-    """The entries and queues that a worker held when it stopped."""
+    """The entries and queues that a worker kept when it stopped."""
 
     entries: list[Entry]
-    #: Queues that it was draining, with their priorities (none if only their waitlists were
-    #: served), and the shard.
+    #: The queues whose drains it had started, with their priorities (none if only their waitlists
+    #: were served), and the shard.
     queues: list[tuple[str, set[int], int]]
-    #: How many drain messages are sent for each queue; None means the setting `drain_tokens`.
-    tokens: int | None = None
+    #: How many drain messages are sent for each queue; None means the setting `drain_messages`.
+    messages: int | None = None
 
 
 class WorkSender:
@@ -43,9 +43,11 @@ class WorkSender:
                 logger.info("delaytasks: sent back %d near tasks", len(work.entries))
             else:
                 self._router.each(self._forget_armed)
-        tokens = self._settings.drain_tokens if work.tokens is None else work.tokens
+        messages = self._settings.drain_messages if work.messages is None else work.messages
         for queue, priorities, shard in work.queues:
-            self._timer.drain(queue, sorted(priorities), tokens, self._settings.sweep_s, shard)
+            self._timer.request_drain(
+                queue, sorted(priorities), messages, self._settings.sweep_s, shard
+            )
 
     def _forget_armed(self, shard: Shard) -> None:
         """Make the next sweep arm all near tasks of the shard again."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Entry
-from delaytasks.maintenance.overdue_drain import DIRECT
+from delaytasks.maintenance.drain_requests import POLLING_PREFIX
 from delaytasks.maintenance.sweeper import SILENT_SWEEPS
 
 _PRIME = 1_000_003
@@ -31,7 +31,7 @@ class WorkerShares:
         known = [
             (worker["name"], max(worker["concurrency"], 1), worker["queues"])
             for worker in workers
-            if worker["pool"].startswith(DIRECT)
+            if worker["pool"].startswith(POLLING_PREFIX)
             and abs((now - worker["seen_at"]).total_seconds()) < SILENT_SWEEPS * sweep_s
         ]
         if known != self._workers:

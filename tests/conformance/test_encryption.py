@@ -199,7 +199,7 @@ def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) ->
     runner.run([Entry(tasks[0].id, 0, 0)])
     assert got == [BODY]
     for _ in range(3):
-        runner.drain("default", [0], 100)
+        runner.run_due("default", [0], 100)
     assert got == [BODY] * 5
     assert {delays.get(task).status for task in tasks} == {Status.DONE}
 
@@ -212,7 +212,7 @@ def test_plain_rows_and_encrypted_ones_live_side_by_side(store: Store, open_with
         connection.execute(insert(store.schema.tasks).values(tag="mail", message_body="[3]"))
     assert sorted(task.body for task in delays.find()) == [[1], [2], [3]]
     delays.processor("mail")(got.append)
-    delays.runner().drain("default", [0], 100)
+    delays.runner().run_due("default", [0], 100)
     assert sorted(got) == [[1], [2], [3]]
     assert delays.get(before).status is Status.DONE
 
@@ -278,7 +278,7 @@ def test_the_neighbours_of_what_can_not_be_read_run(open_with: Open) -> None:
     late = others.schedule_delay("batch", 7, 0, expires=1)
     change(wiring_of(delays).store, late, expected_time=late.expected_time.replace(year=2020))
     read = [delays.schedule_delay("batch", n, 0) for n in (2, 3)]
-    report = delays.runner().drain("default", [0], 100)
+    report = delays.runner().run_due("default", [0], 100)
     assert (report.claimed, sorted(got)) == (5, [2, 3])
     assert [delays.get(task).status.name for task in unread + read] == ["NOT_COMPLETE"] * 2 + [
         "DONE"
@@ -397,14 +397,14 @@ def test_a_body_that_was_moved_to_another_row_does_not_run_there(
     (first, _), (second, _), _ = stored(store)
     change(store, tasks[0], message_body=second)
     change(store, tasks[1], message_body=first)
-    delays.runner().drain("default", [0], 100)
+    delays.runner().run_due("default", [0], 100)
     assert got == [2]
     found = [delays.get(task) for task in tasks]
     assert [task.status for task in found] == [Status.FAILED, Status.FAILED, Status.DONE]
     assert "belongs to another task" in str(found[0].error)
     change(store, tasks[0], message_body=first)
     delays.retry(tasks[0], 0)
-    delays.runner().drain("default", [0], 100)
+    delays.runner().run_due("default", [0], 100)
     assert got == [2, 0], "in its own row it can be read again"
 
 

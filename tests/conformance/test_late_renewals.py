@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import Connection, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError
@@ -15,7 +17,7 @@ from delaytasks.storage.store import Store
 from delaytasks.worker import lease_keeper as keeper_module
 from delaytasks.worker.lease_keeper import LeaseKeeper
 from delaytasks.worker.processes import Renewals
-from tests.conformance.store_rows import lapse_all
+from tests.conformance.store_rows import has_row_locks, lapse_all
 from tests.runner_harness import RunnerHarness
 from tests.waiting import wait_until
 
@@ -50,9 +52,12 @@ class FrozenWorker:
 
     def renew(self) -> None:
         """Let the main process renew the leases once."""
+        self.run_keeper(lambda: self.renewals.last(0)[0] == self.now_s)
+
+    def run_keeper(self, until: Callable[[], bool]) -> None:
         self._keeper.loop.start()
         try:
-            wait_until(lambda: self.renewals.last(0)[0] == self.now_s, 10, "the renewal")
+            wait_until(until, 10, "the renewal")
         finally:
             self._keeper.loop.stop()
 
@@ -103,3 +108,32 @@ def test_a_run_that_began_after_an_idle_time_has_its_lease(worker: FrozenWorker)
         worker.now_s += 10 * LEASE_S  # no row runs, so no lease is renewed
         bench.run(bench.schedule("long"))
     assert len(ended) == 2
+
+
+def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
+    worker: FrozenWorker, owner: Connection
+) -> None:
+    """Otherwise a sweep could recover the row, which its worker still runs, after the lock."""
+    bench = worker.bench
+    if not has_row_locks(bench.store):
+        return
+    ended: list[int] = []
+
+    @bench.registry.processor("long")
+    def work(body: object, task: DelayTask) -> None:
+        over, t = bench.store.tasks.now(), bench.store.schema.tasks
+        with bench.store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))
+        bench.store.tasks._moves.locked(owner, task.id)
+        worker.now_s += LEASE_S / 2
+        worker.renew()
+        assert bench.now(task).lease_until == over
+        owner.get_transaction().rollback()  # type: ignore[union-attr]
+        worker.now_s += 1
+        worker.run_keeper(lambda: bench.now(task).lease_until != over)
+        ended.append(task.id)
+
+    task = bench.schedule("long")
+    bench.run(task)
+    assert ended == [task.id]
+    assert bench.now(task).status is Status.DONE

@@ -43,16 +43,16 @@ def test_a_lease_is_renewed_for_what_these_processes_claimed(store: Store, claim
     t = store.schema.tasks
     with store.database.begin() as connection:
         connection.execute(update(t).values(lease_until=before))
-    assert store.leases.renew(["worker-1"], before) == 1
+    assert store.leases.renew(["worker-1"], before).rows == 1
     assert read(store, mine.id).lease_until > seconds(before, 59)  # type: ignore[operator]
     assert read(store, theirs.id).lease_until == before
     # A row that was claimed before this instant, and that the process lost, is not renewed.
-    assert store.leases.renew(["worker-1"], seconds(store.tasks.now(), 1)) == 0
-    assert store.leases.renew(["worker-2", "worker-3"], before) == 1
+    assert store.leases.renew(["worker-1"], seconds(store.tasks.now(), 1)).rows == 0
+    assert store.leases.renew(["worker-2", "worker-3"], before).rows == 1
     # A lease is renewed if a process still runs the task and names it.
     later = seconds(store.tasks.now(), 1)
-    assert store.leases.renew(["worker-1"], later, [mine.id, theirs.id]) == 1
-    assert store.leases.renew(["worker-1"], before, [mine.id]) == 1
+    assert store.leases.renew(["worker-1"], later, [mine.id, theirs.id]).rows == 1
+    assert store.leases.renew(["worker-1"], before, [mine.id]).rows == 1
 
 
 def test_a_renewed_lease_keeps_the_version_that_the_worker_holds(
@@ -74,7 +74,7 @@ def test_leases_are_renewed_beside_a_row_that_somebody_has_locked(
     claims.claim([entry(locked), entry(free)])
     store.tasks._moves.locked(owner, locked.id)
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(store.leases.renew, ["worker-1"], before).result(3) == 1
+        assert pool.submit(store.leases.renew, ["worker-1"], before).result(3) == (1, [locked.id])
 
 
 @pytest.mark.parametrize("name", ["cancel", "reschedule", "retry"])

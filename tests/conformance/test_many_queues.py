@@ -17,7 +17,7 @@ from delaytasks.core.interfaces import Level, QueuePlace
 from delaytasks.core.states import Status
 from delaytasks.maintenance import overdue_queues as overdue
 from delaytasks.maintenance import sweeper as sweeper_module
-from delaytasks.maintenance.overdue_drain import MOST_TOKENS
+from delaytasks.maintenance.drain_requests import MOST_MESSAGES_PER_QUEUE
 from delaytasks.maintenance.overdue_queues import MOST_NAMED, MOST_OTHERS, OverdueQueues
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage import paused_rows as store_holding
@@ -76,7 +76,7 @@ class ManyQueues:
 
     def sweep(self, beat: Callable[[], None] = lambda: None) -> None:
         s = self.store.schema.sweeps
-        self.timer.drained.clear()
+        self.timer.requested_drains.clear()
         self.told.clear()
         with self.store.database.begin() as connection:
             connection.execute(
@@ -123,7 +123,7 @@ def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_w
     with site.counted() as seen:
         site.sweep(lambda: beats.append(None))
     assert len(seen) < EACH * MOST_OTHERS, "the cost is not that of all queues"
-    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.drained] == [
+    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.requested_drains] == [
         ("served", [3])
     ]
     assert len(beats) >= MOST_OTHERS / overdue.QUEUES_PER_QUERY, "the loop shows that it goes on"
@@ -146,10 +146,10 @@ def test_each_queue_has_its_turn_in_one_of_the_sweeps(site: ManyQueues) -> None:
     drained: list[str] = []
     for _ in range(3):
         site.sweep()
-        drained += [queue for queue, _, _ in site.timer.drained]
+        drained += [queue for queue, _, _ in site.timer.requested_drains]
     assert sorted(drained) == names(3 * MOST_OTHERS - 10), "each of them once"
     site.sweep()
-    assert site.timer.drained[0][0] == "q000000", "and again from the beginning"
+    assert site.timer.requested_drains[0][0] == "q000000", "and again from the beginning"
 
 
 def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
@@ -161,7 +161,7 @@ def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
     drained: list[str] = []
     for _ in range(3):
         site.sweep()
-        drained += [queue for queue, _, _ in site.timer.drained]
+        drained += [queue for queue, _, _ in site.timer.requested_drains]
     assert set(drained) == set(names(50))
     assert len(drained) <= 60 < MOST_NAMED
     assert site.of("queue.unserved") == []
@@ -217,7 +217,7 @@ def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: ManyQ
     )
 
 
-def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(
+def test_a_queue_with_hundreds_of_priorities_makes_messages_that_workers_accept(
     site: ManyQueues,
 ) -> None:
     """Another program may write any number into the column, and our own priorities must not wait
@@ -226,13 +226,13 @@ def test_a_queue_with_hundreds_of_priorities_makes_tokens_that_workers_accept(
     site.priorities("default", 0, 4, *others)
     site.serve("w1", "default")
     site.sweep()
-    [(_, priorities, _)] = site.timer.drained
+    [(_, priorities, _)] = site.timer.requested_drains
     assert len(priorities) == MAX_PRIORITIES
     assert {0, 4, max(others)} <= set(priorities)
     assert read_message([[], {"drain": list(priorities)}], "default").priorities == list(priorities)
 
 
-def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: ManyQueues) -> None:
+def test_thousands_of_rows_of_workers_make_no_thousands_of_messages(site: ManyQueues) -> None:
     site.rows("default")
     w = site.store.schema.workers
     values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
@@ -240,12 +240,12 @@ def test_thousands_of_rows_of_workers_make_no_thousands_of_tokens(site: ManyQueu
     with site.store.database.begin() as connection:
         rows = [
             {"name": name, "seen_at": now, "started_at": now, **values}
-            for name in names(MOST_TOKENS)
+            for name in names(MOST_MESSAGES_PER_QUEUE)
         ]
         connection.execute(insert(w), rows)
     site.sweep()
-    [(_, _, tokens)] = site.timer.drained
-    assert tokens == MOST_TOKENS
+    [(_, _, messages)] = site.timer.requested_drains
+    assert messages == MOST_MESSAGES_PER_QUEUE
 
 
 def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(

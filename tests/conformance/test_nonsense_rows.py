@@ -187,7 +187,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
         named = [id for id, (nonsense, _) in expected.items() if "queue" not in nonsense]
         run_all(store, delays, named if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
-    assert delays.runner().drain("default", levels(store), 100).claimed == 0, (
+    assert delays.runner().run_due("default", levels(store), 100).claimed == 0, (
         "nothing is tried again at once"
     )
 
@@ -271,7 +271,7 @@ def run_all(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
     """Process the rows like a worker: from messages that name them, and from the table."""
     assert delays.shards[0].sweeper.sweep(0)
     delays.runner().run([Entry(id, 0, 0) for id in ids])
-    while delays.runner().drain("default", levels(store), 30).claimed:
+    while delays.runner().run_due("default", levels(store), 30).claimed:
         pass
 
 

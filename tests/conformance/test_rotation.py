@@ -205,7 +205,7 @@ def test_rows_of_the_earlier_form_are_read_and_run(store: Store, open_with: Open
     unbind(store, task)
     assert delays.get(task).body == BODY
     assert list(delays.check()) == []
-    delays.runner().drain("default", [0], 100)
+    delays.runner().run_due("default", [0], 100)
     assert (got, delays.get(task).status) == ([BODY], Status.DONE)
 
 

@@ -20,7 +20,7 @@ def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)
-    bench = RunnerHarness(store, lease_s=2, chunk_time_budget_s=1)
+    bench = RunnerHarness(store, lease_s=2, chunk_time_budget_s=0.5)
     engine = create_engine(store.database.url)
     connection = engine.connect()
     t = store.schema.tasks

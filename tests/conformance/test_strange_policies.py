@@ -45,7 +45,7 @@ def store_policy(store: Store, **values: str) -> None:
 def run_one(delays: DelayTasks) -> Status:
     task = delays.schedule_delay("mail", {}, 0)
     delays.runner().run([Entry(task.id, task.version, 0)])
-    delays.runner().drain("default", [0], 100, 0.5)
+    delays.runner().run_due("default", [0], 100, 0.5)
     return delays.get(task).status
 
 
@@ -108,7 +108,7 @@ def test_a_limit_below_one_does_not_stop_the_other_tags(
     limited = [delays.schedule_delay("mail", {}, 0, concurrency_key=f"k{n % 3}") for n in range(9)]
     other = delays.schedule_delay("other", {}, 0)
     for _ in range(3):
-        delays.runner().drain("default", [0], 100, 0.5)
+        delays.runner().run_due("default", [0], 100, 0.5)
     assert delays.get(other).status is Status.DONE
     if column == "concurrency":
         assert {delays.get(task).status for task in limited} == {Status.HELD}

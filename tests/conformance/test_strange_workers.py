@@ -72,7 +72,7 @@ def test_strange_queues_of_a_worker_do_not_keep_overdue_rows_from_the_others(
     add_overdue_row(store)
     record_sweeps(delays.shards[0], timer)
     assert sweep(delays) == []
-    assert [queue for queue, _, _ in timer.drained] == ["default"]
+    assert [queue for queue, _, _ in timer.requested_drains] == ["default"]
     assert [worker["queues"] for worker in workers_of_stats(delays)] == [["default"], []]
     assert [w.queues for w in FactReader(store, delays.settings, 60).workers()] == [["default"], []]
 
@@ -85,7 +85,7 @@ def test_a_queue_name_that_cannot_be_stored_is_ignored(
     add_overdue_row(store)
     record_sweeps(delays.shards[0], timer)
     assert sweep(delays) == []
-    assert [queue for queue, _, _ in timer.drained] == ["default"]
+    assert [queue for queue, _, _ in timer.requested_drains] == ["default"]
 
 
 def test_values_of_other_types_do_not_stop_the_workers(store: Store, delays: DelayTasks) -> None:

@@ -49,7 +49,7 @@ def test_two_instances_in_one_process_do_not_touch_each_other(tmp_path: Path) ->
     assert (task.queue, other.queue) == ("default", "mine")
     with pytest.raises(TaskNotFoundError):
         two.get(task)
-    one.runner().drain("default", [0], 10)
+    one.runner().run_due("default", [0], 10)
     assert ran == ["one"]
     assert two.get(other).status is delaytasks.Status.NOT_COMPLETE
     assert wiring_of(one).publisher.queue("default").name == "one.default"
@@ -139,7 +139,9 @@ def test_a_schedule_of_its_own_sweeps_houses_that_there_are(
         "mine": {"task": SWEEP, "schedule": 5, "args": (sweep_partition,)},
     }
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", sweep_partitions=2)
-    with pytest.raises(ConfigError, match=r"beat_schedule\['mine'\] .* the partitions are 0 to 1"):
+    with pytest.raises(
+        ConfigError, match=r"beat_schedule\['mine'\] .* the sweep partitions are 0 to 1"
+    ):
         wiring_of(delays).checks.check_settings()
     app.conf.beat_schedule = entries
     wiring_of(delays).checks.check_settings()

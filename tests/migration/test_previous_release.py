@@ -89,8 +89,8 @@ def tables(url: str) -> Iterator[Store]:
     database = Database(url)
     migrations.upgrade(database, PREFIX)
     # A prepared statement has the same text, but cannot be recorded.
-    unprepared = {"postgresql": replace(capabilities.POSTGRESQL, prepare=False)}
-    with patch.dict(capabilities._CAPABILITIES, unprepared):
+    unprepared = replace(capabilities.POSTGRESQL, prepare=False)
+    with patch.object(capabilities, "POSTGRESQL", unprepared):
         store = Store(url, settings_for(url, table_prefix=PREFIX))
     try:
         yield store

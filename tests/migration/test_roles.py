@@ -193,7 +193,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
     for _ in range(3):
         assert wiring_of(delays).sweeper.sweep(0)
-        delays.runner().drain("default", [0], 50)
+        delays.runner().run_due("default", [0], 50)
     store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
     store.leases.renew(["w1/1"], wiring_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)

@@ -133,7 +133,7 @@ class Moves(Producers):
     @rule()
     def renew(self) -> None:
         running = self.running()
-        assert self.store.leases.renew([self.worker], from_us(0)) == len(running)
+        assert self.store.leases.renew([self.worker], from_us(0)).rows == len(running)
         for id in running:
             self.known[id].lease_us = self.times.now_us // 1000 * 1000 + LEASE_US
 

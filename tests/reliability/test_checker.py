@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chaos.checker import Checker
+from chaos.claims_ahead import claimed_ahead
 from chaos.history import ALL, Answer, CallRecord, Effect, Fault, History, RowChange, RunRecord
 from delaytasks.core.states import Status
 
@@ -263,3 +264,17 @@ def test_a_task_that_never_ends_is_reported_once_as_stuck() -> None:
 def test_a_task_whose_workers_all_died_is_not_lost(lapses: int, is_lost: bool) -> None:
     failed = RowChange(1, NOW, Status.RUNNING, Status.FAILED, 9, 10, 5, lapses, NOW, None, None)
     assert ("lost" in found(History(calls("ok"), [], [failed]))) == is_lost
+
+
+def test_rows_that_a_process_claims_while_it_runs_another_one_are_counted() -> None:
+    """Process a claims the rows 1 and 2, and row 3 while it runs row 1. Process b has row 4."""
+    claims = [(1, NOW, "a"), (2, NOW, "a"), (3, NOW + 2 * S, "a"), (4, NOW + 2 * S, "b")]
+    changes = [
+        RowChange(id, at, Status.NOT_COMPLETE, Status.RUNNING, 0, 1, 1, 0, NOW, at + 4 * S, worker)
+        for id, at, worker in claims
+    ]
+    runs = [
+        RunRecord(1, 1, "a", NOW + S, NOW + 3 * S),
+        RunRecord(2, 1, "a", NOW + 3 * S, NOW + 4 * S),
+    ]
+    assert claimed_ahead(History([], runs, changes)) == 1

@@ -21,6 +21,7 @@ from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage import abandoned_rows as lapses
+from delaytasks.storage.leases import Renewed
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.settlements import Settlements
 from delaytasks.storage.store import Store
@@ -143,14 +144,14 @@ def frozen_worker(deployment: SmallDeployment) -> None:
     )
     deployment.lease_ends()
     deployment.fault("SIGSTOP", since_us, "away")
-    deployment.bench.runner.drain("default", [0], 10)
+    deployment.bench.runner.run_due("default", [0], 10)
     deployment.store.claims("worker-2", None).settle([Settlement(late, "succeed")])
 
 
 def killed_producer(deployment: SmallDeployment) -> None:
     """A producer is killed after the acknowledgement, before the task is armed."""
     deployment.schedule()
-    deployment.bench.runner.drain("default", [0], 10)
+    deployment.bench.runner.run_due("default", [0], 10)
 
 
 def lost_message(deployment: SmallDeployment) -> None:
@@ -180,7 +181,7 @@ def slow_processor(deployment: SmallDeployment) -> None:
             connection.execute(update(t).where(t.c.id == task.id).values(lease_until=over))
         deployment.store.leases.renew([claimed_by(deployment, task)], since)
         deployment.sweep()
-        deployment.bench.make_runner().drain("default", [0], 10)
+        deployment.bench.make_runner().run_due("default", [0], 10)
 
     deployment.body = body
     deployment.deliver(task)
@@ -247,7 +248,7 @@ def test_there_are_no_findings_in_the_unchanged_code(
 
 def no_version_check_on_claim(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
     claim_queries, t = deployment.bench.claims._claims._claim_queries, deployment.store.schema.tasks
-    pick = claim_queries._pick(
+    pick = claim_queries._query(
         select(*claim_queries._candidate).where(t.c.id == stage_id(deployment))
     )
     patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
@@ -286,12 +287,12 @@ def no_sweep(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
 def the_workers_clock_decides(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
     claim_queries, t = deployment.bench.claims._claims._claim_queries, deployment.store.schema.tasks
     fast = datetime.now(tz=deployment.store.tasks.now().tzinfo) + timedelta(hours=2)
-    pick = claim_queries._pick(select(*claim_queries._candidate).where(t.c.expected_time <= fast))
+    pick = claim_queries._query(select(*claim_queries._candidate).where(t.c.expected_time <= fast))
     patch.setattr(claim_queries, "named", lambda *which: (pick, {}))
 
 
 def no_heartbeat(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(deployment.store.leases, "renew", lambda workers, since: 0)
+    patch.setattr(deployment.store.leases, "renew", lambda workers, since: Renewed(0))
 
 
 def lapses_not_counted(deployment: SmallDeployment, patch: pytest.MonkeyPatch) -> None:

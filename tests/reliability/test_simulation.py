@@ -63,13 +63,13 @@ def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
         ids = [entry.id for entry in entries]
         listed = list_of(self._db, sorted(ids))
-        return Claimed(self._tasks(self._db.alone(lambda c: self._take_listed(c, listed).rows)))
+        return Claimed(self._tasks(self._db.alone(lambda c: self._claim_listed(c, listed).rows)))
 
     patch.setattr(Claims, "claim", claim)
 
 
 def no_fence_on_finish(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: Claims, settlements: Any) -> set[int]:
+    def settle(self: Claims, settlements: Any, on: Any = None) -> set[int]:
         t = self._t
         for one in settlements:
             values = {

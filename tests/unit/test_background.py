@@ -43,8 +43,8 @@ class SlowTimer:
     def disarm(self, entries: Iterable[Entry]) -> None:
         self.disarmed += entries
 
-    def drain(
-        self, queue: str, priorities: Sequence[int], tokens: int, expires_s: float, shard: int = 0
+    def request_drain(
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
     ) -> bool:
         return self.gate.is_set()
 
@@ -134,7 +134,7 @@ def test_it_is_as_up_as_what_stands_behind_it(slow: SlowTimer, timer: Background
     slow.is_up = False
     assert not timer.is_up
     slow.gate.clear()
-    assert not timer.drain("q", [0], 1, 5)
+    assert not timer.request_drain("q", [0], 1, 5)
 
 
 def test_memory_is_bounded_while_the_broker_is_away(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
 
 from delaytasks.core.clock import monotonic
 from delaytasks.execution.chunk import Chunk, TimeBudget
+from tests.runner_harness import RunnerHarness
 from tests.waiting import wait_until
 
 BOX_S = 0.1
@@ -64,3 +66,13 @@ def test_an_error_is_told_and_the_next_chunk_is_looked_after() -> None:
     boxes.box._expire = boxes._expire
     chunk = boxes.chunk()
     wait_until(lambda: boxes.expired == [chunk], 5, "the next one")
+
+
+@pytest.mark.parametrize(("rows", "threads"), [(1, []), (2, ["delaytasks-time-budget"])])
+def test_a_single_row_needs_no_thread_for_its_time_budget(
+    bench: RunnerHarness, rows: int, threads: list[str]
+) -> None:
+    tasks, before = [bench.schedule() for _ in range(rows)], set(threading.enumerate())
+    bench.run(*tasks)
+    assert [thread.name for thread in set(threading.enumerate()) - before] == threads
+    assert bench.statuses(tasks) == ["DONE"] * rows

@@ -101,7 +101,7 @@ def test_rows_that_lapsed_have_a_share_of_a_backlog(
 
     def drain(most: int) -> list[Any]:
         bench.ran.clear()
-        assert bench.runner.drain("default", [0], most).is_full
+        assert bench.runner.run_due("default", [0], most).is_full
         return bench.ran
 
     assert drain(2) == [0, 1], "that there are some is not known yet"
@@ -128,11 +128,11 @@ def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
     bench.change(lapsed, lapses=1)
     for number in range(4):
         bench.schedule(body=number)
-    assert bench.runner.drain("default", [0], 2).is_full
+    assert bench.runner.run_due("default", [0], 2).is_full
     passed += runner.ABANDONED_S
-    assert bench.runner.drain("default", [0], 2).is_full
+    assert bench.runner.run_due("default", [0], 2).is_full
     assert bench.statuses([lapsed]) == ["HELD"]
-    assert not bench.runner.drain("default", [0], 2).is_full, "one row was left"
+    assert not bench.runner.run_due("default", [0], 2).is_full, "one row was left"
 
 
 def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
@@ -142,15 +142,15 @@ def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
     abandoned_row = bench.schedule(body="suspect")
     bench.change(abandoned_row, lapses=2)
     other_queue = bench.schedule(queue="other")
-    first = bench.runner.drain("default", [0, 1], 3)
+    first = bench.runner.run_due("default", [0, 1], 3)
     assert (first.claimed, first.ran, first.is_full) == (3, 3, True)
     assert bench.ran == [1, 3, 5]
-    second = bench.runner.drain("default", [0, 1], 10)
+    second = bench.runner.run_due("default", [0, 1], 10)
     assert (second.claimed, second.ran, second.is_full) == (4, 4, True), (
         "a suspect may have followers"
     )
     assert bench.ran[3:] == [0, 2, 4, "suspect"]
-    third = bench.runner.drain("default", [0, 1], 10)
+    third = bench.runner.run_due("default", [0, 1], 10)
     assert (third.claimed, third.ran, third.is_full) == (0, 0, False)
     assert [fields.get("count", 1) for fields in bench.named("chunk.claimed")] == [3, 3, 1]
     assert bench.statuses([*tasks, abandoned_row, other_queue]) == ["DONE"] * 7 + ["NOT_COMPLETE"]
@@ -220,7 +220,7 @@ def test_a_row_of_another_program_with_the_missions_columns_runs(bench: RunnerHa
         connection.execute(
             insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"')
         )
-    assert bench.runner.drain("default", [0], 10).ran == 1
+    assert bench.runner.run_due("default", [0], 10).ran == 1
     assert bench.ran == ["hello"]
 
 

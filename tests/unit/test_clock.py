@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta, timezone
+from types import SimpleNamespace
 
 import pytest
 
@@ -289,3 +290,15 @@ def test_a_manual_clock_stands_until_it_is_moved() -> None:
     clock = ManualClock(NOON)
     clock.advance(1.5)
     assert clock.now() == clock.now() == NOON + timedelta(seconds=1.5)
+
+
+def test_the_monotonic_clock_goes_on_while_the_host_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A lease ends by the database's clock, which goes on."""
+    host = SimpleNamespace(monotonic=lambda: 5.0, clock_gettime={7: 3605.0}.__getitem__)
+    monkeypatch.setattr(clock_module, "time", host)
+    monkeypatch.setattr(clock_module, "_BOOTTIME", 7)
+    assert clock_module.monotonic() == 3605.0
+    monkeypatch.setattr(clock_module, "_BOOTTIME", None)
+    assert clock_module.monotonic() == 5.0, "the next best clock, where there is no such clock"

@@ -30,6 +30,10 @@ from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
+from delaytasks.maintenance.sweeper import SILENT_SWEEPS
+from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
+from delaytasks.worker.sweep_loop import STALE_CHECK_S
+from tests.conformance.test_round_trips import ROUND_TRIPS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -265,9 +269,18 @@ def moves_table() -> str:
     return "\n".join(rows)
 
 
+def round_trips_table() -> str:
+    rows = ["| step | PostgreSQL | Redis |", "|---|---|---|"]
+    rows += [
+        f"| {step} | {trips.database} | {trips.broker} |" for step, trips in ROUND_TRIPS.items()
+    ]
+    return "\n".join(rows)
+
+
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/operations.md", settings_table),
     "moves": ("docs/how-it-works.md", moves_table),
+    "round trips": ("docs/how-it-works.md", round_trips_table),
 }
 
 
@@ -412,6 +425,26 @@ def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
         with store.database.begin() as connection:
             store.schema.metadata.drop_all(connection)
         store.close()
+
+
+def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None:
+    settings = Settings()
+    unswept_s = settings.self_sweep_s + STALE_CHECK_S
+    bounds = {
+        "G + S": settings.grace_s + settings.sweep_s,
+        "L + S": settings.lease_s + settings.sweep_s,
+        "G + N": settings.grace_s + unswept_s,
+        "G + S; dead after 3 S": settings.grace_s + settings.sweep_s,
+        "about a second": PROCESS_CHECK_S,
+    }
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    table = page.partition("## What each fault costs")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    found = {row[2].partition(", after")[0]: row[3] for row in rows if len(row) == 4}
+    for bound, seconds in bounds.items():
+        assert found[bound].startswith(f"{seconds:g} s"), bound
+    assert found["G + S; dead after 3 S"].endswith(f"{SILENT_SWEEPS * settings.sweep_s:g} s")
+    assert found["N instead of S"] == f"{unswept_s:g} s instead of {settings.sweep_s:g} s"
 
 
 if __name__ == "__main__":

@@ -283,23 +283,23 @@ def test_the_private_redis_has_no_port_and_a_socket_for_its_owner_alone(
 
 
 def test_one_broker_runs_per_data_folder(tmp_path: Path) -> None:
-    lock = embedded.hold(tmp_path)
+    lock = embedded.lock_folder(tmp_path)
     with pytest.raises(ConfigError, match="runs already"):
-        embedded.hold(tmp_path, wait_s=0)
+        embedded.lock_folder(tmp_path, wait_s=0)
     os.close(lock)
-    os.close(embedded.hold(tmp_path, wait_s=0))
+    os.close(embedded.lock_folder(tmp_path, wait_s=0))
 
 
 def test_a_server_whose_parent_died_still_holds_its_data_folder(tmp_path: Path) -> None:
-    lock = embedded.hold(tmp_path)
+    lock = embedded.lock_folder(tmp_path)
     server = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock]
     )
     os.close(lock)
     with pytest.raises(ConfigError, match="runs already"):
-        embedded.hold(tmp_path, wait_s=0)
+        embedded.lock_folder(tmp_path, wait_s=0)
     server.communicate(b"\n", timeout=10)
-    os.close(embedded.hold(tmp_path, wait_s=0))
+    os.close(embedded.lock_folder(tmp_path, wait_s=0))
 
 
 # -- messages in files ----------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTas
 def request_of(kind: str, task: DelayTask) -> ChunkRequest:
     if kind == "message":
         return ChunkRequest((Entry.of(task),), serve_s=1)
-    return ChunkRequest((), drain=task.queue, priorities=(task.priority,), limit=10, serve_s=1)
+    return ChunkRequest((), task.queue, priorities=(task.priority,), limit=10, serve_s=1)
 
 
 @pytest.mark.parametrize("kind", ["message", "drain"])

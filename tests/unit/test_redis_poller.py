@@ -378,7 +378,7 @@ def test_what_is_late_is_drained_from_the_table(post: Post) -> None:
     post.start()
     wait_until(lambda: post.pool.requests, 5, "a chunk")
     request = post.pool.requests[0][0]
-    assert (request.drain, request.priorities, request.entries) == ("default", (3,), ())
+    assert (request.drained_queue, request.priorities, request.entries) == ("default", (3,), ())
     assert post.delays.events.counts["entry.late"] == 10
     assert post.left() == (0, 0)
 

@@ -251,7 +251,7 @@ def test_a_chunk_within_its_box_gives_nothing_back(bench: RunnerHarness) -> None
 
 
 def test_nothing_is_started_when_the_lease_may_be_over(make: Make) -> None:
-    bench = make(lease_s=0.2, chunk_time_budget_s=0.1)
+    bench = make(lease_s=0.2, chunk_time_budget_s=0.05)
     tasks = [bench.schedule() for _ in range(3)]
     # The answer to the claim took longer than the lease.
     bench.claims.after_claim = lambda: threading.Event().wait(0.3) and None

@@ -22,7 +22,6 @@ from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution.runner import Report
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.pool import Pool
 from delaytasks.worker.runtime import WorkerRuntime
 from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.manual_clock import ManualClock
@@ -329,9 +328,9 @@ def test_what_a_stopped_worker_still_receives_is_sent_back(
     monkeypatch.setattr(timer, "arm", lambda entries: sent.extend(entries) or True)
     monkeypatch.setattr(
         timer,
-        "drain",
-        lambda queue, priorities, tokens, _expires_s, _shard: asked.append(
-            (queue, priorities, tokens)
+        "request_drain",
+        lambda queue, priorities, messages, _expires_s, _shard: asked.append(
+            (queue, priorities, messages)
         ),
     )
     runtime.start()
@@ -339,7 +338,7 @@ def test_what_a_stopped_worker_still_receives_is_sent_back(
     now_us = runtime.clock.now_us()
     early, due = Entry(1, 0, now_us + 60_000_000), Entry(2, 0, now_us)
     runtime.dispatcher.receive([early, due])
-    runtime.dispatcher.drain("default", [5, 0])
+    runtime.dispatcher.start_drain("default", [5, 0])
     assert sent == [early, due]
     assert asked == [("default", [0, 5], 1)], "one message, since this worker may receive it again"
     assert (len(runtime.near_entries.wheel), runtime.dispatcher.waiting) == (0, 0)
@@ -357,7 +356,7 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     pool = SimpleNamespace(
         limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object()
     )
-    monkeypatch.setattr(runtime.dispatcher, "_pool", Pool(pool))
+    monkeypatch.setattr(runtime.dispatcher._pool, "_celery_pool", pool)
     for has_read in (False, True):
         if has_read:
             runtime.shards[0].policies.refresh()
@@ -374,12 +373,12 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(
         wiring_of(runtime.celery_worker.delays).inline_timer,
-        "drain",
-        lambda queue, priorities, tokens, expires_s, shard: asked.append(
+        "request_drain",
+        lambda queue, priorities, messages, expires_s, shard: asked.append(
             (queue, list(priorities), shard)
         ),
     )
-    runtime.dispatcher.drain("default", [5, 0], 1)
+    runtime.dispatcher.start_drain("default", [5, 0], 1)
     with runtime.dispatcher._lock:
         report = Report(waitlists=(WaitlistState("mail", "test.note", 0),))
         runtime.dispatcher.shard_queues[0].update_waitlists(report, ChunkRequest(()))

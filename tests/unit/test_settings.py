@@ -112,7 +112,7 @@ PREFIXED = "delaytasks_"
         ("pool_size", 10**400),
         ("lease_s", None),
         ("lease_s", -1),
-        ("lease_s", 0.05),  # shorter than two time budgetes of a chunk
+        ("lease_s", 0.15),  # shorter than four time budgets of a chunk
         ("strict_tags", "perhaps"),
         ("arm", "never"),
         ("namespace", "a b"),

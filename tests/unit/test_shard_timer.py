@@ -39,14 +39,14 @@ def test_a_drain_token_names_its_shard() -> None:
 
     publisher: Any = Publisher()
     for shard in (0, 3):
-        assert ShardTimer(EtaTimer(publisher, Clock()), shard).drain("q", [1, 2], 1, 5)
+        assert ShardTimer(EtaTimer(publisher, Clock()), shard).request_drain("q", [1, 2], 1, 5)
     assert [read_message(args, "q") for args in sent] == [
         TimerMessage([], [1, 2], 0),
         TimerMessage([], [1, 2], 3),
     ]
     assert sent[0] == [[], {"drain": [1, 2]}], "as it was before there were shards"
     sent.clear()
-    assert not EtaTimer(publisher, Clock()).drain("another program's", [1], 1, 5)
+    assert not EtaTimer(publisher, Clock()).request_drain("another program's", [1], 1, 5)
     assert not sent, "no broker need know such a queue"
 
 

@@ -68,7 +68,7 @@ class GuardedConsumer:
         self.drained: list[tuple[Any, ...]] = []
         self.sweeps: list[Any] = []
         self.runtime.dispatcher.receive = self.entries.extend  # type: ignore[assignment, method-assign]
-        self.runtime.dispatcher.drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
+        self.runtime.dispatcher.start_drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
         self.runtime.sweep_loops.request = self.sweeps.append  # type: ignore[assignment, method-assign]
 
     def read(

@@ -27,7 +27,7 @@ class SweepLoopHarness:
             lambda name, fields: self.told.append(fields) if name == "loop.failed" else None
         )
         self.settings = SimpleNamespace(
-            sweep_partitions=sweep_partitions, sweep_s=5.0, self_sweep_s=10.0, timer="eta"
+            sweep_partitions=sweep_partitions, sweep_s=5.0, self_sweep_s=10.0, uses_broker=True
         )
         self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
         self.workers = [{"name": "w1", "started_at": 1}]
@@ -68,7 +68,7 @@ class SweepLoopHarness:
             clock=SimpleNamespace(offset_s=0.0),
             sweeper=SimpleNamespace(
                 sweep=lambda sweep_partition, *_: self.note(f"sweep {sweep_partition}"),
-                drain_own=lambda *_: self.note("drain own"),
+                start_own_drains=lambda *_: self.note("drain own"),
             ),
             named=lambda what: what,
         )
@@ -178,7 +178,7 @@ def test_a_requested_partition_is_kept_until_it_is_swept(place: SweepLoopHarness
     place.fails = {"sweep 0"}
     place.loop.request(None)
     assert place.turn() == ["report", "drain own", "sweep 1", "sweep 2", "stale"]
-    assert [f["stage"] for f in place.told] == ["partition 0"]
+    assert [f["stage"] for f in place.told] == ["sweep partition 0"]
     assert place.turn() == ["sweep 0"]
     assert place.turn() == []
 

@@ -43,7 +43,7 @@ class PollerHarness:
         self.shard_queue = SimpleNamespace(drain_count=0)
         dispatcher = SimpleNamespace(
             shard_health=shard_health,
-            drain=lambda *args: self.asked.append(args[:2]),
+            start_drain=lambda *args: self.asked.append(args[:2]),
             receive=self.held.extend,
             shard_queues=[self.shard_queue],
         )

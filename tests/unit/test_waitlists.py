@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from delaytasks.limits.tracked_waitlists import (
     PROBE_S,
     TrackedWaitlists,
     WaitlistName,
+    WaitlistPhase,
     WaitlistVisit,
 )
 from tests.unit.manual_monotonic import ManualMonotonic
@@ -92,6 +94,73 @@ def visited(of: TrackedWaitlists) -> WaitlistName | None:
     """Return the waitlist to which a free process is sent."""
     visit = of.next_visit()
     return None if visit is None else visit.waitlist
+
+
+def phase_of(found: TrackedWaitlists) -> WaitlistPhase:
+    """Return the phase of the only waitlist, as far as it is visible from outside."""
+    if not found:
+        return WaitlistPhase.EMPTY
+    if not found.is_active:
+        return WaitlistPhase.FULL
+    visit = found.next_visit()
+    return WaitlistPhase.SERVED if visit is None or visit.is_probe else WaitlistPhase.OPEN
+
+
+Step = Callable[[TrackedWaitlists, ManualMonotonic], object]
+
+
+def seen(free: int | None) -> Step:
+    """A claim, or a visit to another waitlist, reports this number of free slots."""
+    return lambda found, time: found.update([WaitlistState(*MAIL, free)])
+
+
+def ended(free: int, is_probe: bool = False) -> Step:
+    """A process returns from the waitlist and reports this number of free slots."""
+    return lambda found, time: found.update([WaitlistState(*MAIL, free)], MAIL, is_probe)
+
+
+def sent(found: TrackedWaitlists, time: ManualMonotonic) -> None:
+    assert visited(found) == MAIL
+
+
+def sent_later(found: TrackedWaitlists, time: ManualMonotonic) -> None:
+    time.at += WAITLIST_RECHECK_S
+    assert visited(found) == MAIL
+
+
+def ended_empty(found: TrackedWaitlists, time: ManualMonotonic) -> None:
+    found.update([], MAIL)
+
+
+@pytest.mark.parametrize(
+    ("steps", "phase"),
+    [
+        ([], WaitlistPhase.EMPTY),
+        ([seen(None)], WaitlistPhase.OPEN),
+        ([seen(1)], WaitlistPhase.OPEN),
+        ([seen(0)], WaitlistPhase.FULL),
+        ([seen(1), sent], WaitlistPhase.SERVED),
+        ([seen(2), sent], WaitlistPhase.OPEN),
+        ([seen(1), seen(0)], WaitlistPhase.FULL),
+        ([seen(2), sent, seen(0)], WaitlistPhase.SERVED),
+        ([seen(0), sent_later], WaitlistPhase.SERVED),
+        ([seen(0), seen(1)], WaitlistPhase.OPEN),
+        ([seen(1), sent, sent_later], WaitlistPhase.SERVED),
+        ([seen(1), sent, sent_later, ended(2, is_probe=True)], WaitlistPhase.OPEN),
+        ([seen(1), sent, sent_later, ended(1, is_probe=True)], WaitlistPhase.SERVED),
+        ([seen(1), sent, ended(1)], WaitlistPhase.OPEN),
+        ([seen(1), sent, ended(0)], WaitlistPhase.FULL),
+        ([seen(2), sent, sent, ended(0)], WaitlistPhase.SERVED),
+        ([seen(1), sent, ended_empty], WaitlistPhase.EMPTY),
+    ],
+)
+def test_a_waitlist_passes_through_the_phases_that_its_table_shows(
+    time: ManualMonotonic, steps: Sequence[Step], phase: WaitlistPhase
+) -> None:
+    found = TrackedWaitlists()
+    for step in steps:
+        step(found, time)
+    assert phase_of(found) is phase
 
 
 def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(time: ManualMonotonic) -> None:

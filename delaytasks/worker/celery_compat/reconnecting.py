@@ -105,7 +105,7 @@ class ReconnectStep(bootsteps.Step):
         fields = {"key": name[1], "code": code, "error": str(error), "remedy": remedy}
         runtime.events.emit("queue.blocked", **fields)
         for queue in runtime.processes.queues:
-            # This worker reads no queue now. A sweep that cannot send drain tokens drains the
+            # This worker reads no queue now. A sweep that cannot send drain messages drains the
             # queue in its own worker.
             runtime.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
         return True

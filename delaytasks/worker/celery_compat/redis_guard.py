@@ -26,7 +26,7 @@ BLOCKED_KEY_REST_S = 2.0
 #: A longer message of a queue of delaytasks is not decoded. Its body is base64, and its headers are
 #: short.
 MAX_RAW_BYTES = 2 * MAX_MESSAGE_BYTES
-WRONG_TYPE_REMEDY = "delete or rename this key, which does not hold what Celery keeps there"
+WRONG_TYPE_REMEDY = "delete or rename this key, which does not contain what Celery keeps there"
 REFUSED_REMEDY = (
     "check that the broker's user may read and write this key, that Redis has memory, and that it "
     "is a primary"
@@ -280,6 +280,6 @@ class RedisGuard:
         runtime = self._runtime
         prefix = runtime.settings.namespace + "."
         if key == queue and queue.startswith(prefix):
-            # Drain tokens would stay there unread. A sweep that cannot send them drains the queue
+            # Drain messages would stay there unread. A sweep that cannot send them drains the queue
             # in its own worker.
             runtime.publisher.rest(queue.removeprefix(prefix), 2 * BLOCKED_KEY_REST_S)

@@ -34,7 +34,7 @@ def end_chunks_on_cold_shutdown(worker: Any) -> None:
 def _shut_down_coldly(worker: Any, wait_for_soft_shutdown: Callable[[], None]) -> None:
     runtime: WorkerRuntime = worker.delays_runtime
     conf = worker.app.conf
-    # In a thread of its own, since this one may hold what `stop` waits for.
+    # In a thread of its own, since this one may have locked what `stop` waits for.
     Thread(target=runtime.stop, name="delaytasks-stop", daemon=True).start()
     seconds = conf.worker_soft_shutdown_timeout
     if state.active_requests or conf.worker_enable_soft_shutdown_on_idle:

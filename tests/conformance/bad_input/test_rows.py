@@ -18,7 +18,7 @@ from tests.counting import counted
 def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
     make: Callable[..., RefusingClient],
 ) -> None:
-    place = make(chunk_time_budget_s=20)
+    place = make(chunk_time_budget_s=15)
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
     before = {"expected_time": db_now_plus(-10)}
@@ -37,7 +37,7 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
     everything = {not_json, empty_body, deep, nan, huge, empty_tag, nasty_tag, negative}
     everything |= {far, odd_queue, below_zero, good}
 
-    report = place.delays.runner().drain("default", [0], 100)
+    report = place.delays.runner().run_due("default", [0], 100)
     assert report.claimed == 10
 
     by_id = {task.id: task for task in place.delays.find(limit=100)}
@@ -58,7 +58,7 @@ def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
 
 def test_a_row_of_an_unknown_status_is_shown_and_never_changed(place: RefusingClient) -> None:
     odd = place.insert(status=77, ip_address=-3, worker="", expected_time=db_now_plus(-10))
-    assert place.delays.runner().drain("default", [0], 100).claimed == 0
+    assert place.delays.runner().run_due("default", [0], 100).claimed == 0
     task = place.delays.get(odd)
     assert (task.status.name, int(task.status), task.ip_address) == ("UNKNOWN_77", 77, "-3")
     assert not task.is_finished

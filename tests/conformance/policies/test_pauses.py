@@ -63,7 +63,7 @@ def test_a_queue_is_paused_whatever_the_tags(field: PolicyHarness) -> None:
     assert [(p.kind, p.name, p.held) for p in field.delays.policies()] == [("queue", "slow", 4)]
 
 
-def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> None:
+def test_a_queue_that_is_paused_gets_no_drain_messages(field: PolicyHarness) -> None:
     wiring_of(field.delays).store.workers.report("w", ["default", "slow"], "solo", 1, 0)
     field.delays.pause(queue="slow")
     field.sweep()
@@ -71,7 +71,7 @@ def test_a_queue_that_is_paused_gets_no_drain_tokens(field: PolicyHarness) -> No
     for queue in ("slow", "default"):
         field.add("mail", -60, queue=queue)
     field.sweep()
-    assert [queue for queue, *_ in field.timer.drained] == ["default"]
+    assert [queue for queue, *_ in field.timer.requested_drains] == ["default"]
 
 
 def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: PolicyHarness) -> None:
@@ -129,7 +129,7 @@ def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: PolicyHarnes
     rows = [field.add(in_s=-5) for _ in range(7)]
     field.delays.pause(tag="mail")
     runner = field.delays.runner()
-    assert [runner.drain("default", [0], 5).is_full for _ in range(2)] == [True, False]
+    assert [runner.run_due("default", [0], 5).is_full for _ in range(2)] == [True, False]
     assert field.statuses(*rows) == ["HELD"] * 7
     assert field.ran == []
 
@@ -140,7 +140,7 @@ def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
     with field.store.database.begin() as connection:
         connection.execute(update(t).values(lapses=1))
     field.delays.pause(tag="mail")
-    field.delays.runner().drain("default", [0], 5)
+    field.delays.runner().run_due("default", [0], 5)
     found = field.delays.get(task)
     assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
 

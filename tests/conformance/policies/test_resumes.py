@@ -28,7 +28,7 @@ def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Policy
     field.sweep()
     assert field.statuses(*rows) == ["NOT_COMPLETE"] * 5
     assert field.count("task.released") == 5
-    field.delays.runner().drain("default", [0], 10)
+    field.delays.runner().run_due("default", [0], 10)
     assert field.ran == [50, 40, 30, 20, 10]
     assert field.delays.policies() == [], "a policy that says nothing is gone"
     with field.store.database.begin() as connection:

@@ -92,9 +92,9 @@ def test_a_backlog_gets_in_line_too(bench: LimitedRunnerHarness) -> None:
     tasks = [bench.schedule(body=n) for n in range(7)]
     other = bench.schedule("other", body="other")
     bench.registry.processor("other")(bench.ran.append)
-    report = bench.runner.drain("default", [0], 5)
+    report = bench.runner.run_due("default", [0], 5)
     assert report.is_full, "there may be more behind those who were held"
-    bench.runner.drain("default", [0], 5, for_s=20)
+    bench.runner.run_due("default", [0], 5, for_s=20)
     assert sorted(map(str, bench.ran)) == ["0", "1", "2", "3", "4", "5", "6", "other"]
     assert bench.statuses([*tasks, other]) == ["DONE"] * 8
 
@@ -110,7 +110,7 @@ def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
     for _ in range(20):
         bench.schedule("other", body="other")
     monkeypatch.setattr(runner, "ABANDONED_S", 0)  # otherwise a second must pass first
-    report = bench.runner.drain("default", [0], 5)
+    report = bench.runner.run_due("default", [0], 5)
     assert (report.is_full, report.waitlists) == (True, (WaitlistState("default", "note", None),))
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"
 

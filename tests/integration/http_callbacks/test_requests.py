@@ -203,7 +203,7 @@ def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(
 
     web.answers["/"] = count
     tasks = [delays.schedule_callback(web.url(), {"order": n}, 0) for n in range(20)]
-    while delays.runner().drain("default", range(10), 100).claimed:
+    while delays.runner().run_due("default", range(10), 100).claimed:
         pass
     assert {delays.get(task).status for task in tasks} == {Status.DONE}
     assert most == 7

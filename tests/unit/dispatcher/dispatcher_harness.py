@@ -13,10 +13,11 @@ from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
-from delaytasks.worker import queue_drain, shard_queue
+from delaytasks.worker import pool, queue_drain, shard_queue
 from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.processes import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.manual_clock import ManualClock
 
@@ -50,6 +51,7 @@ class DispatcherHarness:
         self.held: list[Entry] = []
         self.sent_back: list[UnfinishedWork] = []
         self.capacity_request = CapacityRequest()
+        self.others_wait = OthersWait()
         self.dispatcher = Dispatcher(
             Settings(**settings),
             [self.clock] * shards,
@@ -61,6 +63,7 @@ class DispatcherHarness:
             send_back=self.sent_back.append,
             policy_stamp=lambda shard: Stamp(),
             sends_events=lambda: False,
+            others_wait=self.others_wait,
         )
 
     def hold(self, entries: Sequence[Entry]) -> list[Entry]:
@@ -75,6 +78,9 @@ class DispatcherHarness:
         first = 1 << 60 | shard << COUNTER_BITS
         return [entry._replace(id=first + entry.id) for entry in self.entries(count)]
 
+    def continue_s(self) -> list[float]:
+        return [request.continue_s for request, _, _ in self.pool.requests]
+
     def sizes(self) -> list[int]:
         return [len(request.entries) for request, _, _ in self.pool.requests]
 
@@ -84,5 +90,5 @@ class Hands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
-        for module in (queue_drain, shard_queue):
+        for module in (pool, queue_drain, shard_queue):
             monkeypatch.setattr(module, "monotonic", lambda: self.at)

@@ -10,6 +10,7 @@ from typing import Any
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.core.waitlists import WaitlistState
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.shard_queue import BACKLOG_WAIT_S
@@ -54,13 +55,13 @@ def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(
     assert bench.dispatcher.waiting == 0
     assert bench.events.counts["entry.late"] == 5000
     bench.pool.end(Report(10, 10, 0.01))
-    assert bench.pool.requests[-1][0].drain == "default"
+    assert bench.pool.requests[-1][0].drained_queue == "default"
 
 
 def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
     bench: DispatcherHarness,
 ) -> None:
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     # The queue has a backlog, so both processes drain it.
     bench.pool.end(Report(10, 10, 0.01, is_full=True))
     grace_s = Settings().grace_s
@@ -272,5 +273,6 @@ def test_rows_that_run_on_are_known_until_their_process_says_otherwise(
     assert shard_queue.running_on == {1: (4, 5), 2: (9,)}
     assert len(bench.pool.requests) == 2, "and the next chunks come"
     bench.pool.end(Report(1, 3, 0.01, pid=1))
-    bench.pool.end(Report(error="StoreUnavailableError: away", pid=2, detached=(9, 12)))
+    away = FailureReason.UNAVAILABLE
+    bench.pool.end(Report(error="away", reason=away, pid=2, detached=(9, 12)))
     assert shard_queue.running_on == {2: (9, 12)}

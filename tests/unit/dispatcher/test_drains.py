@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
+from celery.concurrency import solo
 
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.queue_drain import HELD_UP_S
+from delaytasks.worker.shard_queue import CONTINUE_S
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 
@@ -14,10 +18,13 @@ from tests.waiting import wait_until
 def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(
     bench: DispatcherHarness,
 ) -> None:
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     assert len(bench.pool.requests) == 1
     bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
-    assert [request.drain for request, _, _ in bench.pool.requests] == ["default", "default"]
+    assert [request.drained_queue for request, _, _ in bench.pool.requests] == [
+        "default",
+        "default",
+    ]
     bench.pool.end(Report(3, 3, 0.001))
     assert len(bench.pool.requests) == 1
     bench.pool.end(Report(0))
@@ -28,11 +35,11 @@ def test_fresh_tasks_and_a_backlog_take_turns() -> None:
     bench = DispatcherHarness()
     bench.pool.limit = 1
     bench.dispatcher.take(bench.entries(100))
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     kinds = []
     for _ in range(4):
         request = bench.pool.end(Report(10, 10, 0.05, (), is_full=True))
-        kinds.append("old" if request.drain else "fresh")
+        kinds.append("old" if request.drained_queue else "fresh")
     assert kinds == ["fresh", "old", "fresh", "old"]
 
 
@@ -42,7 +49,7 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
     """Each look at most doubles the number of processes, until a process finds the queue empty."""
     bench = DispatcherHarness()
     bench.pool.limit = 8
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     assert len(bench.pool.requests) == 1, "it is not known to be deep"
     for processes in (2, 4, 8, 8):
         hands.at += HELD_UP_S + 0.01
@@ -61,7 +68,7 @@ def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_
 def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
     bench = DispatcherHarness()
     bench.pool.limit = 8
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     hands.at += HELD_UP_S + 0.01
     bench.dispatcher.pump()
     assert len(bench.pool.requests) == 2
@@ -71,9 +78,9 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
         hands.at += HELD_UP_S + 0.01
         bench.dispatcher.pump()
     assert bench.pool.requests == [], "there is nothing in it"
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     bench.pool.end(Report(0))
-    assert bench.pool.requests == [], "the next token is worth one look, too"
+    assert bench.pool.requests == [], "the next start is worth one look, too"
     slow[1](Report(10, 1, 12.0))
     assert bench.pool.requests == []
 
@@ -82,30 +89,30 @@ def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it
     hands: Hands,
 ) -> None:
     bench = DispatcherHarness()
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     hands.at += HELD_UP_S + 0.01
     bench.dispatcher.pump()
     slow = bench.pool.requests.pop(0)
     bench.pool.end(Report(0))
     bench.pool.limit = 1  # the slow chunk occupies the only process
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     assert bench.pool.requests == []
     slow[1](Report(3, 1, 12.0))
-    assert [request.drain for request, _, _ in bench.pool.requests] == ["default"]
+    assert [request.drained_queue for request, _, _ in bench.pool.requests] == ["default"]
 
 
-def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(
+def test_a_drain_continues_after_its_process_died_and_ends_if_the_database_is_unavailable(
     hands: Hands,
 ) -> None:
     bench = DispatcherHarness()
-    bench.dispatcher.drain("default", [0])
+    bench.dispatcher.start_drain("default", [0])
     _, _, lost = bench.pool.requests.pop()
     try:
         raise WorkerLostError("exited prematurely")
     except WorkerLostError:
         lost(ExceptionInfo())
     wait_until(lambda: bench.pool.requests, 5, "another process to go on")
-    bench.pool.end(Report(error="StoreUnavailableError: away"))
+    bench.pool.end(Report(error="away", reason=FailureReason.UNAVAILABLE))
     hands.at += 60
     bench.dispatcher.pump()
     assert bench.pool.requests == []
@@ -114,9 +121,91 @@ def test_a_drain_goes_on_after_a_process_of_it_died_and_ends_with_the_database(
 def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(
     bench: DispatcherHarness,
 ) -> None:
-    bench.dispatcher.drain("default", [0])
-    bench.dispatcher.drain("default", [5])
+    bench.dispatcher.start_drain("default", [0])
+    bench.dispatcher.start_drain("default", [5])
     bench.pool.end(Report(0))
     assert [set(request.priorities) for request, _, _ in bench.pool.requests] == [{0, 5}]
     bench.pool.end(Report(0))
     assert bench.pool.requests == []
+
+
+def test_processes_continue_with_a_queue_that_proved_deep(bench: DispatcherHarness) -> None:
+    bench.dispatcher.start_drain("default", [0])
+    assert bench.continue_s() == [0]
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    assert bench.continue_s() == [CONTINUE_S] * 2
+    assert not bench.others_wait.is_so()
+
+
+def test_processes_that_continue_learn_of_tasks_that_wait_for_them(
+    bench: DispatcherHarness,
+) -> None:
+    bench.dispatcher.start_drain("default", [0])
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    bench.dispatcher.take(bench.entries(1))
+    assert bench.others_wait.is_so()
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    assert bench.sizes() == [0, 1]
+    assert not bench.others_wait.is_so(), "the task is in a process"
+
+
+def test_processes_that_continue_learn_that_the_worker_stops(bench: DispatcherHarness) -> None:
+    bench.dispatcher.start_drain("default", [0])
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    bench.dispatcher.close()
+    assert bench.others_wait.is_so()
+
+
+def test_a_process_that_continues_has_capacity_for_entries_that_fall_due(
+    bench: DispatcherHarness, hands: Hands
+) -> None:
+    bench.dispatcher.start_drain("default", [0])
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    bench.clock.advance(0.4)
+    assert bench.dispatcher.capacity() > 0
+
+
+def test_a_solo_pool_continues_with_no_queue_since_it_reads_its_messages_in_between(
+    bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(solo, "TaskPool", type(bench.pool))
+    bench.dispatcher.start_drain("default", [0])
+    bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
+    assert bench.continue_s() == [0, 0]
+
+
+def learn(bench: DispatcherHarness, row_s: float) -> None:
+    bench.dispatcher.take(bench.entries(10))
+    for _ in range(2):
+        bench.pool.end(Report(5, 5, 5 * row_s))
+
+
+def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(
+    bench: DispatcherHarness,
+) -> None:
+    learn(bench, 0.02)
+    bench.dispatcher.take(bench.entries(200))
+    assert [request.drained_queue for request, _, _ in bench.pool.requests] == ["default"] * 2
+    assert bench.continue_s() == [CONTINUE_S] * 2
+    assert (bench.dispatcher.waiting, bench.events.counts["entry.late"]) == (0, 200)
+
+
+@pytest.mark.parametrize(("row_s", "entries"), [(0.02, 15), (0.0001, 1000)], ids=["few", "quick"])
+def test_other_bursts_are_run_from_their_entries(
+    bench: DispatcherHarness, row_s: float, entries: int
+) -> None:
+    learn(bench, row_s)
+    bench.dispatcher.take(bench.entries(entries))
+    assert [request.drained_queue for request, _, _ in bench.pool.requests] == [None] * 2
+
+
+def test_a_burst_beside_a_backlog_is_run_from_its_entries_since_it_would_come_last(
+    bench: DispatcherHarness,
+) -> None:
+    learn(bench, 0.02)
+    bench.dispatcher.start_drain("default", [0])
+    bench.pool.end(Report(2, 2, 0.04, (), is_full=True))
+    bench.dispatcher.take(bench.entries(200))
+    bench.pool.end(Report(2, 2, 0.04, (), is_full=True))
+    assert len(bench.pool.requests[-1][0].entries) == 2
+    assert bench.dispatcher.waiting == 198

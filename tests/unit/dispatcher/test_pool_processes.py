@@ -10,9 +10,11 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker import pool as pool_module
 from delaytasks.worker.chunk_failures import MAX_FAILED_CHUNKS
+from delaytasks.worker.pool import POOL_REST_S
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 
@@ -22,6 +24,18 @@ def test_a_pool_that_raises_costs_no_slot(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(2))
     assert bench.dispatcher.in_flight == []
     assert bench.events.counts["chunk.failed"] == 1
+
+
+def test_a_pool_that_takes_no_chunk_rests_so_that_the_entries_behind_it_stay(
+    bench: DispatcherHarness, hands: Hands
+) -> None:
+    bench.pool.is_broken = True
+    bench.dispatcher.take(bench.entries(30))
+    assert (bench.dispatcher.waiting, bench.events.counts["chunk.failed"]) == (20, 1)
+    bench.pool.is_broken = False
+    hands.at += POOL_REST_S
+    bench.dispatcher.pump()
+    assert bench.sizes() == [10, 10]
 
 
 def test_a_process_that_died_gives_its_slot_back(bench: DispatcherHarness) -> None:
@@ -55,13 +69,13 @@ class Processes:
         monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("is_the_databases", [False, True])
+@pytest.mark.parametrize("reason", list(FailureReason)[1:])
 @pytest.mark.parametrize("others_succeed", [False, True])
 def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_database(
     bench: DispatcherHarness,
     monkeypatch: pytest.MonkeyPatch,
     hands: Hands,
-    is_the_databases: bool,
+    reason: FailureReason,
     others_succeed: bool,
 ) -> None:
     processes = Processes(bench, monkeypatch, 1, 2)
@@ -69,15 +83,14 @@ def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_d
         assert processes.ended == []
         hands.at += 60
         bench.dispatcher.take(bench.entries(2))
-        bench.pool.end(
-            Report(error="RecursionError: too deep", pid=1, is_stores_error=is_the_databases)
-        )
+        bench.pool.end(Report(error="RecursionError: too deep", pid=1, reason=reason))
         bench.pool.end(
             Report(1, 1, 0.01, pid=2)
             if others_succeed
-            else Report(error="away", is_stores_error=True)
+            else Report(error="away", reason=FailureReason.UNAVAILABLE)
         )
-    assert processes.ended == ([] if is_the_databases and not others_succeed else [1])
+    is_proven = reason is FailureReason.UNKNOWN or others_succeed
+    assert processes.ended == ([1] if is_proven else [])
 
 
 def test_a_process_in_which_some_chunks_fail_stays(

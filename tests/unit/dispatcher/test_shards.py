@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.ids import shard_of
+from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 
@@ -22,10 +25,16 @@ def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
     ]
 
 
-def test_a_shard_that_failed_gets_no_chunk_until_it_answers_and_others_do(hands: Hands) -> None:
+#: The report of a chunk that found its database unavailable.
+AWAY = Report(error="StoreUnavailableError: away", reason=FailureReason.UNAVAILABLE)
+
+
+def test_a_shard_that_is_unavailable_gets_no_chunk_until_it_answers_and_others_do(
+    hands: Hands,
+) -> None:
     bench = DispatcherHarness(shards=2)
     bench.dispatcher.take(bench.entries_of(1, 1))
-    bench.pool.end(Report(error="StoreUnavailableError: away"))
+    bench.pool.end(AWAY)
     hands.at += 60
     bench.dispatcher.take([*bench.entries_of(1, 1), *bench.entries_of(0, 1)])
     assert [request.shard for request, _, _ in bench.pool.requests] == [0]
@@ -97,17 +106,39 @@ def test_a_single_shard_is_not_asked_and_may_use_all_processes(
     bench.dispatcher.take(bench.entries(100))
     assert len(bench.pool.requests) == 2
     assert bench.dispatcher.shard_health.check(0, fail)
-    bench.pool.end("StoreUnavailableError: away")
+    bench.pool.end(AWAY)
+    bench.dispatcher.take([])
+    assert len(bench.pool.requests) == 1
     hands.at += 1
     bench.dispatcher.take([])
-    assert len(bench.pool.requests) == 2, "after its rest it is tried again"
+    assert len(bench.pool.requests) == 2, "after its pause it is tried again"
 
 
-def test_a_drain_is_of_the_shard_that_its_token_names() -> None:
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("reason", [FailureReason.UNKNOWN, FailureReason.REFUSED])
+def test_a_failure_of_a_database_that_answers_pauses_nothing_and_is_not_repeated(
+    hands: Hands, reason: FailureReason, shards: int
+) -> None:
+    """The sweep finds the rows of the chunk again, and requests the drain again."""
+    bench = DispatcherHarness(shards=shards)
+    bench.pool.limit = 1
+    bench.dispatcher.take(bench.entries(1))
+    bench.dispatcher.start_drain("default", [0])
+    failed = Report(error="KeyError: a bug, or a row that cannot be read", reason=reason)
+    assert len(bench.pool.end(failed).entries) == 1
+    assert bench.pool.end(failed).drained_queue == "default", "it does not wait"
+    bench.dispatcher.take(bench.entries(1, start=2))
+    assert len(bench.pool.end(failed).entries) == 1, "nor does the next task"
+    hands.at += 60
+    bench.dispatcher.pump()
+    assert bench.pool.requests == [], "neither the entries nor the drain are tried again"
+
+
+def test_a_drain_is_of_the_shard_that_its_message_names() -> None:
     bench = DispatcherHarness(shards=2)
-    bench.dispatcher.drain("default", [0], shard=1)
-    bench.dispatcher.drain("default", [0], shard=7)
-    assert [(request.drain, request.shard) for request, _, _ in bench.pool.requests] == [
+    bench.dispatcher.start_drain("default", [0], shard=1)
+    bench.dispatcher.start_drain("default", [0], shard=7)
+    assert [(request.drained_queue, request.shard) for request, _, _ in bench.pool.requests] == [
         ("default", 1)
     ]
 

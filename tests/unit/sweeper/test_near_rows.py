@@ -174,7 +174,7 @@ def test_a_stage_that_fails_keeps_no_other_from_its_work(
         "expire": field.count("worker.lost") == 1,
         "due_between": field.timer.ids == [near],
         "recover": field.status(lapsed) is Status.NOT_COMPLETE,
-        "levels_of": len(field.timer.drained) == 1,
+        "levels_of": len(field.timer.requested_drains) == 1,
         "purge": field.store.tasks.get(old) is None,
         "purge_audit": field.store.bulk.audit(10) == [],
     }
@@ -218,7 +218,7 @@ def test_if_the_broker_takes_no_messages_the_sweeping_worker_drains_its_own_queu
     for is_up in (True, False):
         field.timer.is_up = is_up
         field.let_pass()
-        assert sweeper.sweep(drain_locally=drain)
+        assert sweeper.sweep(start_drain=drain)
     assert here == [("default", [0]), ("mail", [0])]
     assert field.count("sweep.local_drain") == 1
 
@@ -235,7 +235,7 @@ def test_a_worker_drains_its_own_queues_without_a_sweep(field: SweeperHarness) -
         policies=lambda: Policies((Policy("queue", "paused", is_paused=True),))
     )
     sweeper._pauses = paused
-    sweeper.drain_own(
+    sweeper.start_own_drains(
         ["default", "mail", "paused", "later"],
         lambda queue, priorities: here.append((queue, priorities)) or True,
     )
@@ -277,7 +277,7 @@ def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(
     field.serve("w1", "default")
     field.timer.is_up = False
     field.sweep()
-    assert [queue for queue, _, _ in field.timer.drained] == ["default"]
+    assert [queue for queue, _, _ in field.timer.requested_drains] == ["default"]
 
 
 def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:

@@ -70,10 +70,10 @@ def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make)
     field.row(-60)
     shares = [field.sweep(sweep_partition) for sweep_partition in (1, 2)]
     assert field.status(lapsed) is Status.RUNNING
-    assert field.timer.drained == []
+    assert field.timer.requested_drains == []
     shares.insert(0, field.sweep(0))
     assert field.status(lapsed) is Status.NOT_COMPLETE
-    assert len(field.timer.drained) == 1
+    assert len(field.timer.requested_drains) == 1
     assert sorted(id for share in shares for id in share) == ids, "each row is in one partition"
     assert min(len(share) for share in shares) >= 10
     assert [field.sweep(sweep_partition) for sweep_partition in range(3)] == [[], [], []]
@@ -139,8 +139,12 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Sweepe
     field.serve("w1", "default", "mail")
     field.serve("w2", "mail")
     field.sweep()
-    [(queue, priorities, tokens)] = field.timer.drained
-    assert (queue, sorted(priorities), tokens) == ("mail", [3, 5], 2 * field.settings.drain_tokens)
+    [(queue, priorities, messages)] = field.timer.requested_drains
+    assert (queue, sorted(priorities), messages) == (
+        "mail",
+        [3, 5],
+        2 * field.settings.drain_messages,
+    )
     assert [fields["queue"] for name, fields in field.told if name == "queue.unserved"] == [
         "nobody"
     ]
@@ -234,8 +238,8 @@ def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> Non
     assert "queue.unserved" in [name for name, _ in field.told]
     field.store.workers.report("worker", ["default"], "prefork", 2, 0)
     field.sweep()
-    [tokens] = [fields["tokens"] for name, fields in field.told if name == "sweep.drain"]
-    assert tokens == field.settings.drain_tokens
+    [messages] = [fields["messages"] for name, fields in field.told if name == "sweep.drain"]
+    assert messages == field.settings.drain_messages
     field.store.close()
 
 

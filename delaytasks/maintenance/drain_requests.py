@@ -1,4 +1,4 @@
-"""Makes workers drain the queues that have overdue rows."""
+"""Asks workers to drain the queues that have overdue rows."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from delaytasks.storage.worker_table import WorkerTable
 
 #: Most drain messages for one queue in one sweep, for any number of workers.
-MOST_TOKENS = 500
-#: Prefixes of the pool names of workers that receive no messages from the broker. Only a worker
-#: with the `DIRECT` prefix polls the table for rows due within the horizon.
-DIRECT, DRAIN = "direct/", "drain/"
-#: Drains a queue in this worker; returns False if the worker does not serve the queue.
-LocalDrain = Callable[[str, Sequence[int]], bool]
+MOST_MESSAGES_PER_QUEUE = 500
+#: The pool names of workers without a broker begin with one of these prefixes: those that poll the
+#: table for rows due within the horizon, and those that only drain (`delaytasks drain`).
+POLLING_PREFIX, ONLY_DRAINING_PREFIX = "direct/", "drain/"
+#: Starts a drain in this worker; returns False if the worker does not serve the queue.
+StartDrain = Callable[[str, Sequence[int]], bool]
 
 
-class OverdueDrain:
+class DrainRequests:
+    """Finds the overdue queues of one database. Sends drain messages, or starts drains here."""
+
     def __init__(
         self,
         settings: Settings,
@@ -41,8 +43,8 @@ class OverdueDrain:
         self._events = events
         self._overdue = OverdueQueues(sweeps, settings.grace_s)
 
-    def drain_all(
-        self, paused: Collection[str], on_step: OnStep, drain_locally: LocalDrain
+    def request_all(
+        self, paused: Collection[str], on_step: OnStep, start_drain: StartDrain
     ) -> None:
         """Send drain messages, upon which workers claim overdue rows by themselves.
 
@@ -51,10 +53,10 @@ class OverdueDrain:
         serving = self._workers_by_queue()
         named = serving.keys() - {ALL_QUEUES}
         late = _without(paused, self._overdue.of_named(named, on_step))
-        self._send(late, serving, on_step, drain_locally)
+        self._send(late, serving, on_step, start_drain)
         others = _without(paused, self._overdue.of_others(named, on_step))
         if serving[ALL_QUEUES]:
-            self._send(others, serving, on_step, drain_locally)
+            self._send(others, serving, on_step, start_drain)
         elif others:  # no worker would receive the messages, and they would accumulate
             prefix = self._settings.namespace
             remedy = f"start a worker that serves it: celery worker -Q {prefix}.QUEUE"
@@ -62,20 +64,20 @@ class OverdueDrain:
                 "queue.unserved", count=len(others), queue=first_names(others), remedy=remedy
             )
 
-    def drain_own(
-        self, queues: Sequence[str], paused: Collection[str], drain_locally: LocalDrain
+    def start_own(
+        self, queues: Sequence[str], paused: Collection[str], start_drain: StartDrain
     ) -> None:
-        """Drain the overdue rows of these queues in this worker."""
+        """Start drains in this worker, for those of its queues that have overdue rows."""
         for queue, priorities in _without(paused, self._overdue.of_named(queues)).items():
-            drain_locally(queue, priorities)
+            start_drain(queue, priorities)
 
     def _workers_by_queue(self) -> Counter[str]:
         """Return the number of live workers that receive drain messages, for each queue."""
-        is_direct = self._settings.timer == "direct"
+        without_broker = POLLING_PREFIX, ONLY_DRAINING_PREFIX
         return Counter(
             queue
             for worker in self._workers.all()
-            if is_direct or not worker["pool"].startswith((DIRECT, DRAIN))
+            if not self._settings.uses_broker or not worker["pool"].startswith(without_broker)
             for queue in worker["queues"]
         )
 
@@ -84,14 +86,14 @@ class OverdueDrain:
         late: OverdueLevels,
         serving: Counter[str],
         on_step: OnStep,
-        drain_locally: LocalDrain,
+        start_drain: StartDrain,
     ) -> None:
         for queue, priorities in late.items():
             workers = serving[queue] + serving[ALL_QUEUES]
-            tokens = min(self._settings.drain_tokens * workers, MOST_TOKENS)
-            if self._timer.drain(queue, priorities, tokens, self._settings.sweep_s):
-                self._events.emit("sweep.drain", queue=queue, tokens=tokens)
-            elif drain_locally(queue, priorities):  # the broker takes no messages
+            messages = min(self._settings.drain_messages * workers, MOST_MESSAGES_PER_QUEUE)
+            if self._timer.request_drain(queue, priorities, messages, self._settings.sweep_s):
+                self._events.emit("sweep.drain", queue=queue, messages=messages)
+            elif start_drain(queue, priorities):  # the broker takes no messages
                 self._events.emit("sweep.local_drain", queue=queue)
             on_step()
 

@@ -1,0 +1,136 @@
+"""Claims the next chunk of a backlog while the current one runs.
+
+Otherwise a process would wait between two chunks for the database and for the worker's main
+process. While the runner's thread runs a chunk, another thread settles the previous chunk and
+claims the next one. At most one chunk is claimed ahead. If it has to wait for a slow row, the
+thread of the time budget gives it back two time budgets after its claim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from delaytasks.core.chunk_size import ChunkSize
+from delaytasks.core.clock import monotonic
+from delaytasks.core.events import Events
+from delaytasks.core.forks import reset_in_child
+from delaytasks.core.interfaces import Claimed
+from delaytasks.core.settings import Settings
+from delaytasks.core.waitlists import WaitlistsSeen
+from delaytasks.execution.chunk import Chunk
+from delaytasks.execution.chunk_runner import ChunkRunner, Tally
+from delaytasks.processors.registry import Registry
+from delaytasks.processors.thread_slots import MAX_SLOTS
+
+#: The longest time from the claim of a row to its start, in time budgets. A chunk that is claimed
+#: ahead waits for the budget of the current one, too.
+MAX_BUDGETS = 2
+#: Claims up to a number of rows.
+Claim = Callable[[int], Claimed]
+
+
+class ClaimedChunk(NamedTuple):
+    """The result of one claim. `chunk` is None if there is no row that may run."""
+
+    chunk: Chunk | None
+    rows: int
+    #: Whether the claim got as many rows as it asked for, so that there are probably more.
+    is_full: bool
+    seen: WaitlistsSeen
+    #: Whether a row of the chunk has a time limit, which may end the process.
+    may_end_process: bool
+
+
+class ClaimAhead:
+    """`has_others` returns whether other tasks than those of a backlog wait for this process."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        chunks: ChunkRunner,
+        events: Events,
+        has_others: Callable[[], bool],
+    ) -> None:
+        self._budget_s = settings.chunk_time_budget_s
+        self._chunk_max = settings.chunk_max
+        self._registry = registry
+        self._chunks = chunks
+        self._events = events
+        self._has_others = has_others
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-claim-ahead")
+
+    def chunks(
+        self, claim: Claim, most: int, for_s: float, tally: Tally
+    ) -> Generator[ClaimedChunk, None, None]:
+        """Yield a chunk of up to `most` rows to run and, in a backlog, further ones for `for_s`.
+
+        Each chunk is closed here after it ran and was counted in `tally`. Close the generator, so
+        that this happens also if running a chunk raises.
+        """
+        size, ended = ChunkSize(self._budget_s, self._chunk_max, most), None
+        until = monotonic() + for_s
+        current = self._claim(claim, most)
+        while self._may_continue(current, until):
+            beside = self._threads.submit(self._close_and_claim, ended, claim, size.rows)
+            ran, seconds = tally.ran, tally.seconds
+            tally.claimed += current.rows
+            try:
+                yield current
+                tally.add(*self._chunks.ended())
+                size.learn(tally.ran - ran, tally.seconds - seconds, tally.wanted_next)
+                ended, current = current.chunk, beside.result()
+            except BaseException as error:
+                self._give_up(current, beside, error)
+                raise
+        tally.claimed += current.rows
+        try:
+            self._close(ended)
+            yield current
+        finally:
+            self._close(current.chunk)
+
+    def _may_continue(self, current: ClaimedChunk, until: float) -> bool:
+        if current.chunk is None or not current.is_full:
+            return False
+        # Rows that are claimed ahead would be lost with the process. Waitlists have their own
+        # runner.
+        if current.may_end_process or current.seen.waitlists:
+            return False
+        return monotonic() < until and not self._has_others()
+
+    def _close_and_claim(self, ended: Chunk | None, claim: Claim, most: int) -> ClaimedChunk:
+        """Run in another thread while a chunk runs."""
+        self._close(ended)
+        return self._claim(claim, most, self._budget_s)
+
+    def _claim(self, claim: Claim, most: int, waits_s: float = 0.0) -> ClaimedChunk:
+        claimed_at = monotonic()
+        claimed = claim(most) if most else Claimed()
+        chunk = self._chunks.open(claimed, claimed_at, waits_s)
+        is_full = len(claimed) + claimed.seen.held >= most
+        may_end_process = any(task.tag in self._registry.time_limits for task in claimed)
+        return ClaimedChunk(chunk, len(claimed), is_full, claimed.seen, may_end_process)
+
+    def _close(self, chunk: Chunk | None) -> None:
+        if chunk is not None:
+            self._chunks.close(chunk)
+
+    def _give_up(
+        self, current: ClaimedChunk, beside: Future[ClaimedChunk], raised: BaseException
+    ) -> None:
+        """Close the chunk that ran, and give back the one that was claimed meanwhile."""
+        try:
+            self._close(current.chunk)
+        finally:
+            error = beside.exception()
+            if error is None:
+                self._close(beside.result().chunk)
+            elif error is not raised:
+                self._events.failed("claim ahead", error)

@@ -1,0 +1,165 @@
+"""In a backlog, a runner claims the next chunk while the current one runs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from celery.exceptions import WorkerShutdown
+
+from delaytasks import DelayTask
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.execution.runner import Report
+from tests.runner_harness import RunnerHarness
+from tests.unit.conftest import Make
+from tests.waiting import wait_until
+
+LONG_S = 60.0
+
+
+def drain(bench: RunnerHarness, limit: int = 1, continue_s: float = LONG_S) -> Report:
+    return bench.runner.run_due("default", [0], limit, continue_s=continue_s)
+
+
+def backlog(bench: RunnerHarness, rows: int, tag: str = "note") -> list[DelayTask]:
+    return [bench.schedule(tag, body=number) for number in range(rows)]
+
+
+def test_a_backlog_is_run_chunk_after_chunk_until_it_is_empty(bench: RunnerHarness) -> None:
+    tasks = backlog(bench, 7)
+    report = drain(bench, limit=2)
+    assert (report.claimed, report.ran, report.is_full) == (7, 7, False)
+    assert bench.ran == list(range(7))
+    assert bench.statuses(tasks) == ["DONE"] * 7
+
+
+def test_without_time_to_continue_one_chunk_is_run(bench: RunnerHarness) -> None:
+    tasks = backlog(bench, 4)
+    report = drain(bench, limit=2, continue_s=0)
+    assert (report.claimed, report.ran, report.is_full) == (2, 2, True)
+    assert bench.statuses(tasks) == ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
+
+
+def test_while_a_chunk_runs_the_previous_one_is_settled_and_one_more_is_claimed(
+    make: Make,
+) -> None:
+    bench = make(chunk_max=1)
+    expected = ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
+
+    def look(body: int) -> None:
+        if body == 1:
+            wait_until(lambda: bench.statuses(tasks) == expected, 5, "the other thread")
+
+    bench.registry.processor("look")(look)
+    tasks = backlog(bench, 4, "look")
+    assert drain(bench).ran == 4
+    assert bench.statuses(tasks) == ["DONE"] * 4
+
+
+def test_a_chunk_that_waits_for_a_slow_row_is_given_back(make: Make) -> None:
+    bench = make(chunk_time_budget_s=0.1, chunk_max=1)
+    goes_on = threading.Event()
+    bench.registry.processor("slow")(lambda body: goes_on.wait(10))
+    tasks = backlog(bench, 3, "slow")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(drain, bench)
+        try:
+            wait_until(lambda: bench.statuses(tasks)[1] == "RUNNING", 5, "the claim ahead")
+            wait_until(lambda: bench.statuses(tasks)[1] == "NOT_COMPLETE", 5, "its return")
+            assert bench.now(tasks[1]).attempts == 0
+        finally:
+            goes_on.set()
+        running.result(5)
+    assert bench.statuses(tasks[:1]) == ["DONE"]
+
+
+def test_other_tasks_that_wait_end_the_backlog_of_this_process(make: Make) -> None:
+    bench = make(chunk_max=1)
+    others = [False, True]
+    bench.runner = bench.make_runner(has_others=lambda: others.pop(0))
+    tasks = backlog(bench, 4)
+    report = drain(bench)
+    assert (report.ran, report.is_full) == (2, True)
+    assert bench.statuses(tasks) == ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
+
+
+def test_nothing_is_claimed_ahead_of_a_row_that_may_end_the_process(make: Make) -> None:
+    bench = make(chunk_max=1)
+    seen: list[list[str]] = []
+    tasks: list[DelayTask] = []
+    bench.registry.processor("limited", time_limit=60)(lambda _: seen.append(bench.statuses(tasks)))
+    tasks += [bench.schedule(), bench.schedule("limited"), bench.schedule()]
+    report = drain(bench)
+    assert seen == [["DONE", "RUNNING", "NOT_COMPLETE"]]
+    assert (report.ran, report.is_full) == (2, True)
+
+
+def test_a_chunk_grows_with_the_speed_of_the_previous_ones(make: Make) -> None:
+    bench = make(chunk_max=50)
+    settled: list[int] = []
+    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
+    backlog(bench, 60)
+    drain(bench)
+    assert settled[:2] == [1, 1], "the third chunk is claimed after the first has been measured"
+    assert max(settled) > 20
+
+
+def test_a_worker_that_is_told_to_stop_gives_back_what_it_claimed_ahead(make: Make) -> None:
+    bench = make(chunk_max=1)
+
+    def stop(body: Any) -> None:
+        wait_until(lambda: bench.statuses(tasks)[2] == "RUNNING", 5, "the claim ahead")
+        raise WorkerShutdown(0)
+
+    bench.registry.processor("stop")(stop)
+    tasks = [bench.schedule(), bench.schedule("stop"), bench.schedule(), bench.schedule()]
+    with pytest.raises(WorkerShutdown):
+        drain(bench)
+    assert bench.statuses(tasks) == ["DONE", "RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"]
+    assert bench.now(tasks[2]).attempts == 0
+
+
+def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(make: Make) -> None:
+    bench = make(chunk_max=1)
+    claims: list[int] = []
+
+    def fail_third() -> None:
+        claims.append(1)
+        if len(claims) == 3:
+            raise StoreUnavailableError("away")
+
+    bench.claims.after_claim = fail_third
+    tasks = backlog(bench, 4)
+    with pytest.raises(StoreUnavailableError):
+        drain(bench)
+    assert bench.statuses(tasks) == ["DONE", "DONE", "RUNNING", "NOT_COMPLETE"], (
+        "the answer to the third claim was lost, so that its lease has to end"
+    )
+
+
+def test_a_settlement_that_fails_beside_a_chunk_is_reported_and_the_chunk_is_settled(
+    make: Make,
+) -> None:
+    bench = make(chunk_max=1, lease_s=2, chunk_time_budget_s=0.1)
+
+    def fail_first(settlements: Sequence[Any]) -> None:
+        if settlements[0].task.id == tasks[0].id:
+            raise StoreUnavailableError("away")
+
+    bench.claims.before_settle = fail_first
+    tasks = backlog(bench, 3)
+    with pytest.raises(StoreUnavailableError):
+        drain(bench)
+    assert bench.statuses(tasks) == ["RUNNING", "DONE", "NOT_COMPLETE"]
+
+
+def test_rows_of_a_limited_tag_end_the_backlog_of_this_process(make: Make) -> None:
+    bench = make(chunk_max=1)
+    bench.store.policies.set("tag", "limited", {"concurrency": 1}, "a test")
+    bench.registry.processor("limited")(bench.ran.append)
+    tasks = [bench.schedule("limited"), bench.schedule(), bench.schedule()]
+    assert drain(bench).ran == 1
+    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]

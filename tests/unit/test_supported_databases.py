@@ -1,0 +1,40 @@
+"""A database that delaytasks does not support is refused, and not taken for another one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from sqlalchemy import Column, MetaData, Table, select
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.storage.capabilities import capabilities_of
+from delaytasks.storage.estimates import estimate
+from delaytasks.storage.migrations import ddl, exclusively
+from delaytasks.storage.row_lists import json_rows
+
+pytestmark = pytest.mark.quick
+
+UNKNOWN: Any = SimpleNamespace(dialect=SimpleNamespace(name="oracle"))
+
+
+def _migrate() -> None:
+    with exclusively(UNKNOWN, "", None):
+        pass
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: capabilities_of("oracle"),
+        lambda: json_rows("oracle", ["id"]),
+        lambda: estimate(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
+        _migrate,
+        lambda: ddl("oracle"),
+    ],
+    ids=["capabilities", "lists of rows", "estimates", "migrations", "DDL"],
+)
+def test_an_unknown_database_is_refused_with_the_supported_ones(use: Any) -> None:
+    with pytest.raises(ConfigError, match="'oracle'; it supports postgresql, mysql, mariadb, sqli"):
+        use()
