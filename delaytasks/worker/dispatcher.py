@@ -73,7 +73,8 @@ class Dispatcher:
         self._queue = ChunkQueue(settings, clocks, events, self._pool, others_wait, row_budget)
         self.shard_queues = self._queue.shard_queues
         self.shard_health = ShardHealth(self.shard_queues, self._lock, events, self._pump_soon)
-        self._is_pumping, self._is_open = False, True
+        self._is_pumping = False
+        self._is_open = True
         self._failing_processes = FailingProcesses(self._pool, events)
         self._delayed_pump = DelayedCall(call_soon, self.pump)
 
