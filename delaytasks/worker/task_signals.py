@@ -40,7 +40,9 @@ def result_of(ended: RunResult) -> Any:
         return ended.error
     why = ended.settlement.error or ""
     if state_of(ended) == states.RETRY:
-        return Retry(why or "its processor requested another run", when=ended.settlement.due)
+        return Retry(
+            why or "its processor requested another run", when=ended.settlement.expected_time
+        )
     return TaskFailedError(why, ended.settlement.task.id)
 
 
