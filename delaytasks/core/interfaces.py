@@ -176,10 +176,8 @@ class Settlement:
     move: SettlingMove
     began: datetime | None = None
     error: str | None = None
-    #: The time of the next run.
-    expected_time: datetime | None = None
-    #: The due time that a deferred task keeps. None means that `expected_time` becomes the due
-    #: time.
+    due: datetime | None = None
+    #: The due time that a deferred task keeps. None means that `due` becomes its due time.
     due_time: datetime | None = None
     result: str | None = None
     #: The processor has settled the row itself, in its own transaction.
@@ -265,20 +263,12 @@ class NoticeChannel(Protocol):
 
 
 class Timer(Protocol):
-    """Brings tasks that are due within the horizon to a worker, which waits until they are due.
-
-    A timer may lose entries, since the sweep dispatches overdue rows, and it may deliver them more
-    than once, since only one claim of a version succeeds. Any thread may call its methods.
-    """
+    """Brings tasks that are due within the horizon to a worker, which waits until they are due."""
 
     @property
-    def is_up(self) -> bool:
-        """Whether the last use of the timer's server succeeded."""
-        ...
+    def is_up(self) -> bool: ...
 
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        """Arm the entries. Return False if some may not be armed; the next sweep arms them then."""
-        ...
+    def arm(self, entries: Iterable[Entry]) -> bool: ...
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Forget exactly these versions if possible.

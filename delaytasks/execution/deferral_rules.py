@@ -85,11 +85,11 @@ class DeferralRules:
         overdue_s = (self._clock.now() - task.due).total_seconds()
         wait_s = min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
         self._events.emit(event, id=task.id, tag=task.tag, **fields, next_try_s=wait_s)
-        next_try = self._clock.after(wait_s)
+        due = self._clock.after(wait_s)
         return Settlement(
             task,
             "give_back",
-            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), next_try),
-            expected_time=next_try,
+            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), due),
+            due=due,
             due_time=task.due,
         )

@@ -68,9 +68,7 @@ class OutcomeRules:
         """
         if isinstance(error, LeaseEndsError):  # the worker's fault, and not the task's
             self._events.emit("task.interrupted", id=task.id, tag=task.tag, error=error)
-            return Settlement(
-                task, "snooze", began, expected_time=self._clock.now(), due_time=task.due
-            )
+            return Settlement(task, "snooze", began, due=self._clock.now(), due_time=task.due)
         text = traceback_text(error, self._settings.max_error_bytes)
         retry_schedule = processor.retry_schedule_for(error, task)
         wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.attempts)
@@ -87,7 +85,7 @@ class OutcomeRules:
         if isinstance(value, Snooze):
             self._events.emit("task.snoozed", id=task.id, tag=task.tag)
             return Settlement(
-                task, "snooze", began, expected_time=self._clock.after(self._wait_s(value.after))
+                task, "snooze", began, due=self._clock.after(self._wait_s(value.after))
             )
         if isinstance(value, Cancel):
             self._events.emit("task.withdrawn", id=task.id, tag=task.tag, reason=value.reason)

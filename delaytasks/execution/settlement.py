@@ -181,7 +181,7 @@ class Settler:
             Entry(
                 s.task.id,
                 following(s.task.version),
-                to_us(s.expected_time or s.task.expected_time),
+                to_us(s.due or s.task.expected_time),
                 s.task.queue,
                 s.task.priority,
             )

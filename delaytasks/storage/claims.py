@@ -110,7 +110,12 @@ class Claims:
 
         if self._limits() is not None:  # the claim holds some of the rows that it finds
             return claim(None, limit)
-        return self._backlog.claim(queue, priority, limit, claim)
+        since = self._backlog.since(queue, priority)
+        claimed = claim(since, limit)
+        if since is not None and len(claimed) < limit:
+            claimed = Claimed([*claim(None, limit - len(claimed)), *claimed])
+        self._backlog.reach(queue, priority, claimed, len(claimed) >= limit)
+        return claimed
 
     def claim_recovered(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)

@@ -169,7 +169,7 @@ class Settlements:
             return settlement
         why = f"Not run again: its key {task.key!r} went to another task."
         error = f"{settlement.error or settlement.move}\n{why}"
-        return replace(settlement, move="fail", error=error, expected_time=None)
+        return replace(settlement, move="fail", error=error, due=None)
 
     def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
         return (
@@ -180,11 +180,9 @@ class Settlements:
             settlement.error,
             self._kept(settlement.result, settlement.task),
             settlement.began,
-            settlement.expected_time,
+            settlement.due,
             # No other move changes a running row, so its due time is still the claimed one.
-            settlement.due_time
-            if settlement.expected_time is not None
-            else settlement.task.due_time,
+            settlement.due_time if settlement.due is not None else settlement.task.due_time,
             int(not settlement.ending.is_attempt),
             int(not settlement.ending.has_run),
         )

@@ -50,8 +50,7 @@ class ShardQueue:
         self.is_down = False
         self._ready = ReadyEntries()
         self._drains: dict[str, QueueDrain] = {}
-        #: The sources of chunks. The one that had the last chunk is at the end.
-        self._turns = ["entries", "waitlists", "drains"]
+        self._is_tables_turn = self._is_waitlists_turn = False
         #: The waitlists that processes have reported, or None before the first one.
         self.waitlists: TrackedWaitlists | None = None
         #: The start of each chunk in the pool, by the clock of the database. The leases of the
@@ -219,29 +218,38 @@ class ShardQueue:
     ) -> ChunkRequest | None:
         """Return chunk `number`, of at most `size` rows.
 
-        Entries, waitlists and drains take turns, so that none of them starves the others. The
-        `free` processes share the waiting entries, but no chunk gets less than `at_least`.
+        The `free` processes share the waiting entries, but no chunk gets less than `at_least`.
         """
-        share = min(size, max(-(-self.waiting // free), at_least))
-        sources = {
-            "entries": lambda: self._entry_chunk(number, share),
-            "waitlists": lambda: self._waitlist_chunk(number, size),
-            "drains": lambda: self._drain_chunk(number, size),
-        }
-        for name in self._turns:
-            request = sources[name]()
+        waiting = self.waiting
+        # If both wait they take turns, so that neither starves the other.
+        if self._is_tables_turn or not waiting:
+            request = self._next_table_chunk(number, size)
             if request is not None:
-                self._turns.remove(name)
-                self._turns.append(name)
+                self._is_tables_turn = False
                 return request
-        return None
-
-    def _entry_chunk(self, number: int, size: int) -> ChunkRequest | None:
-        if not self._ready:
+        if not waiting:
             return None
-        return ChunkRequest(tuple(self._ready.pop(size)), shard=self.shard, number=number)
+        self._is_tables_turn = True
+        ready = tuple(self._ready.pop(min(size, max(-(-waiting // free), at_least))))
+        return ChunkRequest(ready, shard=self.shard, number=number)
 
-    def _waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
+    def _next_table_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        """Return a chunk that claims from the table. Waitlists and drains take turns."""
+        self._is_waitlists_turn = not self._is_waitlists_turn
+        request = self._next_waitlist_chunk(number, size) if self._is_waitlists_turn else None
+        if request is not None:
+            return request
+        for queue, drain in self._drains.items():
+            if drain.wants_chunk():
+                drain.begin_chunk(number)
+                self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
+                request = ChunkRequest(
+                    (), queue, tuple(drain.priorities), size, shard=self.shard, number=number
+                )
+                return request._replace(continue_s=CONTINUE_S) if drain.is_deep else request
+        return self._next_waitlist_chunk(number, size)
+
+    def _next_waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
         visit = self.waitlists.next_visit() if self.waitlists else None
         if visit is None:
             return None
@@ -253,22 +261,6 @@ class ShardQueue:
             waitlist=visit.waitlist,
             is_probe=visit.is_probe,
         )
-
-    def _drain_chunk(self, number: int, size: int) -> ChunkRequest | None:
-        for queue, drain in self._drains.items():
-            if drain.wants_chunk():
-                drain.begin_chunk(number)
-                self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
-                return ChunkRequest(
-                    (),
-                    queue,
-                    tuple(drain.priorities),
-                    size,
-                    shard=self.shard,
-                    number=number,
-                    continue_s=CONTINUE_S if drain.is_deep else 0.0,
-                )
-        return None
 
     def drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
         """Continue the drain of a queue that may have more rows; otherwise end it."""

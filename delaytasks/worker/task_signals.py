@@ -40,9 +40,7 @@ def result_of(ended: RunResult) -> Any:
         return ended.error
     why = ended.settlement.error or ""
     if state_of(ended) == states.RETRY:
-        return Retry(
-            why or "its processor requested another run", when=ended.settlement.expected_time
-        )
+        return Retry(why or "its processor requested another run", when=ended.settlement.due)
     return TaskFailedError(why, ended.settlement.task.id)
 
 

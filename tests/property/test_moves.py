@@ -104,7 +104,7 @@ class Moves(Producers):
         known = self.known[id]
         assert known.claim is not None
         due = self.due(False) if is_later and move == "give_back" else None
-        assert self.claims.settle([Settlement(known.claim, move, expected_time=due)]) == {id}
+        assert self.claims.settle([Settlement(known.claim, move, due=due)]) == {id}
         known.move(move)
         if move == "give_back":
             known.attempts -= 1
