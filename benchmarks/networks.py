@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
-from benchmarks import report
 from benchmarks.peers import loads
 from benchmarks.peers.catalogue import SYSTEMS
-from benchmarks.peers.comparison import BARE, OURS, Comparison, ComparisonRow
+from benchmarks.peers.comparison import BARE, OURS, ComparisonRow
 from benchmarks.peers.loads import Figures, TimedProcessor, Variables
 from benchmarks.peers.servers import POSTGRESQL
 from benchmarks.peers.side import Peer
-from benchmarks.work import LOADS, SECONDS, add_options
+from benchmarks.work import LOADS, SECONDS, add_options, comparison
 from tests.proxy import proxy_to
 
 #: Round trips in milliseconds.
@@ -84,7 +83,7 @@ def main(words: Sequence[str]) -> int:
         for load in options.loads
     ]
     systems = [SYSTEMS[OURS], SYSTEMS[BARE]]
-    return Comparison(report.console(), options.rounds, options.json).run(rows, systems)
+    return comparison(options, "networks", words).run(rows, systems)
 
 
 def _measure(load: str, network: Network, is_quick: bool, peer: Peer) -> Figures:

@@ -26,7 +26,7 @@ def make(
     name: str, timer: str = "eta", databases: Sequence[str] = (), **settings: Any
 ) -> tuple[Celery, DelayTasks]:
     made = Celery(name, broker=broker_url(), set_as_current=False)
-    # The same settings as in the project's celeryconfig.py. The default queue is unused.
+    # The same settings as in the project's celeryconfig.py. Only one Celery task uses the queue.
     made.conf.update(
         task_ignore_result=True,
         worker_prefetch_multiplier=4,
@@ -58,6 +58,11 @@ direct_app, direct_delays = make("bench_direct", timer="direct")
 @direct_delays.processor(TAG)
 def note_task(body: Any) -> None:
     run(body["due"])
+
+
+@app.task(name="bench.durable", durable_eta=True)
+def note_celery_task(due: float) -> None:
+    run(due)
 
 
 @delays.processor(WORK)

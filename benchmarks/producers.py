@@ -45,9 +45,9 @@ def schedule_singly(stage: CaseContext, side: Side, count: int, lead: float) -> 
 
 
 def _main() -> None:
-    from benchmarks.sides import Bare, Ours, OursInRedis
+    from benchmarks.sides import Bare, DurableEta, Ours, OursInRedis
 
-    side = {made.name: made for made in (Ours(), OursInRedis(), Bare())}[sys.argv[1]]
+    side = {made.name: made for made in (Ours(), OursInRedis(), DurableEta(), Bare())}[sys.argv[1]]
     side.connect()
     print("ready", flush=True)
     count, due = sys.stdin.readline().split()

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, redis_url
 from benchmarks.waiting import BenchError, wait_until
-from delaytasks.embedded import find_server
+from delaytasks.embedded.server import find_server
 
 #: The last prefixes belong to Celery and kombu.
 _KEYS = (

@@ -21,7 +21,7 @@ from rich.console import Console
 from benchmarks import brokers, machine, report, table
 from benchmarks.cases import CASES, GROUPS, ONCE
 from benchmarks.notes import Notes
-from benchmarks.sides import Bare, Ours, OursDirect, OursInRedis
+from benchmarks.sides import Bare, DurableEta, Ours, OursDirect, OursInRedis
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 
@@ -93,6 +93,7 @@ def _stage(folder: Path, console: Console, is_quick: bool) -> CaseContext:
         Ours(folder, notes),
         OursInRedis(folder, notes),
         OursDirect(folder, notes),
+        DurableEta(folder, notes),
         Bare(folder, notes),
         is_quick,
         say,

@@ -219,6 +219,30 @@ class OursInRedis(Ours):
         return redis_server.near_entries() >= count
 
 
+class DurableEta(Ours):
+    """Celery tasks whose messages wait as rows. Times are from the notes of the tasks."""
+
+    name = "delaytasks_eta"
+
+    def schedule(self, due: float) -> None:
+        ours.note_celery_task.apply_async((due,), eta=instant(due))
+
+    def schedule_many(self, dues: Sequence[float]) -> None:
+        with table.session() as session, session.begin(), self.delays.using(session):
+            for due in dues:
+                self.schedule(due)
+
+    def dispatched_at(self) -> float:
+        """Return the time when the broker had confirmed the last message."""
+        return table.last_settled_at()
+
+    def ended_at(self) -> float:
+        return Side.ended_at(self)
+
+    def lateness_ms(self) -> list[float]:
+        return Side.lateness_ms(self)
+
+
 class OursDirect(Ours):
     """delaytasks without a broker: `delaytasks drain --forever` and no beat."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from benchmarks.figures import Figure, Target
-from benchmarks.sides import Bare, Ours, Side
+from benchmarks.sides import Bare, DurableEta, Ours, Side
 
 S = TypeVar("S", bound=Side)
 T = TypeVar("T")
@@ -18,6 +18,7 @@ class CaseContext:
     ours: Ours
     ours_in_redis: Ours
     ours_direct: Ours
+    durable_eta: DurableEta
     bare: Bare
     is_quick: bool
     say: Callable[[str], None]

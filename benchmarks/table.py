@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -30,10 +31,13 @@ from sqlalchemy.orm import Session, registry
 from benchmarks.ours import TAG, delays
 from benchmarks.settings import TABLE_PREFIX
 from benchmarks.waiting import BenchError
+from delaytasks import DelayTasks
 from delaytasks.core.errors import StoreError
 from delaytasks.core.ids import first_id
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
+from delaytasks.recurrence.definition import Definition
+from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import translate
@@ -156,7 +160,8 @@ def drop() -> None:
 
 def clear() -> None:
     """Delete all rows and reset the statistics, the hardest case for the planner."""
-    tables = (_t, wiring_of(delays).store.schema.keys, wiring_of(delays).store.schema.waitlists)
+    schema = wiring_of(delays).store.schema
+    tables = (_t, schema.keys, schema.waitlists, schema.recurring)
     if _database.can.copy:
         _alone(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
     else:
@@ -260,6 +265,21 @@ def settle_down(name: str = _t.name) -> None:
         pass  # only a superuser may run a checkpoint
 
 
+def fill_recurring(made: DelayTasks, timings: Iterable[tuple[str, str]]) -> None:
+    """Store a recurring schedule for each cron expression and time zone."""
+    store, clock = wiring_of(made).store, wiring_of(made).clock
+    now, operations = clock.certain_now(), wiring_of(made).recurring()
+    table = RecurringTable(store.database, store.schema)
+    rows: list[dict[str, Any]] = []
+    for number, (cron, tz) in enumerate(timings):
+        new = operations.checked(Definition(f"r{number}", TAG, {"due": 0}, cron, {"tz": tz}))
+        next_at = new.parsed().after(now)
+        stored = replace(new, id=number, next_at=next_at, create_time=now, update_time=now)
+        rows.append(table.values(stored))
+    with store.database.begin() as connection:
+        connection.execute(insert(store.schema.recurring), rows)
+
+
 def forget_sweeps() -> None:
     _alone(wiring_of(delays).store.schema.sweeps.delete())
 
@@ -341,6 +361,14 @@ def settlements() -> int:
     return int(
         _scalar(select(func.count(by)).select_from(_t).where(_t.c.status == int(Status.DONE)))
     )
+
+
+def claims() -> int:
+    """Return how many times the tasks in the table were claimed.
+
+    A claim and the settlement after it add one to the version each.
+    """
+    return int(_scalar(select(func.sum(_t.c.version)))) // 2
 
 
 def lateness_ms() -> list[float]:

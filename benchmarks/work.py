@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -59,13 +60,26 @@ def main(words: Sequence[str]) -> int:
         for processor in options.processors
         for load in options.loads
     ]
-    return Comparison(report.console(), options.rounds, options.json).run(rows, systems)
+    return comparison(options, "work", words).run(rows, systems)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3, help="default: 3")
     parser.add_argument("--quick", action="store_true", help="short loads, to check that they work")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all values to FILE")
+    parser.add_argument(
+        "--document",
+        type=Path,
+        metavar="FILE",
+        help="measure as many rounds as fit into 20 minutes, and write Markdown tables to FILE",
+    )
+
+
+def comparison(options: argparse.Namespace, name: str, words: Sequence[str]) -> Comparison:
+    shown = re.sub(r" --document(=| +)\S+", "", " " + " ".join(words))
+    command = name + shown
+    console = report.console()
+    return Comparison(console, options.rounds, options.json, options.document, command)
 
 
 def _measure(load: str, processor: TimedProcessor, is_quick: bool, peer: Peer) -> Figures:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 from redis import Redis
 
-from delaytasks import embedded
+from delaytasks.embedded.broker import begin, broker_of, leave
+from delaytasks.embedded.server import answers
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
 from tests.services import MissingServiceError
@@ -55,10 +56,10 @@ class EmbeddedBroker:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._server = embedded.begin(folder)
+        self._server = begin(folder)
         if self._server is None:
             raise MissingServiceError("there is no redis-server for the embedded broker")
-        self.url = embedded.broker_of(folder).url
+        self.url = broker_of(folder).url
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
 
@@ -76,7 +77,7 @@ class EmbeddedBroker:
                 start_new_session=True,
             )
         socket = self._server.socket
-        wait_until(lambda: embedded.answers(socket), 15, "the embedded Redis")
+        wait_until(lambda: answers(socket), 15, "the embedded Redis")
 
     def crash(self) -> None:
         if self._process is not None:
@@ -87,7 +88,7 @@ class EmbeddedBroker:
         self.crash()
         assert self._server is not None
         self._server.socket.unlink(missing_ok=True)
-        embedded.leave(self._folder)
+        leave(self._folder)
 
     def empty(self, queues: Iterable[str]) -> None:
         self._client().flushall()

@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from chaos.celery_rules import CeleryRules
 from chaos.claims_ahead import claimed_ahead
 from chaos.explanations import Explanations, lost_lease
 from chaos.history import History, RowChange
+from chaos.occurrence_rules import violations_of
 from chaos.task_records import TaskRecord, story_of, task_records
+from chaos.violation import Violation
 from delaytasks.core.states import FINISHED, MOVES, Status
 
 #: The pairs (source, target) of all allowed moves.
@@ -25,12 +28,6 @@ WHILE_US = 10_000_000
 #: How many findings are printed with their stories. A broken run has thousands of findings, and
 #: their stories take minutes.
 MOST_STORIES = 20
-
-
-class Violation(NamedTuple):
-    invariant: str
-    kind: str
-    text: str
 
 
 class Finding(NamedTuple):
@@ -52,6 +49,8 @@ class Verdict:
     explained: int = 0
     #: Rows that a process claimed while it ran another row.
     claimed_ahead: int = 0
+    #: Messages of Celery tasks that workers published.
+    published: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def counts(self) -> Counter[str]:
@@ -65,7 +64,8 @@ class Verdict:
         summary = (
             f"{self.tasks:,} tasks, {self.runs:,} runs, "
             f"{self.explained} of them repeated because of a fault, "
-            f"{self.claimed_ahead:,} rows claimed ahead: {counts}"
+            f"{self.claimed_ahead:,} rows claimed ahead, "
+            f"{self.published:,} Celery messages published: {counts}"
         )
         return "\n\n".join([summary, *map(str, self.findings[:MOST_STORIES])])
 
@@ -88,6 +88,7 @@ class Checker:
         self._max_lost_leases = max_lost_leases
         self._quiet_us = quiet_us
         self._by_us = by_us
+        celery = CeleryRules(history.faults, self._is_explained)
         self._rules: tuple[Callable[[TaskRecord], Iterator[Violation]], ...] = (
             self._acknowledged_runs,
             self._nothing_else_runs,
@@ -97,12 +98,17 @@ class Checker:
             self._extra_runs_are_explained,
             self._bounded,
             self._quiet,
+            celery.published,
+            celery.revoked,
+            celery.once,
+            celery.delivered,
         )
 
     def verdict(self) -> Verdict:
         history, tasks = self._history, task_records(self._history)
         verdict = Verdict(len(tasks), len(history.run_records))
         verdict.claimed_ahead = claimed_ahead(history)
+        verdict.published = len(history.publications)
         for id, task in tasks.items():
             violations = [violation for rule in self._rules for violation in rule(task)]
             again = [claim for claim in self._lapsed(task) if task.has_run(claim)]
@@ -112,6 +118,8 @@ class Checker:
                     story_of(task, history.faults) if len(verdict.findings) < MOST_STORIES else ""
                 )
                 verdict.findings.append(Finding(violation, id, story))
+        for occurrences in history.occurrences:
+            verdict.findings += [Finding(each, 0, "") for each in violations_of(occurrences)]
         for process in history.hung:
             verdict.findings.append(
                 Finding(Violation("I8", "hung", f"{process} is alive but runs no task"), 0, "")
@@ -131,11 +139,13 @@ class Checker:
             yield Violation("I1", "lost", "its schedule was acknowledged, but it has no row")
         elif (
             task.last.status in (Status.DONE, Status.FAILED)
-            and not task.run_records
+            and not (task.run_records or task.publications)
             and not self._is_given_up(task.last)
         ):
             yield Violation("I1", "lost", f"it is {task.last.status.name} but it never ran")
-        elif task.last.status is Status.CANCELLED and not task.calls("cancel", "ok", "unknown"):
+        elif task.last.status is Status.CANCELLED and not (
+            task.calls("cancel", "ok", "unknown") or task.calls("revoke", "ok", "unknown")
+        ):
             yield Violation("I1", "lost", "it is CANCELLED, but no caller cancelled it")
 
     def _is_given_up(self, last: RowChange) -> bool:
@@ -144,7 +154,7 @@ class Checker:
 
     def _nothing_else_runs(self, task: TaskRecord) -> Iterator[Violation]:
         if not task.calls("schedule", "ok", "unknown"):
-            if task.run_records:
+            if task.run_records or task.publications:
                 yield Violation(
                     "I2", "unexpected", "it ran, but its schedule was refused or rolled back"
                 )
@@ -160,7 +170,7 @@ class Checker:
                     "I4", "unexpected", f"the run of version {run.version} had no claim"
                 )
         for cancel in task.calls("cancel", "ok"):
-            again = [record.answered_us for record in task.calls("retry", "ok", "unknown")]
+            again = [record.answered_us for record in task.calls("rerun", "ok", "unknown")]
             late = [
                 r
                 for r in task.run_records
@@ -184,7 +194,7 @@ class Checker:
                     f"version {run.version} began {claim.due_us - run.began_us} us before its time",
                 )
                 continue
-            moves = task.calls("reschedule", "unknown") + task.calls("retry", "unknown")
+            moves = task.calls("reschedule", "unknown") + task.calls("rerun", "unknown")
             if any(record.due_us is None and record.asked_us <= run.began_us for record in moves):
                 continue  # its due time may have changed, and the new one is unknown
             settled = [
@@ -313,7 +323,7 @@ class Checker:
         settled = {run.version for run in task.run_records} - {
             claim.version for claim in self._lapsed(task)
         }
-        again = len(task.calls("retry", "ok", "unknown"))
+        again = len(task.calls("rerun", "ok", "unknown"))
         if len(settled) > allowed * (1 + again):
             yield Violation(
                 "I7", "too often", f"it ran {len(settled)} times to its end, but may run {allowed}"

@@ -1,4 +1,4 @@
-"""The recorded history of a run: calls, runs, row changes and faults.
+"""The recorded history of a run: calls, runs, published messages, row changes and faults.
 
 All times are microseconds by the database's clock.
 """
@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from delaytasks.core.states import Status
 
-Call = Literal["schedule", "reschedule", "cancel", "retry"]
+#: "revoke" is Celery's call: it cancels a row that waits, and otherwise asks the workers.
+Call = Literal["schedule", "reschedule", "cancel", "rerun", "revoke"]
 #: "failed" means refused or rolled back, so nothing was done. "unknown" means that the answer was
 #: lost.
 Answer = Literal["ok", "failed", "unknown"]
@@ -39,6 +40,8 @@ class CallRecord:
     due_us: int | None = None
     #: The number of runs that the retry schedule allows.
     most_runs: int = 1
+    #: The row has the message of a Celery task, which a worker publishes.
+    is_celery: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,24 @@ class RunRecord:
     worker: str
     began_us: int
     ended_us: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRecord:
+    """The message of a Celery task that a worker passes to the client of the broker."""
+
+    #: The id of the row. In a notebook, the id of the Celery task.
+    id: int
+    at_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryRecord:
+    """A Celery task that a worker begins to run."""
+
+    #: As in `PublishRecord`.
+    id: int
+    at_us: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +103,36 @@ class Fault:
     effect: Effect = "none"
     #: The affected lease owners: substrings of the names in the rows.
     key_owners: tuple[str, ...] = ()
+    #: Messages that the broker or a worker had may be lost, as with bare Celery.
+    loses_messages: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrence:
+    """An occurrence of a recurring schedule that has a task."""
+
+    #: The time of the occurrence in the key of the task.
+    at_us: int
+    #: When the row of the task was inserted.
+    made_us: int
+    #: When the task was finished; None if it is not.
+    ended_us: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Occurrences:
+    """The occurrences of a recurring schedule, of which each has a task, ordered by time.
+
+    The schedule is due at `first_us` and then after each interval, and was watched up to `last_us`.
+    """
+
+    name: str
+    interval_us: int
+    first_us: int
+    last_us: int
+    found: list[Occurrence]
+    missed: Literal["all", "latest"] = "all"
+    overlap: Literal["allow", "skip"] = "allow"
 
 
 @dataclass
@@ -90,11 +141,20 @@ class History:
     run_records: list[RunRecord] = field(default_factory=list)
     changes: list[RowChange] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
+    occurrences: list[Occurrences] = field(default_factory=list)
+    publications: list[PublishRecord] = field(default_factory=list)
+    deliveries: list[DeliveryRecord] = field(default_factory=list)
     #: Processes that ran no task at the end, although there was enough work for all.
     hung: list[str] = field(default_factory=list)
 
 
-_KINDS: dict[str, type[CallRecord | RunRecord]] = {"call": CallRecord, "run": RunRecord}
+Noted = CallRecord | RunRecord | PublishRecord | DeliveryRecord
+_KINDS: dict[str, type[Noted]] = {
+    "call": CallRecord,
+    "run": RunRecord,
+    "publish": PublishRecord,
+    "deliver": DeliveryRecord,
+}
 
 
 class Notebook:
@@ -109,7 +169,7 @@ class Notebook:
             folder / f"{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
         )
 
-    def note(self, one: CallRecord | RunRecord) -> None:
+    def note(self, one: Noted) -> None:
         kind = next(name for name, type_ in _KINDS.items() if isinstance(one, type_))
         os.write(self._file, (json.dumps({"kind": kind, **asdict(one)}) + "\n").encode())
 
@@ -127,8 +187,13 @@ def read(folder: Path, changes: Iterable[RowChange]) -> History:
             one = _KINDS[fields.pop("kind")](**fields)
             if isinstance(one, RunRecord):
                 runs[one.id, one.version, one.worker, one.began_us] = one
+            elif isinstance(one, PublishRecord):
+                history.publications.append(one)
+            elif isinstance(one, DeliveryRecord):
+                history.deliveries.append(one)
             else:
                 history.call_records.append(one)
     history.run_records = sorted(runs.values(), key=lambda run: run.began_us)
     history.call_records.sort(key=lambda record: record.asked_us)
+    history.publications.sort(key=lambda record: record.at_us)
     return history

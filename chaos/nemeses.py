@@ -45,6 +45,8 @@ class Struck(NamedTuple):
     target: str
     effect: Effect = "none"
     key_owners: tuple[str, ...] = ()
+    #: The broker loses messages that it has confirmed.
+    loses_messages: bool = False
 
 
 def always(system: SystemUnderTest) -> str:
@@ -80,7 +82,18 @@ class Nemesis(NamedTuple):
     def fault(self, system: SystemUnderTest, chance: random.Random) -> Fault:
         from_us = now_us()
         struck = self.strike(system, chance)
-        return Fault(self.kind, struck.target, from_us, now_us(), struck.effect, struck.key_owners)
+        # Redis has no acknowledgement of each message, so a broken connection loses what a worker
+        # was about to receive, or keeps it until the end of the visibility timeout.
+        is_lossy = system.site.broker != "rabbitmq" and self.victim in ("worker", "broker")
+        return Fault(
+            self.kind,
+            struck.target,
+            from_us,
+            now_us(),
+            struck.effect,
+            struck.key_owners,
+            struck.loses_messages or is_lossy,
+        )
 
 
 # -- processes ------------------------------------------------------------------------------------
@@ -171,7 +184,7 @@ def _new_beat(system: SystemUnderTest, chance: random.Random, **environment: str
 
 def empty_broker(system: SystemUnderTest, _chance: random.Random) -> Struck:
     system.broker.empty(system.queues())
-    return Struck(system.broker.name)
+    return Struck(system.broker.name, loses_messages=True)
 
 
 def restart_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
@@ -179,7 +192,9 @@ def restart_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
     system.broker.crash()
     system.pause(chance.uniform(0.1, 3))
     system.broker.start(is_empty)
-    return Struck(f"{system.broker.name}{', without its data' if is_empty else ''}")
+    return Struck(
+        f"{system.broker.name}{', without its data' if is_empty else ''}", loses_messages=is_empty
+    )
 
 
 def close_broker_connections(system: SystemUnderTest, _chance: random.Random) -> Struck:

@@ -63,7 +63,12 @@ def note(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
 
 
-@processor("chaos.shaky", retry=RETRY_SCHEDULE)
+@processor("chaos.recurring")
+def recurring(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+
+
+@processor("chaos.shaky", retries=RETRY_SCHEDULE)
 def shaky(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
     if task.attempts <= body["fails"]:

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from chaos.celery_load import CeleryLoad
+from chaos.celery_messages import TAG, use_row_ids
 from chaos.history import ALL, Fault, History, read
 from chaos.nemeses import NEMESES, Nemesis, Victim
 from chaos.producers import PRODUCERS, ChaosProducer
 from chaos.project import now_us
+from chaos.recurring import RecurringLoad
+from chaos.rows import rows_of
 from chaos.system import SystemUnderTest
 from delaytasks.core.errors import DelayTaskError
 from tests.waiting import STACKS
@@ -23,6 +27,10 @@ Say = Callable[[str], object]
 #: A pause of the whole machine of this length is recorded as a fault that explains late tasks.
 STALL_S = 0.5
 STALL = "the machine stalled"
+#: In addition to the tasks of processors, one Celery task is called for this number of tasks.
+ONE_CELERY_TASK_IN = 10
+#: A call to the workers takes long while the broker is away.
+CELERY_PRODUCERS = 2
 
 
 class Plan(NamedTuple):
@@ -66,6 +74,12 @@ def run(system: SystemUnderTest, plan: Plan, say: Say) -> RunOutcome:
     producers = [
         ChaosProducer(system, plan.seed + n, each, each / plan.seconds) for n in range(PRODUCERS)
     ]
+    recurring = RecurringLoad(system)
+    celery_tasks = -(-plan.tasks // ONE_CELERY_TASK_IN // CELERY_PRODUCERS)
+    celery = [
+        CeleryLoad(system, plan.seed + n, celery_tasks, celery_tasks / plan.seconds)
+        for n in range(CELERY_PRODUCERS)
+    ]
     stalls = Stalls()
     faults = _strike(
         system, plan, chance, lambda: sum(producer.count for producer in producers), say
@@ -74,6 +88,9 @@ def run(system: SystemUnderTest, plan: Plan, say: Say) -> RunOutcome:
     for producer in producers:
         producer.thread.join(max(until - time.monotonic(), 0))
         producer.stop()
+    for load in celery:
+        load.stop()
+    recurring.stop()
     say(
         f"{sum(producer.count for producer in producers):,} tasks scheduled; the last fault is over"
     )
@@ -87,6 +104,8 @@ def run(system: SystemUnderTest, plan: Plan, say: Say) -> RunOutcome:
     quiet_us = now_us()
     history = read(system.notes, system.recorder.changes())
     history.hung = hung
+    use_row_ids(history, rows_of(system.deployment.delays, TAG))
+    recurring.read(history)
     history.faults += sorted(faults + stalls.end(), key=lambda fault: fault.from_us)
     return RunOutcome(history, over_us, by_us, quiet_us)
 

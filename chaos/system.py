@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import func, select
 
 from chaos.brokers import Broker, start_broker
+from chaos.celery_messages import NOTES
 from chaos.pids import children_of
 from chaos.project import time_environment
 from chaos.recorder import Recorder
@@ -33,7 +34,10 @@ SETTINGS: dict[str, Any] = {
     "self_sweep_s": 2,
     "grace_s": 0.5,
     "horizon_s": 10,
+    "durable_eta": True,
 }
+#: The modules that workers import.
+PROJECT = ("chaos.project", "chaos.celery_messages")
 #: A worker may start while the broker is away, and then waits longer after each attempt.
 STARTED_S = 120.0
 
@@ -90,7 +94,11 @@ class SystemUnderTest:
             settings["redis_url"] = redis_server.url
         self.producers_url = producers
         self.deployment = Deployment(
-            folder, workers, broker_url, {"imports": ["chaos.project"]}, **settings
+            folder,
+            workers,
+            broker_url,
+            {"imports": ["chaos.project", "chaos.celery_messages"]},
+            **settings,
         )
         self._ends.append(self.deployment.kill)
         names = {name: self.deployment.settings[name] for name in ("namespace", "table_prefix")}
@@ -104,7 +112,11 @@ class SystemUnderTest:
 
     def new_worker(self, **environment: str) -> Process:
         # The files that a killed pool process leaves behind are deleted with the folder.
-        own: dict[str, Any] = {**time_environment(), "TMPDIR": str(self.deployment.folder)}
+        own: dict[str, Any] = {
+            **time_environment(),
+            "TMPDIR": str(self.deployment.folder),
+            NOTES: str(self.notes),
+        }
         return self.deployment.worker(ready_s=STARTED_S, **{**own, **environment})
 
     def new_beat(self, **environment: str) -> Process:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from chaos.history import CallRecord, Fault, History, RowChange, RunRecord
+from chaos.history import (
+    CallRecord,
+    DeliveryRecord,
+    Fault,
+    History,
+    PublishRecord,
+    RowChange,
+    RunRecord,
+)
 from delaytasks.core.states import Status
 
 
@@ -14,6 +22,12 @@ class TaskRecord:
     call_records: list[CallRecord] = field(default_factory=list)
     run_records: list[RunRecord] = field(default_factory=list)
     changes: list[RowChange] = field(default_factory=list)
+    publications: list[PublishRecord] = field(default_factory=list)
+    deliveries: list[DeliveryRecord] = field(default_factory=list)
+
+    @property
+    def is_celery(self) -> bool:
+        return any(record.is_celery for record in self.call_records)
 
     def calls(self, call: str, *answers: str) -> list[CallRecord]:
         return [
@@ -24,6 +38,10 @@ class TaskRecord:
 
     def claim_of(self, run: RunRecord) -> RowChange | None:
         return next((c for c in self.claims if c.version == run.version), None)
+
+    def claim_before(self, us: int) -> RowChange | None:
+        """Return the last claim until then."""
+        return next((claim for claim in reversed(self.claims) if claim.at_us <= us), None)
 
     def has_run(self, claim: RowChange) -> bool:
         return any(run.version == claim.version for run in self.run_records)
@@ -56,6 +74,10 @@ def task_records(history: History) -> dict[int, TaskRecord]:
         records.setdefault(record.id, TaskRecord()).call_records.append(record)
     for ran in history.run_records:
         records.setdefault(ran.id, TaskRecord()).run_records.append(ran)
+    for published in history.publications:
+        records.setdefault(published.id, TaskRecord()).publications.append(published)
+    for delivered in history.deliveries:
+        records.setdefault(delivered.id, TaskRecord()).deliveries.append(delivered)
     for change in history.changes:  # in the order in which the database wrote the changes
         records.setdefault(change.id, TaskRecord()).changes.append(change)
     return records
@@ -70,6 +92,8 @@ def story_of(task: TaskRecord, faults: list[Fault]) -> str:
         lines.append((run.began_us, f"processor: version {run.version} begins in {run.worker}"))
         if run.ended_us is not None:
             lines.append((run.ended_us, f"processor: version {run.version} ends"))
+    lines += [(each.at_us, "worker: publishes the message") for each in task.publications]
+    lines += [(each.at_us, "Celery task: begins") for each in task.deliveries]
     for change in task.changes:
         was = "new" if change.was is None else f"{change.was} {change.version_was}"
         lease = (

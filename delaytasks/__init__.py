@@ -1,19 +1,31 @@
 """Durable delayed tasks on Celery: tasks are rows of a database, and the broker makes them fast."""
 
-from delaytasks import api
+from typing import TYPE_CHECKING, Any
+
+from delaytasks import api, async_api
 from delaytasks.api import *  # noqa: F403 - the list of functions is in api.py only
+from delaytasks.async_api import *  # noqa: F403 - the same
 from delaytasks.client import DelayTasks
+from delaytasks.core import errors
 from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkResult
 from delaytasks.core.cancel_result import CancelResult
-from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.errors import *  # noqa: F403 - the list of errors is in core/errors.py only
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.page import Page
 from delaytasks.core.policies import Policy
 from delaytasks.core.retry_schedule import LEVELS, NOTIFY, RetrySchedule
 from delaytasks.core.states import Status
+from delaytasks.core.structured_log import LogFormatter
 from delaytasks.core.task import DelayTask
+from delaytasks.core.touch_result import TouchResult
+from delaytasks.handles import Processor
+
+if TYPE_CHECKING:
+    from delaytasks.recurrence.api import Recurring
+
+    recurring: Recurring
 
 __all__ = [
     "LEVELS",
@@ -24,16 +36,27 @@ __all__ = [
     "Cancel",
     "CancelResult",
     "DelayTask",
-    "DelayTaskError",
     "DelayTasks",
     "Done",
     "Fail",
+    "LogFormatter",
     "NewTask",
     "Page",
     "Policy",
+    "Processor",
     "Retry",
     "RetrySchedule",
     "Snooze",
     "Status",
+    "TouchResult",
 ]
 __all__ += api.__all__
+__all__ += errors.__all__
+__all__ += async_api.__all__
+
+
+def __getattr__(name: str) -> Any:
+    """Return `recurring` of the default `DelayTasks`. Most processes do not need it."""
+    if name == "recurring":
+        return api.default().recurring
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

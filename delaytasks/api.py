@@ -1,26 +1,22 @@
 """The module-level functions: methods of the default `DelayTasks`.
 
-A new method of `DelayTasks` gets a line in the list below and its name in `__all__`.
+A new method of `DelayTasks` gets a line in the list below and its name in `__all__`. The module
+`async_api.py` has the asynchronous functions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+import sys
+from typing import TYPE_CHECKING, Any
 
 from celery import _state
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import ConfigError
-from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
     from delaytasks.wiring import Wiring
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _default: DelayTasks | None = None
 
@@ -55,6 +51,15 @@ def default() -> DelayTasks:
     return delays
 
 
+def instance_of_process() -> DelayTasks:
+    """Return the instance given to `set_default`, else that of Celery's current app.
+
+    Without either, it is the standalone instance. For tests, which have no Celery app at hand.
+    """
+    own: DelayTasks | None = getattr(_current_app(), "delaytasks", None)
+    return default() if own is None or _default is not None else own
+
+
 def set_default(delays: DelayTasks | None) -> None:
     """Make the module-level functions use `delays`; None means the standalone instance again.
 
@@ -87,43 +92,56 @@ class _Default(DelayTasks):
     def _wiring(self) -> Wiring:
         return wiring_of(default())
 
-
-_methods = _Default()
-schedule_delay = _methods.schedule_delay
-schedule_at = _methods.schedule_at
-schedule_many = _methods.schedule_many
-schedule_callback = _methods.schedule_callback
-schedule_message = _methods.schedule_message
-new_id = _methods.new_id
-shard_for = _methods.shard_for
-cancel = _methods.cancel
-reschedule = _methods.reschedule
-touch = _methods.touch
-touch_many = _methods.touch_many
-retry = _methods.retry
-get = _methods.get
-attempts = _methods.attempts
-find = _methods.find
-cancel_many = _methods.cancel_many
-reschedule_many = _methods.reschedule_many
-retry_many = _methods.retry_many
-audit = _methods.audit
-policies = _methods.policies
-pause = _methods.pause
-resume = _methods.resume
-set_policy = _methods.set_policy
-clear_policy = _methods.clear_policy
+    @property
+    def _is_wired(self) -> bool:
+        has_instance = _default is not None or "delaytasks.celery" in sys.modules
+        return has_instance and default()._is_wired
 
 
-# Registering a processor makes no wiring.
-def processor(tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
-    return default().processor(tag, **options)
+#: Also for `async_api.py`, which has the asynchronous functions.
+methods = _Default()
+schedule_delay = methods.schedule_delay
+schedule_at = methods.schedule_at
+schedule_many = methods.schedule_many
+schedule_callback = methods.schedule_callback
+schedule_message = methods.schedule_message
+apply_async = methods.apply_async
+using = methods.using
+new_id = methods.new_id
+shard_for = methods.shard_for
+cancel = methods.cancel
+reschedule = methods.reschedule
+touch = methods.touch
+touch_many = methods.touch_many
+rerun = methods.rerun
+get = methods.get
+wait = methods.wait
+attempts = methods.attempts
+find = methods.find
+cancel_many = methods.cancel_many
+reschedule_many = methods.reschedule_many
+rerun_many = methods.rerun_many
+undo = methods.undo
+audit = methods.audit
+policies = methods.policies
+pause = methods.pause
+resume = methods.resume
+set_policy = methods.set_policy
+clear_policy = methods.clear_policy
 
 
-processor.__doc__ = DelayTasks.processor.__doc__
+if TYPE_CHECKING:
+    processor = methods.processor
+else:
+    # Registering a processor makes no wiring.
+    def processor(tag, **options):
+        return default().processor(tag, **options)
+
+    processor.__doc__ = DelayTasks.processor.__doc__
 
 
 __all__ = [
+    "apply_async",
     "attempts",
     "audit",
     "cancel",
@@ -135,11 +153,11 @@ __all__ = [
     "pause",
     "policies",
     "processor",
+    "rerun",
+    "rerun_many",
     "reschedule",
     "reschedule_many",
     "resume",
-    "retry",
-    "retry_many",
     "schedule_at",
     "schedule_callback",
     "schedule_delay",
@@ -149,4 +167,7 @@ __all__ = [
     "shard_for",
     "touch",
     "touch_many",
+    "undo",
+    "using",
+    "wait",
 ]

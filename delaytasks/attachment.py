@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.interception.send_task import intercept
 from delaytasks.worker.celery_compat.beat_log import quiet_beats
 from delaytasks.worker.celery_compat.celery_version import check_celery
 from delaytasks.worker.celery_compat.masked_settings import mask_settings
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
+    from delaytasks.wiring import Wired
     from delaytasks.worker.processes import Processes
 
 ENTRY_POINTS = "delaytasks.processors"
 
 
-def attach(celery_app: Any, delays: object, processes: Processes) -> None:
+def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     check_celery()
     if getattr(celery_app, "delaytasks", None) is not None:
@@ -28,6 +30,7 @@ def attach(celery_app: Any, delays: object, processes: Processes) -> None:
         )
     celery_app.delaytasks = delays
     register_tasks(celery_app, processes)
+    intercept(celery_app, delays)
     quiet_beats()
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
@@ -44,7 +47,23 @@ def attach(celery_app: Any, delays: object, processes: Processes) -> None:
     celery_app.on_after_finalize.connect(add_to_beat, weak=False)
     if celery_app.finalized:  # the signal was sent before
         add_to_beat(celery_app)
+
+    def format_log(logger: Any, **_: Any) -> None:
+        if processes.wiring.settings.has_structured_log:
+            use_structured_log(logger, processes.wiring.settings.log_format)
+
+    # Celery sends these after it has made its handlers; not if the application makes its own.
+    signals.after_setup_logger.connect(format_log, weak=False)
+    signals.after_setup_task_logger.connect(format_log, weak=False)
     signals.import_modules.connect(import_entry_points, sender=celery_app, weak=False)
+
+
+def use_structured_log(logger: Any, log_format: Any) -> None:
+    """Let the handlers of a logger print documents."""
+    from delaytasks.core.structured_log import LogFormatter
+
+    for handler in logger.handlers:
+        handler.setFormatter(LogFormatter(log_format))
 
 
 def import_entry_points(**_: Any) -> None:

@@ -28,7 +28,7 @@ app = _make_app()
 delays = DelayTasks(app)
 if not app.conf.broker_url:
     # Imported here: an app with a broker needs no embedded one.
-    from delaytasks.embedded import use_embedded_broker
+    from delaytasks.embedded.broker import use_embedded_broker
 
     # Not `delays.settings`, which would make a timer, and that needs a broker.
     use_embedded_broker(app, load_settings(app.conf, os.environ).data_dir)

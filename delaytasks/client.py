@@ -7,42 +7,68 @@ call. This module is longer than 300 lines only because every method has a compl
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import AbstractContextManager, nullcontext
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, overload
 
+from delaytasks.async_twins import AsyncTwins
 from delaytasks.attachment import attach
 from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult
 from delaytasks.core.callbacks import CALLBACK, MESSAGE, RETRY_SCHEDULE, Callback, Message
+from delaytasks.core.cancel_request import request_of
 from delaytasks.core.cancel_result import CancelResult
+from delaytasks.core.celery_calls import forced
+from delaytasks.core.celery_tags import ANY_CELERY_TASK
+from delaytasks.core.durations import Delay
 from delaytasks.core.events import Events
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.page import Page
 from delaytasks.core.policies import UNCHANGED, Policy, Unchanged
 from delaytasks.core.settings import hide_secrets
-from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.processors.registry import Registry
+from delaytasks.core.touch_result import TouchResult
+from delaytasks.handles import Body, Converted, Processor
+from delaytasks.processors.registry import MAX_BATCH, Registry
 from delaytasks.worker.processes import Processes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from delaytasks.core.filters import Filters
     from delaytasks.core.interfaces import OnConflict, Transaction
     from delaytasks.core.new_task import ScheduleOptions, TaskOptions
     from delaytasks.core.outcomes import Outcome
     from delaytasks.core.settings import Settings
+    from delaytasks.environment import Environment
     from delaytasks.execution.runner import Runner
+    from delaytasks.forecast.result import Forecast
+    from delaytasks.handles import (
+        BatchDecorator,
+        Decorator,
+        SchemaBatchDecorator,
+        SchemaDecorator,
+    )
     from delaytasks.maintenance.deploy_check import Finding
-    from delaytasks.processors.registry import ProcessorOptions
+    from delaytasks.operations.async_calls import AsyncCalls
+    from delaytasks.processors.registry import CommonOptions, ProcessorOptions
+    from delaytasks.recurrence.api import Recurring
     from delaytasks.routing.shard import Shard
+    from delaytasks.statistics.api import Statistics
+    from delaytasks.storage.borrowed_connections import ConnectionSource
     from delaytasks.wiring import ProcessorContext, Wiring
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-class DelayTasks:
+class DelayTasks(AsyncTwins):
     """Delayed tasks for one Celery app.
 
     After this, `celery -A proj worker` runs due tasks and `celery -A proj beat` sweeps the table.
@@ -84,9 +110,13 @@ class DelayTasks:
         self._events = Events()
         self._lock = threading.RLock()
         self._made: Wiring | None = None
+        self._is_in_test = False
         self._processes = Processes(lambda: self._wiring)
-        self.processor(CALLBACK, retry=RETRY_SCHEDULE, schema=Callback)(self._call_back)
-        self.processor(MESSAGE, retry=RETRY_SCHEDULE, schema=Message)(self._send_message)
+        self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=Callback)(self._call_back)
+        self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=Message)(self._send_message)
+        self.processor(ANY_CELERY_TASK, retries=RETRY_SCHEDULE, batch=MAX_BATCH)(
+            self._publish_tasks
+        )
         if celery_app is not None:
             attach(celery_app, self, self._processes)
 
@@ -96,7 +126,7 @@ class DelayTasks:
         self,
         tag: str,
         body: Any,
-        delay: float | timedelta,
+        delay: Delay,
         *,
         on_conflict: OnConflict = "reject",
         session: Any = None,
@@ -111,11 +141,11 @@ class DelayTasks:
         body
             The argument of the processor: any value that JSON can represent.
         delay
-            Seconds, or a timedelta.
+            Seconds, text such as `"30m"`, or a timedelta.
         on_conflict
             The rule for a key that a live task has. `"reject"` raises `DuplicateTaskError`,
             `"keep"` returns the existing task, and `"replace"` gives the existing task the new
-            body and due time.
+            body and due time. With `"take"` both tasks run, and the key names the new one.
         session
             A SQLAlchemy Session or Connection. The row becomes part of its transaction.
         key : str, optional
@@ -129,7 +159,7 @@ class DelayTasks:
             0 to 9; tasks with a higher priority run first.
         id : int, optional
             An id from `new_id`. Scheduling again with the same id does not add a task.
-        retry : RetrySchedule, str or int, optional
+        retries : RetrySchedule, str or int, optional
             A retry schedule, text such as `"15s 3m"`, or a number of retries. By default the
             retry schedule of the processor.
         expires : float, str or timedelta, optional
@@ -138,6 +168,14 @@ class DelayTasks:
         concurrency_key : str, optional
             The customer, host or other entity that limits per key count. By default the value
             that the processor computes.
+        meta : dict, optional
+            A few pairs of strings, such as `{"tenant": "acme"}`, for filters, processors
+            (`task.meta`) and events.
+        body_version : int, optional
+            The version of the body. By default the `version` of the processor, or 1.
+        spread : float, str or timedelta, optional
+            The task is due up to this time after `delay`, so that many tasks do not become due
+            together. Times are uniformly distributed. The same id or key gets the same time again.
 
         Returns
         -------
@@ -169,7 +207,7 @@ class DelayTasks:
         self,
         tag: str,
         body: Any,
-        when: datetime,
+        at: datetime,
         *,
         on_conflict: OnConflict = "reject",
         session: Any = None,
@@ -181,7 +219,7 @@ class DelayTasks:
         ----------
         tag, body
             See `schedule_delay`.
-        when
+        at
             An aware datetime. An instant in the past means now.
         on_conflict, session, **options
             See `schedule_delay`.
@@ -200,13 +238,13 @@ class DelayTasks:
         --------
         >>> delays.schedule_at("order.close", {"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
         """
-        new = NewTask(tag, body, when=when, **options)
+        new = NewTask(tag, body, at=at, **options)
         w = self._wiring
         return w.router.schedule(new, on_conflict, w.transactions.of(session))
 
     def schedule_many(
         self,
-        tasks: Iterable[NewTask | tuple[str, Any, float | timedelta | datetime]],
+        tasks: Iterable[NewTask | tuple[str, Any, Delay | datetime]],
         *,
         on_conflict: OnConflict = "reject",
         session: Any = None,
@@ -248,14 +286,14 @@ class DelayTasks:
         self,
         url: str,
         body: Any,
-        delay: float | timedelta,
+        delay: Delay,
         *,
         headers: Mapping[str, str] | None = None,
         **options: Unpack[ScheduleOptions],
     ) -> DelayTask:
         """Schedule a POST of `body` as JSON to `url`, repeated until the answer is 2xx.
 
-        An attempt that fails is retried by the retry schedule `NOTIFY`, unless `retry` is given.
+        An attempt that fails is retried by the retry schedule `NOTIFY`, unless `retries` is given.
         The answer 410 ends the task.
 
         Parameters
@@ -265,7 +303,7 @@ class DelayTasks:
         body
             Any value that JSON can represent.
         delay
-            Seconds, or a timedelta.
+            Seconds, text such as `"30m"`, or a timedelta.
         headers
             Additional HTTP headers.
         **options
@@ -294,7 +332,7 @@ class DelayTasks:
         self,
         to: str,
         body: Any,
-        delay: float | timedelta,
+        delay: Delay,
         *,
         exchange: str = "",
         headers: Mapping[str, str | int | float | bool] | None = None,
@@ -309,7 +347,7 @@ class DelayTasks:
         body
             Any value that JSON can represent.
         delay
-            Seconds, or a timedelta.
+            Seconds, text such as `"30m"`, or a timedelta.
         exchange
             An AMQP exchange. By default the message goes directly to the queue.
         headers
@@ -385,6 +423,77 @@ class DelayTasks:
         """
         return self._wiring.router.shard_for(tag, key)
 
+    # -- Celery tasks -----------------------------------------------------------------------------
+
+    def apply_async(
+        self,
+        signature: Any,
+        args: Any = None,
+        kwargs: Any = None,
+        *,
+        session: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Call a Celery task whose message waits as a row until it is due.
+
+        This needs no setting. Without `countdown` and `eta` the task is due now, and its message
+        is published after the commit of `session`.
+
+        Parameters
+        ----------
+        signature
+            A Celery task, a signature, or a canvas such as a chain or a group.
+        args, kwargs
+            See Celery's `apply_async`.
+        session
+            A SQLAlchemy Session or Connection. The row becomes part of its transaction.
+        **options
+            The options of Celery's `apply_async`, such as `countdown`, `eta` and `queue`.
+
+        Returns
+        -------
+        celery.result.AsyncResult
+            The result that Celery's `apply_async` returns.
+
+        Raises
+        ------
+        DelayTaskError
+            The errors of `schedule_delay`.
+
+        Examples
+        --------
+        >>> delays.apply_async(remind.s(order.id), countdown=3600, session=session)
+        """
+        w = self._wiring
+        # Without a session of its own, the call takes part in that of an outer `using`.
+        joined = nullcontext() if session is None else w.transactions.using(session)
+        with forced(w.celery), joined:
+            return signature.apply_async(args, kwargs, **options)
+
+    def using(self, session: Any) -> AbstractContextManager[None]:
+        """Let calls inside a block take part in the transaction of `session`.
+
+        This concerns calls of this object without `session=`, and Celery tasks that are called
+        with a delay and become rows.
+
+        Parameters
+        ----------
+        session
+            A SQLAlchemy Session or Connection.
+
+        Returns
+        -------
+        contextlib.AbstractContextManager
+            The block of a `with` statement.
+
+        Examples
+        --------
+        >>> with Session.begin() as session, delays.using(session):
+        ...     session.add(order)
+        ...     remind.apply_async((order.id,), countdown=3600)
+        """
+        return self._wiring.transactions.using(session)
+
     # -- change one task --------------------------------------------------------------------------
 
     def cancel(
@@ -395,9 +504,11 @@ class DelayTasks:
         key: str | None = None,
         version: int | None = None,
         strict: bool = False,
+        running: bool = False,
+        terminate: bool = False,
         session: Any = None,
     ) -> CancelResult:
-        """Cancel a task that waits.
+        """Cancel a task that waits, and with `running` one that runs.
 
         Parameters
         ----------
@@ -409,6 +520,12 @@ class DelayTasks:
             Cancel the task only if it still has this version.
         strict
             Raise an error if there is nothing to cancel.
+        running
+            Ask a running task to stop: within about a second its `is_cancelled` is true, and its
+            `check_lease` raises `TaskCancelledError`. It is then CANCELLED, unless it succeeds.
+        terminate
+            Like `running`. In addition the processor of a prefork worker is interrupted by a
+            `TaskCancelledError`, as by a soft time limit.
         session
             A SQLAlchemy Session or Connection whose transaction the change becomes part of.
 
@@ -417,7 +534,8 @@ class DelayTasks:
         CancelResult
             True if this call cancelled the task. The task then never starts; with `session`, from
             the commit on. False if there is no such task, or it runs, has ended or was cancelled
-            before. `result.reason` and `result.status` tell which.
+            before. `result.reason` and `result.status` tell which. `result.is_requested` is True
+            if a running task was asked to stop.
 
         Raises
         ------
@@ -431,14 +549,16 @@ class DelayTasks:
         >>> if not delays.cancel(tag="order.close", key="7"):
         ...     return "too late to pay"
         """
-        return self._wiring.single.cancel(task, tag, key, version, strict, session)
+        return self._wiring.single.cancel(
+            task, tag, key, version, strict, request_of(running, terminate), session
+        )
 
     def reschedule(
         self,
         task: int | str | DelayTask | None = None,
-        delay: float | timedelta | None = None,
+        delay: Delay | None = None,
         *,
-        when: datetime | None = None,
+        at: datetime | None = None,
         tag: str | None = None,
         key: str | None = None,
         version: int | None = None,
@@ -451,8 +571,8 @@ class DelayTasks:
         task, tag, key, version, session
             See `cancel`.
         delay
-            Seconds from now, or a timedelta.
-        when
+            Seconds from now, text such as `"30m"`, or a timedelta.
+        at
             An aware datetime, instead of `delay`.
 
         Returns
@@ -473,17 +593,17 @@ class DelayTasks:
         --------
         >>> delays.reschedule(tag="order.close", key="7", delay=3600)
         """
-        return self._wiring.single.reschedule(task, delay, when, tag, key, version, session)
+        return self._wiring.single.reschedule(task, delay, at, tag, key, version, session)
 
     def touch(
         self,
         task: int | str | DelayTask | None = None,
-        delay: float | timedelta | None = None,
+        delay: Delay | None = None,
         *,
         tag: str | None = None,
         key: str | None = None,
         session: Any = None,
-    ) -> bool:
+    ) -> TouchResult[int] | TouchResult[str]:
         """Postpone a timeout: the task is due `delay` from now, unless it is due later already.
 
         One row is updated and no message is sent, so `touch` suits frequent heartbeats.
@@ -493,12 +613,12 @@ class DelayTasks:
         task, tag, key, session
             See `cancel`.
         delay
-            Seconds, or a timedelta.
+            Seconds, text such as `"30m"`, or a timedelta.
 
         Returns
         -------
-        bool
-            False if the task no longer waits.
+        TouchResult
+            True if the task waits. If it no longer waits, `result.gone` has its id or key.
 
         Raises
         ------
@@ -507,8 +627,8 @@ class DelayTasks:
 
         Examples
         --------
-        >>> delays.touch(tag="device.offline", key="d-17", delay=90)
-        True
+        >>> if not delays.touch(tag="device.offline", key="d-17", delay=90):
+        ...     print("too late")
         """
         return self._wiring.single.touch(task, delay, tag, key, session)
 
@@ -516,25 +636,25 @@ class DelayTasks:
     def touch_many(
         self,
         tasks: Iterable[int | str | DelayTask],
-        delay: float | timedelta,
+        delay: Delay,
         *,
         session: Any = None,
-    ) -> list[int]: ...
+    ) -> TouchResult[int]: ...
 
     @overload
     def touch_many(
-        self, *, tag: str, keys: Iterable[str], delay: float | timedelta, session: Any = None
-    ) -> list[str]: ...
+        self, *, tag: str, keys: Iterable[str], delay: Delay, session: Any = None
+    ) -> TouchResult[str]: ...
 
     def touch_many(
         self,
         tasks: Iterable[int | str | DelayTask] | None = None,
-        delay: float | timedelta | None = None,
+        delay: Delay | None = None,
         *,
         tag: str | None = None,
         keys: Iterable[str] | None = None,
         session: Any = None,
-    ) -> list[int] | list[str]:
+    ) -> TouchResult[int] | TouchResult[str]:
         """Postpone many timeouts, a few thousand tasks in one statement.
 
         Parameters
@@ -542,7 +662,7 @@ class DelayTasks:
         tasks
             Ids, or tasks that were read. Alternatively give `tag` and `keys`.
         delay
-            Seconds, or a timedelta, as in `touch`.
+            See `touch`.
         tag, keys
             One tag and the keys of its tasks.
         session
@@ -550,8 +670,9 @@ class DelayTasks:
 
         Returns
         -------
-        list of int or list of str
-            The ids, or the keys, of the tasks that no longer wait or do not exist.
+        TouchResult
+            `result.gone` has the ids, or the keys, of the tasks that no longer wait or do not
+            exist. The result is true if there are none.
 
         Raises
         ------
@@ -560,16 +681,16 @@ class DelayTasks:
 
         Examples
         --------
-        >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90)
+        >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90).gone
         ['d-18']
         """
         single = self._wiring.single
         return single.touch_many(tasks, delay, tag, keys, session)
 
-    def retry(
+    def rerun(
         self,
         task: int | str | DelayTask | None = None,
-        delay: float | timedelta = 0,
+        delay: Delay = 0,
         *,
         version: int | None = None,
         session: Any = None,
@@ -581,7 +702,7 @@ class DelayTasks:
         task, version, session
             See `cancel`.
         delay
-            Seconds from now, or a timedelta.
+            Seconds from now, text such as `"30m"`, or a timedelta.
 
         Returns
         -------
@@ -601,9 +722,9 @@ class DelayTasks:
 
         Examples
         --------
-        >>> delays.retry(task.id, delay=60)
+        >>> delays.rerun(task.id, delay=60)
         """
-        return self._wiring.single.retry(task, delay, version, session)
+        return self._wiring.single.rerun(task, delay, version, session)
 
     # -- look up ----------------------------------------------------------------------------------
 
@@ -641,6 +762,46 @@ class DelayTasks:
         """
         return self._wiring.lookup.get(task, tag, key, session)
 
+    def wait(
+        self,
+        task: int | str | DelayTask | None = None,
+        timeout: Delay | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+    ) -> DelayTask:
+        """Wait until a task has ended: it is DONE, FAILED or CANCELLED.
+
+        On PostgreSQL the end of a task whose processor has `keep_result=True` is notified.
+        Otherwise the row is read in steps of up to half a second.
+
+        Parameters
+        ----------
+        task, tag, key
+            See `cancel`.
+        timeout
+            The longest time to wait: seconds, text such as `"30s"`, or a timedelta. None means no
+            limit.
+
+        Returns
+        -------
+        DelayTask
+            The task as it ended. `result` is what its processor returned, if results are kept.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If the task has not ended in time.
+        TaskNotFoundError
+            If there is no such task, or it was purged.
+
+        Examples
+        --------
+        >>> delays.wait(task, "30s").result
+        {'receipt': 7}
+        """
+        return self._wiring.waiting.wait(task, timeout, tag, key)
+
     def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
         """Read the failed attempts of a task.
 
@@ -670,24 +831,25 @@ class DelayTasks:
     def find(
         self,
         *,
-        tag: str | None = None,
-        status: Status | str | None = None,
-        key: str | None = None,
-        since: datetime | None = None,
-        until: datetime | None = None,
         cursor: str | None = None,
         limit: int = 100,
         newest_first: bool = False,
         session: Any = None,
+        **filters: Unpack[Filters],
     ) -> Page:
         """Read a page of the tasks that match all given conditions, in the order of due times.
 
         Parameters
         ----------
-        tag, status, key
-            Conditions on the columns of these names.
-        since, until
-            The due time (`expected_time`) is at or after `since` and before `until`.
+        tag, key, key_prefix, queue : str, optional
+            Filters. A task must match all that are given. A finished task keeps its key.
+        meta : dict, optional
+            Pairs that a task has, perhaps among others.
+        status : Status, str or several, optional
+            One status, or a list of statuses of which the task has one.
+        since, until, created_since, created_until, updated_until : datetime, optional
+            Filters of the due time (`expected_time`), the time of the first call and the last
+            change: at or after `since`, before `until`.
         cursor
             The `cursor` of the page before, to read the next page.
         limit
@@ -705,16 +867,14 @@ class DelayTasks:
         Raises
         ------
         InvalidQueryError
-            If the cursor or the limit is wrong.
+            If a filter, the cursor or the limit is wrong.
 
         Examples
         --------
-        >>> for task in delays.find(tag="order.close", status="FAILED"):
+        >>> for task in delays.find(tag="order.close", status=["FAILED", "CANCELLED"]):
         ...     print(task.id, task.error)
         """
-        return self._wiring.lookup.find(
-            tag, status, key, since, until, cursor, limit, newest_first, session
-        )
+        return self._wiring.lookup.find(filters, cursor, limit, newest_first, session)
 
     # -- change many tasks ------------------------------------------------------------------------
 
@@ -727,8 +887,8 @@ class DelayTasks:
 
         Parameters
         ----------
-        tag, key_prefix, status, queue : str, optional
-            Filters. A task must match all that are given.
+        tag, key, key_prefix, status, queue, meta, error : optional
+            Filters, as in `find`. A task must match all that are given.
         since, until, created_since, created_until, updated_until : datetime, optional
             Filters of the due time, the time of the first call and the last change: at or after
             `since`, before `until`.
@@ -762,25 +922,29 @@ class DelayTasks:
 
     def reschedule_many(
         self,
-        delay: float | timedelta | None = None,
+        delay: Delay | None = None,
         *,
-        when: datetime | None = None,
-        by: float | timedelta | None = None,
+        at: datetime | None = None,
+        by: Delay | None = None,
+        spread: Delay | None = None,
         **options: Unpack[BulkOptions],
     ) -> BulkResult:
         """Give the waiting tasks that match a filter another due time. See also `cancel_many`.
 
-        To continue an interrupted call with `by`, pass `updated_until=result.started`. Otherwise
-        tasks that were shifted already are shifted again.
+        To continue an interrupted call with `by` or `spread`, pass `updated_until=result.started`.
+        Otherwise tasks that were shifted already are shifted again.
 
         Parameters
         ----------
         delay
-            All tasks are due this time from now: seconds, or a timedelta.
-        when
+            All tasks are due this time from now: seconds, text such as `"30m"`, or a timedelta.
+        at
             All tasks are due at this instant.
         by
             Each task is due this time later than before; earlier, if negative.
+        spread
+            Each task is due up to this time later than before, uniformly distributed. Overdue tasks
+            are distributed from now on.
         **options
             See `cancel_many`.
 
@@ -792,19 +956,20 @@ class DelayTasks:
         Raises
         ------
         InvalidScheduleError
-            Unless exactly one of `delay`, `when` and `by` is given.
+            Unless exactly one of `delay`, `at`, `by` and `spread` is given.
         DelayTaskError
             The errors of `cancel_many`.
 
         Examples
         --------
         >>> delays.reschedule_many(by=3600, tag="mail.send")
+        >>> delays.reschedule_many(spread="10m", tag="mail.send", since=nine, until=ten)
         """
-        return self._wiring.bulk.reschedule(delay, when, by, options)
+        return self._wiring.bulk.reschedule(delay, at, by, spread, options)
 
-    def retry_many(
+    def rerun_many(
         self,
-        delay: float | timedelta = 0,
+        delay: Delay = 0,
         **options: Unpack[BulkOptions],
     ) -> BulkResult:
         """Run the FAILED tasks that match a filter again. See also `cancel_many`.
@@ -812,7 +977,7 @@ class DelayTasks:
         Parameters
         ----------
         delay
-            Seconds from now, or a timedelta.
+            Seconds from now, text such as `"30m"`, or a timedelta.
         **options
             See `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
 
@@ -829,12 +994,49 @@ class DelayTasks:
 
         Examples
         --------
-        >>> delays.retry_many(tag="mail.send", since=yesterday)
+        >>> delays.rerun_many(tag="mail.send", since=yesterday)
         """
-        return self._wiring.bulk.retry(delay, options)
+        return self._wiring.bulk.rerun(delay, options)
+
+    def undo(
+        self,
+        run: int | str | AuditEntry | BulkResult,
+        *,
+        actor: str | None = None,
+        on_progress: Callable[[BulkResult], object] | None = None,
+    ) -> BulkResult:
+        """Undo `cancel_many` or `reschedule_many`, for tasks that have not moved since.
+
+        Cancelled tasks wait again, with their keys and attempts. Rescheduled tasks get the due time
+        that they had. Tasks that have moved since are left as they are and counted as refused.
+
+        Parameters
+        ----------
+        run
+            The result of the call, an audit entry, or its id.
+        actor, on_progress
+            See `cancel_many`.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks the operation had changed, and how many were changed back or refused.
+
+        Raises
+        ------
+        InvalidQueryError
+            If there is no such audit entry, or it is of another operation.
+
+        Examples
+        --------
+        >>> result = delays.cancel_many(tag="mail.send")
+        >>> delays.undo(result).changed
+        1200
+        """
+        return self._wiring.bulk.undo(run, actor, on_progress)
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
-        """Read what `cancel_many`, `reschedule_many` and `retry_many` have done.
+        """Read what `cancel_many`, `reschedule_many` and `rerun_many` have done.
 
         Parameters
         ----------
@@ -937,8 +1139,9 @@ class DelayTasks:
 
     def set_policy(
         self,
-        tag: str,
         *,
+        tag: str | None = None,
+        queue: str | None = None,
         concurrency: int | Unchanged | None = UNCHANGED,
         key_concurrency: int | Unchanged | None = UNCHANGED,
         rate: str | Unchanged | None = UNCHANGED,
@@ -951,8 +1154,8 @@ class DelayTasks:
 
         Parameters
         ----------
-        tag
-            The tag.
+        tag, queue
+            The tag. A queue can be paused, but has no limits: `queue` raises an error.
         concurrency
             The most tasks that run simultaneously.
         key_concurrency
@@ -970,16 +1173,16 @@ class DelayTasks:
         Raises
         ------
         InvalidPolicyError
-            If a limit is wrong, or no limit is given.
+            If a limit is wrong, no limit is given, or `tag` is not given.
         StoreUnavailableError
             See `pause`.
 
         Examples
         --------
-        >>> delays.set_policy("mail.send", concurrency=10, rate="100/s")
+        >>> delays.set_policy(tag="mail.send", concurrency=10, rate="100/s")
         """
         policies = self._wiring.policies
-        return policies.set_limits(tag, concurrency, key_concurrency, rate, actor)
+        return policies.set_limits(tag, queue, concurrency, key_concurrency, rate, actor)
 
     def clear_policy(
         self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
@@ -1007,9 +1210,147 @@ class DelayTasks:
         """
         return self._wiring.policies.clear(tag, queue, actor)
 
+    # -- recurring schedules ----------------------------------------------------------------------
+
+    @property
+    def recurring(self) -> Recurring:
+        """The recurring schedules: a decorator, and an object with methods. See `Recurring`.
+
+        Examples
+        --------
+        >>> delays.recurring.set("nightly", "report.send", cron="0 2 * * *", tz="Europe/Berlin")
+        """
+        # Imported here: most processes have no recurring schedules.
+        from delaytasks.recurrence.api import Recurring
+
+        return Recurring(
+            self._registry,
+            self._events,
+            lambda: self._celery.tasks,  # reading them would finalize the app
+            lambda: self._wiring.recurring(),
+            self._run_async,
+        )
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    @property
+    def statistics(self) -> Statistics:
+        """What workers have run: series, totals, groups of failures. See `Statistics`.
+
+        Examples
+        --------
+        >>> delays.statistics.totals(since="1d")["mail.send"].failed
+        """
+        # Imported here: most processes read no statistics.
+        from delaytasks.statistics.api import Statistics
+
+        return Statistics(lambda: self._wiring.shards, self._registry, self._run_async)
+
+    # -- forecast ---------------------------------------------------------------------------------
+
+    def forecast(
+        self,
+        days: float = 7,
+        *,
+        tag: str | None = None,
+        workers: int | None = None,
+        processes: int | None = None,
+        rate: float | None = None,
+        target: Delay = 60,
+        step: Delay = 3600,
+        max_age: Delay = 0,
+    ) -> Forecast:
+        """Compute what becomes due in the next days, and how late it starts.
+
+        The tasks that wait are counted, or estimated if there are very many. Occurrences of
+        recurring schedules that have no tasks yet are added. Then the workers are simulated.
+
+        Parameters
+        ----------
+        days
+            The time from now on, in days.
+        tag
+            Return the numbers of this tag only. The other tags are simulated, too, because they
+            share the workers.
+        workers
+            The number of workers of each pool. By default those that are alive.
+        processes
+            The number of processes of each worker. By default that of the workers that are alive,
+            or else Celery's setting `worker_concurrency`.
+        rate
+            The number of tasks that one process runs in a second, for tags that were not measured.
+        target
+            The lateness for which the smallest number of workers is computed.
+        step
+            The length of the steps of the result.
+        max_age
+            Accept a result of the same question that was computed up to this time ago.
+
+        Returns
+        -------
+        Forecast
+            The steps, tags and workers.
+
+        Raises
+        ------
+        InvalidInputError
+            If an argument is wrong.
+        StoreUnavailableError
+            If no database can be reached. `forecast.missing` lists some that cannot.
+
+        Examples
+        --------
+        >>> forecast = delays.forecast()
+        >>> forecast.worst.due, forecast.late_s, forecast.needed_workers
+        (1200000, 840.0, 4)
+        """
+        return self._wiring.forecasts().forecast(
+            days, tag, workers, processes, rate, target, step, max_age
+        )
+
     # -- run --------------------------------------------------------------------------------------
 
-    def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Callable[[F], F]:
+    # A body has the type that `schema` says, else that of the function's annotation.
+
+    @overload
+    def processor(self, tag: str, **options: Unpack[CommonOptions]) -> Decorator: ...
+
+    @overload
+    def processor(
+        self, tag: str, *, schema: type[Converted], **options: Unpack[CommonOptions]
+    ) -> SchemaDecorator[Converted, Converted]: ...
+
+    @overload
+    def processor(
+        self, tag: str, *, schema: Callable[[Body], Converted], **options: Unpack[CommonOptions]
+    ) -> SchemaDecorator[Body, Converted]: ...
+
+    @overload
+    def processor(
+        self, tag: str, *, batch: int, **options: Unpack[CommonOptions]
+    ) -> BatchDecorator: ...
+
+    @overload
+    def processor(
+        self, tag: str, *, batch: int, schema: type[Converted], **options: Unpack[CommonOptions]
+    ) -> SchemaBatchDecorator[Converted, Converted]: ...
+
+    @overload
+    def processor(
+        self,
+        tag: str,
+        *,
+        batch: int,
+        schema: Callable[[Body], Converted],
+        **options: Unpack[CommonOptions],
+    ) -> SchemaBatchDecorator[Body, Converted]: ...
+
+    @overload
+    def processor(
+        self, tag: str, **options: Unpack[ProcessorOptions]
+    ) -> Callable[[Callable[..., Any]], Processor[Any, ..., Any]]: ...
+
+    def processor(self, tag: str, **options: Unpack[ProcessorOptions]) -> Any:
         """Register the decorated function as the processor of a tag.
 
         Parameters
@@ -1018,11 +1359,13 @@ class DelayTasks:
             The tag. A tag has one processor: `f(body)`, or `f(body, task)`.
         queue : str, optional
             The queue of tasks that are scheduled without one.
-        retry : RetrySchedule, str, int or dict, optional
+        retries : RetrySchedule, str, int or dict, optional
             A retry schedule such as `"15s 3m 10m"`, a number of retries, or a dict with one of
             these for each exception type. By default a task that fails is FAILED.
         expires : float, str or timedelta, optional
             A task that a worker gets to later than this after its due time is CANCELLED.
+        on_time : float, str or timedelta, optional
+            A task that begins later than this after its due time counts as late in the statistics.
         keep_result : bool, optional
             Store what the function returns, as JSON.
         batch : int, optional
@@ -1032,6 +1375,9 @@ class DelayTasks:
         schema : callable, optional
             A dataclass, a pydantic model or a function. Its result for the body is the argument of
             the function; bodies that it refuses are not scheduled, and FAILED if they were stored.
+        version, upgrades : optional
+            The version of the bodies that the function takes, and a dict of functions that make a
+            body of the next version from one of an older version: `{1: f, 2: g}`.
         concurrency_key : callable, optional
             A function that returns the concurrency key of a body, for `set_policy`.
         soft_time_limit, time_limit : float, str or timedelta, optional
@@ -1041,7 +1387,7 @@ class DelayTasks:
         Returns
         -------
         callable
-            A decorator that returns the function unchanged.
+            A decorator that makes a `Processor` of the function. It can be called as before.
 
         Raises
         ------
@@ -1052,10 +1398,18 @@ class DelayTasks:
 
         Examples
         --------
-        >>> @delays.processor("order.close", retry="15s 3m 10m")
+        >>> @delays.processor("order.close", retries="15s 3m 10m")
         ... def close_order(body): ...
+        >>> close_order.schedule({"order": 7}, "30m")
         """
-        return self._registry.processor(tag, **options)
+        register = self._registry.processor(tag, **options)
+
+        def decorate(function: Callable[..., Any]) -> Processor[Any, ..., Any]:
+            if isinstance(function, Processor):  # it is registered for another tag, too
+                function = function.function
+            return Processor(self, tag, register(function))
+
+        return decorate
 
     def check(self) -> Iterator[Finding]:
         """Find waiting tasks that this code cannot run, before it is deployed.
@@ -1074,7 +1428,9 @@ class DelayTasks:
         return self._wiring.checks.findings()
 
     def runner(self, shard: int = 0, sends_events: bool = False) -> Runner:
-        """Return the object that runs tasks in this process, for tests and scripts.
+        """Return the object that runs tasks in this process, for scripts.
+
+        Tests use `delaytasks.testing.DelaysTester`.
 
         Parameters
         ----------
@@ -1133,7 +1489,68 @@ class DelayTasks:
         if self._made is not None:
             self._made.close()
 
+    async def aclose(self) -> None:
+        """Arm what waits to be armed, and close all connections.
+
+        This is the asynchronous twin of `close`. It waits for the calls of other coroutines.
+
+        Examples
+        --------
+        >>> await delays.aclose()
+        """
+        import asyncio
+
+        await asyncio.to_thread(self.close)
+
+    async def await_(
+        self,
+        task: int | str | DelayTask | None = None,
+        timeout: Delay | None = None,
+        *,
+        tag: str | None = None,
+        key: str | None = None,
+    ) -> DelayTask:
+        """Wait until a task has ended. The row is read in steps of up to half a second.
+
+        This is the asynchronous twin of `wait`, whose name would be a keyword. Many coroutines can
+        wait at the same time, since none of them occupies a thread.
+
+        Examples
+        --------
+        >>> (await delays.await_(task, "30s")).result
+        {'receipt': 7}
+        """
+        await self._async_calls()  # makes the wiring without blocking the event loop
+        return await self._wiring.waiting.wait_async(self.aget, task, timeout, tag, key)
+
+    # -- asyncio ----------------------------------------------------------------------------------
+
+    async def _call_async(self, name: str, /, *arguments: Any, **options: Any) -> Any:
+        return await self._run_async(getattr(self, name), *arguments, **options)
+
+    async def _run_async(self, method: Any, /, *arguments: Any, **options: Any) -> Any:
+        calls = await self._async_calls()
+        return await calls.run(method, *arguments, **options)
+
+    async def _iterate_async(
+        self, name: str, /, *arguments: Any, **options: Any
+    ) -> AsyncIterator[Any]:
+        calls = await self._async_calls()
+        async for item in calls.iterate(getattr(self, name), *arguments, **options):
+            yield item
+
+    async def _async_calls(self) -> AsyncCalls:
+        if not self._is_wired:
+            import asyncio
+
+            await asyncio.to_thread(lambda: self._wiring)  # imports modules and reads files
+        return self._wiring.async_calls
+
     # -- wiring -----------------------------------------------------------------------------------
+
+    @property
+    def _is_wired(self) -> bool:
+        return self._made is not None
 
     @property
     def _wiring(self) -> Wiring:
@@ -1143,19 +1560,32 @@ class DelayTasks:
                     self._made = self._make_wiring()
         return self._made
 
-    def _make_wiring(self) -> Wiring:
+    def _make_wiring(self, environment: Environment | None = None, **settings: Any) -> Wiring:
+        """Make the objects; a test gives an environment and settings of its own."""
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.composition import build_wiring
+        from delaytasks.environment import PRODUCTION
+
+        environment = environment or PRODUCTION
 
         return build_wiring(
             self._celery,
-            self._arguments,
+            {**self._arguments, **settings},
             self._registry,
             self._events,
             self._database_now,
             self._ambient_transaction,
             self._processor_contexts(),
+            environment.in_framework or self._in_framework,
+            environment,
         )
+
+    def _exchange_wiring(self, wiring: Wiring | None, is_in_test: bool) -> Wiring | None:
+        """Use this wiring from now on, and return the one before, which is not closed."""
+        with self._lock:
+            self._is_in_test = is_in_test
+            before, self._made = self._made, wiring
+            return before
 
     def _rewire(self, **settings: Any) -> None:
         with self._lock:
@@ -1169,7 +1599,12 @@ class DelayTasks:
     def _send_message(self, message: Message, task: DelayTask) -> Outcome:
         return self._wiring.callbacks.queue(message, task)
 
-    # The integrations with web frameworks override these three.
+    def _publish_tasks(
+        self, bodies: Sequence[Any], tasks: Sequence[DelayTask]
+    ) -> Sequence[Outcome]:
+        return self._wiring.celery_tasks.publish(bodies, tasks)
+
+    # The integrations with web frameworks override these.
 
     def _database_now(self, insists: bool) -> datetime:
         """Read the time of the first database; `insists` repeats a failed statement."""
@@ -1184,3 +1619,11 @@ class DelayTasks:
     def _processor_contexts(self) -> Sequence[ProcessorContext]:
         """Return the contexts that surround each call of a processor, the outermost first."""
         return ()
+
+    def _test_connections(self) -> ConnectionSource | None:
+        """Return the framework's own connections for a test, whose transactions it rolls back."""
+        return None
+
+    def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any] | None:
+        """Run the call of a coroutine as the framework requires; None means in any thread."""
+        return None

@@ -16,17 +16,25 @@ from delaytasks.core.interfaces import TaskStore, Timer, Transaction
 from delaytasks.core.masking import Secret
 from delaytasks.core.private_files import tighten_data_folder
 from delaytasks.core.settings import Settings, load_settings
+from delaytasks.core.thread_pool import ThreadPool
+from delaytasks.environment import PRODUCTION, Environment
 from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.maintenance.overdue_queues import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
+from delaytasks.maintenance.recurring_stage import RecurringStage
+from delaytasks.maintenance.statistics_stage import Maintain, StatisticsStage
 from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.operations.async_calls import AsyncCalls, InFramework
 from delaytasks.operations.bulk import BulkOperations
-from delaytasks.operations.callbacks import Callbacks
+from delaytasks.operations.celery_tasks import CeleryTasks
 from delaytasks.operations.lookup import Lookup
 from delaytasks.operations.policies import PolicyOperations
+from delaytasks.operations.revocations import Revocations
 from delaytasks.operations.single_tasks import SingleTasks
 from delaytasks.operations.transactions import CallerTransactions
+from delaytasks.operations.waiting import Waiting
 from delaytasks.processors.registry import Registry
-from delaytasks.routing.shard import RetryTask, Shard
+from delaytasks.routing.shard import RerunTask, Shard
 from delaytasks.routing.single_router import SingleRouter
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
@@ -39,7 +47,11 @@ from delaytasks.wiring import Closable, ProcessorContext, Wiring
 
 if TYPE_CHECKING:
     from delaytasks.encryption.cipher import Cipher
+    from delaytasks.forecast.operations import ForecastOperations
+    from delaytasks.operations.why import Explanations
+    from delaytasks.recurrence.operations import RecurringOperations
     from delaytasks.sharding.router import Router
+    from delaytasks.timers.background import BackgroundTimer
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.redis import RedisTimer
 
@@ -52,48 +64,94 @@ def build_wiring(
     ask_now: Measure,
     ambient_transaction: Callable[[], Transaction | None],
     processor_contexts: Sequence[ProcessorContext],
+    in_framework: InFramework,
+    environment: Environment = PRODUCTION,
 ) -> Wiring:
     """Make everything that needs settings, once the Celery app is configured.
 
     `arguments` are the settings given to `DelayTasks`. `ask_now` reads the time of the first
     database. `ambient_transaction` returns the transaction of a call without `session=`.
+    `in_framework` runs the calls of coroutines as a web framework requires. A test replaces parts
+    by its `environment`.
     """
     settings = load_settings(celery_app.conf, os.environ, **arguments)
+    if settings.has_structured_log:
+        from delaytasks.core.structured_log import StructuredLog
+
+        events.use_log(StructuredLog())
     if not settings.database_url:
         tighten_data_folder(Path(settings.data_dir))
     cipher = _make_cipher(settings)
-    stores = [Store(url, settings, number, cipher) for number, url in enumerate(urls_of(settings))]
-    clock = Clock(ask_now)
-    clocks = [clock, *(Clock(store.tasks.now) for store in stores[1:])]
+    make_clock, make_database = environment.make_clock, environment.make_database
+    stores = [
+        Store(url, settings, number, cipher, make_database)
+        for number, url in enumerate(urls_of(settings))
+    ]
+    clock = make_clock(ask_now)
+    clocks = [clock, *(make_clock(store.tasks.now) for store in stores[1:])]
 
     publisher = Publisher(celery_app, settings.namespace, settings.publish_limit_s, events)
-    timers = _make_timers(celery_app, settings, publisher, stores, clocks, events)
+    if environment.timer is not None:
+        timers = _Timers(environment.timer, None, None, None, [])
+    else:
+        timers = _make_timers(celery_app, settings, publisher, stores, clocks, events)
     queues = QueueRouting(settings, registry)
     registry.set_in_flight(CALLBACK, settings.callback_in_flight)
-    callbacks = Callbacks(celery_app, settings, clock)
+    callbacks = environment.make_callbacks(celery_app, settings, clock)
     router = _ShardFactory(settings, registry, events, queues, timers).router(stores, clocks)
-    transactions = CallerTransactions(ambient_transaction)
+    transactions, waiting = CallerTransactions(ambient_transaction), Waiting(router)
+    threads = ThreadPool(settings.pool_size, "delaytasks-async")
+    async_calls = AsyncCalls(threads, clocks, events, in_framework, transactions.current_session)
+    single = SingleTasks(router, transactions, events)
+    celery_tasks = CeleryTasks(
+        celery_app, settings, router, transactions, clock, events, environment.publisher
+    )
+    recurring = functools.cache(
+        functools.partial(_recurring_operations, celery_app, events, router, transactions)
+    )
     return Wiring(
         celery=celery_app,
         registry=registry,
         events=events,
-        processor_contexts=processor_contexts,
+        processor_contexts=[*environment.processor_contexts, *processor_contexts],
         settings=settings,
         router=router,
         queues=queues,
         publisher=publisher,
-        inline_timer=timers.inline,
-        timer=timers.producers,
+        timer=timers.inline,
+        producer_timer=timers.background or timers.inline,
+        background_timer=timers.background,
         direct_timer=timers.direct,
         redis_timer=timers.redis,
         callbacks=callbacks,
+        celery_tasks=celery_tasks,
+        revocations=Revocations(celery_app, router, transactions, single),
         transactions=transactions,
         lookup=Lookup(router, transactions),
-        single=SingleTasks(router, transactions, events),
+        single=single,
         bulk=BulkOperations(router, events),
+        waiting=waiting,
+        explanations=functools.cache(
+            functools.partial(_explanations, celery_app, settings, router, publisher, timers.redis)
+        ),
         policies=PolicyOperations(router, events),
+        recurring=recurring,
+        forecasts=functools.cache(
+            functools.partial(
+                _forecast_operations, celery_app, settings, registry, router, recurring
+            )
+        ),
         checks=StartChecks(celery_app, settings, registry, events, router, timers.redis),
-        closables=[*timers.closables, callbacks, publisher, *stores],
+        async_calls=async_calls,
+        closables=[
+            async_calls,
+            *timers.closables,
+            callbacks,
+            celery_tasks,
+            publisher,
+            waiting,
+            *stores,
+        ],
     )
 
 
@@ -111,7 +169,7 @@ class _ShardFactory(NamedTuple):
             [store], [clock] = stores, clocks
             tasks, timer = store.tasks, self.timers.inline
             return SingleRouter(
-                self._shard(store, clock, tasks, tasks.retry, timer, self.events, lambda: None)
+                self._shard(store, clock, tasks, tasks.rerun, timer, self.events, lambda: None)
             )
         from delaytasks.sharding.databases import Shards, ShardTasks
         from delaytasks.sharding.router import ShardRouter
@@ -124,7 +182,7 @@ class _ShardFactory(NamedTuple):
                 store,
                 clock,
                 ShardTasks(databases, store.shard),
-                functools.partial(databases.retry, store.shard),
+                functools.partial(databases.rerun, store.shard),
                 ShardTimer(self.timers.inline, store.shard),
                 self.events.about(shard=store.shard),
                 functools.partial(databases.store, store.shard),
@@ -138,7 +196,7 @@ class _ShardFactory(NamedTuple):
         store: Store,
         clock: Clock,
         tasks: TaskStore,
-        retry: RetryTask,
+        rerun: RerunTask,
         timer: Timer,
         sweep_events: Events,
         check_number: Callable[[], object],
@@ -149,13 +207,28 @@ class _ShardFactory(NamedTuple):
         pauses = PauseSweeper(
             settings, policies, store.policies, store.paused_rows, clock, timer, sweep_events
         )
-        sweeper = Sweeper(settings, store.sweeps, store.workers, clock, timer, sweep_events, pauses)
+        recurring = RecurringStage(
+            settings,
+            store.due_schedules,
+            functools.cache(lambda: _creation(settings, store, new_id, clock, timer, sweep_events)),
+        )
+        sweeper = Sweeper(
+            settings,
+            store.sweeps,
+            store.workers,
+            clock,
+            timer,
+            sweep_events,
+            pauses,
+            recurring,
+            _statistics_stage(settings, store, clock),
+        )
         producer = Producer(
             settings,
             tasks,
             clock,
             new_id,
-            self.timers.producers,
+            self.timers.background or self.timers.inline,
             self.registry,
             self.queues,
             events,
@@ -164,18 +237,71 @@ class _ShardFactory(NamedTuple):
         )
         url = Secret(store.database.url.render_as_string(hide_password=False))
         return Shard(
-            number, url, new_id, clock, sweeper, producer, policies, retry, store, check_number
+            number, url, new_id, clock, sweeper, producer, policies, rerun, store, check_number
         )
 
 
 class _Timers(NamedTuple):
     #: Arms in the calling thread.
     inline: Timer
-    #: Arms for producers; with `arm="background"`, in a thread of its own.
-    producers: Timer
+    #: Arms for producers in a thread of its own, with `arm="background"`.
+    background: BackgroundTimer | None
     direct: DirectTimer | None
     redis: RedisTimer | None
     closables: Sequence[Closable]
+
+
+def _creation(
+    settings: Settings,
+    store: Store,
+    new_id: Callable[[], int],
+    clock: Clock,
+    timer: Timer,
+    events: Events,
+) -> Callable[[OnStep], None]:
+    """Return the function that makes the tasks of the recurring schedules of a database."""
+    from delaytasks.recurrence.creation import Creation
+    from delaytasks.recurrence.queries import RecurringTable
+
+    table = RecurringTable(store.database, store.schema)
+    return Creation(settings, table, new_id, clock, timer, events).create
+
+
+def _statistics_stage(settings: Settings, store: Store, clock: Clock) -> StatisticsStage | None:
+    def load() -> Maintain:
+        from delaytasks.statistics.maintenance import StatisticsMaintenance
+
+        return StatisticsMaintenance(settings, store, clock).run
+
+    return StatisticsStage(functools.cache(load)) if settings.statistics else None
+
+
+def _explanations(*parts: Any) -> Explanations:
+    from delaytasks.operations.why import Explanations
+
+    return Explanations(*parts)
+
+
+def _recurring_operations(
+    celery_app: Any, events: Events, router: Router, transactions: CallerTransactions
+) -> RecurringOperations:
+    from delaytasks.recurrence.operations import RecurringOperations
+
+    tz = str(celery_app.conf.timezone or "UTC")
+    return RecurringOperations(router, transactions.of, events, tz)
+
+
+def _forecast_operations(
+    celery_app: Any,
+    settings: Settings,
+    registry: Registry,
+    router: Router,
+    recurring: Callable[[], RecurringOperations],
+) -> ForecastOperations:
+    from delaytasks.forecast.operations import ForecastOperations
+
+    processes = celery_app.conf.worker_concurrency
+    return ForecastOperations(settings, registry, router, recurring, processes)
 
 
 def _make_cipher(settings: Settings) -> Cipher | None:
@@ -212,9 +338,11 @@ def _make_timers(
         redis = RedisTimer(location, settings, eta, clocks, events)
         closables.append(redis.link)
     inline: Timer = direct or redis or eta
-    if settings.arm != "background":
-        return _Timers(inline, inline, direct, redis, closables)
-    from delaytasks.timers.background import BackgroundTimer
+    background = None
+    if settings.arm == "background":
+        from delaytasks.timers.background import BackgroundTimer, can_run_threads
 
-    background = BackgroundTimer(inline, clocks[0])
-    return _Timers(inline, background, direct, redis, [background, *closables])
+        if can_run_threads():
+            background = BackgroundTimer(inline, clocks[0])
+            closables.insert(0, background)
+    return _Timers(inline, background, direct, redis, closables)

@@ -18,20 +18,28 @@ if TYPE_CHECKING:
     from delaytasks.core.events import Events
     from delaytasks.core.interfaces import Timer, Transaction
     from delaytasks.core.settings import Settings
+    from delaytasks.forecast.operations import ForecastOperations
     from delaytasks.maintenance.sweeper import Sweeper
+    from delaytasks.operations.async_calls import AsyncCalls
     from delaytasks.operations.bulk import BulkOperations
     from delaytasks.operations.callbacks import Callbacks
+    from delaytasks.operations.celery_tasks import CeleryTasks
     from delaytasks.operations.lookup import Lookup
     from delaytasks.operations.policies import PolicyOperations
+    from delaytasks.operations.revocations import Revocations
     from delaytasks.operations.single_tasks import SingleTasks
     from delaytasks.operations.transactions import CallerTransactions
+    from delaytasks.operations.waiting import Waiting
+    from delaytasks.operations.why import Explanations
     from delaytasks.processors.registry import Registry
+    from delaytasks.recurrence.operations import RecurringOperations
     from delaytasks.routing.shard import Shard
     from delaytasks.scheduling.producer import Producer
     from delaytasks.scheduling.queue_routing import QueueRouting
     from delaytasks.sharding.router import Router
     from delaytasks.start_checks import StartChecks
     from delaytasks.storage.store import Store
+    from delaytasks.timers.background import BackgroundTimer
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.publisher import Publisher
     from delaytasks.timers.redis import RedisTimer
@@ -57,18 +65,32 @@ class Wiring:
     router: Router
     queues: QueueRouting
     publisher: Publisher
-    #: Arms rows in the calling thread; `timer` may be a queue in front of it.
-    inline_timer: Timer
+    #: Arms rows in the calling thread.
     timer: Timer
+    #: The same, or a queue in front of it: with `arm="background"`, producers do not wait.
+    producer_timer: Timer
+    #: This queue, or None.
+    background_timer: BackgroundTimer | None
+    #: The timer if it is of this kind, or None.
     direct_timer: DirectTimer | None
     redis_timer: RedisTimer | None
     callbacks: Callbacks
+    celery_tasks: CeleryTasks
+    revocations: Revocations
     transactions: CallerTransactions
     lookup: Lookup
     single: SingleTasks
     bulk: BulkOperations
+    waiting: Waiting
+    #: Explains why tasks have not run. Imports the modules of it with the first call.
+    explanations: Callable[[], Explanations]
     policies: PolicyOperations
+    #: Imports the package of recurring schedules with the first call.
+    recurring: Callable[[], RecurringOperations]
+    #: Imports the package of forecasts with the first call.
+    forecasts: Callable[[], ForecastOperations]
     checks: StartChecks
+    async_calls: AsyncCalls
     closables: Sequence[Closable]
 
     @property
@@ -98,6 +120,12 @@ class Wiring:
         transaction = self.transactions.of(session)
         self.router.check_shard(task, transaction)
         return transaction
+
+    def flush(self) -> bool:
+        """Arm the entries that wait for the background timer. Return False if that takes too
+        long.
+        """
+        return self.background_timer is None or self.background_timer.flush()
 
     def close(self) -> None:
         """Send the entries that wait to be armed, and close connections."""

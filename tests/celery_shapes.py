@@ -69,6 +69,12 @@ class Worker:
             patch.setattr(redis.Redis, "ping", lambda client: True)
             return Connection("redis://127.0.0.1:1/0").channel()
 
+    @cached_property
+    def amqp_channel(self) -> amqp.Channel:
+        connection = amqp.Connection("127.0.0.1:1")
+        connection.channels[1] = None
+        return amqp.Channel(connection, 1)
+
     def close(self) -> None:
         if "pool" in vars(self):
             self.pool.terminate()
@@ -77,6 +83,7 @@ class Worker:
         """Return an instance for the classes whose instances have more attributes, else None."""
         makers: dict[str, Callable[[], Any]] = {
             "amqp.basic_message.Message": lambda: AmqpMessage("body"),
+            "amqp.channel.Channel": lambda: self.amqp_channel,
             "amqp.connection.Connection": lambda: amqp.Connection("127.0.0.1:1"),
             "billiard.pool.ApplyResult": lambda: ApplyResult({}, None),
             "billiard.pool.Worker": lambda: self.pool._pool._pool[0],
@@ -254,6 +261,9 @@ REDIS_CHANNEL: dict[str, Shape] = {
     "_do_restore_message": takes({}, "exchange", "routing_key", "pipe", False),
     "unacked_key": is_a(str),
     "unacked_index_key": is_a(str),
+    "_lookup": lambda found: found("", "queue") == ["queue"],
+    "pool": has("connection_kwargs"),
+    "qos": has("pipe_or_acquire"),
     "_in_poll": lambda found: not found,
     "_brpop_read": takes(),
 }
@@ -262,6 +272,10 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "amqp.basic_message.Message": {
         "properties": is_a(dict),
         "body": lambda found: found == "body",
+    },
+    "amqp.channel.Channel": {
+        "confirm_select": takes("self"),
+        "events": is_a(dict),
     },
     "amqp.connection.Connection": {
         "on_inbound_frame": lambda found: found.fset is not None,
@@ -292,6 +306,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
     },
     "celery.app.amqp.AMQP": {
         "as_task_v2": makes_a_message,
+        "router": lambda found: found.route({}, "a.task")["queue"].name == "celery",
     },
     "celery.app.amqp.Queues": {
         "_consume_from": lambda found: found is None,
@@ -299,7 +314,14 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "consume_from": is_a(dict),
         "add": takes("queue"),
     },
-    "celery.app.base.Celery": {"finalized": is_a(bool)},
+    "celery.app.base.Celery": {
+        "finalized": is_a(bool),
+        "send_task": takes("name", (), {}, 1.0, None, "id", None, None, task_type=None),
+        "control_cls": is_a(str),
+        "_tasks": lambda found: found.get("no such task") is None,
+        "current_worker_task": lambda found: found is None,
+    },
+    "celery.app.control.Control": {"broadcast": takes("self", "revoke", {"task_id": "1"})},
     "celery.app.events.Events": {
         "Dispatcher": takes("connection", on_send_buffered=print, buffer_while_offline=True)
     },
@@ -312,6 +334,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "bind": takes("app"),
         "Strategy": is_a(str),
         "store_errors_even_if_ignored": is_a(bool),
+        "_get_exec_options": lambda found: isinstance(found(), dict),
     },
     "celery.app.utils": {"find_app": takes("proj"), "HIDDEN_SETTINGS": hides_what_matches},
     "celery.beat.Scheduler": {"apply_entry": logs_the_task},
@@ -341,7 +364,10 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "init_worker": takes(),
     },
     "celery.utils.dispatch.signal.Signal": {"receivers": is_a(list)},
-    "celery.utils.time": {"maybe_make_aware": takes(datetime(2030, 1, 1), timezone.utc)},
+    "celery.utils.time": {
+        "maybe_make_aware": takes(datetime(2030, 1, 1), timezone.utc),
+        "maybe_iso8601": lambda found: found("2030-01-01T00:00:00") == datetime(2030, 1, 1),
+    },
     "celery.worker.consumer.Consumer": CONSUMER,
     "celery.worker.consumer.delayed_delivery.DelayedDelivery": {
         "_validate_configuration": takes("self", "app"),
@@ -361,6 +387,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
             None, 0, interval_start=0, interval_step=0, interval_max=4, timeout=1.0
         ),
     },
+    "kombu.entity": {"maybe_delivery_mode": lambda found: found("persistent") == 2},
     "kombu.message.Message": {
         "ack_log_error": takes("logger", (OSError,)),
         "accept": lambda found: found is None,
@@ -394,6 +421,8 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "restore_by_tag": takes("tag", None, False),
         "restore_visible": takes(),
         "_delivered": is_a(dict),
+        "pipe_or_acquire": takes(),
+        "_remove_from_indices": takes("tag", None),
     },
     "kombu.transport.virtual.Channel": {
         "basic_consume": takes("self", "queue", no_ack=True, callback=print, consumer_tag="1")

@@ -24,8 +24,8 @@ from tests.redis_server import RedisServer
 from tests.services import MissingServiceError, Services, free_port, own_database
 from tests.webserver import WebServer
 
-#: The databases of tests that run on each database.
-DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql mariadb sqlite").split()
+#: The databases of tests that run on each database. `psycopg` is PostgreSQL with psycopg 3.
+DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql psycopg mariadb sqlite").split()
 _IS_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 _missing: dict[str, str] = {}
 _not_run: dict[str, set[str]] = defaultdict(set)
@@ -77,6 +77,19 @@ def _needs(name: str) -> str:
 def postgresql_url(services: Services) -> Iterator[str]:
     """A private database of this session."""
     yield from _own(_url(services, "postgresql"))
+
+
+@pytest.fixture(scope="session")
+def psycopg_url(services: Services) -> Iterator[str]:
+    """A private database of this session on PostgreSQL, and its URL with psycopg 3."""
+    pytest.importorskip("psycopg")
+    for url in _own(_url(services, "postgresql"), "_psycopg"):
+        yield with_psycopg3(url)
+
+
+def with_psycopg3(url: str) -> str:
+    """Return the same PostgreSQL URL with the driver psycopg 3."""
+    return url.replace("+psycopg2:", "+psycopg:")
 
 
 @pytest.fixture(scope="session")
@@ -196,8 +209,10 @@ def rabbitmq_url(services: Services) -> str:
 
 
 def _marked(database: str) -> Any:
-    """Return a parameter of `database_url`. MariaDB takes as long as the others together."""
-    return pytest.param(database, marks=pytest.mark.slow if database == "mariadb" else ())
+    """Return a parameter of `database_url`. MariaDB takes as long as the others together, and
+    psycopg 3 sends the same statements as psycopg2."""
+    is_slow = database in ("mariadb", "psycopg")
+    return pytest.param(database, marks=pytest.mark.slow if is_slow else ())
 
 
 @pytest.fixture(scope="session", params=[_marked(database) for database in DATABASES])
@@ -205,9 +220,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     """An empty database of each kind, for this session."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path_factory.mktemp('sqlite') / 'test.sqlite3'}"
-    url: str = request.getfixturevalue(
-        "postgresql_url" if request.param == "postgresql" else "mysql_url"
-    )
+    fixtures = {"postgresql": "postgresql_url", "psycopg": "psycopg_url", "mariadb": "mysql_url"}
+    url: str = request.getfixturevalue(fixtures[request.param])
     return url
 
 

@@ -15,7 +15,7 @@ import sys
 import time
 from typing import Any
 
-from celery import current_task
+from celery import current_task, shared_task
 from sqlalchemy import text
 
 from delaytasks import DelayTask, Fail, processor
@@ -38,6 +38,12 @@ def note(body: dict[str, Any], *words: object) -> None:
 def note_run(body: dict[str, Any], task: DelayTask) -> None:
     late_us = (wiring_of(default()).clock.now() - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
+
+
+@shared_task(name="test.celery_note", bind=True)
+def note_celery(self: Any, file: str) -> None:
+    """An ordinary Celery task."""
+    note({"file": file}, self.request.id)
 
 
 @processor("test.word")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from redis import Redis
 
-from delaytasks.embedded import find_server
+from delaytasks.embedded.server import find_server
 from tests.services import MissingServiceError, free_port, redis_answers
 from tests.waiting import wait_until
 

@@ -60,7 +60,9 @@ class RunnerHarness:
 
     def __init__(self, store: Store, may_detach: bool = False, **changes: Any) -> None:
         url = store.database.url.render_as_string(hide_password=False)
-        self.settings = settings_for(url, **{"chunk_time_budget_s": 5, **changes})
+        self.settings = settings_for(
+            url, **{"chunk_time_budget_s": 5, "strict_tags": False, **changes}
+        )
         self.store = store
         self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
         self.clock = Clock(self.store.tasks.now)

@@ -280,6 +280,7 @@ class Deployment:
 
     def close(self) -> None:
         self.kill()
+        wiring_of(self.delays).flush()  # later messages would stay in the broker
         for store in self._stores:
             with store.database.begin() as connection:
                 store.schema.metadata.drop_all(connection)

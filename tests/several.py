@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy import func, insert, select, update
 
 from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.filters import filter_of
 from delaytasks.core.ids import home_of
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.storage import migrations
@@ -48,7 +49,7 @@ class Several:
         found = [
             task
             for store in self.stores
-            for task in store.tasks.find(TAG, None, key, None, None, None, 100)
+            for task in store.tasks.find(filter_of({"tag": TAG, "key": key}), 100)
         ]
         return [task for task in found if not task.is_finished]
 

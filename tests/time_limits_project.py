@@ -29,7 +29,7 @@ def work(body: dict[str, Any], task: DelayTask) -> None:
     note(body, task.id, "ended", os.getpid())
 
 
-@processor("limits.soft", queue="limits", soft_time_limit=0.5, retry=RetrySchedule("500ms"))
+@processor("limits.soft", queue="limits", soft_time_limit=0.5, retries=RetrySchedule("500ms"))
 def soft(body: dict[str, Any], task: DelayTask) -> None:
     work(body, task)
 

@@ -11,20 +11,18 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime, timedelta, timezone
-from typing import Any, cast
+from typing import Any
 
 from benchmarks import bare, brokers, ours, table
 from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from delaytasks import DelayTasks
-from delaytasks.timers.background import BackgroundTimer
 from delaytasks.wiring import wiring_of
 
 BLOCK = 100
 BEYOND_S, WITHIN_S = 3600.0, 20.0
 
-_background_app, _background = ours.make("bench_background", arm="background")
-_background_timer = cast(BackgroundTimer, wiring_of(_background).timer)
+_inline_app, _inline = ours.make("bench_inline", arm="inline")
 
 
 def _schedule(delays: DelayTasks, delay: float, session: Any = None) -> Callable[[], object]:
@@ -42,8 +40,9 @@ def _send() -> object:
 #: Each call with its target, as a multiple of apply_async.
 _CALLS: list[tuple[str, Callable[[], object], float]] = [
     ("beyond the horizon", _schedule(ours.delays, BEYOND_S), 1.2),
-    ("within it, inline", _schedule(ours.delays, WITHIN_S), 2),
-    ("within it, background", _schedule(_background, WITHIN_S), 1.2),
+    ("within it", _schedule(ours.delays, WITHIN_S), 1.2),
+    ("due immediately", _schedule(ours.delays, 0), 1.2),
+    ("within it, inline", _schedule(_inline, WITHIN_S), 2),
 ]
 
 
@@ -83,7 +82,7 @@ def _medians(
         with block():
             for name, call in calls.items():
                 took = [_timed(call) for _ in range(BLOCK)]
-                _background_timer.flush(10)
+                wiring_of(ours.delays).flush()
                 if number:
                     costs[name] += took
     return {name: statistics.median(took) for name, took in costs.items()}

@@ -45,7 +45,7 @@ def _send(
         due = wall() + lead
         when = instant(due)
         bodies = ({"url": url, "body": {"order": number}} for number in range(count))
-        side.delays.schedule_many(NewTask(CALLBACK, body, when=when) for body in bodies)
+        side.delays.schedule_many(NewTask(CALLBACK, body, at=when) for body in bodies)
         if wall() > due:
             raise BenchError("callbacks: scheduling took too long")
         sleep_until(due - 0.5)

@@ -68,7 +68,7 @@ class HeartbeatConnections:
     def _touch(self, keys: list[str]) -> None:
         now = wiring_of(self._delays).clock.now
         at, before, cpu_before = now(), time.perf_counter(), time.thread_time()
-        missed = self._delays.touch_many(tag=ours.TAG, keys=keys, delay=TIMEOUT_S)
+        missed = self._delays.touch_many(tag=ours.TAG, keys=keys, delay=TIMEOUT_S).gone
         self.cpu_s += time.thread_time() - cpu_before
         self.touching_s += time.perf_counter() - before
         self.touched.update(dict.fromkeys(keys, (at, now())))

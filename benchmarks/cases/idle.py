@@ -13,7 +13,7 @@ from benchmarks.meters import NAN
 from benchmarks.sides import START_S, Ours, Side
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, wait_until
-from delaytasks.embedded import find_server
+from delaytasks.embedded.server import find_server
 
 #: After this time, connections are open and the first sweeps are over.
 SETTLE_S = 15.0

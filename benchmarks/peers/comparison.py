@@ -9,7 +9,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine, report, table
-from benchmarks.peers import servers
+from benchmarks.peers import documents, servers
 from benchmarks.peers.catalogue import System
 from benchmarks.peers.loads import Figures
 from benchmarks.peers.side import Peer
@@ -38,10 +38,21 @@ class ComparisonRow(NamedTuple):
 class Comparison:
     """The values of each row, figure, system and round."""
 
-    def __init__(self, console: Console, rounds: int, file: Path | None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        rounds: int,
+        file: Path | None,
+        document: Path | None = None,
+        command: str = "",
+    ) -> None:
         self._console = console
         self._rounds = rounds
         self._file = file
+        #: Where to write Markdown tables of as many rounds as fit into the limit, and the command
+        #: that they name.
+        self._document = document
+        self._command = command
         self._began = time.monotonic()
         self._facts: dict[str, str] = {}
         self._loads: dict[str, list[float]] = {}
@@ -56,12 +67,14 @@ class Comparison:
             with ExitStack() as held:
                 held.enter_context(table.alone())
                 here = held.enter_context(servers.started(folder))
-                self._facts = {**machine.facts(), **here.versions(), "rounds": str(self._rounds)}
+                self._facts = {**machine.facts(), **here.versions()}
+                if self._document is None:
+                    self._facts["rounds"] = str(self._rounds)
                 report.print_facts(self._console, self._facts)
                 peers = [Peer(system, here, folder) for system in systems]
                 ready = [peer for peer in peers if not peer.lacks(self.say)]
-                for row in rows:
-                    self._measure(row, [peer for peer in ready if _has(peer, row.needs)])
+                for row, number in self._turns(rows):
+                    self._measure(row, number, [peer for peer in ready if _has(peer, row.needs)])
         except BenchError as error:
             self._console.print(str(error), style="red", markup=False)
             return 2
@@ -79,25 +92,30 @@ class Comparison:
         took_s = time.monotonic() - self._began
         self._console.print(f"[dim]{took_s:5.0f} s  {text}[/dim]", highlight=False)
 
-    def _measure(self, row: ComparisonRow, peers: Sequence[Peer]) -> None:
-        for number in range(self._rounds):
-            # Each round begins with another system, because one system's aftereffects may slow
-            # the next one.
-            first = number % len(peers)
-            for peer in [*peers[first:], *peers[:first]]:
-                load = machine.load()
-                self._loads.setdefault(row.name, []).append(load)
-                try:
-                    figures = row.measure(peer)
-                except Exception as error:  # the other systems are still measured
-                    self._fail(f"{row.name}, {peer.system.title}", error)
-                    continue
-                for figure, value in figures.items():
-                    values = self._values.setdefault((row.name, figure), {})
-                    values.setdefault(peer.system.name, {})[number] = value
-                said = ", ".join(f"{name} {report.short(value)}" for name, value in figures.items())
-                self.say(f"{row.name}: {peer.system.title}: {said}; load before {load:.1f}")
-            self._write()
+    def _turns(self, rows: Sequence[ComparisonRow]) -> Iterator[tuple[ComparisonRow, int]]:
+        if self._document is not None:
+            yield from documents.rounds_within(rows)
+        else:
+            yield from ((row, number) for row in rows for number in range(self._rounds))
+
+    def _measure(self, row: ComparisonRow, number: int, peers: Sequence[Peer]) -> None:
+        # Each round begins with another system, because one system's aftereffects may slow the
+        # next one.
+        first = number % len(peers)
+        for peer in [*peers[first:], *peers[:first]]:
+            load = machine.load()
+            self._loads.setdefault(row.name, []).append(load)
+            try:
+                figures = row.measure(peer)
+            except Exception as error:  # the other systems are still measured
+                self._fail(f"{row.name}, {peer.system.title}", error)
+                continue
+            for figure, value in figures.items():
+                values = self._values.setdefault((row.name, figure), {})
+                values.setdefault(peer.system.name, {})[number] = value
+            said = ", ".join(f"{name} {report.short(value)}" for name, value in figures.items())
+            self.say(f"{row.name}: {peer.system.title}: {said}; load before {load:.1f}")
+        self._write()
 
     def _fail(self, what: str, error: Exception) -> None:
         text = str(error) if isinstance(error, BenchError) else traceback.format_exc()
@@ -135,6 +153,9 @@ class Comparison:
     def _write(self) -> None:
         if self._file is not None:
             self._file.write_text(json.dumps(self._as_json(), indent=1) + os.linesep)
+        if self._document is not None and self._values:
+            shown = self._facts, self._loads, self._values
+            self._document.write_text(documents.markdown(self._command, *shown, OURS, BARE))
 
     def _as_json(self) -> dict[str, Any]:
         figures = [

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from celery import Celery
+
 from benchmarks.machine import family, usage
 from benchmarks.notes import Note, Notes
 from benchmarks.peers import environment
@@ -109,6 +111,7 @@ class Peer:
                     self._start(command, "beat", **self._variables)
                     for command in self.system.extra_commands
                 ]
+            self._await_consumers()
             self._warm_up(_warm_up_count(takes_s))
             yield
             for part in self._parts():
@@ -249,6 +252,25 @@ class Peer:
             **variables,
         }
         return PeerProcess(self.system, filled, self._folder, **every)
+
+    def _await_consumers(self) -> None:
+        """Wait until each worker of Celery answers to a ping.
+
+        With a distant broker its start takes more than ten seconds. Its pool already runs overdue
+        rows of the table, while its main process waits for the broker.
+        """
+        has_broker = self.system.broker in self.system.servers
+        if not has_broker or any(command[0] != "celery" for command in self.system.worker):
+            return
+        app = Celery(broker=self.environment["BENCH_BROKER_URL"], set_as_current=False)
+        with app.connection_for_write() as connection:
+            wait_until(
+                lambda: (
+                    len(app.control.ping(timeout=0.5, connection=connection)) >= len(self._workers)
+                ),
+                START_S,
+                f"the workers of {self.system.title} to answer",
+            )
 
     def _warm_up(self, count: int) -> None:
         now = wall()

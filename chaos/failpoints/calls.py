@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 from sqlalchemy.orm import Session
 
+from chaos.celery_messages import MOST_RUNS, NAME
 from chaos.failpoints.catalogue import Mix
 from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
@@ -29,6 +30,9 @@ from delaytasks.scheduling.task_builder import RowBatch
 from delaytasks.wiring import wiring_of
 
 RETRY_SCHEDULE_RUNS = 3
+RECURRING_TAG = "fail.recurring"
+#: The interval of recurring schedules, so that each has one occurrence in a run.
+RECURS_S = 86_400
 #: The horizon of the workers: tasks that are due later are armed by a sweep.
 HORIZON_S = 5.0
 #: The size of one bulk call, the size of its batches, and the number of bulk calls.
@@ -46,7 +50,7 @@ class FailpointCalls:
         if mix == "overdue backlog":
             when = wiring_of(self._delays).clock.now() + timedelta(seconds=0.3)
             for _ in range(12):
-                self._schedule("fail.note", None, self._chance.uniform(0.08, 0.16), when=when)
+                self._schedule("fail.note", None, self._chance.uniform(0.08, 0.16), at=when)
             return
         for number in range(self._chance.randint(4, 8)):
             time.sleep(self._chance.uniform(0, 0.05))
@@ -79,9 +83,19 @@ class FailpointCalls:
                 self._any(delay) if number else schedule("fail.fatal", delay)
             ),
             "simultaneous": lambda _, delay: schedule("fail.side", delay, uniform(0.05, 0.3)),
+            "queued": lambda *_: self._schedule_waiting(),
             "limited": lambda _, delay: schedule("fail.limited", delay / 4, 0.05),
             "effect": lambda _, delay: schedule("fail.effect", delay),
+            "recurring": lambda *_: self._recur(),
+            "Celery tasks": lambda _, delay: self._call_celery_task(delay),
+            "revoked Celery tasks": lambda *_: self._revoke(self._call_celery_task(uniform(1, 2))),
         }
+
+    def _schedule_waiting(self) -> None:
+        """Schedule tasks that are due together, so that some wait in the main process."""
+        due = wiring_of(self._delays).clock.now() + timedelta(seconds=0.3)
+        for _ in range(4):
+            self._schedule("fail.note", None, self._chance.uniform(0.03, 0.06), at=due)
 
     def _any(self, delay: float) -> None:
         tag = self._chance.choice(["fail.note", "fail.note", "fail.shaky"])
@@ -91,9 +105,9 @@ class FailpointCalls:
         id = self._delays.new_id()
         body = {"folder": self._folder, "s": seconds, "fails": self._chance.randint(0, 3)}
         runs = RETRY_SCHEDULE_RUNS if tag == "fail.shaky" else 1
-        call = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
-        when = (delay,) if delay is not None else (options.pop("when"),)
-        self._call(id, "schedule", runs, lambda: call(tag, body, *when, id=id, **options))
+        call: Any = self._delays.schedule_delay if delay is not None else self._delays.schedule_at
+        due = delay if delay is not None else options.pop("at")
+        self._call(id, "schedule", runs, lambda: call(tag, body, due, id=id, **options))
         return id
 
     def _insert(self) -> None:
@@ -153,12 +167,43 @@ class FailpointCalls:
             else:
                 self._delays.schedule_many(many, on_batch=lambda tasks: record(tasks, "ok"))
 
+    def _recur(self) -> None:
+        """Store a schedule with a single occurrence in the next hour."""
+        time.sleep(self._chance.uniform(0, 0.6))  # so that several sweeps make the tasks
+        start = wiring_of(self._delays).clock.now() + timedelta(seconds=self._chance.uniform(1, 2))
+        name, body = f"s{now_us()}", {"folder": self._folder, "s": 0, "fails": 0}
+        self._delays.recurring.set(name, RECURRING_TAG, body, every=RECURS_S, start=start)
+
+    def _call_celery_task(self, delay: float) -> int:
+        """Call a Celery task, whose id is a number."""
+        id, asked_us = self._delays.new_id(), now_us()
+
+        def note(answer: Answer) -> None:
+            self._notes.note(
+                CallRecord(
+                    id, "schedule", answer, asked_us, now_us(), asked_us, MOST_RUNS, is_celery=True
+                )
+            )
+
+        note("unknown")
+        wiring_of(self._delays).celery.send_task(
+            NAME, task_id=str(id), countdown=delay + 0.01, durable_eta=True
+        )
+        note("ok")
+        return id
+
+    def _revoke(self, id: int) -> None:
+        asked_us = now_us()
+        self._notes.note(CallRecord(id, "revoke", "unknown", asked_us, asked_us))
+        wiring_of(self._delays).celery.control.revoke(str(id))
+        self._notes.note(CallRecord(id, "revoke", "ok", asked_us, now_us()))
+
     def _cancel(self, id: int) -> None:
         self._call(id, "cancel", 1, lambda: self._delays.cancel(id, strict=True))
 
     def _retry(self, id: int, delay: float) -> None:
         self._cancel(id)
-        self._call(id, "retry", 1, partial(self._delays.retry, id, delay))
+        self._call(id, "rerun", 1, partial(self._delays.rerun, id, delay))
 
     def _move(self, id: int) -> None:
         if self._chance.random() < 0.2:

@@ -26,6 +26,7 @@ Mix = Literal[
     "overdue backlog",
     "fatal",
     "simultaneous",
+    "queued",
     "limited",
     "effect",
     "many",
@@ -33,6 +34,9 @@ Mix = Literal[
     "cancelled",
     "retried",
     "touched",
+    "recurring",
+    "Celery tasks",
+    "revoked Celery tasks",
 ]
 
 
@@ -114,11 +118,15 @@ FAILPOINTS = [
         "many in a session",
     ),
     Failpoint("cancelled", "producer", "after", ("storage.tasks:Tasks.cancel",), "R1", "cancelled"),
-    Failpoint("retried", "producer", "after", ("storage.tasks:Tasks.retry",), "R1", "retried"),
+    Failpoint("retried", "producer", "after", ("storage.tasks:Tasks.rerun",), "R1", "retried"),
     Failpoint("touched", "producer", "after", ("storage.touches:Touches.touch",), "R1", "touched"),
     Failpoint("moved", "producer", "after", ("storage.tasks:Tasks.reschedule",), "R1", "moved"),
+    Failpoint(
+        "waiting to be armed", "producer", "after", ("timers.background:BackgroundTimer.arm",), "R1"
+    ),
     Failpoint("arming", "producer", "before", _ARM, "R1"),
-    Failpoint("armed", "producer", "after", _ARM, "D"),
+    # The tasks of later calls wait to be armed.
+    Failpoint("armed", "producer", "after", _ARM, "R1"),
     Failpoint(
         "disarming",
         "producer",
@@ -215,6 +223,14 @@ FAILPOINTS = [
     ),
     Failpoint("settling", "pool", "before", ("storage.claims:Claims.settle",), "R2"),
     Failpoint("settled", "pool", "after", ("storage.claims:Claims.settle",), "R1"),
+    Failpoint(
+        "settling later",
+        "pool",
+        "after",
+        ("execution.chunk_runner:ChunkRunner._close_later",),
+        "R2",
+        "queued",
+    ),
     Failpoint("arming again", "pool", "before", ("execution.settlement:Settler._arm_again",), "R1"),
     Failpoint(
         "giving back",
@@ -302,6 +318,104 @@ FAILPOINTS = [
     ),
     Failpoint(
         "worker expired", "main", "after", ("storage.worker_table:WorkerTable.expire",), "R1"
+    ),
+    # recurring schedules, whose tasks a sweep writes
+    Failpoint(
+        "occurrences planned",
+        "main",
+        "before",
+        ("recurrence.queries:RecurringTable.write",),
+        "R1",
+        "recurring",
+    ),
+    Failpoint(
+        "occurrences written",
+        "main",
+        "after",
+        ("recurrence.queries:RecurringTable.write",),
+        "R1",
+        "recurring",
+    ),
+    Failpoint(
+        "schedules advanced",
+        "main",
+        "after",
+        ("recurrence.queries:RecurringTable.advance",),
+        "R1",
+        "recurring",
+    ),
+    Failpoint(
+        "occurrences committed",
+        "main",
+        "after",
+        ("recurrence.queries:RecurringTable.transaction",),
+        "R1",
+        "recurring",
+    ),
+    Failpoint(
+        "occurrences armed",
+        "main",
+        "after",
+        ("recurrence.creation:Creation.create",),
+        "R1",
+        "recurring",
+    ),
+    # durable Celery tasks
+    Failpoint(
+        "message captured",
+        "producer",
+        "before",
+        ("operations.celery_tasks:CeleryTasks._schedule",),
+        "R1",
+        "Celery tasks",
+    ),
+    Failpoint(
+        "message stored",
+        "producer",
+        "after",
+        ("operations.celery_tasks:CeleryTasks._schedule",),
+        "R1",
+        "Celery tasks",
+    ),
+    Failpoint(
+        "revoked row found",
+        "producer",
+        "before",
+        ("operations.revocations:Revocations._cancel",),
+        "R1",
+        "revoked Celery tasks",
+    ),
+    Failpoint(
+        "row revoked",
+        "producer",
+        "after",
+        ("operations.revocations:Revocations._cancel",),
+        "R1",
+        "revoked Celery tasks",
+    ),
+    Failpoint(
+        "publishing",
+        "pool",
+        "before",
+        ("durable_eta.publisher:MessagePublisher.publish",),
+        "R2",
+        "Celery tasks",
+    ),
+    Failpoint(
+        "message sent",
+        "pool",
+        "after",
+        ("durable_eta.publisher:_PublisherLink._send",),
+        "R2",
+        "Celery tasks",
+    ),
+    Failpoint(
+        "published",
+        "pool",
+        "after",
+        ("durable_eta.publisher:MessagePublisher.publish",),
+        "R2",
+        "Celery tasks",
     ),
     # leases
     Failpoint("renewing", "main", "before", ("storage.leases:Leases.renew",), "R2", "long"),

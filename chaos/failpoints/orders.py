@@ -123,7 +123,14 @@ def record_fault(folder: Path, kind: str, lasts_s: float, effect: Effect) -> Non
     pid = os.getpid()
     key_owners = tuple(f"/{holder}-" for holder in (pid, *children_of(pid)))
     fault = Fault(
-        kind, f"process {pid}", now_us(), now_us() + int(lasts_s * 1e6), effect, key_owners
+        kind,
+        f"process {pid}",
+        now_us(),
+        now_us() + int(lasts_s * 1e6),
+        effect,
+        key_owners,
+        # Redis keeps what a dead worker has received until the end of the visibility timeout.
+        loses_messages=effect == "dead",
     )
     with (folder / FAULTS).open("a") as file:
         file.write(json.dumps(asdict(fault)) + "\n")

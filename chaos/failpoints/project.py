@@ -20,7 +20,7 @@ def note(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
 
 
-@processor("fail.shaky", retry=RETRY_SCHEDULE)
+@processor("fail.shaky", retries=RETRY_SCHEDULE)
 def shaky(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
     if task.attempts <= body["fails"]:
@@ -34,6 +34,11 @@ def side_by_side(body: dict[str, Any], task: DelayTask) -> None:
 
 @processor("fail.limited")
 def limited(body: dict[str, Any], task: DelayTask) -> None:
+    _note(body, task)
+
+
+@processor("fail.recurring")
+def recurring(body: dict[str, Any], task: DelayTask) -> None:
     _note(body, task)
 
 

@@ -14,15 +14,20 @@ from typing import Any
 
 from sqlalchemy import func, select
 
+from chaos.celery_messages import NOTES, TAG, use_row_ids
 from chaos.checker import Checker, Verdict
 from chaos.failpoints import orders
-from chaos.failpoints.calls import HORIZON_S, FailpointCalls
+from chaos.failpoints.calls import HORIZON_S, RECURRING_TAG, RECURS_S, FailpointCalls
 from chaos.failpoints.catalogue import BY_NAME, Failpoint
-from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, Orders
-from chaos.history import History, RowChange, read
+from chaos.failpoints.orders import LEASE_S, VARIABLE, Act, FailpointError, Orders
+from chaos.history import History, Occurrences, RowChange, read
+from chaos.occurrences import read_occurrences
 from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
+from chaos.rows import rows_of
+from delaytasks.core.clock import to_us
 from delaytasks.core.states import FINISHED, LIVE, Status
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.lease_keeper import is_there
 from tests.running import Deployment, Process
 
@@ -74,13 +79,15 @@ class FailpointDeployment:
         self._folder = folder
         (folder / "notes").mkdir()
         # Inherited by the processes that are started from now on.
-        os.environ.update({VARIABLE: str(folder), **time_environment()})
-        conf = {"imports": ["chaos.failpoints.project"]}
+        os.environ.update(
+            {VARIABLE: str(folder), NOTES: str(folder / "notes"), **time_environment()}
+        )
+        conf = {"imports": ["chaos.failpoints.project", "chaos.celery_messages"]}
         self._deployment = Deployment(
             folder, database_url, broker_url, conf, **SETTINGS, timer=timer, redis_url=redis_url
         )
         self._store = self._deployment.store
-        self._deployment.delays.set_policy("fail.limited", concurrency=1)
+        self._deployment.delays.set_policy(tag="fail.limited", concurrency=1)
         self._recorder = Recorder(self._store)
         self._workers: list[Process] = []
         #: The worker that was asked to stop; it stays in the list until it has ended.
@@ -132,9 +139,11 @@ class FailpointDeployment:
         try:
             os.setsid()
             Orders(self._folder, is_producer=True)
-            FailpointCalls(self._deployment.producer(), self._folder / "notes", seed).make(
-                failpoint.mix
-            )
+            delays = self._deployment.producer()
+            FailpointCalls(delays, self._folder / "notes", seed).make(failpoint.mix)
+            wiring_of(delays).flush()
+        except FailpointError:
+            os._exit(0)  # as ordered; the answer of its last call is unknown
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -175,7 +184,8 @@ class FailpointDeployment:
 
     def verdict(self, episodes: list[Episode]) -> Verdict:
         """Check the history, and set the recovery times of the episodes."""
-        history = read(self._folder / "notes", self._recorder.changes())
+        self._wait(lambda: not self._undelivered(), OVER_S)
+        history = self._history()
         history.faults = orders.faults(self._folder)
         checker = Checker(history, quiet_us=now_us())
         ended_us = {(ran.id, ran.version): ran.ended_us or 0 for ran in history.run_records}
@@ -204,6 +214,26 @@ class FailpointDeployment:
                 if BY_NAME[episode.failpoint].is_refused:
                     refuse(history, fault.from_us)
         return checker.verdict()
+
+    def _history(self) -> History:
+        history = read(self._folder / "notes", self._recorder.changes())
+        delays = self._deployment.delays
+        use_row_ids(history, rows_of(delays, TAG))
+        found = read_occurrences(history, rows_of(delays, RECURRING_TAG))
+        for schedule in delays.recurring.list(limit=1000):
+            assert schedule.start_at is not None
+            at_us = to_us(schedule.start_at)
+            history.occurrences.append(
+                Occurrences(
+                    schedule.name, RECURS_S * 1_000_000, at_us, at_us, found.get(schedule.name, [])
+                )
+            )
+        return history
+
+    def _undelivered(self) -> set[int]:
+        """Return the rows whose messages were published, and whose Celery tasks have not begun."""
+        history = read(self._folder / "notes", ())
+        return {each.id for each in history.publications} - {each.id for each in history.deliveries}
 
 
 def late_s(change: RowChange, fault_us: int, ended_us: Mapping[tuple[int, int], int]) -> float:

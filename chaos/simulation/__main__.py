@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 all_in_all.tasks += verdict.tasks
                 all_in_all.runs += verdict.runs
                 all_in_all.explained += verdict.explained
+                all_in_all.published += verdict.published
                 all_in_all.claimed_ahead += verdict.claimed_ahead
                 if verdict.findings:
                     broken += 1

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from chaos.history import Answer, Call, CallRecord
+from chaos.simulation.celery_messages import CeleryCalls
 from chaos.simulation.stage import RETRY_SCHEDULE, Play
 from chaos.simulation.world import Dead
 from delaytasks import DelayTask
@@ -52,6 +53,9 @@ class SimulatedCalls:
                     self._play.touches.touch(id, producer.due_of(chance.uniform(0, 8)))
                 except DelayTaskError:
                     pass
+
+    def call_celery_tasks(self) -> None:
+        CeleryCalls(self._play, self._producer).make()
 
     def insert_backlog(self, rows: int, chance: random.Random) -> None:
         """Insert due rows without arming them, as another program does."""

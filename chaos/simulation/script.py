@@ -7,13 +7,16 @@ from collections.abc import Iterable
 
 from sqlalchemy import func, select
 
-from chaos.checker import Verdict, Violation
+from chaos.checker import Verdict
 from chaos.history import ALL, Effect, Fault
 from chaos.simulation.calls import SimulatedCalls
+from chaos.simulation.celery_messages import register
 from chaos.simulation.hazards import ASKS, IN_REDIS, Act, Trap, leases_of
+from chaos.simulation.recurring import SimulatedSchedules
 from chaos.simulation.stage import Play, stage
 from chaos.simulation.worker import SimulatedWorker
 from chaos.simulation.world import Host
+from chaos.violation import Violation
 from delaytasks.core.states import LIVE
 
 MOST_WORKERS, MOST_PRODUCERS, MOST_TASKS, MOST_FAULTS = 2, 2, 3, 3
@@ -30,6 +33,8 @@ WITH_BACKLOG, BACKLOG_ROWS = 0.15, (12, 30)
 QUIET_S = 40.0
 #: After that, the timer must start an armed task within this time; a sweep would be slower.
 ON_TIME_S = 1.0
+#: How long the timer takes at most to remove the entry of a task that has run.
+SETTLED_S = 5.0
 
 
 class Script:
@@ -45,6 +50,8 @@ class Script:
         self._is_over = False
         self._workers: list[SimulatedWorker] = []
         self._workers_made = 0
+        self._schedules = SimulatedSchedules(play)
+        play.at_end = self._schedules.read
 
     def run(self) -> None:
         start = self._world.start
@@ -54,10 +61,12 @@ class Script:
             host = Host(f"producer {number}")
             host.skew_us = self._chance.choice(SKEWS_US)
             self._produce_on(host)
+        self._produce_celery_tasks()
         # With a sequence of its own, so that the other draws of a seed do not depend on it.
         chance = random.Random(f"backlog {self._play.seed}")
         if chance.random() < WITH_BACKLOG:
             SimulatedCalls(self._play).insert_backlog(chance.randint(*BACKLOG_ROWS), chance)
+        self._schedules.begin()
         self._play.broker.on_put = start(self._outside, self._deliver).wake
         for work in (self._beat, self._supervise, self._break, self._watch):
             start(self._outside, work)
@@ -114,6 +123,7 @@ class Script:
         while self._open:
             self._world.pause(0.5)
         self._play.hazards.trap = None
+        self._schedules.end()
         quiet_us = self._play.times.now_us + QUIET_S * 1e6
         self._play.broker.is_reliable = True
         if self._play.redis is not None:
@@ -124,7 +134,8 @@ class Script:
         ):
             self._world.pause(1)
         if self._chance.random() < LOOKED_AT:
-            self._world.pause(max(quiet_us - self._play.times.now_us, 0) / 1e6)
+            # A task of a schedule may just have run, and its entry is removed after that.
+            self._world.pause(max((quiet_us - self._play.times.now_us) / 1e6, SETTLED_S))
             self._look_at_timer()
         self._is_over = True
 
@@ -156,6 +167,17 @@ class Script:
                 self._open -= 1
 
         self._world.start(host, work)
+
+    def _produce_celery_tasks(self) -> None:
+        """Call Celery tasks on a host without faults, so that each revoke has an answer."""
+        register(self._play)
+        self._open += 1
+
+        def work() -> None:
+            SimulatedCalls(self._play).call_celery_tasks()
+            self._open -= 1
+
+        self._world.start(self._outside, work)
 
     # -- faults -----------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from sqlalchemy import delete
+from sqlalchemy import delete, select
 
-from chaos.checker import Checker, Finding, Verdict, Violation
+from chaos.checker import Checker, Finding, Verdict
 from chaos.history import History, RunRecord
 from chaos.recorder import Recorder
 from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
@@ -25,6 +25,7 @@ from chaos.simulation.clock import START_US, Times, installed
 from chaos.simulation.hazards import Hazards, StepProxy
 from chaos.simulation.redislink import Link, Server
 from chaos.simulation.world import Lock, SimulatedWorld
+from chaos.violation import Violation
 from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
@@ -32,6 +33,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.processors.registry import Registry
 from delaytasks.storage.claims import Claims
+from delaytasks.storage.rows import columns, task_of
 from delaytasks.storage.store import Store
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.redis import RedisTimer
@@ -45,6 +47,8 @@ SETTINGS: dict[str, Any] = {
     "horizon_s": 10,
     "max_lost_leases": 4,
     "redis_slots": 2,
+    # The shards of simulated workers have no table of statistics.
+    "statistics": False,
 }
 RETRY_SCHEDULE = RetrySchedule("1s 3s")
 #: A folder in memory, if the system has one.
@@ -73,6 +77,7 @@ class SimulationStage:
         finally:
             play.world.close()
         play.history.changes = list(self.recorder.changes())
+        play.at_end()
         checker = Checker(play.history, self.settings.max_lost_leases, self.times.now_us)
         verdict = checker.verdict()
         for id, violation in play.violations:
@@ -104,6 +109,8 @@ class Play:
         self.redis = (
             Server(self.world, self.chance, self.hazards) if self.chance.random() < 0.5 else None
         )
+        #: Called after the end, when the history has the changes of the rows.
+        self.at_end: Callable[[], None] = lambda: None
         #: Violations that the checker cannot see, each with the task's id or 0.
         self.violations: list[tuple[int, Violation]] = []
         store = stage.store
@@ -114,14 +121,21 @@ class Play:
             self.with_steps(store.workers),
         )
         self.deferred_rows = self.with_steps(store.deferred_rows)
+        self.due_schedules = self.with_steps(store.due_schedules)
         self.registry = Registry()
         self.registry.processor("note")(self._work)
-        self.registry.processor("shaky", retry=RETRY_SCHEDULE)(self._work)
+        self.registry.processor("shaky", retries=RETRY_SCHEDULE)(self._work)
         self.new_id = itertools.count(1).__next__
         self.new_pid = itertools.count(10_000_000).__next__
 
     def with_steps(self, part: Any) -> Any:
         return StepProxy(part, self.world, self.hazards)
+
+    def rows(self) -> list[DelayTask]:
+        """Return all rows of tasks."""
+        store = self.stage.store
+        query = select(*columns(store.schema))
+        return [task_of(row, store.schema) for row in store.database.rows(query)]
 
     def claims(self, name: str) -> Any:
         return self.with_steps(self.stage.claims(name))

@@ -10,16 +10,18 @@ from typing import Any
 
 from billiard.exceptions import WorkerLostError
 
-from chaos.checker import Violation
 from chaos.simulation.broker import Message
+from chaos.simulation.recurring import recurring_stage
 from chaos.simulation.stage import Play
 from chaos.simulation.world import Host
+from chaos.violation import Violation
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.limits import LimitLoader
 from delaytasks.execution.runner import Report, Runner
 from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.processors.thread_slots import ThreadSlots
 from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.building import build_runtime
@@ -54,6 +56,7 @@ class Child(Host):
             Events(),
             play.execute,
             lambda session, task: None,
+            thread_slots=SimulatedSlots(play),
             may_detach=True,
             last_renewal=lambda: worker.processes.renewals.last(0),
             has_others=worker.processes.others_wait.is_so,
@@ -102,6 +105,21 @@ class Child(Host):
             )
 
 
+class SimulatedSlots(ThreadSlots):
+    """Lets other actors run while a runner waits, for example for a chunk that is being settled."""
+
+    def __init__(self, play: Play) -> None:
+        super().__init__()
+        self._play = play
+
+    def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
+        while not is_so():
+            if until is not None and self._play.times.monotonic() >= until:
+                return False
+            self._play.world.pause(0.001)
+        return True
+
+
 class TimeBudgets:
     """Replaces the thread that watches the time budgets of a process."""
 
@@ -114,6 +132,10 @@ class TimeBudgets:
     def open(self, chunk: Any, rest_s: float = 0.0) -> None:
         ends = self._play.times.monotonic() + self._play.settings.chunk_time_budget_s + rest_s
         self._open.setdefault(chunk, ends)
+        self._actor.wake()
+
+    def end_now(self, chunk: Any) -> None:
+        self._open[chunk] = self._play.times.monotonic()
         self._actor.wake()
 
     def close(self, chunk: Any) -> None:
@@ -202,7 +224,13 @@ class SimulatedWorker(Host):
     def _shard(self) -> Any:
         play = self.play
         sweeper = Sweeper(
-            play.settings, play.sweeps, play.seen, self.clock, self.timer, self.events
+            play.settings,
+            play.sweeps,
+            play.seen,
+            self.clock,
+            self.timer,
+            self.events,
+            recurring=recurring_stage(play, self.clock, self.timer, self.events),
         )
         store = SimpleNamespace(
             tasks=play.tasks,
@@ -210,6 +238,7 @@ class SimulatedWorker(Host):
             leases=play.leases,
             workers=play.seen,
             deferred_rows=play.deferred_rows,
+            due_schedules=play.due_schedules,
         )
         return SimpleNamespace(
             number=0,
@@ -242,8 +271,8 @@ class SimulatedWorker(Host):
             shards=[shard],
             redis_timer=redis_timer,
             direct_timer=None,
-            inline_timer=self.timer,
             timer=self.timer,
+            producer_timer=self.timer,
             queues=None,
             publisher=None,
             router=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 import click
 
 from delaytasks.cli.context import Cli
 from delaytasks.cli.output import Failure, count, print_json
+from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.progress import moved_bar, stopping_between_steps
 from delaytasks.cli.times import PAST
 from delaytasks.core.bulk import BulkResult
@@ -19,12 +21,22 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.states import Status
 
 _STATUS = click.Choice([s.name for s in Status], case_sensitive=False)
-#: The options that select many tasks: the names are those of `core.bulk.Filters`.
-_FILTERS: dict[str, dict[str, Any]] = {
+#: The options that select many tasks: the names are those of `core.filters.Filters`.
+FILTERS: dict[str, dict[str, Any]] = {
     "tag": {"help": "of this tag."},
     "key_prefix": {"metavar": "TEXT", "help": "with a key that begins with this text."},
-    "status": {"type": _STATUS, "help": "of this status."},
+    "status": {"type": _STATUS, "multiple": True, "help": "of this status. Repeatable."},
     "queue": {"help": "of this queue."},
+    "meta": {
+        "type": PAIR,
+        "multiple": True,
+        "metavar": "NAME=VALUE",
+        "help": "with this pair. Repeatable.",
+    },
+    "error": {
+        "metavar": "PATTERN",
+        "help": "whose last error matches; * stands for any text, as '*timeout*'.",
+    },
     "since": {
         "type": PAST,
         "help": "due at this time or later, as 2030-01-31T18:00:00Z, or 1h for an hour ago.",
@@ -55,6 +67,12 @@ class Many:
         tag: str | None = self.filters["tag"]
         return tag
 
+    def due_between(self, since: datetime, until: datetime) -> Many:
+        """Return the same options with the range of due times of `--between`."""
+        if self.filters["since"] is not None or self.filters["until"] is not None:
+            raise click.UsageError("--between names both ends; leave out --since and --until.")
+        return replace(self, filters={**self.filters, "since": since, "until": until})
+
     def is_meant(self, ids: tuple[str, ...] = (), key: str | None = None) -> bool:
         """Return whether the options name many tasks, instead of some by id or one by key."""
         has_filter = any(value is not None for n, value in self.filters.items() if n != "tag")
@@ -72,11 +90,11 @@ def takes_many(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_many(*args: Any, **options: Any) -> Any:
-        filters = {name: options.pop(name) for name in _FILTERS}
+        filters = {name: pairs_or(options.pop(name)) for name in FILTERS}
         flags = {name: options.pop(name) for name in _FLAGS}
         return command(*args, many=Many(filters, **flags), **options)
 
-    for name, attributes in reversed([*_FILTERS.items(), *_FLAGS.items()]):
+    for name, attributes in reversed([*FILTERS.items(), *_FLAGS.items()]):
         attributes = {**attributes, "help": f"Many: {attributes['help']}"}
         with_many = click.option(f"--{name.replace('_', '-')}", **attributes)(with_many)
     return with_many

@@ -60,7 +60,7 @@ def broker_url(app: Any) -> str:
 
 
 def _broker_origin(cli: Cli) -> str:
-    from delaytasks.embedded import broker_of
+    from delaytasks.embedded.broker import broker_of
 
     if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
         return "environment"

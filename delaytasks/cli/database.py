@@ -10,6 +10,7 @@ from delaytasks.cli.context import Cli, Group, pass_cli
 from delaytasks.cli.output import print_json, say
 from delaytasks.cli.partitions import partitions
 from delaytasks.cli.shards import shards
+from delaytasks.storage import migrations
 
 
 @click.group(cls=Group, commands=[partitions, shards])
@@ -46,8 +47,6 @@ def downgrade(cli: Cli, revision: str, yes: bool) -> None:
     \b
     delaytasks db downgrade --yes
     """
-    from delaytasks.storage import migrations
-
     cli.require_terminal(yes, "A downgrade may drop columns and tables; use --yes.")
     url = cli.database_url
     cli.confirm(yes, f"Downgrade {url} by {revision}? Columns and tables may be dropped")
@@ -72,8 +71,6 @@ def current(cli: Cli, check: bool) -> None:
 
 def upgrade_all(cli: Cli, revision: str = "head") -> None:
     """Upgrade each database. Of several, each stores its shard number."""
-    from delaytasks.storage import migrations
-
     for store in cli.stores:
         migrations.upgrade(*cli.tables(store), revision, store.shard)
 
@@ -86,8 +83,6 @@ def _report(cli: Cli, done: str) -> None:
 
 def _print_current(cli: Cli) -> bool:
     """Print the revisions; return whether all databases have this version's."""
-    from delaytasks.storage import migrations
-
     head = migrations.head()
     revisions = [migrations.current(*cli.tables(store)) for store in cli.stores]
     is_current = all(revision == head for revision in revisions)

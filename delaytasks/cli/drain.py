@@ -17,18 +17,19 @@ from celery.exceptions import WorkerTerminate
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import cell, count
 from delaytasks.cli.progress import progress_bar
+from delaytasks.client import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
+from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
+from delaytasks.routing.shard import Shard
+from delaytasks.storage.stats import Stats
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from delaytasks.client import DelayTasks
-    from delaytasks.execution.runner import Report
-    from delaytasks.routing.shard import Shard
 
 #: Abandoned rows that one statement recovers.
 RECOVER_STEP = 500
@@ -217,8 +218,6 @@ class DrainCommand:
 
 
 def overdue(shard: Shard) -> int:
-    from delaytasks.storage.stats import Stats
-
     return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
 
 

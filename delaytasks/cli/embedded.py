@@ -11,8 +11,8 @@ import signal
 import sys
 import time
 
-from delaytasks import embedded
 from delaytasks.celery import app, delays
+from delaytasks.embedded.broker import FILES_NOTE, begin, broker_of
 from delaytasks.storage import migrations
 from delaytasks.wiring import wiring_of
 
@@ -24,7 +24,7 @@ def main() -> None:
             wiring_of(delays).store.database, settings.table_prefix, settings.table_schema or None
         )
         say(f"the database is {wiring_of(delays).store.database.url}")
-    if app.conf.broker_url == embedded.broker_of(settings.data_dir).url:
+    if app.conf.broker_url == broker_of(settings.data_dir).url:
         run_broker(settings.data_dir)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
@@ -33,9 +33,9 @@ def main() -> None:
 
 
 def run_broker(data_dir: str) -> None:
-    redis = embedded.begin(data_dir)
+    redis = begin(data_dir)
     if redis is None:
-        say(embedded.FILES_NOTE)
+        say(FILES_NOTE)
         return
     say(f"the broker is {redis.server}, at {redis.socket}")
     os.set_inheritable(redis.lock, True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -15,9 +15,7 @@ from delaytasks.cli.progress import moved_bar, stopping_between_steps
 from delaytasks.core.encryption import PLAIN, UNBOUND_PREFIX, key_name, names_of, new_key
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.states import LIVE, Status
-
-if TYPE_CHECKING:
-    from delaytasks.encryption.key_rotation import Rotation
+from delaytasks.encryption.key_rotation import Rotation
 
 _KEY_COLOURS = {"first": GOOD, "old form": "yellow", "missing": BAD}
 
@@ -118,8 +116,6 @@ class _Tasks:
     """The tasks of all databases, by the keys that they need."""
 
     def __init__(self, cli: Cli, is_all: bool) -> None:
-        from delaytasks.encryption.key_rotation import Rotation
-
         self._cli = cli
         self._is_all = is_all
         self._statuses = frozenset(Status) if is_all else LIVE

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 import click
 
+from delaytasks.cli.bulk import FILTERS
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import (
     BAD,
@@ -24,29 +26,25 @@ from delaytasks.cli.output import (
     say,
     task_json,
 )
-from delaytasks.cli.times import PAST, show_from_now
-from delaytasks.core.states import Status, moves_from
+from delaytasks.cli.pairs import pairs_or
+from delaytasks.cli.times import show_from_now
+from delaytasks.core.states import moves_from
 from delaytasks.core.task import DelayTask
-from delaytasks.core.why import Reason, as_json, why
 from delaytasks.wiring import wiring_of
 
 # -- list -----------------------------------------------------------------------------------------
 
 
+def _takes_filters(command: Callable[..., Any]) -> Callable[..., Any]:
+    for name, attributes in reversed(FILTERS.items()):
+        attributes = {**attributes, "help": f"Only tasks {attributes['help']}"}
+        command = click.option(f"--{name.replace('_', '-')}", **attributes)(command)
+    return command
+
+
 @click.command("list", cls=Command)
-@click.option("--tag", help="Only tasks of this tag.")
-@click.option(
-    "--status",
-    type=click.Choice([s.name for s in Status], case_sensitive=False),
-    help="Only tasks of this status.",
-)
+@_takes_filters
 @click.option("--key", help="Only tasks with this key.")
-@click.option(
-    "--since",
-    type=PAST,
-    help="Due at this time or later: 2030-01-31T18:00:00Z, or 1h, which means an hour ago.",
-)
-@click.option("--until", type=PAST, help="Due before this time, in the same forms.")
 @click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
 @click.option("--limit", type=int, default=100, show_default=True, help="1 to 1000.")
 @click.option("--cursor", help="Continue after the page that printed this cursor.")
@@ -59,7 +57,8 @@ def list_(cli: Cli, oldest_first: bool, limit: int, cursor: str | None, **filter
     \b
     delaytasks list --status FAILED --since 1h
     """
-    page = cli.delays.find(**filters, limit=limit, cursor=cursor, newest_first=not oldest_first)
+    given = {name: pairs_or(value) for name, value in filters.items() if value}
+    page = cli.delays.find(**given, limit=limit, cursor=cursor, newest_first=not oldest_first)
     if cli.is_json:
         tasks = [task_json(task) for task in page]
         print_json({"tasks": tasks, "cursor": page.cursor, "missing": page.missing})
@@ -78,13 +77,21 @@ def list_(cli: Cli, oldest_first: bool, limit: int, cursor: str | None, **filter
     )
     if page.cursor is not None:
         words = [cli.command, "list"]
-        for name, value in filters.items():
-            if value is not None:
-                typed = value.isoformat() if isinstance(value, datetime) else value
-                words.append(f"--{name} {shlex.quote(typed)}")
+        for name, value in given.items():
+            for each in _typed(value):
+                words.append(f"--{name.replace('_', '-')} {shlex.quote(each)}")
         words += ["--oldest-first"] if oldest_first else []
         # On stderr, so that a pipe receives tasks only.
         cli.note(f"More: {' '.join(words)} --limit {limit} --cursor {page.cursor}")
+
+
+def _typed(value: Any) -> list[str]:
+    """Return the texts with which a user gives the value of a filter."""
+    if isinstance(value, datetime):
+        return [value.isoformat()]
+    if isinstance(value, dict):
+        return [f"{name}={text}" for name, text in value.items()]
+    return [value] if isinstance(value, str) else list(value)
 
 
 def _row(task: DelayTask, now: datetime) -> list[Cell]:
@@ -104,14 +111,7 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
 # -- show -----------------------------------------------------------------------------------------
 
 #: Fields that are times.
-INSTANTS = (
-    "due_time",
-    "expected_time",
-    "execution_time",
-    "create_time",
-    "update_time",
-    "lease_until",
-)
+INSTANTS = ("due_time expected_time execution_time create_time update_time lease_until").split()
 
 
 @click.command(cls=Command)
@@ -127,13 +127,12 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """
     task = cli.delays.get(id, tag=tag, key=key)
     moves, document = moves_from(task.status), task_json(task)
-    attempts, reasons = cli.delays.attempts(task), _reasons(cli, task)
+    attempts = cli.delays.attempts(task)
+    explanation = wiring_of(cli.delays).explanations().of(task)
     if cli.is_json:
         failed_attempts = [one.as_json() for one in attempts]
-        reasons_json = as_json(reasons)
-        print_json(
-            {**document, "moves": moves, "why": reasons_json, "failed_attempts": failed_attempts}
-        )
+        reasons = explanation.as_json()["reasons"]
+        print_json({**document, "moves": moves, "why": reasons, "failed_attempts": failed_attempts})
         return
     now = wiring_of(cli.delays).clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
@@ -144,7 +143,9 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
                 value = f"{value} ({show_from_now(instant, now)})"
             shown.append((name, value))
     shown.append(("moves", ", ".join(moves)))
-    shown += [("" if number else "why", each.text) for number, each in enumerate(reasons)]
+    shown += [
+        ("" if number else "why", each.text) for number, each in enumerate(explanation.reasons)
+    ]
     print_fields((name, v if isinstance(v, tuple) else _field(v)) for name, v in shown)
     say("body")
     say(block(pretty_body(task)))
@@ -161,12 +162,3 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
 
 def _field(value: object) -> str:
     return cell(None if value is None else str(value), LONGEST)
-
-
-def _reasons(cli: Cli, task: DelayTask) -> list[Reason]:
-    from delaytasks.maintenance.sweeper import SILENT_SWEEPS
-    from delaytasks.storage.facts import FactReader
-
-    settings = cli.delays.settings
-    store = cli.delays.shards[task.shard].store
-    return why(FactReader(store, settings, SILENT_SWEEPS * settings.sweep_s).of(task))

@@ -3,41 +3,53 @@
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
 
 import click
 
-from delaytasks.cli.audit import audit
-from delaytasks.cli.check import check
-from delaytasks.cli.config import config
 from delaytasks.cli.context import RootGroup, open_cli, open_cli_under_celery
-from delaytasks.cli.database import db
-from delaytasks.cli.drain import drain
-from delaytasks.cli.encryption import encryption
-from delaytasks.cli.look import list_, show
-from delaytasks.cli.policies import pause, policy, resume
-from delaytasks.cli.schedule import schedule
-from delaytasks.cli.stats import stats
-from delaytasks.cli.tasks import cancel, reschedule, retry, touch
 
-_TASKS = [schedule, list_, show, cancel, reschedule, retry, touch, drain]
-_DEPLOYMENT = [audit, check, config, db, encryption, pause, policy, resume, stats]
+#: The commands of each module.
+_MODULES = {
+    "adopt_eta": "adopt-eta",
+    "audit": "audit undo",
+    "check": "check",
+    "config": "config",
+    "console": "console console-user",
+    "database": "db",
+    "drain": "drain",
+    "encryption": "encryption",
+    "exporter": "exporter",
+    "forecast": "forecast",
+    "look": "list show",
+    "policies": "pause policy resume",
+    "recurring": "recurring",
+    "report": "report",
+    "schedule": "schedule",
+    "stats": "stats",
+    "tail": "tail",
+    "tasks": "cancel rerun reschedule spread touch",
+    "top": "top",
+    "up": "up",
+    "why": "why",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 class AllCommands(RootGroup):
-    """All commands. `up` is imported when it is called, because only it needs the supervisor."""
+    """All commands. The module of a command is imported when the command is called or listed.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(commands=[*_TASKS, *_DEPLOYMENT], **options)
+    Every `celery` command imports this module, and most of them need no command of ours.
+    """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "up"])
+        return sorted(_MODULE_OF)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name == "up":
-            command: click.Command = import_module("delaytasks.cli.up").up
-            return command
-        return super().get_command(ctx, name)
+        if name not in _MODULE_OF:
+            return super().get_command(ctx, name)
+        module = import_module(f"delaytasks.cli.{_MODULE_OF[name]}")
+        commands = (each for each in vars(module).values() if isinstance(each, click.Command))
+        return next(command for command in commands if command.name == name)
 
 
 @click.group(cls=AllCommands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -102,9 +102,9 @@ def shards_text(numbers: Sequence[int]) -> str:
     return ", ".join(f"shard {number}" for number in numbers)
 
 
-def block(text: str, indent: str = "  ") -> str:
+def block(text: str) -> str:
     """Return text of several lines, each indented and without control characters."""
-    return "\n".join(indent + one_line(line, LONGEST) for line in text.rstrip("\n").split("\n"))
+    return "\n".join("  " + one_line(line, LONGEST) for line in text.rstrip("\n").split("\n"))
 
 
 def pretty_body(task: DelayTask) -> str:

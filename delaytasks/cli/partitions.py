@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
 
 import click
 
 from delaytasks.cli.context import Cli, Group, pass_cli, shown_url
 from delaytasks.cli.output import count, print_json, print_table, say
 from delaytasks.cli.times import DAYS, DURATION, show_instant
-
-if TYPE_CHECKING:
-    from delaytasks.partitions.pruning import Pruned
-    from delaytasks.partitions.table import Partitions
+from delaytasks.partitions import conversion
+from delaytasks.partitions.pruning import Pruned, prune
+from delaytasks.partitions.table import Partitions
 
 
 @click.group(cls=Group)
@@ -101,13 +99,11 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     \b
     delaytasks db partitions convert --every 7d --yes
     """
-    from delaytasks.partitions.conversion import convert
-
     found = _partitions(cli, shard)
     name = found.tasks.fullname
     cli.require_terminal(yes, "A conversion cannot be undone; use --yes.")
     cli.confirm(yes, f"Convert {name} in {shown_url(cli.stores[shard])} to partitions?")
-    made = convert(found, every, ahead)
+    made = conversion.convert(found, every, ahead)
     if cli.is_json:
         print_json({"made": made})
         return
@@ -135,8 +131,6 @@ def maintain(
     \b
     delaytasks db partitions maintain --older-than 30d
     """
-    from delaytasks.partitions.pruning import prune
-
     found, purge_after_s = _partitions(cli, shard), cli.delays.settings.purge_after_s
     if older_than is not None and (purge_after_s or math.inf) <= older_than.total_seconds():
         cli.note(
@@ -162,8 +156,6 @@ def _outcome(pruned: Pruned, done: str) -> str:
 
 
 def _partitions(cli: Cli, shard: int) -> Partitions:
-    from delaytasks.partitions.table import Partitions
-
     if shard >= len(cli.stores):
         raise click.UsageError(
             f"There is no shard {shard}: delaytasks_database_url has {len(cli.stores)}."

@@ -136,7 +136,7 @@ def set_(cli: Cli, tag: str, actor: str | None, **limits: str | None) -> None:
         for name, text in limits.items()
         if text is not None
     }
-    _report(cli, cli.delays.set_policy(tag, **given, actor=actor))
+    _report(cli, cli.delays.set_policy(tag=tag, **given, actor=actor))
 
 
 @policy.command()

@@ -15,8 +15,10 @@ import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import count
+from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.progress import moved_bar
 from delaytasks.cli.times import at_option, delay_option, parse_instant
+from delaytasks.client import DelayTasks
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import (
     BodyNotJSONError,
@@ -33,9 +35,8 @@ from delaytasks.wiring import wiring_of
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from delaytasks.client import DelayTasks
 
-_LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
+_LINE_FIELDS = NewTask._fields
 
 
 @click.command(cls=Command)
@@ -56,7 +57,7 @@ _LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
 )
 @click.option("--queue", help="The queue, if not the processor's own.")
 @click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
-@click.option("--retry", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
+@click.option("--retries", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
 @click.option(
     "--expires",
     metavar="DURATION",
@@ -64,6 +65,16 @@ _LINE_FIELDS = ["at", *(name for name in NewTask._fields if name != "when")]
 )
 @click.option(
     "--concurrency-key", metavar="KEY", help="The key for limits that are counted for each key."
+)
+@click.option(
+    "--meta",
+    type=PAIR,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A pair of the task's meta. Repeatable.",
+)
+@click.option(
+    "--spread", metavar="DURATION", help="Due up to this time later, so that many are not together."
 )
 @click.option("--id", help="Your own id; scheduling again with it is harmless.")
 @click.option(
@@ -78,7 +89,7 @@ def schedule(
     tag: str | None,
     body: str | None,
     delay: timedelta | None,
-    when: datetime | None,
+    at: datetime | None,
     many: BinaryIO | None,
     **options: Any,
 ) -> None:
@@ -89,14 +100,16 @@ def schedule(
     delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
 
     FILE for --many has one JSON object a line, with tag, body, delay or at, and further options of
-    the task (key, queue, priority, retry, expires, max_wait, concurrency_key, id):
+    the task (key, queue, priority, retries, expires, max_wait, concurrency_key, meta, spread,
+    id):
 
     \b
     {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
     """
+    options["meta"] = pairs_or(options["meta"])
     if many is not None:
         shared = {name: options.pop(name) for name in ("on_conflict", "queue", "priority")}
-        if any(given is not None for given in (tag, delay, when, *options.values())):
+        if any(given is not None for given in (tag, delay, at, *options.values())):
             raise click.UsageError(
                 "With --many, only --queue, --priority and --on-conflict may be options; "
                 "the file contains everything else."
@@ -105,17 +118,17 @@ def schedule(
         return
     if tag is None:
         raise click.UsageError("Missing argument 'TAG'.")
-    if (delay is None) == (when is None):
+    if (delay is None) == (at is None):
         raise click.UsageError("Give either --delay or --at.")
     if options["id"] is not None:
         options["id"] = check_id(options["id"])
-    content = _body(body)
+    content = read_body(body)
     cli.import_processors()
     delays = cli.delays
     if delay is not None:
         task = delays.schedule_delay(tag, content, delay, **options)
     else:
-        task = delays.schedule_at(tag, content, cast(datetime, when), **options)
+        task = delays.schedule_at(tag, content, cast(datetime, at), **options)
     cli.answer_task(task, "scheduled")
     meant = wiring_of(delays).registry.meant_by(task.tag)
     if meant is not None:
@@ -126,7 +139,7 @@ def schedule(
     cli.note_broker_away()
 
 
-def _body(text: str | None) -> Any:
+def read_body(text: str | None) -> Any:
     if text is None:
         return None
     where = "the body"
@@ -244,8 +257,8 @@ def _task(raw: bytes, defaults: dict[str, Any]) -> NewTask:
         values["delay"] = parse_duration(delay)
     if at is not None and not isinstance(at, str):
         raise InvalidScheduleError(f"at is an instant in quotes, not {at!r:.40}")
-    when = None if at is None else parse_instant(at)
-    return NewTask(**{**defaults, **values, "when": when})
+    instant = None if at is None else parse_instant(at)
+    return NewTask(**{**defaults, **values, "at": instant})
 
 
 def _at_line(number: int, error: DelayTaskError) -> DelayTaskError:

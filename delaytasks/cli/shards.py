@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,9 +11,9 @@ from delaytasks.cli.context import Cli, Command, pass_cli, shown_url
 from delaytasks.cli.output import BAD, GOOD, cell, count, print_json, print_table, say
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
-
-if TYPE_CHECKING:
-    from delaytasks.sharding.growth import Growth
+from delaytasks.sharding.growth import Growth
+from delaytasks.storage import migrations
+from delaytasks.storage.stats import Stats
 
 
 @click.command(cls=Command)
@@ -32,8 +32,6 @@ def shards(cli: Cli, finish: bool) -> None:
 
     Exits with 1 while a database is unavailable, or has keys that their new shards do not know.
     """
-    from delaytasks.sharding.growth import Growth
-
     growth = Growth(cli.stores)
     found = [_look(cli, growth, number, finish) for number in range(len(cli.stores))]
     is_growing = cli.delays.settings.shards_before is not None
@@ -51,9 +49,6 @@ def shards(cli: Cli, finish: bool) -> None:
 
 
 def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]:
-    from delaytasks.storage import migrations
-    from delaytasks.storage.stats import Stats
-
     store = cli.stores[number]
     found: dict[str, Any] = {
         "shard": number,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.on_time import print_on_time
 from delaytasks.cli.output import (
     BAD,
     GOOD,
@@ -57,10 +58,13 @@ def _print(found: dict[str, Any], command: str) -> None:
         right=["tasks"],
     )
     say("")
-    print_fields((name, line) for name, lines in _FIELDS.items() for line in lines(found, command))
+    print_fields(_fields(found, command))
     say("")
     if found["late"]:
         print_late(found["late"])
+        say("")
+    if found["on_time"]:
+        print_on_time(found["on_time"])
         say("")
     _print_sweeps(found["sweeps"])
     say("")
@@ -76,89 +80,71 @@ def _alarm(text: str, is_bad: object) -> Cell:
     return (text, BAD if is_bad else "")
 
 
-def _overdue_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
-    overdue = found["overdue"]
+def _fields(found: dict[str, Any], command: str) -> Iterator[tuple[str, Cell]]:
+    """Yield the lines between the tables."""
+    expired = found["expired_leases"]
+    yield "overdue", _overdue_cell(found["overdue"])
+    yield "lease over", _alarm(f"{expired:,}", expired)
+    if paused := _paused_text(found):
+        yield "paused", (paused, "yellow")
+    for database in found["databases"]:
+        yield "database", _database_cell(database, command)
+    yield "broker", _broker_cell(found["broker"])
+    yield "timer", _timer_cell(found["timer"])
+    yield "versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())
+    yield "now", found["now"]
+
+
+def _overdue_cell(overdue: dict[str, Any]) -> Cell:
     late = f"{overdue['count']:,}"
     if overdue["count"]:
         late += f", the oldest since {overdue['oldest']}, {show_duration(overdue['late_s'])} ago"
-    yield _alarm(late, overdue["count"])
+    return _alarm(late, overdue["count"])
 
 
-def _lease_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
-    yield _alarm(f"{found['expired_leases']:,}", found["expired_leases"])
-
-
-def _paused_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
+def _paused_text(found: dict[str, Any]) -> str:
     paused = [each for each in found["policies"] if each["is_paused"]][:NAMED]
     names = [f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused]
     more = found["policy_counts"]["paused"] - len(paused)
     if more:
         names.append(f"and {more:,} more; delaytasks policy list shows them")
-    if names:
-        yield ", ".join(names), "yellow"
+    return ", ".join(names)
 
 
-def _database_lines(found: dict[str, Any], command: str) -> Iterable[Cell]:
-    for database in found["databases"]:
-        url, replication = database["url"], database["replication"]
-        if database["error"]:
-            yield _alarm(f"{url}: down ({cell(database['error'])})", True)
-            continue
-        text = f"{url} ({database['server']}), revision {database['revision'] or 'unknown'}"
-        if database["revision"] != database["head"]:
-            text += f", this version has {database['head']}; run: {command} db upgrade"
-        problem = replication and replication["problem"]
-        if replication and (replication["mode"] != "none" or problem):
-            text += f"; replication {replication['mode']} ({replication['facts']})"
-        yield _alarm(f"{text}: {problem}" if problem else text, problem)
+def _database_cell(database: dict[str, Any], command: str) -> Cell:
+    url, replication = database["url"], database["replication"]
+    if database["error"]:
+        return _alarm(f"{url}: down ({cell(database['error'])})", True)
+    text = f"{url} ({database['server']}), revision {database['revision'] or 'unknown'}"
+    if database["revision"] != database["head"]:
+        text += f", this version has {database['head']}; run: {command} db upgrade"
+    problem = replication and replication["problem"]
+    if replication and (replication["mode"] != "none" or problem):
+        text += f"; replication {replication['mode']} ({replication['facts']})"
+    return _alarm(f"{text}: {problem}" if problem else text, problem)
 
 
-def _broker_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
-    broker = found["broker"]
+def _broker_cell(broker: dict[str, Any]) -> Cell:
     states = {True: "up", False: f"down ({cell(broker['error'])})", None: "not used"}
-    yield _alarm(f"{broker['url']}: {states[broker['is_up']]}", broker["is_up"] is False)
+    return _alarm(f"{broker['url']}: {states[broker['is_up']]}", broker["is_up"] is False)
 
 
-def _timer_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
-    timer = found["timer"]
+def _timer_cell(timer: dict[str, Any]) -> Cell:
     state = "up" if timer["is_up"] else "down"
     text = f"{timer['name']}, {timer['url'] or 'the database'}: {state}"
     near = [f"{name} {n['waiting'] + n['taken']:,}" for name, n in timer["queues"].items()]
-    yield _alarm(f"{text}; near tasks: {', '.join(near)}" if near else text, not timer["is_up"])
-
-
-def _versions_line(found: dict[str, Any], _: str) -> Iterable[Cell]:
-    yield ", ".join(f"{name} {number}" for name, number in found["versions"].items())
-
-
-#: The lines between the tables: each name, and the function that makes its values.
-_FIELDS: dict[str, Callable[[dict[str, Any], str], Iterable[Cell]]] = {
-    "overdue": _overdue_line,
-    "lease over": _lease_line,
-    "paused": _paused_line,
-    "database": _database_lines,
-    "broker": _broker_line,
-    "timer": _timer_line,
-    "versions": _versions_line,
-    "now": lambda found, _: [found["now"]],
-}
+    return _alarm(f"{text}; near tasks: {', '.join(near)}" if near else text, not timer["is_up"])
 
 
 def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
     has_shards = len({sweep["shard"] for sweep in sweeps}) > 1
-    print_table(
-        ("sweep", "last", "armed until"),
-        [
-            [
-                f"{sweep['shard']}/{sweep['sweep_partition']}"
-                if has_shards
-                else sweep["sweep_partition"],
-                (_ago(sweep["age_s"]), BAD if sweep["is_late"] else GOOD),
-                sweep["armed_until"],
-            ]
-            for sweep in sweeps
-        ],
-    )
+    rows: list[list[Cell]] = []
+    for sweep in sweeps:
+        number = sweep["sweep_partition"]
+        name = f"{sweep['shard']}/{number}" if has_shards else number
+        last = (_ago(sweep["age_s"]), BAD if sweep["is_late"] else GOOD)
+        rows.append([name, last, sweep["armed_until"]])
+    print_table(("sweep", "last", "armed until"), rows)
 
 
 def _print_workers(workers: list[dict[str, Any]]) -> None:

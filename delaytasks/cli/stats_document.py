@@ -5,21 +5,24 @@ from __future__ import annotations
 import platform
 from datetime import datetime
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import Cli, shown_url
+from delaytasks.cli.on_time import gather_on_time
 from delaytasks.cli.times import show_instant
-from delaytasks.cli.waiting import late_tasks, replication_of
+from delaytasks.cli.waiting import late_json, replication_of
+from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
+from delaytasks.core.policies import Policy
 from delaytasks.core.states import Status
+from delaytasks.operations.overdue import explain_overdue
+from delaytasks.routing.shard import Shard
+from delaytasks.storage import migrations
+from delaytasks.storage.stats import Stats
+from delaytasks.timers.broker_status import broker_error
 from delaytasks.wiring import wiring_of
-
-if TYPE_CHECKING:
-    from delaytasks.client import DelayTasks
-    from delaytasks.core.policies import Policy
-    from delaytasks.routing.shard import Shard
 
 #: Policies in the document. `policy list` lists all of them.
 POLICIES = 100
@@ -51,6 +54,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         "late": sorted(all_of("late"), key=lambda late: -late["tasks"]),
         "overdue": _overdue(found),
         "expired_leases": sum(numbers["expired_leases"] for numbers in found),
+        "on_time": gather_on_time(delays),
         "workers": workers,
         "sweeps": all_of("sweeps"),
         "policies": [policy.as_json() for policy in policies[:POLICIES]],
@@ -71,8 +75,6 @@ def gather(cli: Cli) -> dict[str, Any]:
 
 def _database(shard: Shard) -> dict[str, Any]:
     """Return what is known without asking the database."""
-    from delaytasks.storage import migrations
-
     return {
         "url": shown_url(shard.store),
         "server": None,
@@ -102,9 +104,6 @@ def _overdue(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
     """Return the counts, workers and sweeps of one database."""
-    from delaytasks.maintenance.sweeper import SILENT_SWEEPS
-    from delaytasks.storage.stats import Stats
-
     settings, store = delays.settings, shard.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
     is_armed = wiring_of(delays).direct_timer is None  # a direct timer arms no rows
@@ -115,7 +114,9 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
     overdue = numbers.overdue(settings.grace_s)
     return {
         "counts": numbers.counts(),
-        "late": late_tasks(delays, shard) if overdue.tasks else [],
+        "late": [late_json(group) for group in explain_overdue(shard, settings)]
+        if overdue.tasks
+        else [],
         "overdue": {
             "count": overdue.tasks,
             "oldest": overdue.oldest and show_instant(overdue.oldest),
@@ -124,25 +125,24 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
         "expired_leases": numbers.expired_leases(settings.lease_s),
         "workers": [
             {
-                "name": worker["name"],
-                "age_s": age(worker["seen_at"]),
-                "is_alive": abs((now - worker["seen_at"]).total_seconds())
-                <= SILENT_SWEEPS * settings.sweep_s,
-                "up_s": age(worker["started_at"]),
-                "pool": worker["pool"],
-                "concurrency": worker["concurrency"],
-                "queues": worker["queues"],
-                "tags": worker["tags"] and sorted(worker["tags"]),
-                "clock_offset_s": worker["clock_offset_us"] / 1e6,
+                "name": worker.name,
+                "age_s": round(worker.age_s, 3),
+                "is_alive": worker.is_alive,
+                "up_s": age(worker.started_at),
+                "pool": worker.pool,
+                "concurrency": worker.concurrency,
+                "queues": worker.queues,
+                "tags": worker.tags and sorted(worker.tags),
+                "clock_offset_s": worker.clock_offset_s,
             }
-            for worker in store.workers.all()
+            for worker in store.workers.registered(now, settings.silent_s)
         ],
         "sweeps": [
             {
                 "shard": shard.number,
                 "sweep_partition": swept.sweep_partition,
                 "age_s": swept.at and age(swept.at),
-                "is_late": swept.at is None or age(swept.at) > settings.self_sweep_s,
+                "is_late": swept.is_late(now, settings.self_sweep_s),
                 "armed_until": show_instant(swept.armed_until)
                 if swept.armed_until and is_armed
                 else None,
@@ -162,9 +162,6 @@ def _policies(delays: DelayTasks) -> list[Policy]:
 
 def _answers(cli: Cli, shard: Shard) -> dict[str, Any]:
     """Return what the database itself reports."""
-    from delaytasks.storage import migrations
-    from delaytasks.storage.stats import Stats
-
     return {
         "server": Stats(shard.store.database, shard.store.schema).server(),
         "revision": migrations.current(*cli.tables(shard.store)),
@@ -180,45 +177,28 @@ def _version(name: str) -> str:
 
 
 def _broker(delays: DelayTasks) -> dict[str, Any]:
-    """Ask the broker whether it answers. The timer knows only about its own last message."""
-    from delaytasks.timers.broker_link import bounded_connection
-
-    app, error = wiring_of(delays).celery, None
-    if wiring_of(delays).direct_timer is not None:
-        return {"url": broker_url(app), "is_up": None, "error": None}  # this deployment has no use
-    try:
-        with bounded_connection(app, delays.settings.publish_limit_s) as connection:
-            error = _lost_queue(delays, connection)
-    except Exception as reason:  # each transport has its own errors, and all mean the same
-        error = f"{type(reason).__name__}: {reason}"
-    return {"url": broker_url(app), "is_up": error is None, "error": error}
-
-
-def _lost_queue(delays: DelayTasks, connection: Any) -> str | None:
-    """Return the broker's error if the node of the default queue is down."""
-    from delaytasks.timers.broker_link import is_home_node_down
-
-    try:
-        name = wiring_of(delays).publisher.queue(delays.settings.default_queue).name
-        connection.default_channel.queue_declare(queue=name, passive=True)
-    except connection.channel_errors as reason:  # usually: the queue is not declared yet
-        return f"{type(reason).__name__}: {reason}" if is_home_node_down(reason) else None
-    return None
+    """Return the URL of the broker, and whether it answers."""
+    wiring = wiring_of(delays)
+    if wiring.direct_timer is not None:  # this deployment has no use for a broker
+        return {"url": broker_url(wiring.celery), "is_up": None, "error": None}
+    queue = wiring.publisher.queue(delays.settings.default_queue)
+    error = broker_error(wiring.celery, queue, delays.settings.publish_limit_s)
+    return {"url": broker_url(wiring.celery), "is_up": error is None, "error": error}
 
 
 def _timer(
     delays: DelayTasks, workers: list[dict[str, Any]], broker: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the timer. For `redis`, it counts the tasks of each queue that wait or were taken."""
-    if wiring_of(delays).direct_timer is not None:
+    if not delays.settings.uses_broker:
         return {"name": "direct", "url": None, "is_up": True, "queues": {}}
-    timer = wiring_of(delays).redis_timer
+    name, timer = delays.settings.timer, wiring_of(delays).redis_timer
     if timer is None:
-        return {"name": "eta", "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
+        return {"name": name, "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
     served = {queue for worker in workers for queue in worker["queues"]}
     counts = timer.counts(sorted({delays.settings.default_queue, *served}))
     return {
-        "name": "redis",
+        "name": name,
         "url": mask_url(timer.link.url),
         "is_up": counts is not None,
         "queues": {

@@ -189,7 +189,7 @@ class Supervisor:
     def _schedule_restart(self, child: Child, now: float) -> None:
         """Kill the processes that a dead child left behind, such as a worker's pool."""
         assert child.process is not None
-        _kill_group(child.process, signal.SIGKILL)
+        _kill_group(child.process)
         if now - child.started_at > SETTLED_S:
             child.rest_s = FIRST_REST_S
         how = _how_it_ended(child.process.returncode)
@@ -208,27 +208,25 @@ class Supervisor:
         self.log.say("stopping; a second Ctrl-C does not wait for running tasks")
         self._signals = 0
         for stage in reversed(self._stages.values()):
-            stopping = [child for child in stage if child.process is not None]
-            for child in stopping:
-                _kill(child.process, signal.SIGTERM)
-            for child in stopping:
+            for child in stage:
+                if child.process is not None:
+                    child.process.terminate()
+            for child in stage:
                 self._await_end(child)
         self.log.say("all stopped")
 
     def _await_end(self, child: Child) -> None:
         process = child.process
-        assert process is not None
+        if process is None:
+            return
         deadline = child.spec.patience_s + time.monotonic()
         while process.poll() is None and time.monotonic() < deadline and not self._signals:
             time.sleep(LOOK_S / 4)
         if process.poll() is None:
-            why = (
-                "asked to"
-                if self._signals
-                else f"it did not stop within {child.spec.patience_s:g} s"
-            )
+            late = f"it did not stop within {child.spec.patience_s:g} s"
+            why = "asked to" if self._signals else late
             self.log.say(f"killing {child.spec.name}: {why}", "bold red")
-        _kill_group(process, signal.SIGKILL)
+        _kill_group(process)
         process.wait()
         child.process = None
         if child.reader is not None:
@@ -242,14 +240,9 @@ def _how_it_ended(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def _kill(process: subprocess.Popen[bytes] | None, number: int) -> None:
-    if process is not None and process.poll() is None:
-        process.send_signal(number)
-
-
-def _kill_group(process: subprocess.Popen[bytes], number: int) -> None:
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
     try:
-        os.killpg(process.pid, number)
+        os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
         pass  # the group has no process any more
 

@@ -1,4 +1,4 @@
-"""`cancel`, `reschedule`, `touch` and `retry`: one task, a few, or many."""
+"""`cancel`, `reschedule`, `touch` and `rerun`: one task, a few, or many."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 from delaytasks.cli.bulk import Many, move_each, move_many, takes_many
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import count, say, sentence, task_json
-from delaytasks.cli.times import DURATION, SHIFT, at_option, delay_option
+from delaytasks.cli.times import DURATION, INSTANT, SHIFT, at_option, delay_option
 from delaytasks.core.ids import check_id
 from delaytasks.core.task import DelayTask
 from delaytasks.wiring import wiring_of
@@ -24,9 +24,18 @@ _key = click.option("--key", help="With --tag: the one task that has this key.")
 @click.command(cls=Command)
 @_ids
 @_key
+@click.option("--running", is_flag=True, help="Ask tasks that run to stop.")
+@click.option("--terminate", is_flag=True, help="The same, and interrupt them (prefork pools).")
 @takes_many
 @pass_cli
-def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
+def cancel(
+    cli: Cli,
+    ids: tuple[str, ...],
+    key: str | None,
+    running: bool,
+    terminate: bool,
+    many: Many,
+) -> None:
     """Cancel waiting tasks: by their ids, by tag and key, or many that match filters.
 
     \b
@@ -39,21 +48,25 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, many: Many) -> None:
     """
     delays = cli.delays
     if many.is_meant(ids, key):
+        if running or terminate:
+            raise click.UsageError("--running and --terminate are for tasks by id or by key.")
         move_many(cli, "cancelled", many, delays.cancel_many)
         return
     cancelled: list[str] = []
+    requested: list[str] = []
     unchanged: list[str] = []
 
     def cancel_one(id: int) -> None:
         # With `strict`, the exit code tells a script that the task may have run.
-        is_new = bool(delays.cancel(id, strict=True))
-        (cancelled if is_new else unchanged).append(str(id))
+        result = delays.cancel(id, strict=True, running=running, terminate=terminate)
+        (requested if result.is_requested else cancelled if result else unchanged).append(str(id))
         if not cli.is_json:
-            say(f"cancelled task {id}" if is_new else f"task {id} was cancelled before")
+            say(f"cancelled task {id}" if result else result.reason)
 
     if key is not None:
         ids = (str(delays.get(tag=many.tag, key=key).id),)
-    move_each(cli, ids, cancel_one, lambda: {"cancelled": cancelled, "unchanged": unchanged})
+    answer = {"cancelled": cancelled, "requested": requested, "unchanged": unchanged}
+    move_each(cli, ids, cancel_one, lambda: answer)
 
 
 @click.command(cls=Command)
@@ -69,7 +82,7 @@ def reschedule(
     cli: Cli,
     id: str | None,
     delay: timedelta | None,
-    when: datetime | None,
+    at: datetime | None,
     by: timedelta | None,
     version: int | None,
     key: str | None,
@@ -82,17 +95,50 @@ def reschedule(
     delaytasks reschedule --queue reports --until 2030-01-31T18:00:00Z --by 2h --dry-run
     """
     delays, is_many = cli.delays, many.is_meant(() if id is None else (id,), key)
-    if [delay, when, by].count(None) != 2:
+    if [delay, at, by].count(None) != 2:
         raise click.UsageError("Give exactly one of --delay, --at and --by.")
     if is_many and version is None:
-        reschedule_many = partial(delays.reschedule_many, delay, when=when, by=by)
+        reschedule_many = partial(delays.reschedule_many, delay, at=at, by=by)
         move_many(cli, "rescheduled", many, reschedule_many, is_shift=by is not None)
         return
     if is_many or by is not None:
         raise click.UsageError("--version applies to one task, --by to many.")
-    task = delays.reschedule(id, delay, when=when, version=version, tag=many.tag, key=key)
+    task = delays.reschedule(id, delay, at=at, version=version, tag=many.tag, key=key)
     cli.answer_task(task, "rescheduled")
     cli.note_broker_away()
+
+
+@click.command(cls=Command)
+@click.option(
+    "--over", type=DURATION, required=True, help="The period: 10m, 1h30m, or 90 (seconds)."
+)
+@click.option(
+    "--between",
+    type=INSTANT,
+    nargs=2,
+    metavar="SINCE UNTIL",
+    help="Tasks due from the first time on and before the second, as --since and --until.",
+)
+@takes_many
+@pass_cli
+def spread(
+    cli: Cli, over: timedelta, between: tuple[datetime, datetime] | None, many: Many
+) -> None:
+    """Distribute the due times of many tasks over a period, so that a peak becomes flat.
+
+    Each task is due up to --over later than before. Overdue tasks are distributed from now on.
+    `delaytasks undo` gives the tasks their old due times back.
+
+    \b
+    delaytasks spread --tag mail.send --over 10m --dry-run \\
+        --between 2030-01-31T09:00:00Z 2030-01-31T09:01:00Z
+    """
+    if between:
+        many = many.due_between(*between)
+    if not many.is_meant():
+        raise click.UsageError("Name the tasks by --between or by other filters.")
+    reschedule_many = partial(cli.delays.reschedule_many, spread=over)
+    move_many(cli, "spread", many, reschedule_many, is_shift=True)
 
 
 @click.command(cls=Command)
@@ -120,9 +166,10 @@ def touch(
     gone: Sequence[Any]
     if tag is None:
         named = [str(check_id(id)) for id in dict.fromkeys(ids)]
-        gone = [str(id) for id in delays.touch_many(named, delay)]
+        gone = [str(id) for id in delays.touch_many(named, delay).gone]
     else:
-        named, gone = list(dict.fromkeys(keys)), delays.touch_many(tag=tag, keys=keys, delay=delay)
+        named = list(dict.fromkeys(keys))
+        gone = delays.touch_many(tag=tag, keys=keys, delay=delay).gone
     touched = [name for name in named if name not in gone]
     cli.answer({"touched": touched, "gone": gone}, f"touched {count(len(touched), 'task')}")
     for name in gone:
@@ -136,25 +183,25 @@ def touch(
 @click.option("--delay", type=DURATION, default="0", help="Run after this time [now].")
 @takes_many
 @pass_cli
-def retry(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
+def rerun(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
     """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones that match filters.
 
     \b
-    delaytasks retry 2305843009213693952
-    delaytasks retry --tag pay.notify --since 2030-01-31T00:00:00Z --dry-run
+    delaytasks rerun 2305843009213693952
+    delaytasks rerun --tag pay.notify --since 2030-01-31T00:00:00Z --dry-run
 
     Filters match CANCELLED tasks only with --status CANCELLED.
     """
     delays = cli.delays
     if many.is_meant(ids):
-        move_many(cli, "retried", many, partial(delays.retry_many, delay))
+        move_many(cli, "rerun", many, partial(delays.rerun_many, delay))
         return
-    retried: list[DelayTask] = []
+    started: list[DelayTask] = []
 
-    def retry_one(id: int) -> None:
-        retried.append(delays.retry(id, delay))
+    def rerun_one(id: int) -> None:
+        started.append(delays.rerun(id, delay))
         if not cli.is_json:
-            say(sentence(retried[-1], "retried", wiring_of(delays).clock.now()))
+            say(sentence(started[-1], "rerun", wiring_of(delays).clock.now()))
 
-    move_each(cli, ids, retry_one, lambda: {"retried": [task_json(task) for task in retried]})
+    move_each(cli, ids, rerun_one, lambda: {"rerun": [task_json(task) for task in started]})
     cli.note_broker_away()

@@ -104,5 +104,5 @@ delay_option = click.option(
     "--delay", type=DURATION, help="From now: 90 (seconds), 30m, 1h30m, 2d, 500ms."
 )
 at_option = click.option(
-    "--at", "when", type=INSTANT, help="As 2030-01-31T18:00:00Z. A time in the past means now."
+    "--at", type=INSTANT, help="As 2030-01-31T18:00:00Z. A time in the past means now."
 )

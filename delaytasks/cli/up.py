@@ -1,4 +1,4 @@
-"""`delaytasks up`: run the database, the broker, a worker, beat and Flower with one log."""
+"""`delaytasks up`: run database, broker, worker, beat, console and Flower with one log."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from delaytasks import embedded
+from delaytasks.cli.console import PORT as CONSOLE_PORT
 from delaytasks.cli.context import Cli, pass_cli
 from delaytasks.cli.database import upgrade_all
 from delaytasks.cli.supervisor import Spec, Supervisor
 from delaytasks.core.masking import mask_url
 from delaytasks.core.private_files import make_folder
+from delaytasks.embedded.broker import FILES_NOTE, begin, broker_of, leave
+from delaytasks.embedded.server import answers
 from delaytasks.wiring import wiring_of
 
 FLOWER_PORT = 5555
@@ -55,9 +57,17 @@ _WORKER_NOISE = re.compile(
     help=f"Flower's port [{FLOWER_PORT}, or the next free one].",
 )
 @click.option("--no-flower", is_flag=True, help="Without Flower, even where it is installed.")
+@click.option("--no-console", is_flag=True, help="Without the console, even where it is installed.")
 @pass_cli
-def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower: bool) -> None:
-    """Start everything here: database tables, broker, worker, beat and Flower, with one log.
+def up(
+    cli: Cli,
+    concurrency: int | None,
+    pool: str,
+    port: int | None,
+    no_flower: bool,
+    no_console: bool,
+) -> None:
+    """Start everything here: tables, broker, worker, beat, console and Flower, with one log.
 
     If no database or broker is configured, SQLite and a private Redis are used, kept in
     .delaytasks/. A process that dies is started again. Ctrl-C stops everything.
@@ -68,14 +78,18 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
         )
     has_flower = not no_flower and importlib.util.find_spec("flower") is not None
     flower_port = _free_port(port) if has_flower else None
+    has_console = not no_console and all(map(importlib.util.find_spec, ("flask", "waitress")))
+    console_port = _free_port(None, CONSOLE_PORT) if has_console else None
     cli.import_processors()
     settings = cli.delays.settings
     upgrade_all(cli)
     broker, specs = _broker(cli)
     specs += _celery(_app_name(), settings.data_dir, concurrency, pool, flower_port)
+    if console_port:
+        specs.append(_console(_app_name(), console_port))
     console = Console(highlight=False, emoji=False)
     supervisor = Supervisor(specs, console)
-    if broker == embedded.FILES_NOTE:
+    if broker == FILES_NOTE:
         supervisor.log.say(broker, "yellow")
     if os.geteuid() == 0:
         supervisor.log.say("running as root; a separate user is safer", "yellow")
@@ -83,11 +97,11 @@ def up(cli: Cli, concurrency: int | None, pool: str, port: int | None, no_flower
         store.close()  # the children make their own connections
 
     def announce() -> None:
-        for name, text in _what_to_open(cli, broker, flower_port):
+        for name, text in _what_to_open(cli, broker, console_port, flower_port):
             console.print(Text.assemble((f"  {name:12}", "bold"), text), soft_wrap=True)
 
     supervisor.run(announce)
-    embedded.leave(settings.data_dir)
+    leave(settings.data_dir)
 
 
 def _app_name() -> str:
@@ -99,17 +113,17 @@ def _app_name() -> str:
 def _broker(cli: Cli) -> tuple[str, list[Spec]]:
     """Return the broker's description, and the child that runs it if the broker is embedded."""
     url, data_dir = cli.app.conf.broker_url, cli.delays.settings.data_dir
-    if url != embedded.broker_of(data_dir).url:
+    if url != broker_of(data_dir).url:
         return mask_url(url), []
-    redis = embedded.begin(data_dir)
+    redis = begin(data_dir)
     if redis is None:
-        return embedded.FILES_NOTE, []
+        return FILES_NOTE, []
     spec = Spec(
         "redis",
         redis.command,
         "red",
         stage=0,
-        is_ready=lambda: embedded.answers(redis.socket),
+        is_ready=lambda: answers(redis.socket),
         noise=_REDIS_NOISE,
         pass_fds=(redis.lock,),
         umask=0o077,
@@ -148,8 +162,13 @@ def _celery(
     return specs
 
 
-def _free_port(wanted: int | None) -> int:
-    for port in [wanted] if wanted else range(FLOWER_PORT, FLOWER_PORT + 50):
+def _console(app: str, port: int) -> Spec:
+    command = [sys.executable, "-m", "delaytasks", "-A", app, "console", f"--port={port}"]
+    return Spec("console", command, "blue", stage=2, umask=0o077)
+
+
+def _free_port(wanted: int | None, first: int = FLOWER_PORT) -> int:
+    for port in [wanted] if wanted else range(first, first + 50):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -158,15 +177,21 @@ def _free_port(wanted: int | None) -> int:
             except OSError:
                 continue
     raise click.UsageError(
-        f"port {wanted or FLOWER_PORT} is in use; choose another with --port, or use --no-flower"
+        f"port {wanted or first} is in use; choose another with --port, or use --no-flower"
     )
 
 
-def _what_to_open(cli: Cli, broker: str, flower_port: int | None) -> Iterator[tuple[str, str]]:
+def _what_to_open(
+    cli: Cli, broker: str, console_port: int | None, flower_port: int | None
+) -> Iterator[tuple[str, str]]:
     yield "delaytasks", "is up"
     yield "database", cli.database_url
-    yield "broker", "files, without a Redis" if broker == embedded.FILES_NOTE else broker
+    yield "broker", "files, without a Redis" if broker == FILES_NOTE else broker
     flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
+    if console_port:
+        yield "console", f"http://127.0.0.1:{console_port} (more users: {cli.command} console-user)"
+    else:
+        yield "console", "install it: pip install 'delaytasks[console]'"
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
     tags = sorted(
         p.tag for p in wiring_of(cli.delays).registry if not p.tag.startswith("delaytasks.")

@@ -6,7 +6,7 @@ See docs/flask.md.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.core.settings import Settings
+    from delaytasks.environment import Environment
     from delaytasks.webhooks import Received
 
 
@@ -115,14 +116,14 @@ class FlaskDelays(DelayTasks):
         app.teardown_appcontext(_warn_of_uncommitted)
         wiring_of(self)  # raises the errors of wrong settings
 
-    def _make_wiring(self) -> Wiring:
+    def _make_wiring(self, environment: Environment | None = None, **changes: Any) -> Wiring:
         if self._flask is None:
             raise ConfigError("FlaskDelays has no app yet: call init_app(app)")
         settings: Settings = load_settings(self._celery.conf, os.environ, **self._arguments)
         url = None if settings.database_url else _url_of(self._flask)
         if url is not None:
             self._arguments["database_url"] = Secret(url.render_as_string(hide_password=False))
-        return super()._make_wiring()
+        return super()._make_wiring(environment, **changes)
 
     def _ambient_transaction(self) -> Transaction | None:
         """Return the request's transaction if it is on the database of the tables."""
@@ -135,6 +136,14 @@ class FlaskDelays(DelayTasks):
         if not any(store.database.may_be_at(url) for store in stores):
             return None
         return transaction_of(current_app.extensions["sqlalchemy"].session)
+
+    def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any] | None:
+        """Run the call in the thread of the request, if it may use `db.session`.
+
+        Several threads must not use one session. Flask runs each asynchronous view in an event loop
+        of its own, which no other request shares.
+        """
+        return None if self._ambient_transaction() is None else _called(call)
 
     def _processor_contexts(self) -> Sequence[ProcessorContext]:
         return [self._app_context]
@@ -197,11 +206,16 @@ def _make_celery(app: Flask) -> Celery:
     return made
 
 
+async def _called(call: Callable[[], Any]) -> Any:
+    return call()
+
+
 def _session_url() -> URL | None:
     """Return the URL of db.session; None without Flask-SQLAlchemy or without a default database."""
     database = current_app.extensions.get("sqlalchemy")
     engine = None if database is None else database.engines.get(None)
-    return None if engine is None else engine.url
+    # A test may have replaced the engine by a connection, which has the engine.
+    return None if engine is None else engine.engine.url
 
 
 def _url_of(app: Flask) -> URL | None:
@@ -220,9 +234,7 @@ def _url_of(app: Flask) -> URL | None:
                 "SQLALCHEMY_DATABASE_URI is a relative SQLite file: call db.init_app(app) before "
                 "delays.init_app(app), or give app.config['DELAYTASKS'] a 'database_url'"
             )
-    # Workers use the driver that delaytasks depends on, whichever driver the app uses.
-    is_postgresql = url.get_backend_name() == "postgresql"
-    return url.set(drivername="postgresql+psycopg2") if is_postgresql else url
+    return url
 
 
 def _uncommitted() -> int:

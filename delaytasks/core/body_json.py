@@ -83,11 +83,9 @@ class _Check:
             raise BodyNotJSONError(
                 f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or contains itself"
             )
-        return (
-            self._of_items(value, path, depth)
-            if isinstance(value, dict)
-            else self._of_list(value, path, depth)
-        )
+        if isinstance(value, dict):
+            return self._of_items(value, path, depth)
+        return self._of_list(value, path, depth)
 
     def _of_items(self, value: dict[Any, Any], path: _Path, depth: int) -> int:
         size = 1

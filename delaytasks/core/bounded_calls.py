@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -64,6 +65,32 @@ def within(limit_s: float, work: Callable[[], T], is_kept: bool = False) -> T:
         return answers.get(timeout=max(limit_s, 0.001)).result()
     except Empty:
         raise TimeoutError(f"no answer within {limit_s:g} s") from None
+
+
+def all_within(limit_s: float, works: Sequence[Callable[[], object]]) -> bool:
+    """Do all `works` at the same time, and return whether all have ended within `limit_s`.
+
+    Threads do the work, and continue after the limit. If no thread can be started, the caller does
+    the work.
+    """
+    ends: SimpleQueue[None] = SimpleQueue()
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        finally:
+            ends.put(None)
+
+    until = monotonic() + limit_s
+    for work in works:
+        if not in_background(partial(run, work), "bounded", is_kept=False):
+            run(work)
+    try:
+        for _ in works:
+            ends.get(timeout=max(until - monotonic(), 0.001))
+    except Empty:
+        return False
+    return True
 
 
 @atexit.register

@@ -5,36 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import Any, TypedDict
+from typing import Any
 
 from delaytasks.core.errors import InvalidQueryError
-from delaytasks.core.inputs import check_instant, check_key, check_queue, check_status, check_tag
+from delaytasks.core.filters import Filter, Filters, filter_of
 from delaytasks.core.states import LIVE, MOVES, Status
-
-#: The checks of filters that are not instants.
-_CHECKS: dict[str, Callable[[object], Any]] = {
-    "tag": check_tag,
-    "key_prefix": check_key,
-    "status": check_status,
-    "queue": check_queue,
-}
-
-
-class Filters(TypedDict, total=False):
-    """Conditions that a task must all match. Times are at or after `since` and before `until`."""
-
-    tag: str | None
-    key_prefix: str | None
-    status: Status | str | None
-    queue: str | None
-    #: The due time.
-    since: datetime | None
-    until: datetime | None
-    #: The time of the call that scheduled the task.
-    created_since: datetime | None
-    created_until: datetime | None
-    #: The time of the last change.
-    updated_until: datetime | None
 
 
 class BulkOptions(Filters, total=False):
@@ -47,19 +22,11 @@ class BulkOptions(Filters, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
-    """The checked `Filters` of one operation."""
+class BulkFilter:
+    """The tasks that one bulk operation moves."""
 
     move: str
-    tag: str | None = None
-    key_prefix: str | None = None
-    status: Status | None = None
-    queue: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    created_since: datetime | None = None
-    created_until: datetime | None = None
-    updated_until: datetime | None = None
+    where: Filter
 
     @property
     def movable(self) -> frozenset[Status]:
@@ -69,58 +36,31 @@ class Filter:
     def looked_at(self) -> frozenset[Status]:
         """The statuses of the tasks to find. A running task is found in order to be refused.
 
-        A retry finds cancelled tasks only with `status="CANCELLED"`.
+        A rerun finds cancelled tasks only with `status="CANCELLED"`.
         """
-        if self.status is not None:
-            return frozenset({self.status})
+        if self.where.status is not None:
+            return self.where.status
         return LIVE if _moves_live(self.move) else frozenset({Status.FAILED})
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the conditions that were given."""
-        named = {
-            name: value
-            for name, value in asdict(self).items()
-            if name != "move" and value is not None
-        }
-        shown = {name: _shown(value) for name, value in named.items()}
-        return shown or {"everything": True}
 
-
-def filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> Filter:
+def bulk_filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> BulkFilter:
     """Check the filters; raise `InvalidQueryError` without any, unless `everything` is True."""
-    unknown = filters.keys() - Filters.__annotations__.keys()
-    if unknown:
-        known = ", ".join(Filters.__annotations__)
-        raise InvalidQueryError(
-            f"{', '.join(sorted(unknown))}: tasks are not named by that (known: {known})"
-        )
-    given = {
-        name: _CHECKS.get(name, check_instant)(value)
-        for name, value in filters.items()
-        if value is not None
-    }
-    if not given and not everything:
+    where = filter_of(filters)
+    if where == Filter() and not everything:
         raise InvalidQueryError(
             f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True"
         )
-    status, allowed = (
-        given.get("status"),
-        MOVES[move].sources | (LIVE if _moves_live(move) else frozenset()),
-    )
-    if status is not None and status not in allowed:
+    allowed = MOVES[move].sources | (LIVE if _moves_live(move) else frozenset())
+    if wrong := (where.status or frozenset()) - allowed:
         names = ", ".join(sorted(each.name for each in MOVES[move].sources))
-        raise InvalidQueryError(f"{move} is for tasks that are {names}, not {status.name}")
-    return Filter(move, **given)
+        raise InvalidQueryError(
+            f"{move} is for tasks that are {names}, not {', '.join(sorted(s.name for s in wrong))}"
+        )
+    return BulkFilter(move, where)
 
 
 def _moves_live(move: str) -> bool:
     return MOVES[move].sources <= LIVE
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, datetime):
-        return value.isoformat()
-    return value.name if isinstance(value, Status) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +111,9 @@ class AuditEntry:
     id
         The id of the entry.
     action
-        `"cancel"`, `"reschedule"` or `"retry"`.
+        `"cancel"`, `"reschedule"`, `"rerun"` or `"undo"`.
     filter
-        The conditions of the call, as a JSON value.
+        The conditions of the call, as a JSON value; of an undo, the id of the audit entry.
     actor
         The user of the process, or the `actor` of the call.
     state
@@ -206,5 +146,8 @@ class AuditEntry:
     shard: int = 0
 
     def as_json(self) -> dict[str, Any]:
-        shown = {name: _shown(value) for name, value in asdict(self).items()}
+        shown = {
+            name: value.isoformat() if isinstance(value, datetime) else value
+            for name, value in asdict(self).items()
+        }
         return {**shown, "id": str(self.id)}

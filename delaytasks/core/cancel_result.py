@@ -27,6 +27,8 @@ class CancelResult:
         The id of the task. None only if no task was found by its key.
     status
         The status of the task after the call. None if no task was found.
+    is_requested
+        Whether the task runs, and this call has asked it to stop.
 
     Examples
     --------
@@ -39,6 +41,7 @@ class CancelResult:
     reason: str
     id: int | None = None
     status: Status | None = None
+    is_requested: bool = False
 
     def __bool__(self) -> bool:
         return self.is_cancelled
@@ -46,6 +49,11 @@ class CancelResult:
     @classmethod
     def cancelled(cls, task: DelayTask) -> CancelResult:
         return cls(True, f"task {task.id} ({task.tag}) is cancelled", task.id, Status.CANCELLED)
+
+    @classmethod
+    def requested(cls, task: DelayTask) -> CancelResult:
+        reason = f"task {task.id} ({task.tag}) runs, and is asked to stop"
+        return cls(False, reason, task.id, task.status, is_requested=True)
 
     @classmethod
     def cancelled_before(cls, id: int) -> CancelResult:
@@ -57,11 +65,8 @@ class CancelResult:
         if isinstance(error, TaskNotFoundError):
             return cls(False, str(error), error.id)
         if isinstance(error, InvalidStatusError) and error.status in _NOTHING_TO_CANCEL:
-            is_running = error.status is Status.RUNNING
-            reason = (
-                str(error)
-                if is_running
-                else f"task {error.id} has ended: it is {error.status.name}"
-            )
+            reason = f"task {error.id} has ended: it is {error.status.name}"
+            if error.status is Status.RUNNING:
+                reason = str(error)
             return cls(False, reason, error.id, error.status)
         return None

@@ -16,7 +16,8 @@ from typing import NamedTuple
 from delaytasks.core.forks import reset_in_child
 
 UTC = timezone.utc
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 #: Seconds after which the clock asks a database again that did not answer.
 MEASURE_RETRY_S = 1.0
@@ -47,11 +48,11 @@ def wall_ms() -> int:
 
 def to_us(instant: datetime) -> int:
     """Return microseconds since 1970."""
-    return (instant - _EPOCH) // _MICROSECOND
+    return (instant - EPOCH) // _MICROSECOND
 
 
 def from_us(microseconds: int) -> datetime:
-    return _EPOCH + timedelta(microseconds=microseconds)
+    return EPOCH + timedelta(microseconds=microseconds)
 
 
 class Base(NamedTuple):
@@ -129,6 +130,11 @@ class Clock:
                         raise self._error  # another thread asked in vain while this one waited
                     self._insist()
         return self.now()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next call asks the database for its time."""
+        return self._is_due() or self._is_unknown()
 
     def forget(self) -> None:
         """Have the next call measure again, because the last measurement was wrong."""

@@ -7,6 +7,9 @@ from datetime import timedelta
 
 from delaytasks.core.errors import InvalidDelayError
 
+#: Seconds, a text that `parse_duration` reads, or a timedelta.
+Delay = float | str | timedelta
+
 _UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 _DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
 #: Each unit at most once, the largest first, because "30m1h" is usually a mistake.
@@ -41,6 +44,11 @@ def parse_duration(text: str) -> timedelta:
         raise InvalidDelayError(f"{text!r:.40} is longer than a delay can be; {_RULE}") from None
 
 
+def has_unit(text: str) -> bool:
+    """Return whether a text is more than a number. `"5"` is usually an unconverted input."""
+    return not re.fullmatch(r"[-+0-9.eE_\s]*", text)
+
+
 def show_duration(seconds: float) -> str:
     """Return the two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
     left = round(abs(seconds))
@@ -56,3 +64,14 @@ def show_duration(seconds: float) -> str:
         elif shown:
             break
     return "".join(shown)
+
+
+def show_measured(seconds: float | None) -> str:
+    """Return a measured duration, which may be short: "12ms", "1.5s", "1m30s"; "–" for None."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.001:
+        return f"{seconds * 1000:.2g}ms" if seconds else "0"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    return f"{seconds:.1f}s" if seconds < 10 else show_duration(seconds)

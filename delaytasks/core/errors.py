@@ -5,15 +5,19 @@ DelayTaskError
 │   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-│   ├── InvalidQueryError, InvalidRetryScheduleError, InvalidPolicyError, ShardMismatchError
+│   ├── InvalidMetaError, InvalidQueryError, InvalidRetryScheduleError, InvalidPolicyError
+│   ├── InvalidTimingError, ShardMismatchError
 │   ├── ForbiddenURLError, InvalidHeaderError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
 │   ├── TaskNotFoundError (also a LookupError)
 │   ├── DuplicateTaskError
 │   ├── CancelTooLateError, InvalidStatusError, StaleVersionError, NotRunningError, LeaseLostError
+│   ├── TaskCancelledError
+├── RecurringNotFoundError (also a LookupError)   no recurring schedule has the name
 ├── StoreError                                 the database
 │   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
+├── WaitTimeoutError (also a TimeoutError)
 ├── ConfigError
 ├── BodyEncryptedError (also a ValueError)     no key of this process decrypts a stored text
 ├── InvalidSignatureError                      a received callback
@@ -28,6 +32,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from delaytasks.core.states import Status
+
+#: Everything here can be imported from `delaytasks`.
+__all__ = [
+    "BodyEncryptedError", "BodyNotJSONError", "BodyNotStorableError", "BodyRefusedError",
+    "BodyTooLargeError", "CancelTooLateError", "ConfigError", "DelayTaskError",
+    "DuplicateProcessorError", "DuplicateTaskError", "ForbiddenURLError", "InvalidDelayError",
+    "InvalidHeaderError", "InvalidIdError", "InvalidInputError", "InvalidKeyError",
+    "InvalidMetaError", "InvalidOutcomesError", "InvalidPolicyError", "InvalidPriorityError",
+    "InvalidQueryError", "InvalidQueueError", "InvalidRetryScheduleError", "InvalidScheduleError",
+    "InvalidSignatureError", "InvalidStatusError", "InvalidTagError", "InvalidTimingError",
+    "LeaseLostError", "NaiveDatetimeError", "NotRunningError", "OutcomeUnknownError",
+    "RecurringNotFoundError", "SessionUnusableError", "ShardMismatchError", "StaleVersionError",
+    "StoreError", "StoreUnavailableError", "TaskCancelledError", "TaskFailedError",
+    "TaskNotFoundError", "TaskStateError", "UnknownTagError", "WaitTimeoutError",
+]  # fmt: skip
 
 
 class DelayTaskError(Exception):
@@ -86,6 +105,10 @@ class InvalidPriorityError(InvalidInputError):
     """A priority is not an integer from 0 to 9."""
 
 
+class InvalidMetaError(InvalidInputError):
+    """`meta` has too many or too long pairs, or a name or a value that is not allowed."""
+
+
 class InvalidQueryError(InvalidInputError):
     """A filter, a page size or a cursor of a query is invalid."""
 
@@ -116,8 +139,15 @@ class InvalidHeaderError(InvalidInputError):
     """A header of a callback cannot be sent, or is one that the sender itself sets."""
 
 
+class InvalidTimingError(InvalidInputError):
+    """The timing of a recurring schedule is invalid, such as its cron expression or time zone."""
+
+
 class UnknownTagError(InvalidInputError):
-    """The tag has no processor in this process. Raised only with `strict_tags`."""
+    """The tag has no processor in this process, which has processors of other tags.
+
+    The message has the nearest tag. The settings `tags` and `strict_tags` permit other tags.
+    """
 
 
 class TaskStateError(DelayTaskError):
@@ -164,6 +194,22 @@ class LeaseLostError(TaskStateError):
 
     Another worker may run the task again: undo the work of this run.
     """
+
+
+class TaskCancelledError(TaskStateError):
+    """A caller has cancelled the running task. Let the error end the processor."""
+
+
+class RecurringNotFoundError(DelayTaskError, LookupError):
+    """No recurring schedule has the name. `delays.recurring.list()` returns all schedules."""
+
+
+class WaitTimeoutError(DelayTaskError, TimeoutError):
+    """The task of `wait` has not ended in time. `id` is the id of the task."""
+
+    def __init__(self, message: str, id: int | None = None) -> None:
+        super().__init__(message)
+        self.id = id
 
 
 class StoreError(DelayTaskError):

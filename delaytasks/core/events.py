@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
-from delaytasks.core.event_throttle import Repeats
+from delaytasks.core.event_throttle import LogEvent, Repeats
 from delaytasks.core.text import traceback_text
 
 Subscriber = Callable[[str, dict[str, Any]], None]
@@ -29,53 +29,26 @@ OUTAGES = (StoreUnavailableError, OutcomeUnknownError)
 #: these events report it.
 _BY_OUTAGE = frozenset({"loop.failed", "chunk.failed", "settle.waits"})
 
-#: The levels of the events that an operator should read. All others are logged at DEBUG.
-_LOG_LEVELS = {
-    "task.failed": logging.ERROR,
-    "task.done": logging.INFO,
-    "task.retry_scheduled": logging.WARNING,
-    "task.left_open": logging.ERROR,
-    "task.row_locked": logging.ERROR,
-    "task.raised_late": logging.WARNING,
-    "task.expired": logging.WARNING,
-    "result.dropped": logging.WARNING,
-    "task.no_processor": logging.WARNING,
-    "task.no_key": logging.WARNING,
-    "task.brought_forward": logging.INFO,
-    "task.no_time_limits": logging.WARNING,
-    "task.timed_out": logging.WARNING,
-    "task.recovered": logging.WARNING,
-    "task.worker_lost": logging.ERROR,
-    "task.lease_lost": logging.WARNING,
-    "task.interrupted": logging.WARNING,
-    "message.refused": logging.WARNING,
-    "content.unsafe": logging.WARNING,
-    "timer.down": logging.WARNING,
-    "timer.up": logging.INFO,
-    "timer.evicts": logging.WARNING,
-    "timer.blocked": logging.WARNING,
-    "notices.down": logging.WARNING,
-    "notices.up": logging.INFO,
-    "store.down": logging.ERROR,
-    "store.up": logging.INFO,
-    "store.slow": logging.WARNING,
-    "store.quick": logging.INFO,
-    "wheel.late": logging.WARNING,
-    "sweep.self": logging.WARNING,
-    "queue.unserved": logging.WARNING,
-    "queue.refused": logging.WARNING,
-    "queue.blocked": logging.WARNING,
-    "queue.unblocked": logging.INFO,
-    "partitions.ending": logging.WARNING,
-    "policy.changed": logging.INFO,
-    "policy.ignored": logging.WARNING,
-    "worker.lost": logging.WARNING,
-    "loop.failed": logging.ERROR,
-    "loop.restarted": logging.ERROR,
-    "chunk.failed": logging.ERROR,
-    "settle.waits": logging.WARNING,
-    "process.replaced": logging.ERROR,
+#: The events that an operator should read, by their levels. All others are logged at DEBUG.
+_EVENTS_OF_LEVELS = {
+    logging.ERROR: (
+        "task.failed task.left_open task.row_locked task.worker_lost store.down loop.failed "
+        "loop.restarted chunk.failed process.replaced async.failed recurring.failed"
+    ),
+    logging.WARNING: (
+        "task.retry_scheduled task.raised_late task.expired result.dropped task.no_processor "
+        "task.no_key task.no_time_limits task.timed_out task.recovered task.lease_lost "
+        "task.interrupted message.refused content.unsafe timer.down timer.evicts timer.blocked "
+        "notices.down store.slow wheel.late sweep.self queue.unserved queue.refused "
+        "queue.blocked partitions.ending policy.ignored worker.lost settle.waits recurring.missed "
+        "celery_task.not_stored celery_task.not_published task.newer_body metrics.not_served"
+    ),
+    logging.INFO: (
+        "task.done task.brought_forward timer.up notices.up store.up store.quick "
+        "queue.unblocked policy.changed recurring.changed recurring.overlapped"
+    ),
 }
+_LOG_LEVELS = {name: level for level, names in _EVENTS_OF_LEVELS.items() for name in names.split()}
 
 
 class Events:
@@ -92,6 +65,10 @@ class Events:
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
+
+    def use_log(self, log: LogEvent) -> None:
+        """Log events by `log` from now on. The settings, which choose it, are read later."""
+        self._subscribers[0] = Repeats(log)
 
     def about(self, **fields: Any) -> Events:
         """Return a view of this stream that adds `fields` to each event."""
@@ -167,13 +144,21 @@ class _About(Events):
         self._events.emit(name, count, **self._fields, **fields)
 
 
-def log_event(name: str, fields: dict[str, Any]) -> None:
+def log_event(name: str, fields: Mapping[str, Any]) -> None:
     """Log one line, with the traceback of the field `cause` or, without it, of `error`."""
-    level, cause = _LOG_LEVELS.get(name, logging.DEBUG), fields.get("cause", fields.get("error"))
-    if fields.get("is_logged") or (name in _BY_OUTAGE and is_outage(cause)):
-        level = logging.DEBUG
-    if not logger.isEnabledFor(level):
-        return
+    level = level_of(name, fields)
+    if logger.isEnabledFor(level):
+        logger.handle(log_record(name, fields, level))
+
+
+def level_of(name: str, fields: Mapping[str, Any]) -> int:
+    if fields.get("is_logged") or (name in _BY_OUTAGE and is_outage(_cause_of(fields))):
+        return logging.DEBUG
+    return _LOG_LEVELS.get(name, logging.DEBUG)
+
+
+def log_record(name: str, fields: Mapping[str, Any], level: int) -> logging.LogRecord:
+    """Return the record of an event, whose message is the line for people."""
     # repr escapes CR, LF and ANSI sequences in untrusted text, so the entry stays one line.
     said = {
         key: value
@@ -181,16 +166,28 @@ def log_event(name: str, fields: dict[str, Any]) -> None:
         if isinstance(value, _SHOWN) and key not in ("cause", "is_logged")
     }
     shown = " ".join(f"{key}={_repr(value)}" for key, value in said.items())
-    if not isinstance(cause, BaseException) or _is_repeated_outage(name, cause):
-        logger.log(level, "%s %s", name, shown)
-        return
-    info = (type(cause), cause, cause.__traceback__)
+    cause = _cause_of(fields)
+    has_traceback = isinstance(cause, BaseException) and not _is_repeated_outage(name, cause)
     record = logger.makeRecord(
-        logger.name, level, __file__, 0, "%s %s", (name, shown), info, "log_event"
+        logger.name,
+        level,
+        __file__,
+        0,
+        # The name is part of the template, by which error trackers group entries.
+        f"{name} %s",
+        (shown,),
+        (type(cause), cause, cause.__traceback__) if has_traceback else None,
+        "log_event",
     )
-    # Formatters show this text. Trackers such as Sentry use the exception itself.
-    record.exc_text = _traceback(cause)
-    logger.handle(record)
+    record.delaytasks_event = name
+    if has_traceback:
+        # Formatters show this text. Trackers such as Sentry use the exception itself.
+        record.exc_text = _traceback(cause)
+    return record
+
+
+def _cause_of(fields: Mapping[str, Any]) -> Any:
+    return fields.get("cause", fields.get("error"))
 
 
 #: The text of the last database error with which each event of `_BY_OUTAGE` was logged.

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import parse_duration
+from delaytasks.core.durations import has_unit, parse_duration
 from delaytasks.core.errors import (
     BodyNotStorableError,
     InvalidDelayError,
@@ -30,6 +30,8 @@ KEY_LENGTH = 191
 CONCURRENCY_KEY_LENGTH = 255
 QUEUE_LENGTH = 100
 ACTOR_LENGTH = 255
+#: The key of an occurrence is the name of its schedule and a time of 25 characters.
+SCHEDULE_NAME_LENGTH = KEY_LENGTH - 25
 PAGE_MAX = 1000
 MAX_PRIORITY = 9
 _QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
@@ -45,6 +47,10 @@ def check_key(key: object) -> str:
 
 def check_concurrency_key(key: object) -> str:
     return _check_name(key, "concurrency_key", CONCURRENCY_KEY_LENGTH, InvalidKeyError)
+
+
+def check_schedule_name(name: object) -> str:
+    return _check_name(name, "name of a schedule", SCHEDULE_NAME_LENGTH, InvalidScheduleError)
 
 
 def check_actor(actor: object) -> str:
@@ -119,7 +125,9 @@ def check_priority(priority: object) -> int:
 
 
 def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> timedelta:
-    """Convert seconds or a timedelta to a timedelta from 0 to `max_delay_s`."""
+    """Convert seconds, a text such as "1h30m" or a timedelta to a timedelta up to `max_delay_s`."""
+    if isinstance(delay, str) and has_unit(delay):
+        delay = parse_duration(delay)
     if isinstance(delay, timedelta):
         seconds = delay.total_seconds()
     elif isinstance(delay, int) and not isinstance(delay, bool):
@@ -128,7 +136,7 @@ def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> tim
         seconds = delay
     else:
         raise InvalidDelayError(
-            f"{what} is a number of seconds or a timedelta, "
+            f"{what} is a number of seconds, a text with units such as '30m', or a timedelta, "
             f"not {type(delay).__name__} ({shown(delay)})"
         )
     if not math.isfinite(seconds) or seconds < 0:
@@ -141,38 +149,50 @@ def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> tim
 
 
 def check_shift(shift: Any, max_s: float) -> timedelta:
-    """Convert seconds or a timedelta to a timedelta that is not 0; it may be negative."""
-    zero: Any = timedelta() if isinstance(shift, timedelta) else 0
-    is_negative = isinstance(shift, (timedelta, int, float)) and shift < zero
-    checked = check_delay(-shift if is_negative else shift, max_s, "a shift")
+    """Convert a delay to a timedelta that is not 0; it may be negative."""
+    if isinstance(shift, str):
+        is_negative, size = shift.lstrip().startswith("-"), shift.strip().removeprefix("-")
+    else:
+        zero: Any = timedelta() if isinstance(shift, timedelta) else 0
+        is_negative = isinstance(shift, (timedelta, int, float)) and shift < zero
+        size = -shift if is_negative else shift
+    checked = check_delay(size, max_s, "a shift")
     if not checked:
         raise InvalidDelayError("a shift is not 0")
     return -checked if is_negative else checked
 
 
+def check_period(spread: object, max_s: float, what: str = "spread") -> timedelta:
+    """Convert a period to a timedelta that is not 0. A text without a unit means seconds."""
+    checked = timedelta(seconds=check_wait(spread, max_s, what))
+    if not checked:
+        raise InvalidDelayError(f"{what} is more than 0")
+    return checked
+
+
 def check_wait(wait: object, max_s: float, what: str = "a delay") -> float:
-    """Convert seconds, a timedelta or a text such as "1h30m" to seconds."""
+    """Convert an option that is a delay to seconds. A text without a unit means seconds."""
     delay = parse_duration(wait) if isinstance(wait, str) else wait
     return check_delay(delay, max_s, what).total_seconds()
 
 
-def check_due(delay: object, when: object) -> None:
+def check_due(delay: object, at: object) -> None:
     """Check that either a delay or an instant is given."""
-    if (delay is None) == (when is None):
-        raise InvalidScheduleError("give a delay or an instant (when), one of the two")
+    if (delay is None) == (at is None):
+        raise InvalidScheduleError("give a delay or an instant (at), one of the two")
 
 
-def check_instant(when: object) -> datetime:
+def check_instant(at: object) -> datetime:
     """Convert an aware datetime to UTC. An instant in the past is valid and means now."""
-    if not isinstance(when, datetime):
+    if not isinstance(at, datetime):
         raise InvalidScheduleError(
-            f"an instant is an aware datetime, not {type(when).__name__} ({shown(when)})"
+            f"an instant is an aware datetime, not {type(at).__name__} ({shown(at)})"
         )
-    if when.tzinfo is None or when.utcoffset() is None:
+    if at.tzinfo is None or at.utcoffset() is None:
         raise NaiveDatetimeError(
-            f"{when.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one"
+            f"{at.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one"
         )
     try:
-        return when.astimezone(UTC)
+        return at.astimezone(UTC)
     except OverflowError:
-        raise InvalidScheduleError(f"{when.isoformat()} cannot be converted to UTC") from None
+        raise InvalidScheduleError(f"{at.isoformat()} cannot be converted to UTC") from None

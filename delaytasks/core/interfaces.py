@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -11,14 +11,16 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from delaytasks.core.clock import to_us
 from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import is_queue
+from delaytasks.core.spread import Spread
 from delaytasks.core.states import MOVES, Ending, SettlingMove, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
 
 T = TypeVar("T")
-OnConflict = Literal["reject", "keep", "replace"]
-#: The new due time of rescheduled tasks: an instant, a shift, or None if it stays.
-To = datetime | timedelta | None
+OnConflict = Literal["reject", "keep", "replace", "take"]
+#: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
+#: stays.
+To = datetime | timedelta | Spread | None
 
 
 class Entry(NamedTuple):
@@ -155,6 +157,14 @@ class Recovered(NamedTuple):
     levels: Set[Level] = frozenset()
 
 
+class Undo(NamedTuple):
+    """The tasks that one step of a bulk operation has moved: by id, the version after the step and
+    the due time before it."""
+
+    versions: Mapping[int, int]
+    dues: Mapping[int, datetime]
+
+
 class Step(NamedTuple):
     """The result of one step of a bulk command, which changes some hundreds of tasks."""
 
@@ -176,12 +186,16 @@ class Settlement:
     move: SettlingMove
     began: datetime | None = None
     error: str | None = None
-    due: datetime | None = None
-    #: The due time that a deferred task keeps. None means that `due` becomes its due time.
+    #: The time of the next run.
+    expected_time: datetime | None = None
+    #: The due time that a deferred task keeps. None means that `expected_time` becomes the due
+    #: time.
     due_time: datetime | None = None
     result: str | None = None
     #: The processor has settled the row itself, in its own transaction.
     is_made: bool = False
+    #: Callers may wait for the end of the task, since its result is kept.
+    announces_end: bool = False
 
     @property
     def target(self) -> Status:
@@ -263,12 +277,20 @@ class NoticeChannel(Protocol):
 
 
 class Timer(Protocol):
-    """Brings tasks that are due within the horizon to a worker, which waits until they are due."""
+    """Brings tasks that are due within the horizon to a worker, which waits until they are due.
+
+    A timer may lose entries, since the sweep dispatches overdue rows, and it may deliver them more
+    than once, since only one claim of a version succeeds. Any thread may call its methods.
+    """
 
     @property
-    def is_up(self) -> bool: ...
+    def is_up(self) -> bool:
+        """Whether the last use of the timer's server succeeded."""
+        ...
 
-    def arm(self, entries: Iterable[Entry]) -> bool: ...
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        """Arm the entries. Return False if some may not be armed; the next sweep arms them then."""
+        ...
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Forget exactly these versions if possible.

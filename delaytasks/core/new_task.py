@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta
+from collections.abc import Mapping
+from datetime import datetime
 from typing import Any, NamedTuple, TypedDict
 
+from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.retry_schedule import RetrySchedule
@@ -12,7 +14,7 @@ from delaytasks.core.text import shown
 
 
 class TaskOptions(TypedDict, total=False):
-    """What a new task has besides tag, body and due time; `DelayTasks.schedule_delay` explains it.
+    """The options of a new task, which `DelayTasks.schedule_delay` explains.
 
     `TaskBuilder` checks the values.
     """
@@ -21,10 +23,13 @@ class TaskOptions(TypedDict, total=False):
     queue: str | None
     priority: int
     id: int | None
-    retry: RetrySchedule | str | int | None
-    expires: float | str | timedelta | None
-    max_wait: float | str | timedelta | None
+    retries: RetrySchedule | str | int | None
+    expires: Delay | None
+    max_wait: Delay | None
     concurrency_key: str | None
+    meta: Mapping[str, str] | None
+    body_version: int | None
+    spread: Delay | None
 
 
 class ScheduleOptions(TaskOptions, total=False):
@@ -43,10 +48,12 @@ class NewTask(NamedTuple):
     tag, body
         See `schedule_delay`.
     delay
-        Seconds, or a timedelta. Give either `delay` or `when`.
-    when
+        Seconds, text such as `"30m"`, or a timedelta. Give either `delay` or `at`.
+    at
         An aware datetime.
-    key, queue, priority, id, retry, expires, max_wait, concurrency_key
+    key, queue, priority, id, retries, expires, max_wait, concurrency_key, meta, body_version
+        See `schedule_delay`.
+    spread
         See `schedule_delay`.
 
     Examples
@@ -56,16 +63,19 @@ class NewTask(NamedTuple):
 
     tag: str
     body: Any
-    delay: float | timedelta | None = None
-    when: datetime | None = None
+    delay: Delay | None = None
+    at: datetime | None = None
     key: str | None = None
     queue: str | None = None
     priority: int = 0
     id: int | None = None
-    retry: RetrySchedule | str | int | None = None
-    expires: float | str | timedelta | None = None
-    max_wait: float | str | timedelta | None = None
+    retries: RetrySchedule | str | int | None = None
+    expires: Delay | None = None
+    max_wait: Delay | None = None
     concurrency_key: str | None = None
+    meta: Mapping[str, str] | None = None
+    body_version: int | None = None
+    spread: Delay | None = None
 
 
 def new_task_of(item: object) -> NewTask:
@@ -74,7 +84,7 @@ def new_task_of(item: object) -> NewTask:
         return item
     if isinstance(item, tuple) and len(item) == 3:
         tag, body, at = item
-        return NewTask(tag, body, when=at) if isinstance(at, datetime) else NewTask(tag, body, at)
+        return NewTask(tag, body, at=at) if isinstance(at, datetime) else NewTask(tag, body, at)
     raise InvalidScheduleError(
         f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}"
     )

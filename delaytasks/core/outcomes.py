@@ -6,8 +6,9 @@ An outcome leads to a move, which changes the status of the row: see `core/state
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
+
+from delaytasks.core.durations import Delay
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Retry:
     >>> return Retry(after="5m", reason="the partner is busy")
     """
 
-    after: float | str | timedelta | None = None
+    after: Delay | None = None
     reason: str = ""
 
 
@@ -62,7 +63,7 @@ class Snooze:
     >>> return Snooze("1h")
     """
 
-    after: float | str | timedelta
+    after: Delay
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-
-#: What `find` searches for: tag, status, key, due since, due until.
-Search = tuple[str | None, Status | None, str | None, datetime | None, datetime | None]
 
 
 @dataclass(frozen=True, slots=True)

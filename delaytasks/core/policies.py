@@ -164,6 +164,8 @@ class Changes(NamedTuple):
     is_whole: bool
     #: The stamp of the whole table at this number, if it was read.
     stamp: Stamp | None = None
+    #: The number of requests to cancel running tasks.
+    cancel_requests: int = 0
 
 
 class Policies:
@@ -187,16 +189,10 @@ class Policies:
     def changed(self, policies: Iterable[Policy], number: int) -> Policies:
         """Return a copy with these policies in the place of those of the same names."""
         new = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, (dict, set)):
+                setattr(new, name, copy(value))
         new.number = number
-        for name in (
-            "_by_name",
-            "paused_tags",
-            "paused_queues",
-            "limited",
-            "unapplied",
-            "unusable",
-        ):
-            setattr(new, name, copy(getattr(self, name)))
         new._add(policies)
         return new
 

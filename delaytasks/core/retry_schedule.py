@@ -40,7 +40,7 @@ class RetrySchedule:
 
     Examples
     --------
-    >>> delays.schedule_delay("mail.send", {}, 60, retry=RetrySchedule("15s 3m", jitter=0.1))
+    >>> delays.schedule_delay("mail.send", {}, 60, retries=RetrySchedule("15s 3m", jitter=0.1))
     """
 
     retry_delays_s: tuple[float, ...]
@@ -159,21 +159,21 @@ class Retries:
     by_error: Mapping[type[BaseException], RetrySchedule | None]
 
     @classmethod
-    def of(cls, retry: RetryRule) -> Retries:
-        """Read the option `retry`: one schedule, or a mapping of exception types to schedules."""
-        if retry is None:
+    def of(cls, retries: RetryRule) -> Retries:
+        """Read the option `retries`: one schedule, or a mapping of exception types to schedules."""
+        if retries is None:
             return cls({})
-        if not isinstance(retry, Mapping):
-            return cls({Exception: retry_schedule_of(retry)})
-        for kind in retry:
+        if not isinstance(retries, Mapping):
+            return cls({Exception: retry_schedule_of(retries)})
+        for kind in retries:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
                 raise InvalidRetryScheduleError(
-                    f"retry maps exception types to retry schedules; {shown(kind)} is none"
+                    f"retries maps exception types to retry schedules; {shown(kind)} is none"
                 )
         return cls(
             {
                 kind: None if retry_schedule is None else retry_schedule_of(retry_schedule)
-                for kind, retry_schedule in retry.items()
+                for kind, retry_schedule in retries.items()
             }
         )
 
@@ -198,23 +198,23 @@ NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 
 
 def retry_schedule_of(
-    retry: RetrySchedule | str | int | Iterable[str | float | timedelta],
+    retries: RetrySchedule | str | int | Iterable[str | float | timedelta],
 ) -> RetrySchedule:
-    """Return the retry schedule that the option `retry` means.
+    """Return the retries schedule that the option `retries` means.
 
     An integer is a number of retries with the delays of `LEVELS`, whose last delay is repeated.
     """
-    if isinstance(retry, RetrySchedule):
-        return retry
-    if isinstance(retry, (str, Iterable)):
-        return RetrySchedule(retry)
-    if not is_integer(retry, 1, MAX_RETRY_DELAYS):
+    if isinstance(retries, RetrySchedule):
+        return retries
+    if isinstance(retries, (str, Iterable)):
+        return RetrySchedule(retries)
+    if not is_integer(retries, 1, MAX_RETRY_DELAYS):
         raise InvalidRetryScheduleError(
-            f"retry is a number of retries from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
-            f"or a RetrySchedule, not {shown(retry)}; leave it out where there is nothing to retry"
+            f"retries is a number from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
+            f"or a RetrySchedule, not {shown(retries)}; leave it out if nothing is retried"
         )
-    delays_s = LEVELS.retry_delays_s[:retry]
-    return RetrySchedule(delays_s + delays_s[-1:] * (retry - len(delays_s)))
+    delays_s = LEVELS.retry_delays_s[:retries]
+    return RetrySchedule(delays_s + delays_s[-1:] * (retries - len(delays_s)))
 
 
 def _checked(times: object) -> int:

@@ -33,5 +33,6 @@ SLOT_COUNT = Rule("is a power of two, at most 1024", lambda v: v in {1 << n for 
 KEYS = Rule(
     "each is a different key from `delaytasks encryption key`; 'plain' may precede them", are_keys
 )
+NOT_NEGATIVE = Rule("must not be negative", lambda v: v >= 0)
 AT_MOST_1000 = Rule("is at most 1000", lambda v: v <= 1000)
 AT_MOST_1000_YEARS = Rule("is at most a thousand years", lambda v: v <= 1000 * 366 * 86400)

@@ -21,6 +21,8 @@ from delaytasks.core.setting_types import convert_setting
 from delaytasks.core.text import shown
 
 PREFIX = "delaytasks_"
+#: A worker counts as dead if it was silent for this many sweep intervals.
+SILENT_SWEEPS = 3
 
 
 def _setting(default: Any, about: str, rule: rules.Rule | None = None, secret: bool = False) -> Any:
@@ -71,9 +73,9 @@ class Settings:
         rules.SLOT_COUNT,
     )
     arm: str = _setting(
-        "inline",
-        "what sends tasks due within the horizon to the broker: the call (inline) or a "
-        "thread (background)",
+        "background",
+        "what sends tasks due within the horizon to the broker: a thread (background) or the "
+        "call (inline)",
         rules.one_of("inline", "background"),
     )
     horizon_s: float | None = _setting(
@@ -92,14 +94,35 @@ class Settings:
         "queues of tags, and of patterns such as mail.*; in the environment as JSON",
         rules.QUEUES,
     )
-    strict_tags: bool = _setting(
-        False, "refuse to schedule tags without a processor in this process"
+    tags: tuple[str, ...] = _setting(
+        (), "tags that this process may schedule in addition to those of its processors"
+    )
+    durable_eta: bool = _setting(
+        False,
+        "Celery tasks with an eta or a countdown wait as rows; "
+        "overridden by @app.task(durable_eta=…)",
+    )
+    durable_eta_min_s: float = _setting(
+        0.0,
+        "Celery tasks with a shorter delay than this are sent to the broker as without delaytasks",
+        rules.NOT_NEGATIVE,
+    )
+    strict_tags: bool | None = _setting(
+        None,
+        "refuse to schedule tags that are neither in tags nor have a processor in this process; "
+        "none: if there are such tags",
     )
     max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay", rules.AT_MOST_1000_YEARS)
     event_bodies: bool = _setting(
         True, "Flower and other monitors see bodies and results, as they see Celery's"
     )
     log_successes: bool = _setting(False, "log each successful task at INFO (task.done)")
+    log_format: str = _setting(
+        "text",
+        "lines for people (text), or for programs with one line for each change of a task (json, "
+        "logfmt)",
+        rules.one_of("text", "json", "logfmt"),
+    )
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
     max_error_bytes: int = _setting(64 * 1024, "longest error text that is stored")
     encryption_keys: tuple[str, ...] = _setting(
@@ -139,6 +162,22 @@ class Settings:
     purge_after_s: float | None = _setting(
         None, "finished tasks older than this are deleted; none: never"
     )
+    statistics: bool = _setting(
+        True, "workers count what they run, and write the counts to the database once a minute"
+    )
+    statistics_tags: int = _setting(
+        200, "most tags that a worker counts by name; the others are counted together"
+    )
+
+    metrics_port: int | None = _setting(
+        None, "port at which a worker serves its metrics to Prometheus; none: it does not"
+    )
+    metrics_host: str = _setting("127.0.0.1", "address at which a worker serves its metrics")
+    metrics_file: str = _setting(
+        "",
+        "file into which a worker writes its metrics; %h, %n and %d stand for its name, as in "
+        "Celery; empty: none",
+    )
 
     callback_secrets: tuple[str, ...] = _setting(
         (), "keys that sign HTTP callbacks (whsec_…)", secret=True
@@ -164,7 +203,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, spec in _SPECS.items():
             value, rule = getattr(self, name), spec.metadata["rule"]
-            if type(value) in (int, float) and value <= 0:
+            if type(value) in (int, float) and value <= 0 and rule is not rules.NOT_NEGATIVE:
                 self._refuse(name, "must be above 0")
             if value is not None and rule is not None and not rule.allows(value):
                 self._refuse(name, rule.text)
@@ -180,6 +219,15 @@ class Settings:
     def uses_broker(self) -> bool:
         """Whether messages reach the workers; if not, they read everything from the table."""
         return self.timer != "direct"
+
+    @property
+    def has_structured_log(self) -> bool:
+        return self.log_format != "text"
+
+    @property
+    def silent_s(self) -> float:
+        """A worker that was silent for this time counts as dead."""
+        return SILENT_SWEEPS * self.sweep_s
 
     def has_sweep_partition(self, number: object) -> bool:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""

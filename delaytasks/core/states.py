@@ -113,7 +113,7 @@ MOVES: dict[str, Move] = dict(
         _move("cancel", (Status.NOT_COMPLETE, Status.HELD), Status.CANCELLED),
         _move("reschedule", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
         _move("replace", (Status.NOT_COMPLETE, Status.HELD), Status.NOT_COMPLETE),
-        _move("retry", (Status.FAILED, Status.CANCELLED), Status.NOT_COMPLETE),
+        _move("rerun", (Status.FAILED, Status.CANCELLED), Status.NOT_COMPLETE),
     ]
 )
 
@@ -127,10 +127,13 @@ def following(version: int) -> int:
     return version + 1 if version < MOST_VERSIONS else 0
 
 
-#: Statuses that only `retry` leaves.
+#: Statuses that only `rerun` leaves.
 FINISHED = frozenset({Status.DONE, Status.FAILED, Status.CANCELLED})
 #: Statuses in which a task may still run.
 LIVE = frozenset(Status) - FINISHED
+#: Statuses of tasks that wait. A task of a paused tag or queue, and one that waits for the capacity
+#: of its tag, is HELD.
+WAITING = (Status.NOT_COMPLETE, Status.HELD)
 
 
 def moves_from(status: Status) -> list[str]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import ipaddress
-import json
-import math
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from delaytasks.core.body_json import MAX_DEPTH
+from delaytasks.core.body_versions import FIRST_VERSION, MAX_VERSION
 from delaytasks.core.current_run import Current, current_run
-from delaytasks.core.encryption import decoded, is_encrypted, placeholder
+from delaytasks.core.encryption import decoded
 from delaytasks.core.errors import NotRunningError
 from delaytasks.core.ids import check_id
+from delaytasks.core.meta import decode_meta
+from delaytasks.core.number_checks import is_integer
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
+from delaytasks.core.task_json import lenient, task_json
 
 #: The queue of rows without one, such as rows of other programs.
 DEFAULT_QUEUE = "default"
@@ -61,6 +62,10 @@ class DelayTask:
         The times of the first call, the last change and the start of the last run.
     due_time
         The due time, if a deferral has moved `expected_time`; else None. `due` is always set.
+    meta_json
+        The meta as it is stored. `meta` decodes it.
+    cancel_request
+        1 if the running task was asked to stop, 2 if it is interrupted as well; else None.
     lease_until, worker, ip
         The end of the lease, the name of the worker and its IPv4 address as a number.
     error
@@ -93,6 +98,8 @@ class DelayTask:
     concurrency_key: str | None = None
     create_time: datetime | None = None
     due_time: datetime | None = None
+    meta_json: str | None = None
+    cancel_request: int | None = None
     update_time: datetime | None = None
     execution_time: datetime | None = None
     lease_until: datetime | None = None
@@ -123,6 +130,11 @@ class DelayTask:
         """
         return decoded(self.body_json, f"the body of task {self.id}")
 
+    @property
+    def meta(self) -> dict[str, str]:
+        """The pairs of strings that the caller gave to the task, such as a tenant."""
+        return decode_meta(self.meta_json)
+
     def complete(self, session: Any = None, *, result: Any = None) -> None:
         """Make the task DONE in a transaction of its processor, which must commit it.
 
@@ -150,6 +162,16 @@ class DelayTask:
         """
         self._run("complete").complete(self.id, session, result)
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the task is CANCELLED. In its processor: whether a caller asked it to stop.
+
+        A long processor reads this, or calls `check_lease`, from time to time. Neither sends a
+        query.
+        """
+        run = current_run.get()
+        return self.status is Status.CANCELLED or (run is not None and run.is_cancelled(self.id))
+
     def check_lease(self) -> None:
         """Check, in a long run of the processor, that this worker still has the task's lease.
 
@@ -157,6 +179,9 @@ class DelayTask:
 
         Raises
         ------
+        TaskCancelledError
+            If a caller has cancelled the task by `cancel(running=True)`. If the processor does not
+            catch it, the task is CANCELLED.
         LeaseLostError
             If the lease could not be renewed, and is about to end or has ended. The task will run
             on another worker, so the processor must not catch the error.
@@ -182,13 +207,11 @@ class DelayTask:
     @property
     def retry_schedule(self) -> RetrySchedule | None:
         """The task's own retry schedule, which replaces the one of its tag; None without one."""
-        retry_delays = self._headers().get("retry")
+        retry = self.headers.get("retry")
+        if retry is None:
+            return None
         try:
-            return (
-                None
-                if retry_delays is None
-                else RetrySchedule(retry_delays["retry_delays_s"], jitter=retry_delays["jitter"])
-            )
+            return RetrySchedule(retry["retry_delays_s"], jitter=retry["jitter"])
         except (ValueError, TypeError, KeyError):  # written by another program
             return None
 
@@ -203,24 +226,38 @@ class DelayTask:
         return self._seconds("max_wait_s")
 
     @property
+    def body_version(self) -> int:
+        """The version of the body; 1 if it was stored without a version."""
+        version: Any = self.headers.get("body_version")
+        return version if is_integer(version, FIRST_VERSION, MAX_VERSION) else FIRST_VERSION
+
+    @property
     def result(self) -> Any:
         """The result of the processor, if it was registered with `keep_result=True`."""
-        return (
-            None
-            if self.result_json is None
-            else decoded(self.result_json, f"the result of task {self.id}")
-        )
+        if self.result_json is None:
+            return None
+        return decoded(self.result_json, f"the result of task {self.id}")
 
     def _seconds(self, header: str) -> float | None:
-        seconds: Any = self._headers().get(header)
+        seconds: Any = self.headers.get(header)
         # Other programs may write any value, also an integer that no float can represent.
         return float(seconds) if type(seconds) in (int, float) and 0 <= seconds < 1e15 else None
 
-    def _headers(self) -> dict[str, Any]:
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The decoded `headers_json`; empty if another program stored something else."""
         if self.headers_json is None:
             return {}
-        headers = _lenient(self.headers_json)
+        headers = lenient(self.headers_json)
         return headers if isinstance(headers, dict) else {}
+
+    @property
+    def event_fields(self) -> dict[str, Any]:
+        """The fields of each event about this task, and the task itself for subscribers."""
+        fields: dict[str, Any] = {"id": self.id, "tag": self.tag, "task": self}
+        if self.meta_json is not None:
+            fields["meta"] = self.meta
+        return fields
 
     @property
     def is_finished(self) -> bool:
@@ -236,62 +273,9 @@ class DelayTask:
 
     def as_json(self) -> dict[str, Any]:
         """Return a JSON value. Ids are strings, since JavaScript rounds integers above 2^53."""
-        return {
-            "id": str(self.id),
-            "tag": self.tag,
-            "key": self.key,
-            "status": self.status.name,
-            "queue": self.queue,
-            "priority": self.priority,
-            "body": _shown(self.body_json),
-            "due_time": _iso(self.due),
-            "expected_time": _iso(self.expected_time),
-            "execution_time": _iso(self.execution_time),
-            "create_time": _iso(self.create_time),
-            "update_time": _iso(self.update_time),
-            "lease_until": _iso(self.lease_until),
-            "delay_s": self.delay_s,
-            "attempts": self.attempts,
-            "lapses": self.lapses,
-            "version": self.version,
-            "worker": self.worker,
-            "ip_address": self.ip_address,
-            "error": self.error,
-            "headers": _shown(self.headers_json) if self._headers() else {},
-            "concurrency_key": self.concurrency_key,
-            "result": None if self.result_json is None else _shown(self.result_json),
-        }
+        return task_json(self)
 
 
 def id_of(name: object) -> int:
     """Return the id of a task that was given as a task or as an id."""
     return name.id if isinstance(name, DelayTask) else check_id(name)
-
-
-def _iso(instant: datetime | None) -> str | None:
-    return None if instant is None else instant.isoformat()
-
-
-def _shown(text: str | None) -> Any:
-    """Return the decoded value if JSON can represent it, else the text.
-
-    Python also decodes NaN, 1e400 and values of any depth.
-    """
-    if text is not None and is_encrypted(text):
-        return placeholder(text)
-    value = _lenient(text or "null")
-    return value if _is_json(value, MAX_DEPTH) else text
-
-
-def _is_json(value: Any, depth: int) -> bool:
-    if isinstance(value, (dict, list)):
-        inner = value.values() if isinstance(value, dict) else value
-        return depth > 0 and all(_is_json(item, depth - 1) for item in inner)
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _lenient(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text

@@ -29,8 +29,15 @@ NO_PROCESSOR = "no such processor, tag="
 NO_KEY = "no such encryption key, key="
 #: The same if the worker's pool could not keep the time limits of the tag.
 NO_TIME_LIMITS = "this worker's pool can not keep time limits, tag="
+#: The same if newer code has made the body.
+NEWER_BODY = "the body is of a newer version than this worker's processor, tag="
 #: The codes of these reasons, for programs.
-DEFERRALS = {NO_PROCESSOR: "no_processor", NO_KEY: "no_key", NO_TIME_LIMITS: "no_time_limits"}
+DEFERRALS = {
+    NO_PROCESSOR: "no_processor",
+    NO_KEY: "no_key",
+    NO_TIME_LIMITS: "no_time_limits",
+    NEWER_BODY: "newer_body",
+}
 
 #: A task that cannot run here is tried again after a tenth of its lateness, within these bounds.
 DEFER_MIN_S, DEFER_MAX_S = 5.0, 600.0

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 from delaytasks.core.interfaces import OverdueGroup
 from delaytasks.core.policies import Policy
-from delaytasks.core.why import Reason, WorkerFacts, unserved
+from delaytasks.core.reasons import Reason
+from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.why_unserved import unserved
 
 _DEFERRED = {
     "no_processor": (
@@ -19,12 +21,16 @@ _DEFERRED = {
     "no_time_limits": (
         "The tag {tag} has time limits, which need a worker with -P prefork on the queue {queue}."
     ),
+    "newer_body": (
+        "Their bodies are of a newer version of the tag {tag} than the workers' processors: deploy "
+        "the new code to the workers."
+    ),
     "deferred": "A worker could not run them, and deferred them.",
 }
 
 
 def why_late(
-    late: OverdueGroup, workers: Sequence[WorkerFacts], policies: Sequence[Policy]
+    late: OverdueGroup, workers: Sequence[RegisteredWorker], policies: Sequence[Policy]
 ) -> Reason:
     """Return the most important reason why the tasks of a queue and a tag have not begun."""
     queue, tag = late.queue, late.tag

@@ -45,11 +45,9 @@ class Broker(NamedTuple):
 
     @property
     def url(self) -> str:
-        return (
-            f"{FILES_SCHEME}://localhost//"
-            if self.socket is None
-            else f"redis+socket://{self.socket}"
-        )
+        if self.socket is None:
+            return f"{FILES_SCHEME}://localhost//"
+        return f"redis+socket://{self.socket}"
 
     @property
     def options(self) -> dict[str, Any]:

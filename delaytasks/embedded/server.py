@@ -79,11 +79,8 @@ def socket_path(data_dir: str | Path) -> Path:
     digest = hashlib.sha256(os.fsencode(Path(data_dir).absolute())).hexdigest()[:12]
     name = f"delaytasks-{os.getuid()}-{digest}" if hasattr(os, "getuid") else f"delaytasks-{digest}"
     path = Path(tempfile.gettempdir()) / name / "redis.sock"
-    return (
-        path
-        if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES
-        else Path("/tmp") / name / "redis.sock"
-    )
+    is_short = len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES
+    return path if is_short else Path("/tmp") / name / "redis.sock"
 
 
 def check_private(folder: Path) -> None:

@@ -1,9 +1,8 @@
 """Finds the keys that the rows of one database need, and encrypts the rows anew with the first
-key."""
+key. The rows are the tasks and the recurring schedules, which count as live tasks."""
 
 from __future__ import annotations
 
-import itertools
 import time
 from array import array
 from collections import Counter
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, case, func, select, update
 
+from delaytasks.core.batches import batches
 from delaytasks.core.encryption import (
     BOUND_PREFIX,
     MARK_LENGTH,
@@ -57,10 +57,11 @@ class Rotation:
     def __init__(self, database: Database, schema: Schema, bulk: Bulk) -> None:
         self._db = database
         self._t = t = schema.tasks
+        self._recurring = schema.recurring
         self._cipher = schema.cipher
         self._bulk = bulk
         self.found = self.changed = self.unreadable = 0
-        w = json_rows(database.url.get_backend_name(), ("id", "message_body", "result"))
+        w = json_rows(database, ("id", "message_body", "result"))
         mine = listed(database, t.c.id, "ids")
         self._read = select(t.c.id, t.c.message_body, t.c.result, t.c.tag).where(mine)
         self._lock = self._read.with_for_update(skip_locked=True)
@@ -72,6 +73,7 @@ class Rotation:
         needs = Needs(Counter(), Counter())
         for _, status, names in self._rows(statuses):
             (needs.live if status in LIVE else needs.finished).update(names)
+        needs.live.update(_key_of(body) for *_, body in self._schedules())
         return needs
 
     def rotate(self, statuses: frozenset[Status], on_batch: Callable[[], object]) -> None:
@@ -80,7 +82,11 @@ class Rotation:
         cipher = self._cipher
         assert cipher is not None, "rotation needs keys"
         ids = array("q", (id for id, _, names in self._rows(statuses) if names - {cipher.current}))
-        self.found = len(ids)
+        schedules = [row for row in self._schedules() if _key_of(row[-1]) != cipher.current]
+        self.found = len(ids) + len(schedules)
+        for schedule in schedules:
+            self._seal_schedule(cipher, *schedule)
+            on_batch()
         busy = self._steps(cipher, ids, on_batch)
         if busy:
             time.sleep(RETRY_AFTER_S)
@@ -95,13 +101,28 @@ class Rotation:
             for id, status, *marks in rows:
                 yield id, Status.of(status), {_name(mark) for mark in marks if mark is not None}
 
+    def _schedules(self) -> Iterator[Sequence[Any]]:
+        """Yield name, id, tag and body of each recurring schedule."""
+        r = self._recurring.c
+        for rows in self._db.stream(select(r.name, r.id, r.tag, r.message_body), ROTATED_ROWS):
+            yield from rows
+
+    def _seal_schedule(self, cipher: TextCipher, name: str, id: int, tag: str, body: str) -> None:
+        """Encrypt the body of a schedule, unless it was changed after it was read."""
+        r, opened = self._recurring, cipher.read(body, BODY, id, tag)
+        if not _is_open(opened):
+            self.unreadable += 1
+            return
+        same = r.c.name == name, r.c.message_body == body
+        statement = update(r).where(*same).values(message_body=cipher.seal(opened, BODY, id, tag))
+        self.changed += self._db.alone(lambda c: int(c.execute(statement).rowcount))
+
     def _steps(
         self, cipher: TextCipher, ids: Sequence[int], on_batch: Callable[[], object]
     ) -> list[int]:
         """Encrypt batch by batch. Returns the ids of rows that were locked or changed."""
         busy: list[int] = []
-        each = iter(ids)
-        while batch := list(itertools.islice(each, ROTATED_ROWS)):
+        for batch in batches(ids, ROTATED_ROWS):
             busy += self._step(cipher, batch)
             on_batch()
         return busy
@@ -125,10 +146,8 @@ class Rotation:
             if _is_open(body) and (result is None or _is_open(result))
         ]
         done = self._replace(sealed) if sealed else set()
-        self.changed, self.unreadable = (
-            self.changed + len(done),
-            self.unreadable + len(found) - len(sealed),
-        )
+        self.changed += len(done)
+        self.unreadable += len(found) - len(sealed)
         return [row[0] for row, *_ in sealed if row[0] not in done]
 
     def _replace(self, sealed: Sequence[Sealed]) -> set[int]:
@@ -167,6 +186,11 @@ def _name(mark: str) -> str:
         return PLAIN_TEXT
     name = name_in(mark)
     return name if is_bound(mark) or name == NO_NAME else UNBOUND_PREFIX + name
+
+
+def _key_of(text: str) -> str:
+    """Return the name of the key that a text needs."""
+    return _name(text[: MARK_LENGTH + 1]) if is_encrypted(text) else PLAIN_TEXT
 
 
 def _is_open(text: object) -> bool:

@@ -33,6 +33,7 @@ class Chunk:
         self._waiting = deque(tasks)
         self._running: set[int] = set()
         self._finished: list[Settlement] = []
+        self._returned: list[DelayTask] = []
         now = monotonic()
         self._leases_end_at = now + lease_left_s
         self.budget_ends = now + budget_s
@@ -93,15 +94,29 @@ class Chunk:
         with self._lock:
             return self.is_done and not self._finished
 
-    def detach(self) -> bool:
-        """Record that the runner goes on to another chunk; return whether rows still run."""
+    def detach(self, even_if_done: bool = False) -> bool:
+        """Record that the runner goes on to another chunk while rows still run.
+
+        Return False if none runs. With `even_if_done` the chunk is detached all the same.
+        """
         with self._lock:
-            self._is_detached = bool(self._running)
+            self._is_detached = even_if_done or bool(self._running)
             return self._is_detached
 
     @property
     def is_detached(self) -> bool:
         return self._is_detached
+
+    @property
+    def waiting(self) -> list[DelayTask]:
+        with self._lock:
+            return list(self._waiting)
+
+    @property
+    def returned(self) -> list[DelayTask]:
+        """The rows that were given back."""
+        with self._lock:
+            return list(self._returned)
 
     @property
     def running(self) -> list[int]:
@@ -116,10 +131,11 @@ class Chunk:
     def give_back(self) -> int:
         """Settle the waiting rows as given back, and return their number."""
         with self._lock:
-            count = len(self._waiting)
-            self._finished.extend(Settlement(task, "give_back") for task in self._waiting)
+            returned = list(self._waiting)
+            self._finished.extend(Settlement(task, "give_back") for task in returned)
+            self._returned += returned
             self._waiting.clear()
-            return count
+            return len(returned)
 
 
 class TimeBudget:
@@ -154,17 +170,27 @@ class TimeBudget:
         with self._changed:
             self._open.setdefault(chunk, monotonic() + self._budget_s + rest_s)
             self._opened += 1
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(
-                    target=self._watch, name="delaytasks-time-budget", daemon=True
-                )
-                self._thread.start()
-            elif self._is_asleep:
+            self._start()
+            if self._is_asleep:
                 self._changed.notify()
+
+    def end_now(self, chunk: Chunk) -> None:
+        """Let the thread call `expire(chunk)` as soon as possible."""
+        with self._changed:
+            self._open[chunk] = monotonic()
+            self._opened += 1
+            self._start()
+            self._changed.notify()
 
     def close(self, chunk: Chunk) -> None:
         with self._changed:
             self._open.pop(chunk, None)
+
+    def _start(self) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            name = "delaytasks-time-budget"
+            self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+            self._thread.start()
 
     def _watch(self) -> None:
         while True:

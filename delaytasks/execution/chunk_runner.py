@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 
@@ -24,7 +23,9 @@ from delaytasks.execution.concurrent_calls import ConcurrentCalls
 from delaytasks.execution.executor import TaskExecutor
 from delaytasks.execution.pause_filter import PauseFilter
 from delaytasks.execution.settlement import Settler
-from delaytasks.processors.registry import Processor, Registry
+from delaytasks.execution.tag_costs import TagCosts
+from delaytasks.execution.tally import Tally
+from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
 #: Keeps the context of the rows that one thread runs one after another.
@@ -33,35 +34,6 @@ ThreadContext = Callable[[], AbstractContextManager[object]]
 ALONE = 0.25
 #: The time between two tries to settle detached rows while the database is unavailable.
 DETACHED_RETRY_S = 1.0
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts the rows of one or several chunks."""
-
-    claimed: int = 0
-    #: The rows that ended, and the time that the process spent on them.
-    ran: int = 0
-    seconds: float = 0.0
-    #: The rows that the next chunk should have, for processors that start several rows together.
-    wanted: int = 0
-    #: The started rows of such processors, and all started rows.
-    wanting: int = 0
-    started: int = 0
-
-    def start(self, rows: int, wanted: int = 0) -> None:
-        self.started += rows
-        if wanted:
-            self.wanted, self.wanting = max(self.wanted, wanted), self.wanting + rows
-
-    def add(self, ran: int, seconds: float) -> None:
-        self.ran += ran
-        self.seconds += seconds
-
-    @property
-    def wanted_next(self) -> int:
-        """The least number of rows for the next chunk, if most rows are of such processors."""
-        return self.wanted if 2 * self.wanting >= self.started else 0
 
 
 class ChunkRunner:
@@ -76,10 +48,12 @@ class ChunkRunner:
         pause_filter: PauseFilter | None,
         events: Events,
         thread_context: ThreadContext,
+        costs: TagCosts,
     ) -> None:
         self._thread_context = thread_context
         self._lease_s = settings.lease_s
         self._budget_s = settings.chunk_time_budget_s
+        self._costs = costs
         self._clock = clock
         self._registry = registry
         self._executor = executor
@@ -96,25 +70,39 @@ class ChunkRunner:
         )
         #: Chunks whose runner has gone on, although some of their rows still run.
         self._detached: set[Chunk] = set()
+        #: The last chunk that another thread settles.
+        self._later: Chunk | None = None
 
     @contextmanager
     def opened(
-        self, tasks: Sequence[DelayTask], claimed_at: float, settle: Settle | None = None
+        self,
+        tasks: Sequence[DelayTask],
+        claimed_at: float,
+        settle: Settle | None = None,
+        settles_later: Callable[[], bool] | None = None,
     ) -> Iterator[Chunk | None]:
-        """Open a chunk of claimed tasks, and close it at the end; None if none of them may run."""
+        """Open a chunk of claimed tasks, and close it at the end; None if none of them may run.
+
+        If `settles_later` returns True at the end, the thread of the time budget settles the rows.
+        This is limited to one chunk at a time, so that a locked row delays no more settlements.
+        """
         chunk = self.open(tasks, claimed_at)
         try:
             yield chunk
         finally:
-            if chunk is not None:
+            if chunk is None:
+                pass
+            elif settles_later is not None and self._may_close_later and settles_later():
+                self._close_later(chunk)
+            else:
                 self.close(chunk, settle)
 
     def run(self, chunk: Chunk | None, tally: Tally, may_detach: bool) -> None:
         """Run the tasks until all have ended, or with `may_detach` all except concurrent ones."""
         if chunk is None:
             return
-        claimed, began, waited_s = self._clock.now(), monotonic(), 0.0
-        concurrent = dict[str, Processor]()
+        claimed, began = self._clock.now(), monotonic()
+        concurrent = dict[str, ProcessorSpec]()
         with self._thread_context():
             while (first := chunk.next()) is not None:
                 processor = self._registry.get(first.tag)
@@ -123,22 +111,26 @@ class ChunkRunner:
                     took_s = self._start_concurrent(chunk, processor, first, claimed, tally)
                     if took_s is None:
                         break
-                    waited_s += took_s
+                    began += took_s
                     continue
                 most = 1 if processor is None else processor.batch or 1
                 started = chunk.start(first, most)
                 if not started:
                     continue
                 if first.tag in self._registry.time_limits:
-                    waited_s += self._prepare_for_kill(chunk, started)
+                    began += self._prepare_for_kill(chunk, started)
                 try:
                     chunk.end(self._executor.run(processor, started, claimed))
                 except BaseException:
                     chunk.forget(started)  # the process ends, and the rows are abandoned
                     raise
                 tally.start(len(started), most if most > 1 else 0)
-                tally.ran += len(started)
-        tally.seconds += monotonic() - began - waited_s
+                took_s = monotonic() - began
+                began += took_s
+                tally.add(len(started), took_s)
+                if processor is not None:  # else the row is given back, and its tag may be any text
+                    tally.correct(0, -self._costs.learn(first.tag, len(started), took_s))
+        tally.correct(*self._costs.counted(chunk.returned))
         if concurrent:
             self._wait(chunk, concurrent.values(), tally, may_detach)
 
@@ -200,12 +192,23 @@ class ChunkRunner:
         finally:
             self._executor.flush()
 
+    @property
+    def _may_close_later(self) -> bool:
+        return self._later not in self._detached
+
+    def _close_later(self, chunk: Chunk) -> None:
+        self._later = chunk
+        chunk.detach(even_if_done=True)
+        self._detached.add(chunk)
+        self._time_budget.end_now(chunk)
+
     def _in_order(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
         """Order the tasks of a chunk.
 
-        Concurrent rows that have a slot are first, since they wait while the others run. Rows with
-        a hard time limit are last, since they may end the process.
+        Quick rows are before slow ones. Concurrent rows that have a slot are first, since they wait
+        while the others run. Rows with a hard time limit are last, since they may end the process.
         """
+        tasks = self._costs.quick_first(tasks)
         if not any(self._is_special(tag) for tag in {task.tag for task in tasks}):
             return tasks
         free: dict[str, int] = {}
@@ -232,7 +235,7 @@ class ChunkRunner:
     def _start_concurrent(
         self,
         chunk: Chunk,
-        processor: Processor,
+        processor: ProcessorSpec,
         first: DelayTask,
         claimed: datetime,
         tally: Tally,
@@ -249,7 +252,7 @@ class ChunkRunner:
     # -- waiting ----------------------------------------------------------------------------------
 
     def _wait(
-        self, chunk: Chunk, processors: Collection[Processor], tally: Tally, may_detach: bool
+        self, chunk: Chunk, processors: Collection[ProcessorSpec], tally: Tally, may_detach: bool
     ) -> None:
         """Wait for the concurrent rows; then as many rows as have free slots are wanted next."""
         self._concurrent_calls.wait(chunk, processors, self._budget_s if may_detach else None)
@@ -272,8 +275,6 @@ class ChunkRunner:
             chunk.end(Settlement(task, "give_back") for task in tasks)
             raise
         return monotonic() - began
-
-    # -- the time budget --------------------------------------------------------------------------
 
     def _expire(self, chunk: Chunk) -> None:
         """After the time budget, settle the ended rows and give back the waiting ones."""

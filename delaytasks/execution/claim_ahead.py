@@ -2,8 +2,15 @@
 
 Otherwise a process would wait between two chunks for the database and for the worker's main
 process. While the runner's thread runs a chunk, another thread settles the previous chunk and
-claims the next one. At most one chunk is claimed ahead. If it has to wait for a slow row, the
-thread of the time budget gives it back two time budgets after its claim.
+claims the next one:
+
+    runner's thread    claim 1 | run 1   | run 2             | run 3
+    other thread               | claim 2 | settle 1, claim 3 | settle 2, claim 4
+
+Each yield of `ClaimAhead.chunks` is one "run": the caller runs the chunk, and then asks for the
+next one, which waits for the other thread. At most one chunk is claimed ahead. If that chunk has to
+wait for a slow row, the thread of the time budget gives it back two time budgets after its claim.
+Therefore nothing is claimed ahead of a row whose tag is known to take longer.
 """
 
 from __future__ import annotations
@@ -20,7 +27,9 @@ from delaytasks.core.interfaces import Claimed
 from delaytasks.core.settings import Settings
 from delaytasks.core.waitlists import WaitlistsSeen
 from delaytasks.execution.chunk import Chunk
-from delaytasks.execution.chunk_runner import ChunkRunner, Tally
+from delaytasks.execution.chunk_runner import ChunkRunner
+from delaytasks.execution.tag_costs import TagCosts
+from delaytasks.execution.tally import Tally
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import MAX_SLOTS
 
@@ -51,6 +60,7 @@ class ClaimAhead:
         settings: Settings,
         registry: Registry,
         chunks: ChunkRunner,
+        costs: TagCosts,
         events: Events,
         has_others: Callable[[], bool],
     ) -> None:
@@ -58,6 +68,7 @@ class ClaimAhead:
         self._chunk_max = settings.chunk_max
         self._registry = registry
         self._chunks = chunks
+        self._costs = costs
         self._events = events
         self._has_others = has_others
         self.after_fork()
@@ -78,14 +89,21 @@ class ClaimAhead:
         until = monotonic() + for_s
         current = self._claim(claim, most)
         while self._may_continue(current, until):
-            beside = self._threads.submit(self._close_and_claim, ended, claim, size.rows)
-            ran, seconds = tally.ran, tally.seconds
+            # A chunk that would have to wait for a slow row is claimed after that row.
+            is_slow = self._is_slow(current)
+            ahead = 0 if is_slow else size.rows
+            beside = self._threads.submit(self._close_and_claim, ended, claim, ahead)
+            before = tally.sample
             tally.claimed += current.rows
             try:
                 yield current
                 tally.add(*self._chunks.ended())
-                size.learn(tally.ran - ran, tally.seconds - seconds, tally.wanted_next)
-                ended, current = current.chunk, beside.result()
+                rows, seconds = tally.sample
+                size.learn(rows - before.rows, seconds - before.seconds, tally.wanted_next)
+                following = beside.result()
+                if is_slow:
+                    following = self._claim(claim, size.rows)
+                ended, current = current.chunk, following
             except BaseException as error:
                 self._give_up(current, beside, error)
                 raise
@@ -104,6 +122,11 @@ class ClaimAhead:
         if current.may_end_process or current.seen.waitlists:
             return False
         return monotonic() < until and not self._has_others()
+
+    def _is_slow(self, current: ClaimedChunk) -> bool:
+        """Whether a chunk that is claimed now would be given back before this one has ended."""
+        limit_s = MAX_BUDGETS * self._budget_s
+        return current.chunk is not None and self._costs.expected_s(current.chunk.waiting) > limit_s
 
     def _close_and_claim(self, ended: Chunk | None, claim: Claim, most: int) -> ClaimedChunk:
         """Run in another thread while a chunk runs."""

@@ -10,7 +10,7 @@ from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk
 from delaytasks.execution.executor import TaskExecutor
-from delaytasks.processors.registry import Processor
+from delaytasks.processors.registry import ProcessorSpec
 from delaytasks.processors.thread_slots import ThreadSlots
 
 
@@ -29,12 +29,12 @@ class ConcurrentCalls:
         self._on_end = on_end
         self._on_error = on_error
 
-    def free_rows(self, processor: Processor) -> int:
+    def free_rows(self, processor: ProcessorSpec) -> int:
         """Return how many rows could start now."""
         return self._free_slots(processor) * (processor.batch or 1)
 
     def start(
-        self, chunk: Chunk, processor: Processor, first: DelayTask, claimed: datetime
+        self, chunk: Chunk, processor: ProcessorSpec, first: DelayTask, claimed: datetime
     ) -> int | None:
         """Start the row `first` with further rows of its batch, and return their number.
 
@@ -52,7 +52,7 @@ class ConcurrentCalls:
         return len(tasks)
 
     def wait(
-        self, chunk: Chunk, processors: Iterable[Processor], may_detach_s: float | None
+        self, chunk: Chunk, processors: Iterable[ProcessorSpec], may_detach_s: float | None
     ) -> None:
         """Wait until all rows of the chunk have ended.
 
@@ -77,11 +77,11 @@ class ConcurrentCalls:
         ):
             thread_slots.wait(has_free_slots)
 
-    def _free_slots(self, processor: Processor) -> int:
+    def _free_slots(self, processor: ProcessorSpec) -> int:
         return self._thread_slots.free(processor.tag, processor.in_flight or 1)
 
     def _call(
-        self, processor: Processor, tasks: Sequence[DelayTask], claimed: datetime
+        self, processor: ProcessorSpec, tasks: Sequence[DelayTask], claimed: datetime
     ) -> list[Settlement]:
         """Run the tasks in this thread, which has no caller that an exception could reach."""
         try:

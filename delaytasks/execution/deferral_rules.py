@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from delaytasks.core.clock import Clock
@@ -13,14 +14,17 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import (
     DEFER_MAX_S,
     DEFER_MIN_S,
+    NEWER_BODY,
     NO_KEY,
     NO_PROCESSOR,
     NO_TIME_LIMITS,
     defer_until,
     storable,
 )
-from delaytasks.processors.registry import Processor, Registry
+from delaytasks.processors.registry import ProcessorSpec, Registry
 
+#: The reason of a task that was asked to stop in an earlier run, or before its processor began.
+CANCELLED_EARLIER = "cancelled while another run of it, or of its chunk, was under way"
 #: The longest reason of a deferral that is stored.
 MAX_DEFERRAL_BYTES = 4096
 
@@ -35,16 +39,21 @@ class DeferralRules:
         events: Events,
         registry: Registry,
         keeps_time_limits: bool,
+        cancel_request: Callable[[int, int], int | None],
     ) -> None:
         self._clock = clock
         self._events = events
         self._registry = registry
         self._keeps_time_limits = keeps_time_limits
+        self._cancel_request = cancel_request
         self._keys = [name for name in names_of(settings.encryption_keys) if name != PLAIN]
         self._readable = {NO_NAME, *self._keys}
 
-    def settlement(self, processor: Processor | None, task: DelayTask) -> Settlement | None:
+    def settlement(self, processor: ProcessorSpec | None, task: DelayTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
+        if task.cancel_request is not None or self._cancel_request(task.id, task.version):
+            self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
+            return Settlement(task, "expire", error=CANCELLED_EARLIER)
         if processor is None:  # a deploy may bring it
             known = ", ".join(sorted(processor.tag for processor in self._registry)) or "none"
             why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
@@ -56,6 +65,10 @@ class DeferralRules:
             key, known = name_in(task.body_json), ", ".join(self._keys) or "none"
             why = f"{NO_KEY}{key} (this worker has: {known}); add it to delaytasks_encryption_keys"
             return self._defer(task, why, "task.no_key", key=key)
+        versions = processor.versions
+        if versions is not None and versions.is_newer(task.body_version):
+            why = f"{NEWER_BODY}{task.tag} (version {task.body_version}, not {versions.version})"
+            return self._defer(task, why, "task.newer_body")
         if processor.has_time_limits and not self._keeps_time_limits:
             why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
             return self._defer(task, why + task.queue, "task.no_time_limits")
@@ -65,7 +78,7 @@ class DeferralRules:
         late_s = (self._clock.now() - task.due).total_seconds()
         if late_s <= expires_s:
             return None
-        self._events.emit("task.expired", id=task.id, tag=task.tag, late_s=late_s)
+        self._events.emit("task.expired", **task.event_fields, late_s=late_s)
         error = f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s"
         return Settlement(task, "expire", error=error)
 
@@ -84,12 +97,12 @@ class DeferralRules:
         """
         overdue_s = (self._clock.now() - task.due).total_seconds()
         wait_s = min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
-        self._events.emit(event, id=task.id, tag=task.tag, **fields, next_try_s=wait_s)
-        due = self._clock.after(wait_s)
+        self._events.emit(event, **task.event_fields, **fields, next_try_s=wait_s)
+        next_try = self._clock.after(wait_s)
         return Settlement(
             task,
             "give_back",
-            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), due),
-            due=due,
+            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), next_try),
+            expected_time=next_try,
             due_time=task.due,
         )

@@ -8,16 +8,18 @@ from contextvars import copy_context
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.current_run import current_run
 from delaytasks.core.errors import InvalidOutcomesError
+from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.processor_call import ProcessorCall
+from delaytasks.execution.run_counter import RunCounter
 from delaytasks.execution.task_run import Lease, TaskRun, TransactionOf
-from delaytasks.processors.registry import Processor
+from delaytasks.processors.registry import ProcessorSpec
 
 if TYPE_CHECKING:
     from delaytasks.storage.claims import Claims
@@ -46,6 +48,10 @@ def ends_process(error: BaseException) -> bool:
     return isinstance(error, _EXITS) and type(error) not in _EXITS
 
 
+def emit_start(events: Events, task: DelayTask, began: datetime) -> None:
+    events.emit("task.started", **task.event_fields, began=began)
+
+
 class Watcher(Protocol):
     """Observes the run of each row; its methods must not raise."""
 
@@ -58,7 +64,12 @@ class Watcher(Protocol):
 
 
 class TaskExecutor:
-    """Runs tasks. `watcher` returns the watcher of the moment, or None."""
+    """Runs tasks.
+
+    `watcher` returns the watcher of the moment, or None. `counter` counts the runs for the
+    statistics, if they are on. `on_start` is called with each task before it runs, and with the
+    time.
+    """
 
     def __init__(
         self,
@@ -70,6 +81,8 @@ class TaskExecutor:
         transaction_of: TransactionOf,
         lease: Lease,
         watcher: Callable[[], Watcher | None],
+        counter: RunCounter | None = None,
+        on_start: Callable[[DelayTask, datetime], object] | None = None,
     ) -> None:
         self._claims = claims
         self._clock = clock
@@ -79,9 +92,11 @@ class TaskExecutor:
         self._transaction_of = transaction_of
         self._lease = lease
         self._watcher = watcher
+        self._counter = counter
+        self._on_start = on_start
 
     def run(
-        self, processor: Processor | None, tasks: Sequence[DelayTask], claimed: datetime
+        self, processor: ProcessorSpec | None, tasks: Sequence[DelayTask], claimed: datetime
     ) -> list[Settlement]:
         """Run tasks of one tag, one or as many as its processor takes in one call."""
         watcher, began = self._watcher(), self._clock.now()
@@ -89,9 +104,8 @@ class TaskExecutor:
         if processor is None:
             return settlements
         for call in self._calls(processor, ready):
-            if watcher is not None:
-                for run in call.runs:
-                    watcher.started(run.task, claimed, began)
+            if watcher is not None or self._on_start is not None:
+                self._started(call, claimed, began, watcher)
             ended: list[RunResult] = []
             context, end = copy_context(), self._end(call, began, ended, watcher)
             context.run(current_run.set, call)
@@ -104,8 +118,17 @@ class TaskExecutor:
             settlements += [one.settlement for one in ended]
         return settlements
 
+    def _started(
+        self, call: ProcessorCall, claimed: datetime, began: datetime, watcher: Watcher | None
+    ) -> None:
+        for run in call.runs:
+            if watcher is not None:
+                watcher.started(run.task, claimed, began)
+            if self._on_start is not None:
+                self._on_start(run.task, began)
+
     def failed(
-        self, processor: Processor, tasks: Sequence[DelayTask], error: BaseException
+        self, processor: ProcessorSpec, tasks: Sequence[DelayTask], error: BaseException
     ) -> list[Settlement]:
         """Return the settlements of tasks for which `run` itself has raised."""
         began = self._clock.now()
@@ -125,7 +148,7 @@ class TaskExecutor:
 
     def _defer(
         self,
-        processor: Processor | None,
+        processor: ProcessorSpec | None,
         tasks: Sequence[DelayTask],
         claimed: datetime,
         watcher: Watcher | None,
@@ -145,7 +168,9 @@ class TaskExecutor:
                 watcher.defer(task, claimed, settlement.error or "")
         return settlements, ready
 
-    def _calls(self, processor: Processor, tasks: Sequence[DelayTask]) -> Iterator[ProcessorCall]:
+    def _calls(
+        self, processor: ProcessorSpec, tasks: Sequence[DelayTask]
+    ) -> Iterator[ProcessorCall]:
         if processor.batch is None:
             for task in tasks:
                 yield ProcessorCall(processor, [self._run(task)])
@@ -155,7 +180,7 @@ class TaskExecutor:
         for task in tasks:
             run = self._run(task)
             try:
-                bodies.append(processor.checked(task.body))
+                bodies.append(processor.checked(processor.body_of(task)))
             except Exception as error:  # fails this task alone, with this traceback
                 yield ProcessorCall(processor, [run], refusal=error)
             else:
@@ -186,6 +211,8 @@ class TaskExecutor:
                 )
                 if watcher is not None:
                     watcher.ended(settlement, self._clock.now(), raised)
+                if self._counter is not None:
+                    self._counter.add_run(run.task, began, monotonic() - run.began)
                 ended.append(RunResult(settlement, one, raised))
             return ended
 

@@ -11,7 +11,8 @@ from delaytasks.core.policies import Policy
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.waitlists import WaitlistsSeen, WaitlistState
-from delaytasks.execution.chunk_runner import ChunkRunner, Tally
+from delaytasks.execution.chunk_runner import ChunkRunner
+from delaytasks.execution.tally import Tally
 from delaytasks.processors.registry import Registry
 
 if TYPE_CHECKING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import datetime
 from types import AsyncGeneratorType, GeneratorType
 
@@ -11,6 +12,7 @@ from delaytasks.core.errors import (
     InvalidInputError,
     InvalidOutcomesError,
     InvalidScheduleError,
+    TaskCancelledError,
     TaskStateError,
 )
 from delaytasks.core.events import Events
@@ -21,7 +23,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import storable, traceback_text
 from delaytasks.execution.task_run import MAX_RESULT_BYTES, LeaseEndsError, TaskRun
-from delaytasks.processors.registry import Processor
+from delaytasks.processors.registry import ProcessorSpec
 
 #: The code of these values runs only during an iteration over them.
 _LAZY = (GeneratorType, AsyncGeneratorType, map, filter)
@@ -35,7 +37,7 @@ class OutcomeRules:
 
     def settlement(
         self,
-        processor: Processor,
+        processor: ProcessorSpec,
         run: TaskRun,
         began: datetime,
         value: object,
@@ -45,6 +47,24 @@ class OutcomeRules:
 
         The error is the given one, or it says why `value` is no valid outcome.
         """
+        settlement, error = self._settlement(processor, run, began, value, error)
+        if processor.keep_result:
+            settlement = replace(settlement, announces_end=True)
+        return settlement, error
+
+    def _settlement(
+        self,
+        processor: ProcessorSpec,
+        run: TaskRun,
+        began: datetime,
+        value: object,
+        error: BaseException | None,
+    ) -> tuple[Settlement, BaseException | None]:
+        is_cancelled = run.cancel_request is not None or (
+            isinstance(error, TaskCancelledError) and error.id == run.task.id
+        )
+        if is_cancelled and _is_unfinished(run, value, error):
+            return self._cancelled(run.task, began, error), None
         if error is None:
             try:
                 if run.is_rolled_back:
@@ -59,16 +79,31 @@ class OutcomeRules:
         # If that transaction was committed nevertheless, the fence refuses this settlement.
         return self.of_error(processor, run.task, began, error), error
 
+    def _cancelled(
+        self, task: DelayTask, began: datetime, error: BaseException | None
+    ) -> Settlement:
+        """Return the settlement of a run that a caller has cancelled and that did not succeed."""
+        reason = "cancelled by a caller while it ran"
+        self._events.emit("task.withdrawn", **task.event_fields, began=began, reason=reason)
+        text = reason
+        if error is not None and not isinstance(error, TaskCancelledError):
+            text += "\n" + traceback_text(error, self._settings.max_error_bytes)
+        return Settlement(task, "withdraw", began, self._text(text))
+
     def of_error(
-        self, processor: Processor, task: DelayTask, began: datetime, error: BaseException
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, error: BaseException
     ) -> Settlement:
         """Schedule a retry or fail the task.
 
-        If its lease was about to end, run it again immediately.
+        If its lease was about to end, or if another task of its batch was cancelled, run it again
+        immediately.
         """
-        if isinstance(error, LeaseEndsError):  # the worker's fault, and not the task's
-            self._events.emit("task.interrupted", id=task.id, tag=task.tag, error=error)
-            return Settlement(task, "snooze", began, due=self._clock.now(), due_time=task.due)
+        is_others = isinstance(error, TaskCancelledError) and error.id not in (None, task.id)
+        if is_others or isinstance(error, LeaseEndsError):  # not the task's fault
+            self._events.emit("task.interrupted", **task.event_fields, error=error)
+            return Settlement(
+                task, "snooze", began, expected_time=self._clock.now(), due_time=task.due
+            )
         text = traceback_text(error, self._settings.max_error_bytes)
         retry_schedule = processor.retry_schedule_for(error, task)
         wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.attempts)
@@ -77,18 +112,20 @@ class OutcomeRules:
         return self._schedule_retry(task, began, text, wait_s, error)
 
     def _of_value(
-        self, processor: Processor, task: DelayTask, began: datetime, value: object
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
     ) -> Settlement:
         """Return the settlement of an outcome; any other value is a success."""
         if isinstance(value, Retry):
             return self._retry(processor, task, began, value)
         if isinstance(value, Snooze):
-            self._events.emit("task.snoozed", id=task.id, tag=task.tag)
+            self._events.emit("task.snoozed", **task.event_fields, began=began)
             return Settlement(
-                task, "snooze", began, due=self._clock.after(self._wait_s(value.after))
+                task, "snooze", began, expected_time=self._clock.after(self._wait_s(value.after))
             )
         if isinstance(value, Cancel):
-            self._events.emit("task.withdrawn", id=task.id, tag=task.tag, reason=value.reason)
+            self._events.emit(
+                "task.withdrawn", **task.event_fields, began=began, reason=value.reason
+            )
             reason = value.reason or "cancelled by its processor"
             return Settlement(task, "withdraw", began, self._text(reason))
         if isinstance(value, Fail):
@@ -115,14 +152,14 @@ class OutcomeRules:
                 "complete() was called, and its transaction was still open when the processor "
                 "ended: end it first"
             )
-            self._events.emit("task.left_open", id=task.id, tag=task.tag, remedy=why, error=error)
+            self._events.emit("task.left_open", **task.event_fields, remedy=why, error=error)
             return Settlement(task, "fail", began, why, is_made=True)
         if error is not None:
-            self._events.emit("task.raised_late", id=task.id, tag=task.tag, error=error)
+            self._events.emit("task.raised_late", **task.event_fields, error=error)
         return Settlement(task, "succeed", began, is_made=True)
 
     def _of_rolled_back(
-        self, processor: Processor, task: DelayTask, began: datetime, value: object
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
     ) -> Settlement:
         """Return the settlement of a run that rolled its `complete()` back, which is no success."""
         if isinstance(value, Outcome) and not isinstance(value, Done):
@@ -134,7 +171,7 @@ class OutcomeRules:
         )
 
     def _retry(
-        self, processor: Processor, task: DelayTask, began: datetime, asked: Retry
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, asked: Retry
     ) -> Settlement:
         retry_schedule = processor.retries.retry_schedule_for(Exception, task.retry_schedule)
         reason = asked.reason or "its processor asked to be run again"
@@ -146,12 +183,12 @@ class OutcomeRules:
             wait_s = self._wait_s(asked.after)
         if wait_s is None:
             raise InvalidScheduleError(
-                "Retry() without after= needs a retry schedule: @processor(tag, retry=...)"
+                "Retry() without after= needs a retry schedule: @processor(tag, retries=...)"
             )
         return self._schedule_retry(task, began, self._text(reason), wait_s, reason)
 
     def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
-        self._events.emit("task.failed", id=task.id, tag=task.tag, error=error)
+        self._events.emit("task.failed", **task.event_fields, began=began, error=error)
         return Settlement(task, "fail", began, text)
 
     def _schedule_retry(
@@ -159,8 +196,8 @@ class OutcomeRules:
     ) -> Settlement:
         self._events.emit(
             "task.retry_scheduled",
-            id=task.id,
-            tag=task.tag,
+            **task.event_fields,
+            began=began,
             attempt=task.attempts,
             wait_s=wait_s,
             error=error,
@@ -172,7 +209,7 @@ class OutcomeRules:
         try:
             return encode_body(result, MAX_RESULT_BYTES)
         except InvalidInputError as error:
-            self._events.emit("result.dropped", id=task.id, tag=task.tag, error=str(error))
+            self._events.emit("result.dropped", **task.event_fields, error=str(error))
             return None
 
     def _wait_s(self, after: object) -> float:
@@ -180,3 +217,10 @@ class OutcomeRules:
 
     def _text(self, reason: str) -> str:
         return storable(str(reason), self._settings.max_error_bytes)
+
+
+def _is_unfinished(run: TaskRun, value: object, error: BaseException | None) -> bool:
+    """Whether a run would be repeated or fail, if nobody had cancelled it."""
+    if run.is_written:  # the processor has completed the task in its own transaction
+        return False
+    return error is not None or isinstance(value, Retry | Snooze | Fail)

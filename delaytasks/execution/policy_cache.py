@@ -29,6 +29,8 @@ class PolicyCache:
         """`read(number, checks)` returns the changes after `number`; for None, all policies."""
         self._read = read
         self.known = NO_POLICIES
+        #: The number of requests to cancel running tasks, at the last read.
+        self.cancel_requests = 0
         self._read_at = self._checked_at = float("-inf")
         self._is_read = False
         #: The main process determines when to read.
@@ -61,6 +63,7 @@ class PolicyCache:
             found = self._read(None, False)
         if found.is_whole:
             known = Policies(found.policies, found.number)
+        self.cancel_requests = found.cancel_requests
         if checks:
             self._checked_at = read_at
         if (

@@ -11,7 +11,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.execution.task_run import TaskRun
 from delaytasks.processors.event_loop import awaited
-from delaytasks.processors.registry import Processor
+from delaytasks.processors.registry import ProcessorSpec
 
 _OUTCOMES = get_args(Outcome)
 
@@ -23,7 +23,7 @@ class ProcessorCall:
 
     def __init__(
         self,
-        processor: Processor,
+        processor: ProcessorSpec,
         runs: Sequence[TaskRun],
         bodies: Sequence[Any] = (),
         refusal: Exception | None = None,
@@ -45,7 +45,11 @@ class ProcessorCall:
         """Return the body, or the bodies of a batch; raise an error if it cannot be read."""
         if self._refusal is not None:
             raise self._refusal
-        return self.task.body if self.processor.batch is None else list(self._bodies)
+        return (
+            self.processor.body_of(self.task)
+            if self.processor.batch is None
+            else list(self._bodies)
+        )
 
     def __call__(self, argument: Any) -> Any:
         """Call the user's function with what `read_argument` returned."""
@@ -67,6 +71,9 @@ class ProcessorCall:
 
     def check_lease(self, id: int) -> None:
         self._run(id).check_lease()
+
+    def is_cancelled(self, id: int) -> bool:
+        return any(run.task.id == id and run.cancel_request is not None for run in self.runs)
 
     def _run(self, id: int) -> TaskRun:
         for run in self.runs:

@@ -13,18 +13,22 @@ from typing import TYPE_CHECKING, NamedTuple
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed, Entry, Timer
+from delaytasks.core.run_counts import RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen, WaitlistState
-from delaytasks.execution.chunk_runner import ChunkRunner, Tally, ThreadContext
+from delaytasks.execution.chunk_runner import ChunkRunner, ThreadContext
 from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.execution.deferral_rules import DeferralRules
-from delaytasks.execution.executor import Execute, TaskExecutor, Watcher
+from delaytasks.execution.executor import Execute, TaskExecutor, Watcher, emit_start
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.limits import LimitLoader, Waitlists
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.pause_filter import PauseFilter
+from delaytasks.execution.run_counter import RunCounter
 from delaytasks.execution.settlement import Settler
+from delaytasks.execution.tag_costs import TagCosts
+from delaytasks.execution.tally import SizeSample, Tally
 from delaytasks.execution.task_run import Lease, TransactionOf
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
@@ -37,7 +41,8 @@ CLOCK_TOLERANCE_US = 50_000
 #: The additional wait, since some databases return the time in whole milliseconds.
 CLOCK_TOLERANCE_SLACK_US = 2_000
 #: During a backlog, recovered rows are looked for again after this time, and after the look's
-#: duration times `ABANDONED_SHARE`, since a look reads the whole backlog.
+#: duration times `ABANDONED_SHARE`, since a look reads the whole backlog. They get at most half of
+#: the time of a queue.
 ABANDONED_S, ABANDONED_SHARE = 1.0, 20
 
 
@@ -61,6 +66,10 @@ class Report(NamedTuple):
     waitlists: tuple[WaitlistState, ...] = ()
     #: Events, tags and numbers, if the job asked for counts.
     counts: tuple[tuple[str, str, int], ...] = ()
+    #: What the process has counted since its last report.
+    statistics: RunStatistics = RunStatistics()
+    #: From what the size of the next chunk is learned, if it is not `ran` and `seconds`.
+    sample: SizeSample | None = None
 
 
 class Runner:
@@ -69,8 +78,8 @@ class Runner:
     `execute` calls a processor in the context that it expects, and `thread_context` keeps this
     context between rows that a thread runs one after another. With `may_detach`, concurrent rows
     may go on while the next chunk runs: another process has to renew their leases, and `finish` has
-    to be called at the end. `last_renewal` is described in `Lease`, `has_others` in `ClaimAhead`,
-    and `watcher` returns the watcher of the moment.
+    to be called at the end. `last_renewal` and `cancel_request` are described in `Lease`,
+    `has_others` in `ClaimAhead`, and `watcher` returns the watcher of the moment.
     """
 
     def __init__(
@@ -89,46 +98,54 @@ class Runner:
         thread_slots: ThreadSlots | None = None,
         may_detach: bool = False,
         last_renewal: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf),
+        cancel_request: Callable[[int, int], int | None] = lambda id, version: None,
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
         has_others: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._settings = settings
-        self._claims = claims
-        self._clock = clock
-        self._events = events
+        self._settings, self._claims = settings, claims
+        self._clock, self._events = clock, events
+        costs = TagCosts(settings.chunk_time_budget_s)
+        max_wait_s = MAX_BUDGETS * settings.chunk_time_budget_s
+        self._counter = RunCounter(registry) if settings.statistics else None
         executor = TaskExecutor(
             claims,
             clock,
-            DeferralRules(settings, clock, events, registry, keeps_time_limits),
+            DeferralRules(settings, clock, events, registry, keeps_time_limits, cancel_request),
             OutcomeRules(settings, clock, events),
             execute,
             transaction_of,
-            Lease(settings.lease_s, MAX_BUDGETS * settings.chunk_time_budget_s, last_renewal),
+            Lease(settings.lease_s, max_wait_s, last_renewal, cancel_request),
             watcher,
+            self._counter,
+            partial(emit_start, events) if settings.has_structured_log else None,
         )
         self._chunks = ChunkRunner(
             settings,
             clock,
             registry,
             executor,
-            Settler(settings, claims, clock, timer, events),
+            Settler(settings, claims, clock, timer, events, self._counter),
             thread_slots or ThreadSlots(),
             pause_filter,
             events,
             thread_context,
+            costs,
         )
-        self._ahead = ClaimAhead(settings, registry, self._chunks, events, has_others)
-        self._may_detach = may_detach
+        self._ahead = ClaimAhead(settings, registry, self._chunks, costs, events, has_others)
+        self._may_detach, self._has_others = may_detach, has_others
         self._waitlists = Waitlists(limits, settings, registry, claims, self._chunks)
-        #: The next time for recovered rows of each queue; they get at most half of the time.
-        self._recovered_at: dict[str, float] = {}
+        self._recovered_at: dict[str, float] = {}  # the next time for them, by queue
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
         """Run the entries of messages that fell due, and then their waitlists for `for_s`."""
         claimed_at, tally = monotonic(), Tally()
         claimed = self._claims.claim(entries)
-        with self._chunks.opened(claimed, claimed_at) as chunk:
+        # If others wait, the process takes its next chunk while another thread settles this one. A
+        # waitlist needs the slots of the rows that have ended.
+        is_settled_here = not self._may_detach or claimed.seen.waitlists
+        settles_later = None if is_settled_here else self._has_others
+        with self._chunks.opened(claimed, claimed_at, settles_later=settles_later) as chunk:
             self._chunks.run(chunk, tally, self._may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
@@ -213,6 +230,10 @@ class Runner:
         """The ids of rows that still run in this process although their chunks are over."""
         return self._chunks.detached
 
+    def take_statistics(self) -> RunStatistics:
+        """Return what was counted since the last call, and count anew."""
+        return RunStatistics() if self._counter is None else self._counter.take()
+
     def finish(self) -> None:
         """Wait until the concurrent rows of past chunks have ended and are settled."""
         self._chunks.finish()
@@ -226,16 +247,19 @@ class Runner:
         waitlists: tuple[WaitlistState, ...] = (),
     ) -> Report:
         tally.add(*self._chunks.ended())
+        ran, seconds = tally.ran, tally.seconds
         return Report(
             claimed,
-            tally.ran,
-            tally.seconds,
+            ran,
+            seconds,
             early,
             is_full,
             wanted=tally.wanted_next,
             pid=os.getpid(),
             detached=self._chunks.detached,
             waitlists=waitlists,
+            statistics=self.take_statistics(),
+            sample=tally.sample if tally.sample != (ran, seconds) else None,
         )
 
     # -- entries that the claim did not get -------------------------------------------------------

@@ -15,6 +15,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk
+from delaytasks.execution.run_counter import RunCounter
 
 if TYPE_CHECKING:
     from delaytasks.storage.claims import Claims
@@ -32,13 +33,20 @@ def is_locked(error: StoreError) -> bool:
 
 class Settler:
     def __init__(
-        self, settings: Settings, claims: Claims, clock: Clock, timer: Timer, events: Events
+        self,
+        settings: Settings,
+        claims: Claims,
+        clock: Clock,
+        timer: Timer,
+        events: Events,
+        counter: RunCounter | None = None,
     ) -> None:
         self._settings = settings
         self._claims = claims
         self._clock = clock
         self._timer = timer
         self._events = events
+        self._counter = counter
         #: Id and version of the last locked row that was reported.
         self._reported_locked: tuple[int, int] | None = None
 
@@ -59,7 +67,8 @@ class Settler:
 
     def _settle(self, chunk: Chunk, patience_s: float, settle: Settle) -> None:
         finished = chunk.take_finished()
-        self._report([s for s in finished if s.is_made], {s.task.id for s in finished})
+        if made := [s for s in finished if s.is_made]:
+            self._report(made, {s.task.id for s in made})
         settlements = [s for s in finished if not s.is_made]
         deadline = monotonic() + patience_s
         try:
@@ -149,18 +158,20 @@ class Settler:
             "an open transaction has locked this task's row (with SQLite: the database); if its "
             "processor began the transaction, commit or roll back before the processor returns"
         )
-        self._events.emit("task.row_locked", id=task.id, tag=task.tag, remedy=remedy)
+        self._events.emit("task.row_locked", **task.event_fields, remedy=remedy)
 
     def _report(self, settlements: Sequence[Settlement], accepted: Container[int]) -> None:
         """Report which settlements were accepted, and arm the tasks that run again."""
+        if self._counter is not None:
+            self._counter.add_settlements(settlements, accepted)
         done = [s for s in settlements if s.move == "succeed" and s.task.id in accepted]
         if done:
             self._events.emit("task.succeeded", count=len(done))
-            if self._settings.log_successes:
+            if self._settings.log_successes or self._settings.has_structured_log:
                 self._report_each(done)
         for s in settlements:
             if s.task.id not in accepted:
-                self._events.emit("task.lease_lost", id=s.task.id, tag=s.task.tag)
+                self._events.emit("task.lease_lost", **s.task.event_fields)
         again = (s for s in settlements if s.target is Status.NOT_COMPLETE)
         self._arm_again([s for s in again if s.task.id in accepted])
 
@@ -168,20 +179,21 @@ class Settler:
         for s in done:
             self._events.emit(
                 "task.done",
-                id=s.task.id,
-                tag=s.task.tag,
+                **s.task.event_fields,
                 attempt=s.task.attempts,
                 late_s=((s.began or s.task.due) - s.task.due).total_seconds(),
             )
 
     def _arm_again(self, settlements: Sequence[Settlement]) -> None:
         """Arm the tasks that are due within the horizon."""
+        if not settlements:
+            return
         horizon = self._clock.now_us() + (self._settings.horizon_s or 1e9) * 1e6
         entries = [
             Entry(
                 s.task.id,
                 following(s.task.version),
-                to_us(s.due or s.task.expected_time),
+                to_us(s.expected_time or s.task.expected_time),
                 s.task.queue,
                 s.task.priority,
             )

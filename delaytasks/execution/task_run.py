@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.body_json import encode_body
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import InvalidScheduleError, LeaseLostError
+from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, TaskCancelledError
 from delaytasks.core.interfaces import CallerConnection, Transaction
 from delaytasks.core.task import DelayTask
 
@@ -38,6 +38,8 @@ class Lease:
     #: Returns when the last successful renewal was sent, and the time before which a lease must
     #: have begun to have ended before that renewal. Both are times of the monotonic clock.
     last_renewal: Callable[[], tuple[float, float]]
+    #: Returns the request to stop the run of this id and version, or None.
+    cancel_request: Callable[[int, int], int | None]
 
     def left_s(self, began: float) -> float:
         """Return how long the lease of a row lasts whose run began at `began`.
@@ -60,7 +62,8 @@ class TaskRun:
         self._claims = claims
         self._transaction_of = transaction_of
         self._lease = lease
-        self._began = monotonic()
+        #: The time of the monotonic clock.
+        self.began = monotonic()
         #: The processor has settled the row as DONE in its own transaction.
         self.is_written = False
         #: The transaction is committed, or was about to be.
@@ -98,8 +101,15 @@ class TaskRun:
         self.is_written = True
         transaction.after_commit([task], self._committed)
 
+    @property
+    def cancel_request(self) -> int | None:
+        """The request of `cancel(running=True)` to stop this run, or None."""
+        return self._lease.cancel_request(self.task.id, self.task.version)
+
     def check_lease(self) -> None:
-        task, left_s = self.task, self._lease.left_s(self._began)
+        task, left_s = self.task, self._lease.left_s(self.began)
+        if self.cancel_request is not None:
+            raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
         if left_s < self._lease.duration_s * LAST_PART:
             end = f"ends in {left_s:.1f} s" if left_s > 0 else "has ended"
             raise LeaseEndsError(

@@ -45,12 +45,7 @@ class LimitedBacklogs:
             return False  # another thread does it
         try:
             level = queue, priority
-            where = {
-                "queue": queue,
-                "priority": priority,
-                "tags": sorted(tags),
-                "most": HOLD_ROWS,
-            }
+            where = {"queue": queue, "priority": priority, "tags": sorted(tags), "most": HOLD_ROWS}
             known = self._backlogs.setdefault(level, set())
             backlogs = {of for of in known if of[0] in tags}
             is_look = bool(backlogs) and monotonic() >= self._looks_at.get(level, 0)

@@ -231,9 +231,7 @@ class SlotTransfer:
         t, entry = schema.tasks, schema.waitlists
         # `+ 0` keeps planners from looking for one row among all that are held.
         waits = and_(
-            t.c.id == entry.c.task_id,
-            t.c.version == entry.c.version,
-            t.c.status + 0 == _HELD,
+            t.c.id == entry.c.task_id, t.c.version == entry.c.version, t.c.status + 0 == _HELD
         )
         first = (
             select(*entry.c)

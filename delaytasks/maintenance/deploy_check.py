@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -10,8 +9,11 @@ from typing import Any, NamedTuple
 from delaytasks.core.encryption import is_encrypted, name_in
 from delaytasks.core.errors import BodyRefusedError
 from delaytasks.core.interfaces import Pending, UntrustedInput
-from delaytasks.processors.registry import Registry
+from delaytasks.core.task import DelayTask
+from delaytasks.processors.registry import ProcessorSpec, Registry
 
+#: Id, body, due time and headers of a waiting task.
+WaitingBody = tuple[int, str, datetime, str | None]
 #: Ids that one finding lists.
 EXAMPLES = 5
 
@@ -38,7 +40,7 @@ class Finding(NamedTuple):
 
 def find_problems(
     pending: Iterable[Pending],
-    bodies: Callable[[str], Iterable[tuple[int, str, datetime]]],
+    bodies: Callable[[str], Iterable[WaitingBody]],
     registry: Registry,
     strange: Iterable[UntrustedInput] = (),
     keys: Collection[str] = (),
@@ -50,8 +52,8 @@ def find_problems(
     pending
         The waiting tasks, summed up by tag.
     bodies
-        Returns `(id, body, due)` of the waiting tasks of a tag. It is called only for tags whose
-        processor has a schema.
+        Returns the waiting tasks of a tag. It is called only for tags whose processor has a schema
+        or a version.
     registry
         The processors of this code.
     strange
@@ -69,8 +71,8 @@ def find_problems(
         processor = registry.get(tag)
         if processor is None:
             yield Finding(tag, waiting.tasks, waiting.first_due, "no processor", [], queues)
-        elif processor.schema is not None:
-            refused = _refused(processor.schema, bodies(tag), keys)
+        elif processor.schema is not None or processor.versions is not None:
+            refused = _refused(processor, bodies(tag), keys)
             count, examples = 0, list[tuple[int, datetime, str]]()
             for count, found in enumerate(refused, 1):
                 if count <= EXAMPLES:
@@ -83,25 +85,32 @@ def find_problems(
 
 
 def _refused(
-    schema: Callable[[Any], Any],
-    bodies: Iterable[tuple[int, str, datetime]],
-    keys: Collection[str],
+    processor: ProcessorSpec, bodies: Iterable[WaitingBody], keys: Collection[str]
 ) -> Iterator[tuple[int, datetime, str]]:
-    """Yield the id, the due time and the problem of each task whose body the schema refuses."""
-    for id, body, due in bodies:
-        problem = _problem(schema, body, keys)
+    """Yield the id, the due time and the problem of each task whose body cannot be read."""
+    for id, body, due, headers in bodies:
+        problem = _problem(
+            processor, DelayTask(id, processor.tag, body, due, headers_json=headers), keys
+        )
         if problem is not None:
             yield id, due, problem
 
 
-def _problem(schema: Callable[[Any], Any], body: str, keys: Collection[str]) -> str | None:
-    if is_encrypted(body):
-        name = name_in(body)
+def _problem(processor: ProcessorSpec, task: DelayTask, keys: Collection[str]) -> str | None:
+    versions = processor.versions
+    if versions is not None and versions.is_newer(task.body_version):
+        return f"bodies of version {task.body_version}, and its processor has {versions.version}"
+    if is_encrypted(task.body_json):
+        name = name_in(task.body_json)
         # A body whose key is missing is reported among the rows of other programs.
         problem = f"encrypted with key {name}, which is here, and changed since, or another task's"
         return problem if name in keys else None
     try:
-        schema(json.loads(body))
+        processor.checked(processor.body_of(task))
     except (BodyRefusedError, ValueError, RecursionError) as error:
         return str(error)
+    except Exception as error:  # an upgrade may raise any exception
+        return (
+            f"the upgrade from version {task.body_version} raises {type(error).__name__}: {error}"
+        )
     return None

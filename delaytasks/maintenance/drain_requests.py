@@ -59,7 +59,7 @@ class DrainRequests:
             self._send(others, serving, on_step, start_drain)
         elif others:  # no worker would receive the messages, and they would accumulate
             prefix = self._settings.namespace
-            remedy = f"start a worker that serves it: celery worker -Q {prefix}.QUEUE"
+            remedy = f"start one more worker for it: celery -A … worker -Q {prefix}.QUEUE"
             self._events.emit(
                 "queue.unserved", count=len(others), queue=first_names(others), remedy=remedy
             )

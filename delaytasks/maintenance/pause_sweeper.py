@@ -129,7 +129,7 @@ class PauseSweeper:
         self._strays_checked_at = monotonic()
         return any(
             not policies.pauses(tag, queue) and tag not in policies.limited
-            for tag, queue in self._table.held()
+            for tag, queue in self._table.count(Status.HELD)
         )
 
     def _forget_empty_policies(self) -> None:

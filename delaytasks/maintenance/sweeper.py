@@ -22,6 +22,8 @@ from delaytasks.maintenance.cleanup import Cleanup
 from delaytasks.maintenance.drain_requests import DrainRequests, StartDrain
 from delaytasks.maintenance.overdue_queues import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
+from delaytasks.maintenance.recurring_stage import RecurringStage
+from delaytasks.maintenance.statistics_stage import StatisticsStage
 
 if TYPE_CHECKING:
     from delaytasks.storage.sweep_queries import SweepQueries
@@ -29,8 +31,6 @@ if TYPE_CHECKING:
 
 #: Rows that one statement recovers. Other transactions wait for their locks only briefly.
 RECOVER_ROWS = 500
-#: A worker counts as dead if it was silent for this many sweep intervals.
-SILENT_SWEEPS = 3
 
 
 def _start_no_drain(queue: str, priorities: Sequence[int]) -> bool:
@@ -49,6 +49,8 @@ class Sweeper:
         timer: Timer,
         events: Events,
         pauses: PauseSweeper | None = None,
+        recurring: RecurringStage | None = None,
+        statistics: StatisticsStage | None = None,
     ) -> None:
         self._settings = settings
         self._sweeps = sweeps
@@ -57,6 +59,8 @@ class Sweeper:
         self._timer = timer
         self._events = events
         self._pauses = pauses
+        self._recurring = recurring
+        self._statistics = statistics
         self._policies = NO_POLICIES
         self._drain_requests = DrainRequests(settings, sweeps, workers, timer, events)
         self._cleanup = Cleanup(settings, sweeps, clock, events)
@@ -89,7 +93,7 @@ class Sweeper:
         bool
             False if another worker has just swept the sweep partition.
         """
-        is_first = sweep_partition == 0
+        is_first, began = sweep_partition == 0, monotonic()
         if is_first:
             self._attempt("workers", lambda: self._expire_silent_workers(contact_s))
         partitions, interval_s = self._settings.sweep_partitions, self._settings.sweep_s * 0.8
@@ -109,7 +113,11 @@ class Sweeper:
             self._attempt("purge", lambda: self._cleanup.purge_finished(on_step))
             self._attempt("audit", self._cleanup.purge_audit)
             self._attempt("partitions", self._cleanup.check_partitions)
-        self._events.emit("sweep.done", sweep_partition=sweep_partition)
+            # No other stage waits for this one, whose tasks are due later.
+            self._attempt("recurring", lambda: self._make_recurring_tasks(on_step))
+            self._attempt("statistics", lambda: self._keep_statistics(on_step, began))
+        seconds = monotonic() - began
+        self._events.emit("sweep.done", sweep_partition=sweep_partition, seconds=seconds)
         return True
 
     def start_own_drains(self, queues: Sequence[str], start_drain: StartDrain) -> None:
@@ -128,7 +136,7 @@ class Sweeper:
         A dead worker may have kept armed rows in memory. Arming all of them again costs duplicate
         messages, which the claims refuse.
         """
-        silent_s = SILENT_SWEEPS * self._settings.sweep_s
+        silent_s = self._settings.silent_s
         # An outage silences every worker. Only a caller that reached the database during the whole
         # time can tell a dead worker from an outage.
         if contact_s < silent_s:
@@ -193,6 +201,18 @@ class Sweeper:
                 return count, end
         return count, until
 
+    # -- recurring schedules ----------------------------------------------------------------------
+
+    def _make_recurring_tasks(self, on_step: OnStep) -> None:
+        if self._recurring is not None:
+            self._recurring.run(on_step)
+
+    # -- statistics -------------------------------------------------------------------------------
+
+    def _keep_statistics(self, on_step: OnStep, began: float) -> None:
+        if self._statistics is not None:
+            self._statistics.run(on_step, began)
+
     # -- rows of dead workers, paused rows, overdue rows ------------------------------------------
 
     def _recover_abandoned(self, on_step: OnStep) -> None:
@@ -222,4 +242,4 @@ def emit_recovered(events: Events, recovered: Recovered, **fields: object) -> No
     for id, tag in recovered.timed_out:
         events.emit("task.timed_out", id=id, tag=tag)
     for task in recovered.worker_lost:
-        events.emit("task.worker_lost", id=task.id, tag=task.tag, error=task.error or "", task=task)
+        events.emit("task.worker_lost", **task.event_fields, error=task.error or "")

@@ -1,24 +1,42 @@
-"""Cancels, reschedules or retries all tasks that a filter matches, shard by shard."""
+"""Cancels, reschedules or reruns all tasks that a filter matches, shard by shard."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.actors import actor_of
-from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult, Filters, filter_of
-from delaytasks.core.errors import InvalidScheduleError, StoreUnavailableError
+from delaytasks.core.bulk import (
+    AuditEntry,
+    BulkFilter,
+    BulkOptions,
+    BulkResult,
+    OnProgress,
+    bulk_filter_of,
+)
+from delaytasks.core.durations import Delay
+from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError, StoreUnavailableError
 from delaytasks.core.events import Events
+from delaytasks.core.filters import Filter, Filters
+from delaytasks.core.ids import check_id, shard_of
 from delaytasks.core.inputs import check_page_limit
 from delaytasks.core.interfaces import To
+from delaytasks.core.states import Status
 from delaytasks.operations.bulk_run import BulkRun
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
     from delaytasks.sharding.router import Router
 
+#: The move that undoes each operation, and the tasks that it may move.
+_UNDO = {
+    "cancel": BulkFilter("rerun", Filter(status=frozenset({Status.CANCELLED}))),
+    "reschedule": BulkFilter("reschedule", Filter()),
+}
+#: An operation whose last step is older has ended, since its process died.
+RUNNING_S = 60.0
 _NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
 
 
@@ -27,47 +45,106 @@ class BulkOperations:
         self._router = router
         self._events = events
 
-    def cancel(
-        self,
-        options: BulkOptions,
-    ) -> BulkResult:
+    def cancel(self, options: BulkOptions) -> BulkResult:
         return self._run("cancel", lambda _: None, options)
 
     def reschedule(
         self,
-        delay: float | timedelta | None,
-        when: datetime | None,
-        by: float | timedelta | None,
+        delay: Delay | None,
+        at: datetime | None,
+        by: Delay | None,
+        spread: Delay | None,
         options: BulkOptions,
     ) -> BulkResult:
-        if (delay is not None) + (when is not None) + (by is not None) != 1:
+        if [delay, at, by, spread].count(None) != 3:
             raise InvalidScheduleError(
-                "give a delay, an instant (when) or a shift (by), one of the three"
+                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four"
             )
 
         def to(shard: Shard) -> To:
+            if spread is not None:
+                return shard.producer.spread_of(spread)
             if by is not None:
                 return shard.producer.shift_of(by)
-            return shard.producer.due_of(delay, when)
+            return shard.producer.due_of(delay, at)
 
         return self._run("reschedule", to, options)
 
-    def retry(
-        self,
-        delay: float | timedelta,
-        options: BulkOptions,
-    ) -> BulkResult:
-        return self._run("retry", lambda shard: shard.producer.due_of(delay), options)
+    def rerun(self, delay: Delay, options: BulkOptions) -> BulkResult:
+        return self._run("rerun", lambda shard: shard.producer.due_of(delay), options)
+
+    def undo(self, run: object, actor: str | None, on_progress: OnProgress | None) -> BulkResult:
+        """Undo a bulk cancel or reschedule, in each database that has a part of it."""
+        runs = self._undo_runs(run)
+        who, results = actor_of(actor), dict[int, BulkResult]()
+
+        def report(number: int, result: BulkResult) -> BulkResult:
+            results[number] = result
+            total = _sum(list(results.values()), ())
+            if on_progress is not None:
+                on_progress(total)
+            return total
+
+        for number, (shard, undo) in enumerate(runs):
+            undo.find()
+            undo.move(
+                shard.new_id(),
+                who,
+                lambda number=number, undo=undo: report(number, undo.result),  # type: ignore[misc]
+            )
+            results[number] = undo.result
+        return _sum(list(results.values()), ())
+
+    def _undo_runs(self, run: object) -> list[tuple[Shard, BulkRun]]:
+        ids = run.runs if isinstance(run, BulkResult) else (run,)
+        if not ids:
+            raise InvalidQueryError("this result has no audit entries: it is of a dry run")
+        found: list[tuple[Shard, BulkRun]] = []
+        for id in (check_id(each.id if isinstance(each, AuditEntry) else each) for each in ids):
+            shards = self._router.shards
+            shard = shards[shard_of(id)] if shard_of(id) < len(shards) else shards[0]
+            entry = shard.store.bulk.audited(id)
+            if entry is None:
+                raise InvalidQueryError(f"there is no audit entry {id}; it may have been purged")
+            is_recent = shard.clock.now() - entry.seen_at < timedelta(seconds=RUNNING_S)
+            if entry.state == "running" and is_recent:
+                raise InvalidQueryError(
+                    f"audit entry {id} is of an operation that still runs: wait until it has ended"
+                )
+            which = _UNDO.get(entry.action)
+            if which is None:
+                raise InvalidQueryError(
+                    f"audit entry {id} is of the operation {entry.action!r}; only cancel and "
+                    "reschedule can be undone"
+                )
+            found.append((shard, BulkRun(shard, which, None, self._events, entry)))
+        return found
 
     def audit(self, limit: int) -> list[AuditEntry]:
         check_page_limit(limit)
         found = [entry for shard in self._router.shards for entry in shard.store.bulk.audit(limit)]
         return sorted(found, key=lambda entry: entry.started_at, reverse=True)[:limit]
 
+    def record(
+        self, action: str, what: dict[str, Any], actor: str, *, is_refused: bool = False
+    ) -> None:
+        """Write an audit entry about one action of a person, such as a pause.
+
+        The entry is in the first database, and cannot be undone by `undo`.
+        """
+        shard = self._router.shards[0]
+        now, refused = shard.clock.now(), int(is_refused)
+        state = "failed" if is_refused else "done"
+        shard.store.bulk.begin(
+            AuditEntry(
+                shard.new_id(), action, what, actor, state, now, now, now, 1, 1 - refused, refused
+            )
+        )
+
     def _run(self, move: str, to: Callable[[Shard], To], options: BulkOptions) -> BulkResult:
         """Find the tasks of every shard, then move them. A shard that is down is left out."""
         filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
-        which = filter_of(move, filters, options.get("everything", False))
+        which = bulk_filter_of(move, filters, options.get("everything", False))
         who, on_progress = actor_of(options.get("actor")), options.get("on_progress")
         runs: dict[int, BulkRun] = {}
         shards, missing = self._router.shards, dict[int, StoreUnavailableError]()

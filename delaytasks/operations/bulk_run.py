@@ -1,4 +1,4 @@
-"""Cancels, reschedules or retries many tasks of one database in small steps."""
+"""Cancels, reschedules or reruns many tasks of one database in small steps."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from delaytasks.core.batches import batches
-from delaytasks.core.bulk import AuditEntry, BulkResult, Filter
+from delaytasks.core.bulk import AuditEntry, BulkFilter, BulkResult
 from delaytasks.core.errors import StoreUnavailableError, TaskStateError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, To
+from delaytasks.core.interfaces import Entry, To, Undo
+from delaytasks.core.spread import Spread
 from delaytasks.core.task import DelayTask
 from delaytasks.routing.shard import Shard
 
@@ -20,13 +21,21 @@ from delaytasks.routing.shard import Shard
 BULK_ROWS = 500
 #: Rows that other transactions have locked are tried again after this time.
 BUSY_S = 1.0
-EVENTS = {"cancel": "task.cancelled", "reschedule": "task.rescheduled", "retry": "task.retried"}
+EVENTS = {"cancel": "task.cancelled", "reschedule": "task.rescheduled", "rerun": "task.rerun"}
 
 
 class BulkRun:
     """One bulk operation in one database."""
 
-    def __init__(self, shard: Shard, which: Filter, to: To, events: Events) -> None:
+    def __init__(
+        self,
+        shard: Shard,
+        which: BulkFilter,
+        to: To,
+        events: Events,
+        undone: AuditEntry | None = None,
+    ) -> None:
+        """With `undone`, the tasks are those that this operation has moved."""
         self._shard = shard
         self._store = shard.store.bulk
         self._events = events
@@ -36,16 +45,19 @@ class BulkRun:
         self.matched = self._changed = self._refused = 0
         self.started = self._store.now()
         self._filter_as_given = which
+        self._undone = undone
         # Each task is shifted once. Tasks that changed since the start are left out, because one of
         # our own steps may have changed them and its answer was lost.
-        if isinstance(to, timedelta):
-            which = replace(
-                which, updated_until=min(which.updated_until or self.started, self.started)
-            )
+        if isinstance(to, timedelta | Spread):
+            until = min(which.where.updated_until or self.started, self.started)
+            which = replace(which, where=replace(which.where, updated_until=until))
         self._which = which
 
     def find(self) -> None:
         """Find the tasks. Running tasks are counted as refused."""
+        if self._undone is not None:
+            self.matched = self._undone.changed
+            return
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)
             self._refused += sum(status not in self._which.movable for _, status in rows)
@@ -74,14 +86,14 @@ class BulkRun:
             self._end(id, state)
 
     def _begin(self, id: int, actor: str) -> None:
-        which = self._filter_as_given.as_json()
+        which = self._filter_as_given.where.as_json() or {"everything": True}
+        move = self._which.move
+        if self._undone is not None:
+            move, which = "undo", {"audit": str(self._undone.id)}
         if self._to is not None:
-            shift = self._to
-            which["to"] = (
-                f"{shift.total_seconds()} s" if isinstance(shift, timedelta) else shift.isoformat()
-            )
+            which["to"] = _as_text(self._to)
         counts = (self.matched, self._changed, self._refused)
-        move, started = self._which.move, self.started
+        started = self.started
         self._store.begin(
             AuditEntry(id, move, which, actor, "running", started, started, None, *counts)
         )
@@ -103,29 +115,37 @@ class BulkRun:
     # -- steps ------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[None]:
-        busy: list[int] = []
-        for ids in batches(self._ids, BULK_ROWS):
-            busy += self._step(ids)
+        busy: list[tuple[Sequence[int], Undo | None]] = []
+        for ids, undo in self._parts():
+            if locked := self._step(ids, undo):
+                busy.append((locked, undo))
             yield
         if busy:
             time.sleep(BUSY_S)
         still_busy = 0
-        for ids in batches(busy, BULK_ROWS):
-            still_busy += len(self._step(ids))
+        for ids, undo in busy:
+            still_busy += len(self._step(ids, undo))
             yield
         self._refused += still_busy
 
-    def _step(self, ids: Sequence[int]) -> list[int]:
+    def _parts(self) -> Iterator[tuple[Sequence[int], Undo | None]]:
+        if self._undone is None:
+            yield from ((ids, None) for ids in batches(self._ids, BULK_ROWS))
+        else:
+            for undo in self._store.recorded(self._undone.id):
+                yield list(undo.versions), undo
+
+    def _step(self, ids: Sequence[int], undo: Undo | None) -> list[int]:
         """Change the tasks with these ids; return the ids that other transactions have locked."""
         assert self._id is not None
-        step = self._store.step(self._id, self._which, ids, self._to, self._done)
+        step = self._store.step(self._id, self._which, ids, self._to, self._done, undo)
         self._changed += len(step.moved)
         self._refused += step.refused
         self._update_timer(step.moved)
         if step.moved:
             self._events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
-            self._retry_keyed_tasks(step.keyed)
+            self._rerun_keyed_tasks(step.keyed, undo)
             self._store.note(self._id, self._done)
         return step.busy
 
@@ -135,20 +155,31 @@ class BulkRun:
         elif moved:
             self._shard.producer.arm_entries(moved)
 
-    def _retry_keyed_tasks(self, keyed: Iterable[tuple[int, int]]) -> None:
-        """Retry tasks with a key one by one; another database may decide about the key."""
-        assert isinstance(self._to, datetime)
-        retried: list[DelayTask] = []
+    def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int]], undo: Undo | None) -> None:
+        """Rerun tasks with a key one by one; another database may decide about the key."""
+        rerun: list[DelayTask] = []
         for id, version in keyed:
             try:
-                retried.append(self._shard.retry(id, self._to, version))
+                due = self._to if undo is None else undo.dues[id]
+                assert isinstance(due, datetime)
+                keeps = undo is not None
+                rerun.append(self._shard.rerun(id, due, version, keeps_attempts=keeps))
             except TaskStateError:  # another task has the key, or this task has changed
                 self._refused += 1
             except StoreUnavailableError as error:
                 if error.shard in (None, self._shard.number):
                     raise
                 self._refused += 1  # the shard that decides about the key is down
-        self._changed += len(retried)
-        if retried:
-            self._shard.producer.arm(retried)
-            self._events.emit(EVENTS["retry"], count=len(retried))
+        self._changed += len(rerun)
+        if rerun:
+            self._shard.producer.arm(rerun)
+            self._events.emit(EVENTS["rerun"], count=len(rerun))
+
+
+def _as_text(to: datetime | timedelta | Spread) -> str:
+    """Return what the audit entry says about the new due times."""
+    if isinstance(to, datetime):
+        return to.isoformat()
+    if isinstance(to, Spread):
+        return f"spread over {to.over.total_seconds()} s"
+    return f"{to.total_seconds()} s"

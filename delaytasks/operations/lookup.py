@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.attempt import Attempt
-from delaytasks.core.inputs import (
-    check_instant,
-    check_key,
-    check_page_limit,
-    check_status,
-    check_tag,
-)
+from delaytasks.core.filters import Filters, filter_of
+from delaytasks.core.inputs import check_page_limit
 from delaytasks.core.page import Page
-from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.operations.transactions import CallerTransactions
 from delaytasks.routing.named_task import name_of
@@ -42,23 +35,13 @@ class Lookup:
 
     def find(
         self,
-        tag: str | None,
-        status: Status | str | None,
-        key: str | None,
-        since: datetime | None,
-        until: datetime | None,
+        filters: Filters,
         cursor: str | None,
         limit: int,
         newest_first: bool,
         session: Any,
     ) -> Page:
         check_page_limit(limit)
-        by = (
-            None if tag is None else check_tag(tag),
-            None if status is None else check_status(status),
-            None if key is None else check_key(key),
-            None if since is None else check_instant(since),
-            None if until is None else check_instant(until),
-        )
+        where = filter_of(filters)
         with self._transactions.guard(session) as transaction:
-            return self._router.find(by, cursor, limit, transaction, newest_first)
+            return self._router.find(where, cursor, limit, transaction, newest_first)

@@ -19,6 +19,7 @@ from delaytasks.core.policies import (
     named,
     parse_rate,
 )
+from delaytasks.core.states import Status
 from delaytasks.routing.shard import EACH_SHARD_S, Shard
 
 if TYPE_CHECKING:
@@ -68,12 +69,18 @@ class PolicyOperations:
 
     def set_limits(
         self,
-        tag: str,
+        tag: str | None,
+        queue: str | None,
         concurrency: int | Unchanged | None,
         key_concurrency: int | Unchanged | None,
         rate: str | Unchanged | None,
         actor: str | None,
     ) -> Policy:
+        kind, name = named(tag, queue)
+        if kind == "queue":
+            raise InvalidPolicyError(
+                f"queue {name!r} can be paused, and limits are for tags: name the tags of the queue"
+            )
         changes: dict[str, Any] = {}
         if concurrency is not UNCHANGED:
             changes["concurrency"] = check_limit(concurrency, "concurrency")
@@ -83,7 +90,7 @@ class PolicyOperations:
             changes["rate"], changes["rate_period_s"] = parse_rate(rate)
         if not changes:
             raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
-        return self._set(*named(tag, None), changes, actor)
+        return self._set(kind, name, changes, actor)
 
     def clear(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
         return self._set(*named(tag, queue), _EMPTY, actor)
@@ -137,7 +144,7 @@ class PolicyOperations:
 def _counted(policies: list[Policy], table: PolicyTable) -> list[Policy]:
     if not policies:
         return []
-    held, running = _by_policy(table.held()), _by_policy(table.running())
+    held, running = (_by_policy(table.count(s)) for s in (Status.HELD, Status.RUNNING))
 
     def count(policy: Policy) -> Policy:
         name = policy.kind, policy.name

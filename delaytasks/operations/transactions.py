@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 from delaytasks.core.interfaces import Transaction
@@ -14,8 +15,23 @@ class CallerTransactions:
 
     def __init__(self, ambient: Callable[[], Transaction | None]) -> None:
         self._ambient = ambient
+        self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
+
+    @contextmanager
+    def using(self, session: Any) -> Iterator[None]:
+        """Let calls without `session=` inside the block take part in the session's transaction."""
+        token = self._session.set(session)
+        try:
+            yield
+        finally:
+            self._session.reset(token)
+
+    def current_session(self) -> Any:
+        """Return the session of the innermost `using`, or None."""
+        return self._session.get()
 
     def of(self, session: Any) -> Transaction | None:
+        session = self.current_session() if session is None else session
         if session is None:
             return self._ambient()
         from delaytasks.storage.transactions import transaction_of

@@ -23,6 +23,7 @@ from sqlalchemy import (
     select,
 )
 
+from delaytasks.core.batches import batches
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import FINISHED
 from delaytasks.partitions.table import Partition, Partitions
@@ -75,17 +76,15 @@ class _Old:
 
     def prune(self, detaches_only: bool) -> int | None:
         some = select(self._old.c.id).where(self._stays).limit(MAX_MOVED + 1).subquery()
-        if (
-            self._db.alone(lambda c: c.execute(select(func.count()).select_from(some)).scalar_one())
-            > MAX_MOVED
-        ):
+        count = select(func.count()).select_from(some)
+        if self._db.alone(lambda c: c.execute(count).scalar_one()) > MAX_MOVED:
             return None
         with self._partitions.advising("the partition is still there"):
             self._db.alone(self._mark)
         keyed = self._db.alone(self._still_keyed)
         moved = self._partitions.in_turn(lambda c: self._move(c, detaches_only))
-        for start in range(0, len(keyed), KEYS_PER_TRANSACTION):
-            self._release_keys(keyed[start : start + KEYS_PER_TRANSACTION])
+        for batch in batches(keyed, KEYS_PER_TRANSACTION):
+            self._release_keys(batch)
         self._forget_attempts()
         return moved
 
@@ -98,11 +97,8 @@ class _Old:
         index.create(connection)
 
     def _move(self, connection: Connection, detaches_only: bool) -> int:
-        tasks, quoted, run = (
-            self._partitions.tasks,
-            self._partitions.quoted,
-            connection.exec_driver_sql,
-        )
+        tasks, quoted = self._partitions.tasks, self._partitions.quoted
+        run = connection.exec_driver_sql
         # Adopted tables have columns that the schema does not contain.
         found = inspect(connection).get_columns(tasks.name, tasks.schema)
         names = [each["name"] for each in found if "computed" not in each]

@@ -59,7 +59,7 @@ class Partitions:
     def __init__(self, database: Database, prefix: str = "", schema: str | None = None) -> None:
         if not database.can.partitions:
             raise ConfigError(
-                f"partitions need PostgreSQL, and this is {database.url.get_backend_name()}: "
+                f"partitions need PostgreSQL, and this is {database.backend}: "
                 "let the sweep delete old tasks instead (delaytasks_purge_after_s)"
             )
         self.database = database

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from delaytasks.core.body_schema import BodySchema
+from delaytasks.core.body_versions import BodyVersions, Upgrade
+from delaytasks.core.celery_tags import processor_tag
+from delaytasks.core.durations import Delay
 from delaytasks.core.errors import (
     BodyRefusedError,
     DuplicateProcessorError,
@@ -29,47 +31,62 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 #: The most rows of a batch, since a chunk has at most as many.
 MAX_BATCH = 1000
+#: The beginning of the tags that each registry has.
+_INTERNAL = "delaytasks."
 #: The slots of an `async def` function without `in_flight`.
 ASYNC_SLOTS = 100
 
 
-class ProcessorOptions(TypedDict, total=False):
-    """The options of `@processor(tag, …)`."""
+class CommonOptions(TypedDict, total=False):
+    """The options of `@processor(tag, …)` on which the type of the processor does not depend."""
 
     #: The queue of tasks that name none.
     queue: str | None
     #: A retry schedule or its delays ("15s 3m 10m"), for all exceptions or by type. Without one the
     #: first failure is final.
-    retry: RetryRule
+    retries: RetryRule
     #: A task that would start later than this after its due time is CANCELLED instead.
-    expires: float | str | timedelta | None
+    expires: Delay | None
+    #: A task that starts later than this after its due time is counted as late.
+    on_time: Delay | None
     #: Whether to store what the processor returns, as JSON.
     keep_result: bool
-    #: One call gets at most this number of tasks: `f(tasks)`, or `f(bodies, tasks)`.
-    batch: int | None
     #: The number of concurrent calls in each process; the default is 100 for `async def` functions
     #: and otherwise 1.
     in_flight: int | None
-    #: Checks the bodies: a dataclass, a pydantic model, or a callable that takes the body.
-    schema: Callable[..., Any] | None
+    #: The version of the bodies that the function takes, and functions that make a body of the next
+    #: version from a body of an older one.
+    version: int | None
+    upgrades: Mapping[int, Upgrade]
     #: Returns the concurrency key of a body, for limits per key; a task may have its own.
     concurrency_key: Callable[[Any], str | None] | None
     #: A longer run gets Celery's `SoftTimeLimitExceeded`; a run that is longer than `time_limit` is
     #: killed.
-    soft_time_limit: float | str | timedelta | None
-    time_limit: float | str | timedelta | None
+    soft_time_limit: Delay | None
+    time_limit: Delay | None
+
+
+class ProcessorOptions(CommonOptions, total=False):
+    """The options of `@processor(tag, …)`."""
+
+    #: One call gets at most this number of tasks: `f(tasks)`, or `f(bodies, tasks)`.
+    batch: int | None
+    #: Checks the bodies: a dataclass, a pydantic model, or a callable that takes the body.
+    schema: Callable[..., Any] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Processor:
+class ProcessorSpec:
     tag: str
     function: Callable[..., Any]
     queue: str | None
     wants_task: bool
     retries: Retries
     expires_s: float | None
+    on_time_s: float | None
     keep_result: bool
     schema: BodySchema | None
+    versions: BodyVersions | None
     concurrency_key: Callable[[Any], str | None] | None
     batch: int | None
     in_flight: int | None
@@ -79,6 +96,12 @@ class Processor:
     @property
     def has_time_limits(self) -> bool:
         return self.soft_time_limit_s is not None or self.time_limit_s is not None
+
+    def body_of(self, task: DelayTask) -> Any:
+        """Return the body in the version that the function takes."""
+        if self.versions is None:
+            return task.body
+        return self.versions.upgraded(task.body, task.body_version)
 
     def checked(self, body: Any) -> Any:
         """Return the body as the schema made it."""
@@ -93,7 +116,10 @@ class Processor:
 
 class Registry:
     def __init__(self) -> None:
-        self._processors: dict[str, Processor] = {}
+        self._processors: dict[str, ProcessorSpec] = {}
+        #: Functions that return the recurring schedules which code declares, as
+        #: `delaytasks.recurrence` defines them.
+        self.schedules: list[Callable[[], Any]] = []
         #: The hard time limit of each tag in seconds.
         self.time_limits: dict[str, float] = {}
 
@@ -106,15 +132,20 @@ class Registry:
                 f"a processor has no option {', '.join(sorted(unknown))} (known: {known})"
             )
         queue, expires, schema = options.get("queue"), options.get("expires"), options.get("schema")
+        on_time = options.get("on_time")
         soft_s, hard_s = _time_limits(options)
         describe = partial(
-            Processor,
+            ProcessorSpec,
             tag=check_tag(tag),
             queue=None if queue is None else check_queue(queue),
-            retries=Retries.of(options.get("retry")),
+            retries=Retries.of(options.get("retries")),
             expires_s=None if expires is None else check_wait(expires, MAX_RETRY_DELAY_S),
+            on_time_s=None
+            if on_time is None
+            else check_wait(on_time, MAX_RETRY_DELAY_S, "on_time"),
             keep_result=bool(options.get("keep_result")),
             schema=None if schema is None else BodySchema(tag, schema),
+            versions=BodyVersions.of(tag, options.get("version"), options.get("upgrades")),
             concurrency_key=options.get("concurrency_key"),
             batch=_bounded("batch", options.get("batch"), MAX_BATCH),
             soft_time_limit_s=soft_s,
@@ -145,23 +176,30 @@ class Registry:
         """Set `in_flight` of a processor of this package after the settings are known."""
         self._processors[tag] = replace(self._processors[tag], in_flight=in_flight)
 
-    def get(self, tag: str) -> Processor | None:
-        return self._processors.get(tag)
+    def get(self, tag: str) -> ProcessorSpec | None:
+        spec = self._processors.get(tag)
+        return spec or self._processors.get(processor_tag(tag))
 
-    def demand(self, tag: str) -> Processor:
-        processor = self._processors.get(tag)
-        if processor is None:
-            known = difflib.get_close_matches(tag, self._processors, n=3, cutoff=0.0)
-            raise UnknownTagError(
-                f"no processor for tag {tag!r} (known: {_listed(known)}); is its module imported?"
-            )
-        return processor
+    def check_unknown(self, tag: str, listed: Collection[str], is_strict: bool | None) -> None:
+        """Raise `UnknownTagError` for a tag without a processor, unless it may be scheduled.
+
+        `listed` and `is_strict` are the settings `tags` and `strict_tags`.
+        """
+        known = {*listed, *(name for name in self._processors if not name.startswith(_INTERNAL))}
+        if tag in listed or not (bool(known) if is_strict is None else is_strict):
+            return
+        close = difflib.get_close_matches(tag, known, n=1, cutoff=0.0)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UnknownTagError(
+            f"this process has no processor for tag {tag!r}; {hint}Otherwise import its module, "
+            "add the tag to the setting tags, or set strict_tags to False"
+        )
 
     def meant_by(self, tag: str) -> str | None:
         """Return the registered tag of which an unknown one may be a misspelling."""
         close = (
             []
-            if tag in self._processors
+            if self.get(tag) is not None
             else difflib.get_close_matches(tag, self._processors, n=1, cutoff=0.75)
         )
         return close[0] if close else None
@@ -173,7 +211,7 @@ class Registry:
     def queues(self) -> set[str]:
         return {p.queue for p in self._processors.values() if p.queue is not None}
 
-    def __iter__(self) -> Iterator[Processor]:
+    def __iter__(self) -> Iterator[ProcessorSpec]:
         return iter(self._processors.values())
 
 
@@ -260,10 +298,6 @@ def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
             there.co_name,
         )
     )
-
-
-def _listed(tags: list[str]) -> str:
-    return ", ".join(map(repr, tags)) or "none"
 
 
 def _name(function: Callable[..., Any]) -> str:

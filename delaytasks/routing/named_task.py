@@ -14,7 +14,7 @@ from delaytasks.routing.shard import Shard
 
 T = TypeVar("T")
 #: A task that was read, an id, or a tag and a key.
-Name = DelayTask | int | tuple[str, str]
+TaskReference = DelayTask | int | tuple[str, str]
 
 
 class NamedTask(NamedTuple):
@@ -65,7 +65,7 @@ def refuse_elsewhere(id: int, shards: Iterable[Shard], session_shard: int) -> No
             )
 
 
-def name_of(task: object, tag: str | None, key: str | None) -> Name:
+def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
     """Return the checked name that the arguments of a call give."""
     if (task is None) == (key is None) or (key is not None and tag is None):
         raise InvalidScheduleError("name the task by its id, or by tag= and key=")

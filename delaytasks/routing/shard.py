@@ -20,11 +20,17 @@ from delaytasks.storage.store import Store
 EACH_SHARD_S = 10.0
 
 
-class RetryTask(Protocol):
-    """Run a FAILED or CANCELLED task again, as `Tasks.retry` does."""
+class RerunTask(Protocol):
+    """Run a FAILED or CANCELLED task again, as `Tasks.rerun` does."""
 
     def __call__(
-        self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
+        self,
+        id: int,
+        due: datetime,
+        version: int | None = None,
+        on: CallerConnection | None = None,
+        *,
+        keeps_attempts: bool = False,
     ) -> DelayTask: ...
 
 
@@ -47,7 +53,7 @@ class Shard:
     sweeper: Sweeper
     producer: Producer
     policies: PolicyCache
-    retry: RetryTask
+    rerun: RerunTask
     _store: Store
     #: Raises an error if the database is another shard than its position says.
     _check_number: Callable[[], object] = lambda: None

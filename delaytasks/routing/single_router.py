@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from datetime import timedelta
 
+from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidScheduleError, TaskNotFoundError
+from delaytasks.core.filters import Filter
 from delaytasks.core.inputs import check_key, check_tag
 from delaytasks.core.interfaces import Transaction, connection_of
-from delaytasks.core.page import Page, Search
+from delaytasks.core.page import Page
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
-from delaytasks.routing.named_task import Name, NamedTask
+from delaytasks.routing.named_task import NamedTask, TaskReference
 from delaytasks.routing.shard import Shard
 
 
@@ -23,7 +24,7 @@ class SingleRouter:
         self._store = shard.store
         self.shards: Sequence[Shard] = [shard]
         self.stores = [shard.store]
-        # The methods of the producer themselves, so that no frame lies between.
+        # `router.schedule(...)` is `Producer.schedule(...)` itself, so that no frame lies between.
         self.schedule = shard.producer.schedule
         self.schedule_many = shard.producer.schedule_many
 
@@ -44,7 +45,7 @@ class SingleRouter:
             self.shard_for(tag, key)
         return self._shard.new_id()
 
-    def named(self, name: Name, transaction: Transaction | None) -> NamedTask:
+    def named(self, name: TaskReference, transaction: Transaction | None) -> NamedTask:
         """Return the task that a call names; look a key up."""
         if isinstance(name, tuple):
             tag, key = name
@@ -60,16 +61,18 @@ class SingleRouter:
 
     def find(
         self,
-        by: Search,
+        where: Filter,
         cursor: str | None,
         limit: int,
         transaction: Transaction | None,
         newest_first: bool,
     ) -> Page:
-        return self._store.tasks.find(*by, cursor, limit, connection_of(transaction), newest_first)
+        return self._store.tasks.find(
+            where, limit, cursor, connection_of(transaction), newest_first
+        )
 
     def touch(
-        self, name: Name, delay: float | timedelta | None, transaction: Transaction | None
+        self, name: TaskReference, delay: Delay | None, transaction: Transaction | None
     ) -> bool:
         due, on = self._shard.producer.due_of(delay), connection_of(transaction)
         if isinstance(name, tuple):
@@ -80,7 +83,7 @@ class SingleRouter:
     def touch_many(
         self,
         names: Iterable[int | DelayTask],
-        delay: float | timedelta | None,
+        delay: Delay | None,
         transaction: Transaction | None,
     ) -> set[int]:
         """Return the ids of the tasks that still wait."""
@@ -91,7 +94,7 @@ class SingleRouter:
         self,
         tag: str,
         keys: Sequence[str],
-        delay: float | timedelta | None,
+        delay: Delay | None,
         transaction: Transaction | None,
     ) -> set[str]:
         """Return the keys whose tasks still wait."""
@@ -104,6 +107,10 @@ class SingleRouter:
         """Raise `ConfigError` if the database is one of several shards: it lacks some keys."""
         if transaction is None:  # a caller's transaction may need no connection of our own
             self._store.check_number_once()
+
+    def session_shard(self, transaction: Transaction | None) -> int | None:
+        """Return None: there is nothing to choose."""
+        return None
 
     def check_shard(self, task: DelayTask, transaction: Transaction | None) -> None:
         """Do nothing: a session is on the only database."""

@@ -18,7 +18,13 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
 )
 from delaytasks.core.events import Events
-from delaytasks.core.inputs import check_delay, check_due, check_instant, check_shift
+from delaytasks.core.inputs import (
+    check_delay,
+    check_due,
+    check_instant,
+    check_period,
+    check_shift,
+)
 from delaytasks.core.interfaces import (
     CallerConnection,
     Entry,
@@ -29,6 +35,7 @@ from delaytasks.core.interfaces import (
 )
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.settings import Settings
+from delaytasks.core.spread import Spread
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.processors.registry import Registry
@@ -94,7 +101,7 @@ class Producer:
                 is_id_taken = task.key is None
                 task, is_new = self._write(task, on_conflict, has_own_id, on, is_id_taken)
         if is_new:
-            self._events.emit("task.scheduled", id=task.id, tag=task.tag)
+            self._events.emit("task.scheduled", **task.event_fields)
         if is_new or (has_own_id and task.status is Status.NOT_COMPLETE):
             # An earlier call with this id may have written the row and not have armed it.
             self.arm_after_commit([task], transaction)
@@ -265,16 +272,20 @@ class Producer:
         else:
             transaction.after_commit([task], disarm)
 
-    def due_of(self, delay: Any, when: datetime | None = None) -> datetime:
+    def due_of(self, delay: Any, at: datetime | None = None) -> datetime:
         """Return the due time that a delay or an instant means."""
-        check_due(delay, when)
-        if when is not None:
-            return max(check_instant(when), self._clock.certain_now())
+        check_due(delay, at)
+        if at is not None:
+            return max(check_instant(at), self._clock.certain_now())
         return self._clock.certain_now() + check_delay(delay, self._settings.max_delay_s)
 
     def shift_of(self, by: Any) -> timedelta:
         """Return the checked shift of due times; a negative shift means earlier."""
         return check_shift(by, self._settings.max_delay_s)
+
+    def spread_of(self, over: Any) -> Spread:
+        """Return the checked period over which due times are distributed."""
+        return Spread(check_period(over, self._settings.max_delay_s))
 
 
 def _to_arm(tasks: Sequence[DelayTask], until_us: int | None) -> Sequence[DelayTask]:

@@ -6,10 +6,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from delaytasks.core.body_json import encode_body
 from delaytasks.core.body_schema import plain
+from delaytasks.core.body_versions import FIRST_VERSION, check_version
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
@@ -18,18 +19,22 @@ from delaytasks.core.inputs import (
     check_due,
     check_instant,
     check_key,
+    check_period,
     check_priority,
     check_queue,
     check_tag,
     check_wait,
 )
 from delaytasks.core.interfaces import OnConflict
+from delaytasks.core.meta import encode_meta
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
 from delaytasks.core.settings import Settings
+from delaytasks.core.spread import share_of
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.processors.registry import Processor, Registry
+from delaytasks.core.trace_meta import add_trace
+from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 
 
@@ -38,7 +43,7 @@ class Tag(NamedTuple):
 
     name: str
     queue: str
-    processor: Processor | None
+    processor: ProcessorSpec | None
 
 
 class RowBatch(NamedTuple):
@@ -86,7 +91,9 @@ class TaskBuilder:
         """Build the tasks as if all of them were scheduled at `now`."""
         check_on_conflict(on_conflict)
         cache = BuildCache(now)
-        return [self._build(new, on_conflict, cache) for new in asked]
+        tasks = [self._build(new, on_conflict, cache) for new in asked]
+        add_trace(tasks)
+        return tasks
 
     def batch(self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime) -> RowBatch:
         """Build the tasks that are written in one transaction."""
@@ -109,20 +116,24 @@ class TaskBuilder:
         if tag is None:
             tag = self._tag(new.tag)
             cache.tags[tag.name] = tag
+        id = self._make_id() if new.id is None else check_id(new.id)
         due, delay_s = self._due(new, cache)
+        if new.spread is not None:
+            due, delay_s = self._spread(new, id, due, cache)
         max_wait_s = _max_wait_s(new, on_conflict, self._settings.max_delay_s)
         if max_wait_s is not None:
             due = min(due, cache.now + timedelta(seconds=max_wait_s))
         body = plain(new.body)
         body_json = encode_body(body, self._settings.max_body_bytes)
         concurrency_key, processor = new.concurrency_key, tag.processor
+        body_version = _body_version(new, processor)
         if processor is not None:
             if concurrency_key is None and processor.concurrency_key is not None:
                 concurrency_key = processor.concurrency_key(body)
             if processor.schema is not None:
-                processor.schema(json.loads(body_json))  # the value that the worker will read
+                self._check_body(processor, body_version, body_json)
         return DelayTask(
-            id=self._make_id() if new.id is None else check_id(new.id),
+            id=id,
             tag=tag.name,
             body_json=body_json,
             expected_time=due,
@@ -130,19 +141,28 @@ class TaskBuilder:
             priority=check_priority(new.priority),
             key=None if new.key is None else check_key(new.key),
             delay_s=delay_s,
-            headers_json=_headers(new, max_wait_s),
+            headers_json=_headers(new, max_wait_s, body_version),
             concurrency_key=None
             if concurrency_key is None
             else check_concurrency_key(concurrency_key),
             create_time=cache.now,
+            meta_json=None if new.meta is None else encode_meta(new.meta),
             shard=self._shard,
         )
 
+    @staticmethod
+    def _check_body(processor: ProcessorSpec, version: int, body_json: str) -> None:
+        """Convert the value that the worker will read, as the worker will do it."""
+        body, versions = json.loads(body_json), processor.versions
+        if versions is not None and versions.is_newer(version):
+            return
+        processor.checked(body if versions is None else versions.upgraded(body, version))
+
     def _due(self, new: NewTask, cache: BuildCache) -> tuple[datetime, int]:
         """Return the due time, and the seconds until then."""
-        check_due(new.delay, new.when)
-        if new.when is not None:
-            due = max(check_instant(new.when), cache.now)
+        check_due(new.delay, new.at)
+        if new.at is not None:
+            due = max(check_instant(new.at), cache.now)
             return due, math.ceil(
                 check_delay(due - cache.now, self._settings.max_delay_s).total_seconds()
             )
@@ -155,11 +175,27 @@ class TaskBuilder:
                 cache.delays[new.delay] = found
         return found
 
+    def _spread(
+        self, new: NewTask, id: int, due: datetime, cache: BuildCache
+    ) -> tuple[datetime, int]:
+        """Return a due time in the period after `due`, and the seconds until then.
+
+        A call that repeats an earlier one, by the same id or key, gets the same place in the
+        period.
+        """
+        max_s = self._settings.max_delay_s
+        period = check_period(new.spread, max_s)
+        name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
+        # The sum is checked, since the due time itself may be as late as the setting allows.
+        delay = check_delay(due - cache.now + share_of(name) * period, max_s)
+        return cache.now + delay, math.ceil(delay.total_seconds())
+
     def _tag(self, asked: object) -> Tag:
         name = check_tag(asked)
-        if self._settings.strict_tags:
-            self._registry.demand(name)
-        return Tag(name, self._queues.of(name), self._registry.get(name))
+        processor = self._registry.get(name)
+        if processor is None:
+            self._registry.check_unknown(name, self._settings.tags, self._settings.strict_tags)
+        return Tag(name, self._queues.of(name), processor)
 
 
 def popped(items: list[NewTask]) -> Iterator[NewTask]:
@@ -170,9 +206,9 @@ def popped(items: list[NewTask]) -> Iterator[NewTask]:
 
 
 def check_on_conflict(on_conflict: object) -> None:
-    if on_conflict not in ("reject", "keep", "replace"):
+    if on_conflict not in get_args(OnConflict):
         raise InvalidScheduleError(
-            f"on_conflict is 'reject', 'keep' or 'replace', not {shown(on_conflict)}"
+            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}"
         )
 
 
@@ -189,13 +225,26 @@ def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> floa
     return seconds
 
 
-def _headers(new: NewTask, max_wait_s: float | None) -> str | None:
-    """Return the column `headers`: the options that differ from the processor's."""
-    if new.retry is None and new.expires is None and max_wait_s is None:
+def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
+    if new.body_version is None:
+        versions = None if processor is None else processor.versions
+        return FIRST_VERSION if versions is None else versions.version
+    try:
+        return check_version(new.body_version)
+    except ValueError as error:
+        raise InvalidScheduleError(str(error)) from None
+
+
+def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
+    """Return the column `headers`: the version of the body, and the options of the task itself."""
+    options = (new.retries, new.expires, max_wait_s)
+    if body_version == FIRST_VERSION and options == (None, None, None):
         return None
     headers: dict[str, Any] = {}
-    if new.retry is not None:
-        retry_schedule = retry_schedule_of(new.retry)
+    if body_version != FIRST_VERSION:
+        headers["body_version"] = body_version
+    if new.retries is not None:
+        retry_schedule = retry_schedule_of(new.retries)
         headers["retry"] = {
             "retry_delays_s": retry_schedule.retry_delays_s,
             "jitter": retry_schedule.jitter,

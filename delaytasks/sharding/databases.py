@@ -18,10 +18,11 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from delaytasks.core.errors import ShardMismatchError, StoreUnavailableError
+from delaytasks.core.filters import Filter
 from delaytasks.core.ids import home_of, shard_of
 from delaytasks.core.interfaces import CallerConnection, OnConflict
 from delaytasks.core.masking import mask_url
-from delaytasks.core.page import Page, Search
+from delaytasks.core.page import Page
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.database_addresses import addresses_of
@@ -138,19 +139,19 @@ class Shards:
 
     def find(
         self,
-        by: Search,
+        where: Filter,
         cursor: str | None,
         limit: int,
         own: tuple[int, CallerConnection] | None,
         newest_first: bool = False,
     ) -> Page:
-        """Return a page of all shards' tasks. `by` contains the first arguments of `Tasks.find`."""
+        """Return a page of all shards' tasks."""
         found: list[Page] = []
         missing: dict[int, StoreUnavailableError] = {}
         for number in range(len(self.stores)):
             try:
                 found.append(
-                    self._tasks(number).find(*by, cursor, limit, _on(own, number), newest_first)
+                    self._tasks(number).find(where, limit, cursor, _on(own, number), newest_first)
                 )
             except StoreUnavailableError as error:
                 missing[number] = error
@@ -190,20 +191,22 @@ class Shards:
                     return replaced, True
         raise changed_too_often(task)
 
-    def retry(
+    def rerun(
         self,
         number: int,
         id: int,
         due: datetime,
         version: int | None = None,
         on: CallerConnection | None = None,
+        *,
+        keeps_attempts: bool = False,
     ) -> DelayTask:
-        """Do what `Tasks.retry` does, and let the shard that decides about the key know the task
+        """Do what `Tasks.rerun` does, and let the shard that decides about the key know the task
         again."""
         tasks = self._tasks(number)
         task = tasks.get(id, on)
         if task is None or task.key is None:
-            return tasks.retry(id, due, version, on)
+            return tasks.rerun(id, due, version, on, keeps_attempts=keeps_attempts)
         before, after = self._others(task), []
         if number != home_of(
             task.tag, task.key, len(self.stores)
@@ -215,7 +218,9 @@ class Shards:
                     once_held = cache(
                         lambda: pointers.enter_context(self._pointing(after, task, "reject"))
                     )
-                    return tasks.retry(id, due, version, on, [*before, *after], once_held)
+                    return tasks.rerun(
+                        id, due, version, on, [*before, *after], once_held, keeps_attempts
+                    )
             except PointsElsewhereError as pointer:
                 before = [pointer.shard, *before]
         raise changed_too_often(task)

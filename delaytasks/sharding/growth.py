@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import NamedTuple
 
+from delaytasks.core.batches import batches
 from delaytasks.core.ids import home_of, shard_of
 from delaytasks.core.states import FINISHED
 from delaytasks.sharding.databases import Shards
@@ -36,8 +37,7 @@ class Growth:
     def left(self, number: int) -> KeysToMove:
         """Return the keys that remain to be moved or freed."""
         left = KeysToMove([], [])
-        rows = iter(self._shards.store(number).tasks.key_owners.rows())
-        while batch := list(islice(rows, COMPARED_IDS)):
+        for batch in batches(self._shards.store(number).tasks.key_owners.rows(), COMPARED_IDS):
             left.dead.extend(
                 row for row in batch if row.status is None and self._is_dead(row, number)
             )

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from threading import Thread
 
 from delaytasks.core.clock import monotonic
+from delaytasks.core.durations import Delay
 from delaytasks.core.errors import (
     InvalidScheduleError,
     StoreUnavailableError,
     TaskNotFoundError,
 )
+from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import CallerConnection, OnConflict, Transaction, connection_of
 from delaytasks.core.new_task import NewTask
-from delaytasks.core.page import Page, Search
+from delaytasks.core.page import Page
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
-from delaytasks.routing.named_task import Name, NamedTask, refuse_elsewhere
+from delaytasks.routing.named_task import NamedTask, TaskReference, refuse_elsewhere
 from delaytasks.routing.shard import EACH_SHARD_S, Shard
 from delaytasks.routing.single_router import SingleRouter
 from delaytasks.scheduling.producer import BULK, OnBatch
@@ -78,7 +79,7 @@ class ShardRouter:
         self, new: NewTask, on_conflict: OnConflict, transaction: Transaction | None
     ) -> DelayTask:
         return self._selection.run(
-            self._selection.of(new, self._session_shard(transaction)),
+            self._selection.of(new, self.session_shard(transaction)),
             lambda number: self.shards[number].producer.schedule(new, on_conflict, transaction),
         )
 
@@ -89,7 +90,7 @@ class ShardRouter:
         transaction: Transaction | None,
         on_batch: OnBatch | None,
     ) -> int:
-        total, source, session_shard = 0, iter(tasks), self._session_shard(transaction)
+        total, source, session_shard = 0, iter(tasks), self.session_shard(transaction)
         while batch := list(itertools.islice(source, BULK)):
             by_shards: dict[tuple[int, ...], list[NewTask]] = {}
             any_shard = self._selection.any()
@@ -139,9 +140,9 @@ class ShardRouter:
 
     # -- look up ----------------------------------------------------------------------------------
 
-    def named(self, name: Name, transaction: Transaction | None) -> NamedTask:
+    def named(self, name: TaskReference, transaction: Transaction | None) -> NamedTask:
         """Return the task that a call names; look a key up."""
-        session_shard = self._session_shard(transaction)
+        session_shard = self.session_shard(transaction)
         if not isinstance(name, tuple):
             numbers = self._likely(name)
             return NamedTask(
@@ -156,19 +157,19 @@ class ShardRouter:
 
     def find(
         self,
-        by: Search,
+        where: Filter,
         cursor: str | None,
         limit: int,
         transaction: Transaction | None,
         newest_first: bool,
     ) -> Page:
-        own = _own(transaction, self._session_shard(transaction))
-        return self.databases.find(by, cursor, limit, own, newest_first)
+        own = _own(transaction, self.session_shard(transaction))
+        return self.databases.find(where, cursor, limit, own, newest_first)
 
     # -- touch ------------------------------------------------------------------------------------
 
     def touch(
-        self, name: Name, delay: float | timedelta | None, transaction: Transaction | None
+        self, name: TaskReference, delay: Delay | None, transaction: Transaction | None
     ) -> bool:
         named = self.named(name, transaction)
         _, waits = named.move(
@@ -179,11 +180,11 @@ class ShardRouter:
     def touch_many(
         self,
         names: Iterable[int | DelayTask],
-        delay: float | timedelta | None,
+        delay: Delay | None,
         transaction: Transaction | None,
     ) -> set[int]:
         """Return the ids of the tasks that still wait."""
-        session_shard = self._session_shard(transaction)
+        session_shard = self.session_shard(transaction)
         if session_shard is None:
             candidates = {id_of(name): self._likely(name) for name in names}
         else:
@@ -201,7 +202,7 @@ class ShardRouter:
     def _touch_in_turn(
         self,
         candidates: Mapping[int, Sequence[int]],
-        delay: float | timedelta | None,
+        delay: Delay | None,
         transaction: Transaction | None,
     ) -> tuple[set[int], StoreUnavailableError | None]:
         """Look for each task in its candidate shards, the most likely one first.
@@ -229,11 +230,11 @@ class ShardRouter:
         self,
         tag: str,
         keys: Sequence[str],
-        delay: float | timedelta | None,
+        delay: Delay | None,
         transaction: Transaction | None,
     ) -> set[str]:
         """Return the keys whose tasks still wait."""
-        own = _own(transaction, self._session_shard(transaction))
+        own = _own(transaction, self.session_shard(transaction))
         ids, down = self.databases.ids_of_keys(tag, keys, own)
         touched = self.touch_many(ids.values(), delay, transaction)
         if down is not None:
@@ -244,7 +245,7 @@ class ShardRouter:
 
     def check_shard(self, task: DelayTask, transaction: Transaction | None) -> None:
         """Raise `ShardMismatchError` if the session is not on the shard of `task`."""
-        session_shard = self._session_shard(transaction)
+        session_shard = self.session_shard(transaction)
         if session_shard is not None and session_shard != task.shard:
             refuse_elsewhere(task.id, [self.shards[task.shard]], session_shard)
 
@@ -253,7 +254,8 @@ class ShardRouter:
             return [name.shard]
         return self.databases.likely(id_of(name))
 
-    def _session_shard(self, transaction: Transaction | None) -> int | None:
+    def session_shard(self, transaction: Transaction | None) -> int | None:
+        """Return the shard of the caller's session; None without a session."""
         if transaction is None:
             return None
         with transaction.guard() as on:

@@ -16,9 +16,11 @@ from delaytasks.core.states import MOVES, Status
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
 from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.row_lists import by_id, by_index
 from delaytasks.storage.rows import columns, next_version, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
+from delaytasks.storage.task_table import hot_index
 from delaytasks.storage.types import db_now, db_now_plus
 
 LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
@@ -76,7 +78,8 @@ class AbandonedRows:
         locked = self._keys.lock_all(on, keyed)
         run = (t.c.id, t.c.version, t.c.attempts, t.c.execution_time, t.c.worker)
         query = select(*run, t.c.lapses, t.c.tag, db_now(), t.c.queue, t.c.priority)
-        query = query.where(which).order_by(order).limit(limit)
+        # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
+        query = by_index(query.where(which), t, hot_index(t)).order_by(order).limit(limit)
         rows = on.execute(query.with_for_update(skip_locked=True)).all()
         if not rows:
             return Recovered(0, [])
@@ -85,7 +88,8 @@ class AbandonedRows:
             reasons.setdefault(_reason(time_limits.get(row[6]), row[3], row[7]), []).append(row)
         for reason, some in reasons.items():
             ids = t.c.id.in_([row[0] for row in some])
-            changed = on.execute(recover_statement(t, max_lost_leases, reason).where(ids)).rowcount
+            statement = by_id(recover_statement(t, max_lost_leases, reason).where(ids), t)
+            changed = on.execute(statement).rowcount
             check_row_count(changed, len(some), "abandoned rows")
             self._attempts.record_lost_leases(on, [row[:5] for row in some], LEASE_LOST + reason)
         timed_out = tuple(
@@ -124,22 +128,13 @@ def recover_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Upd
 
     MySQL assigns from left to right, so `lapses` comes last: the other columns use its old value.
     """
-    is_last, error = (
-        tasks.c.lapses >= max_lost_leases - 1,
-        TOO_MANY_LOST_LEASES.format(n=max_lost_leases) + reason,
-    )
+    is_last = tasks.c.lapses >= max_lost_leases - 1
+    error = TOO_MANY_LOST_LEASES.format(n=max_lost_leases) + reason
+    failed, waiting = int(MOVES["fail_worker_lost"].target), int(MOVES["recover"].target)
     return update(tasks).ordered_values(
-        (
-            tasks.c.status,
-            case(
-                (is_last, int(MOVES["fail_worker_lost"].target)), else_=int(MOVES["recover"].target)
-            ),
-        ),
+        (tasks.c.status, case((is_last, failed), else_=waiting)),
         (tasks.c.version, next_version(tasks.c.version)),
-        (
-            tasks.c.error_stack,
-            case((is_last, error), else_=tasks.c.error_stack),
-        ),
+        (tasks.c.error_stack, case((is_last, error), else_=tasks.c.error_stack)),
         (tasks.c.lease_until, None),
         (tasks.c.update_time, db_now()),
         (tasks.c.lapses, one_more(tasks.c.lapses)),

@@ -32,24 +32,17 @@ class Attempts:
 
     def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
         rows = [
-            {
-                "task_id": s.task.id,
-                "version": s.task.version,
-                "attempt": s.task.attempts,
-                "began": s.began,
-                "worker": worker,
-                "error": s.error,
-            }
-            for s in failed
+            (s.task.id, s.task.version, s.task.attempts, s.began, worker, s.error) for s in failed
         ]
         self._write(on, rows)
 
     def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
         """Write (id, version, attempts, execution_time, worker) of runs that lost their lease."""
-        names = ("task_id", "version", "attempt", "began", "worker")
-        self._write(on, [{**dict(zip(names, row, strict=True)), "error": error} for row in rows])
+        self._write(on, [(*row, error) for row in rows])
 
-    def _write(self, on: Any, rows: list[dict[str, Any]]) -> None:
+    def _write(self, on: Any, attempts: Sequence[tuple[Any, ...]]) -> None:
+        names = ("task_id", "version", "attempt", "began", "worker", "error")
+        rows = [dict(zip(names, values, strict=True)) for values in attempts]
         on.execute(self._add, rows)
         old = [
             {"of": row["task_id"], "until": row["version"] - KEPT_VERSIONS}

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import delete, insert, select, update
+from sqlalchemy import Select, delete, insert, select, update
 
 from delaytasks.core.bulk import AuditEntry
+from delaytasks.core.clock import from_us
+from delaytasks.core.interfaces import Undo
+from delaytasks.core.json_text import dump_json
 from delaytasks.storage.database import Database
+from delaytasks.storage.rows import MAX_INTEGER
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
 
@@ -17,6 +22,7 @@ class Audit:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._a = schema.audit
+        self._steps = schema.audit_steps
         self._shard = schema.shard
 
     def begin(self, entry: AuditEntry) -> None:
@@ -42,6 +48,28 @@ class Audit:
         noted = {"changed": done[0], "refused": done[1], "seen_at": db_now()}
         on.execute(update(self._a).where(self._a.c.id == id).values(noted))
 
+    def record(self, on: Any, id: int, step: int, moved: Sequence[tuple[int, int, int]]) -> None:
+        """Write what a step has moved: id, version after it, and due time before it."""
+        values = {"audit_id": id, "step": step, "moved": dump_json(moved)}
+        on.execute(insert(self._steps).values(values))
+
+    def recorded(self, id: int) -> Iterator[Undo]:
+        """Yield what each step of an operation has moved, the last step first."""
+        s, last = self._steps.c, MAX_INTEGER
+        while True:
+            query = select(s.step, s.moved).where(s.audit_id == id, s.step < last)
+            rows = self._db.rows(query.order_by(s.step.desc()).limit(1))
+            if not rows:
+                return
+            last, moved = rows[0][0], json.loads(rows[0][1])
+            yield Undo(
+                {task: version for task, version, _ in moved},
+                {task: from_us(due_us) for task, _, due_us in moved},
+            )
+
+    def get(self, id: int) -> AuditEntry | None:
+        return next(iter(self._entries(select(self._a).where(self._a.c.id == id))), None)
+
     def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
         ended: dict[str, Any] = {"state": state, "seen_at": db_now(), "finished_at": db_now()}
         if done is not None:
@@ -50,15 +78,19 @@ class Audit:
 
     def all(self, limit: int) -> list[AuditEntry]:
         """Return the newest rows first, by their ids."""
-        a = self._a
-        rows = self._db.rows(select(a).order_by(a.c.id.desc()).limit(limit))
+        return self._entries(select(self._a).order_by(self._a.c.id.desc()).limit(limit))
+
+    def _entries(self, query: Select[Any]) -> list[AuditEntry]:
         return [
             AuditEntry(
                 **{**row._mapping, "filter": json.loads(row._mapping["filter"])}, shard=self._shard
             )
-            for row in rows
+            for row in self._db.rows(query)
         ]
 
     def purge(self, older_than_s: float) -> None:
-        old = delete(self._a).where(self._a.c.seen_at < db_now_plus(-older_than_s))
-        self._db.alone(lambda c: c.execute(old))
+        is_old = self._a.c.seen_at < db_now_plus(-older_than_s)
+        steps = delete(self._steps).where(
+            self._steps.c.audit_id.in_(select(self._a.c.id).where(is_old))
+        )
+        self._db.alone(lambda c: (c.execute(steps), c.execute(delete(self._a).where(is_old))))

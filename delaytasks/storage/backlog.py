@@ -8,14 +8,17 @@ the index is searched from its beginning now and then, and before a level is rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from datetime import datetime
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.task import DelayTask
+from delaytasks.core.interfaces import Claimed
 
 #: After this time a search starts at the beginning of the index again.
 RESTART_S = 5.0
+#: Claims up to a number of rows whose due time is this one or later; None is the beginning, since
+#: other programs' rows may be due before the year 1.
+ClaimFrom = Callable[[datetime | None, int], Claimed]
 
 
 class Backlog:
@@ -24,18 +27,18 @@ class Backlog:
         #: at it.
         self._reached: dict[tuple[str, int], tuple[datetime | None, float]] = {}
 
-    def since(self, queue: str, priority: int) -> datetime | None:
-        """Return where to start; None is the beginning, since other programs' rows may be due
-        before the year 1."""
-        reached, until = self._reached.get((queue, priority), (None, 0.0))
-        return reached if monotonic() < until else None
-
-    def reach(self, queue: str, priority: int, claimed: Sequence[DelayTask], is_full: bool) -> None:
-        """Record the rows of a chunk. `is_full` is False if the level had no more rows."""
-        if not is_full or not claimed:
-            self._reached.pop((queue, priority), None)
-            return
-        until = self._reached.get((queue, priority), (None, 0.0))[1]
+    def claim(self, queue: str, priority: int, limit: int, claim: ClaimFrom) -> Claimed:
+        """Claim up to `limit` due rows of a queue and priority from where the last claim ended."""
+        level = queue, priority
+        reached, until = self._reached.get(level, (None, 0.0))
         now = monotonic()
-        latest = max(task.expected_time for task in claimed)
-        self._reached[queue, priority] = latest, until if now < until else now + RESTART_S
+        due_from = reached if now < until else None
+        claimed = claim(due_from, limit)
+        if due_from is not None and len(claimed) < limit:
+            claimed = Claimed([*claim(None, limit - len(claimed)), *claimed])
+        if claimed and len(claimed) >= limit:
+            latest = max(task.expected_time for task in claimed)
+            self._reached[level] = latest, until if now < until else now + RESTART_S
+        else:
+            self._reached.pop(level, None)
+        return claimed

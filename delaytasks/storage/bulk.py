@@ -7,7 +7,6 @@ filter.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
@@ -15,25 +14,26 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Update, case, func, select, update
 
-from delaytasks.core.bulk import Filter
-from delaytasks.core.clock import to_us
-from delaytasks.core.interfaces import Entry, Step, To
+from delaytasks.core.bulk import BulkFilter
+from delaytasks.core.clock import LATEST, to_us
+from delaytasks.core.filters import Filter
+from delaytasks.core.interfaces import Entry, Step, To, Undo
 from delaytasks.core.json_text import dump_json
+from delaytasks.core.spread import Spread
 from delaytasks.core.states import LIVE, Status, following
 from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
+from delaytasks.storage.filters import conditions
 from delaytasks.storage.queue_levels import has_status, levels
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import instant_text, json_rows, listed
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import LATEST, db_now, earliest
+from delaytasks.storage.types import db_now, earliest
 
 #: Rows that one statement reads, plus those with the same due time as the last of them.
 WINDOW = 20_000
-#: Matches every row. Its move is not used by queries that only read.
-EVERY_ROW = Filter("cancel")
 
 
 class QueueStep(NamedTuple):
@@ -50,18 +50,20 @@ class Bulk:
         self._keys = TaskKeys(database, schema)
         self._audit = Audit(database, schema)
         self.begin, self.end, self.audit = self._audit.begin, self._audit.end, self._audit.all
-        self._dialect = database.url.get_backend_name()
-        self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "retry")}
+        self.recorded, self.audited = self._audit.recorded, self._audit.get
+        self._restore = self._update("rerun", keeps_attempts=True)
+        self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "rerun")}
 
     def now(self) -> datetime:
         return self._db.now()
 
     # -- find -------------------------------------------------------------------------------------
 
-    def matching(self, which: Filter) -> Iterator[list[tuple[int, Status]]]:
+    def matching(self, which: BulkFilter) -> Iterator[list[tuple[int, Status]]]:
         """Yield (id, status) of the rows that the filter names, one window at a time."""
-        for rows in self._found(which, which.looked_at, [self._t.c.id, self._t.c.status]):
-            yield [(row[0], Status.of(row[1])) for row in rows]
+        for step in self._steps(which.looked_at, which.where.queue):
+            for rows in self._windows(which.where, step, [self._t.c.id, self._t.c.status]):
+                yield [(row[0], Status.of(row[1])) for row in rows]
 
     def having(
         self,
@@ -75,13 +77,7 @@ class Bulk:
         """
         for level in self._steps(statuses, None):
             step = QueueStep(level.walked, [*level.wanted, *where])
-            yield from self._windows(EVERY_ROW, step, columns)
-
-    def _found(
-        self, which: Filter, statuses: frozenset[Status], columns: Sequence[ColumnElement[Any]]
-    ) -> Iterator[Sequence[Any]]:
-        for step in self._steps(statuses, which.queue):
-            yield from self._windows(which, step, columns)
+            yield from self._windows(Filter(), step, columns)
 
     def _steps(self, statuses: frozenset[Status], queue: str | None) -> Iterator[QueueStep]:
         """Yield the parts of the table that an index has in the order of due times.
@@ -99,14 +95,18 @@ class Bulk:
             yield QueueStep([], [self._is(finished)])
 
     def _windows(
-        self, which: Filter, step: QueueStep, columns: Sequence[ColumnElement[Any]]
+        self, where: Filter, step: QueueStep, columns: Sequence[ColumnElement[Any]]
     ) -> Iterator[Sequence[Any]]:
         due = self._t.c.expected_time
-        query = select(*columns).where(*step.wanted, *self._named(which)).order_by(due)
-        begin: ColumnElement[bool] = due >= (which.since or earliest())
+        query = (
+            select(*columns)
+            .where(*step.wanted, *conditions(self._t, where, self._db.can))
+            .order_by(due)
+        )
+        begin: ColumnElement[bool] = due >= (where.since or earliest())
         while True:
             end = select(due).where(*step.walked, begin).order_by(due).offset(WINDOW - 1).limit(1)
-            ends = self._db.rows(end if which.until is None else end.where(due < which.until))
+            ends = self._db.rows(end if where.until is None else end.where(due < where.until))
             window = query.where(begin, *(due <= row[0] for row in ends))
             yield self._db.rows(window)
             if not ends or ends[0][0] == LATEST:
@@ -117,34 +117,22 @@ class Bulk:
         # `+ 0` prevents planners from reading all rows of these statuses.
         return (self._t.c.status + 0).in_(sorted(map(int, statuses)))
 
-    def _named(self, which: Filter) -> list[ColumnElement[bool]]:
-        t = self._t.c
-        limits = (
-            (t.tag, operator.eq, which.tag),
-            (t.queue, operator.eq, which.queue),
-            (t.expected_time, operator.ge, which.since),
-            (t.expected_time, operator.lt, which.until),
-            (t.create_time, operator.ge, which.created_since),
-            (t.create_time, operator.lt, which.created_until),
-            (t.update_time, operator.lt, which.updated_until),
-        )
-        named: list[ColumnElement[bool]] = [
-            compare(column, value) for column, compare, value in limits if value is not None
-        ]
-        if which.key_prefix is not None:
-            # Not LIKE, which ignores case in SQLite.
-            named.append(func.substr(t.task_key, 1, len(which.key_prefix)) == which.key_prefix)
-        return named
-
     # -- move -------------------------------------------------------------------------------------
 
     def step(
-        self, run: int, which: Filter, ids: Sequence[int], to: To, done: tuple[int, int]
+        self,
+        run: int,
+        which: BulkFilter,
+        ids: Sequence[int],
+        to: To,
+        done: tuple[int, int],
+        undo: Undo | None = None,
     ) -> Step:
         """Move these rows if they still match the filter.
 
-        `done` is what the audit row of the operation counts. It is updated in the same transaction,
-        so a step whose answer was lost is not done again.
+        With `undo`, only rows that have not moved since that step are moved back. `done` is what
+        the audit row of the operation counts. It is updated in the same transaction, so a step
+        whose answer was lost is not done again.
         """
         tried: list[Step] = []
 
@@ -152,8 +140,10 @@ class Bulk:
             counts = self._audit.counts(connection, run)
             if tried and counts not in (None, done):
                 return tried[-1]
-            step = self._step(connection, which, ids, to)
+            step, before = self._step(connection, which, ids, to, undo)
             tried.append(step)
+            if before and undo is None and which.move != "rerun":
+                self._audit.record(connection, run, sum(done), before)
             self._audit.note(connection, run, (done[0] + len(step.moved), done[1] + step.refused))
             return step
 
@@ -163,30 +153,35 @@ class Bulk:
         """Count tasks that were moved outside of a step."""
         self._db.alone(lambda c: self._audit.note(c, run, done))
 
-    def _step(self, on: Any, which: Filter, ids: Sequence[int], to: To) -> Step:
-        t, is_retry = self._t.c, which.move == "retry"
-        mine, named = (
-            listed(self._db, self._t.c.id, "ids"),
-            [self._is(which.movable), *self._named(which)],
-        )
-        seen = on.execute(
-            select(t.id, t.tag, t.task_key, t.version).where(mine, *named).order_by(t.id),
-            {"ids": ids},
-        ).all()
+    def _step(
+        self, on: Any, which: BulkFilter, ids: Sequence[int], to: To, undo: Undo | None
+    ) -> tuple[Step, list[tuple[int, int, int]]]:
+        """Return the step, and what undoes it: id, version after it, and due time before it."""
+        t, is_rerun = self._t.c, which.move == "rerun"
+        named = [
+            listed(self._db, t.id, "ids"),
+            self._is(which.movable),
+            *conditions(self._t, which.where, self._db.can),
+        ]
+        look = select(t.id, t.tag, t.task_key, t.version).where(*named).order_by(t.id)
+        seen = on.execute(look, {"ids": ids}).all()
+        seen = [row for row in seen if undo is None or undo.versions[row[0]] == row[3]]
         with_key = [row for row in seen if row[2] is not None]
         left_out = (
-            {row[0] for row in with_key} if is_retry else self._busy_keys(on, which.move, with_key)
+            {row[0] for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
         )
         free = [row[0] for row in seen if row[0] not in left_out]
-        locked = self._lock(on, [mine, *named], free)
-        moved = self._moved(on, which.move, locked, to)
+        locked = self._lock(on, named, free)
+        locked = [row for row in locked if undo is None or undo.versions[row[0]] == row[1]]
+        moved = self._moved(on, which.move, locked, to, undo)
         if which.move == "cancel":
             taken = {entry.id for entry in moved}
             self._keys.release_all(on, [row for row in with_key if row[0] in taken])
-        keyed = [(row[0], row[3]) for row in with_key] if is_retry else []
+        keyed = [(row[0], row[3]) for row in with_key] if is_rerun else []
         taken = {row[0] for row in locked} | {id for id, _ in keyed}
         busy = [row[0] for row in seen if row[0] not in taken]
-        return Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
+        step = Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
+        return step, [(row[0], following(row[1]), to_us(row[5])) for row in locked]
 
     def _busy_keys(self, on: Any, move: str, with_key: Sequence[Any]) -> set[int]:
         """Lock keys before tasks, as every transaction does. Return tasks whose keys are locked
@@ -202,47 +197,54 @@ class Bulk:
     ) -> Sequence[Any]:
         t = self._t.c
         due = func.coalesce(t.due_time, t.expected_time)
-        lock = (
-            select(t.id, t.version, t.expected_time, t.queue, t.priority, due)
-            .where(*named)
-            .order_by(t.id)
-        )
+        columns = t.id, t.version, t.expected_time, t.queue, t.priority, due
+        lock = select(*columns).where(*named).order_by(t.id)
         return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
 
-    def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
+    def _moved(
+        self, on: Any, move: str, locked: Sequence[Any], to: To, undo: Undo | None
+    ) -> list[Entry]:
         """Move the locked rows, fenced by the versions that were read."""
-        now = on.execute(select(db_now())).scalar_one() if isinstance(to, timedelta) else None
+        is_relative = isinstance(to, timedelta | Spread)
+        now = on.execute(select(db_now())).scalar_one() if is_relative else None
         rows, entries = [], []
         for id, version, expected, queue, priority, due in locked:
-            new = _due(due, to, now)
+            is_given = undo is not None and move == "reschedule"
+            new = undo.dues[id] if undo is not None and is_given else _due(id, due, to, now)
             rows.append(
-                {"id": id, "version": version, "expected_time": instant_text(self._dialect, new)}
+                {"id": id, "version": version, "expected_time": instant_text(self._db, new)}
             )
             entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
         if rows:
+            statement = (
+                self._restore if undo is not None and move == "rerun" else self._updates[move]
+            )
             result = on.execute(
-                self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
+                statement, {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
             )
             check_row_count(result.rowcount, len(rows), f"tasks to {move}")
         return entries
 
-    def _update(self, move: str) -> Update:
-        t, w = self._t, json_rows(self._dialect, ("id", "version", "expected_time"))
+    def _update(self, move: str, keeps_attempts: bool = False) -> Update:
+        t, w = self._t, json_rows(self._db, ("id", "version", "expected_time"))
         values = moved(
             t,
             move,
             expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
             due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
-            **({"attempts": 0, "lapses": 0} if move == "retry" else {}),
+            cancel_request=None,
+            **({"attempts": 0, "lapses": 0} if move == "rerun" and not keeps_attempts else {}),
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
 
 
-def _due(due: datetime, to: To, now: datetime | None) -> datetime | None:
-    if not isinstance(to, timedelta) or now is None:
+def _due(id: int, due: datetime, to: To, now: datetime | None) -> datetime | None:
+    if not isinstance(to, timedelta | Spread) or now is None:
         return to if isinstance(to, datetime) else None
     try:
+        if isinstance(to, Spread):
+            return to.of(id, max(due, now))  # overdue tasks are distributed from now on
         return max(due + to, now)  # a time in the past means now
     except OverflowError:  # another program's row, due at the end of time
         return due

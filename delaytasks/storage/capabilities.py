@@ -18,34 +18,40 @@ class Capabilities:
     """
 
     #: One UPDATE can select, lock, change and return rows.
-    update_returning: bool
+    update_returning: bool = False
     #: A list of ids is one parameter, and the index is used whatever the statistics contain.
-    array_parameters: bool
+    array_parameters: bool = False
     #: An index serves a comparison of several columns, `(a, b) <= (1, 2)`.
-    row_ranges: bool
+    row_ranges: bool = False
     #: INSERT can skip rows that exist. Where it cannot, a failed INSERT leaves the transaction
     #: usable.
-    insert_or_skip: bool
+    insert_or_skip: bool = False
     #: COPY FROM STDIN.
-    copy: bool
+    copy: bool = False
     #: An INSERT of many rows is fastest with a parameter for each value, not with a JSON list of
     #: rows.
-    binds_values: bool
+    binds_values: bool = False
+    #: A text can be split into an array, and an index can find the texts that contain some parts.
+    text_arrays: bool = False
     #: LISTEN and NOTIFY: a commit sends messages to the connections that listen.
-    notify: bool
+    notify: bool = False
     #: A list of ids finds rows faster than a join with a table of them.
-    looks_up_lists: bool
+    looks_up_lists: bool = False
     #: PREPARE works for statements that are sent past SQLAlchemy.
-    prepare: bool
+    prepare: bool = False
     #: The driver begins a transaction with the first statement that writes, not with the first
     #: statement.
-    begins_late: bool
+    begins_late: bool = False
     #: A caller's transaction may read as of its start, and then does not see later commits.
-    reads_as_of_start: bool
+    reads_as_of_start: bool = False
     #: A server-side cursor returns rows in parts, inside a transaction.
-    server_side_cursors: bool
+    server_side_cursors: bool = False
+    #: TABLESAMPLE reads some blocks of a table, chosen at random.
+    block_samples: bool = False
+    #: The planner estimates how many rows a query returns.
+    estimates: bool = False
     #: A table can be partitioned by ranges of ids, and each partition can be dropped.
-    partitions: bool
+    partitions: bool = False
 
 
 POSTGRESQL = Capabilities(
@@ -54,44 +60,26 @@ POSTGRESQL = Capabilities(
     row_ranges=True,
     insert_or_skip=True,
     copy=True,
-    binds_values=False,
+    text_arrays=True,
     notify=True,
     looks_up_lists=True,
     prepare=True,
-    begins_late=False,
-    reads_as_of_start=False,
     server_side_cursors=True,
+    block_samples=True,
+    estimates=True,
     partitions=True,
 )
 MYSQL = Capabilities(
-    update_returning=False,
-    array_parameters=False,
-    row_ranges=False,
-    insert_or_skip=False,
-    copy=False,
-    binds_values=False,
-    notify=False,
     looks_up_lists=True,
-    prepare=False,
-    begins_late=False,
+    estimates=True,
     reads_as_of_start=True,
     server_side_cursors=True,
-    partitions=False,
 )
 SQLITE = Capabilities(
     update_returning=True,
-    array_parameters=False,
-    row_ranges=False,
     insert_or_skip=True,
-    copy=False,
     binds_values=True,
-    notify=False,
-    looks_up_lists=False,
-    prepare=False,
     begins_late=True,
-    reads_as_of_start=False,
-    server_side_cursors=False,
-    partitions=False,
 )
 T = TypeVar("T")
 

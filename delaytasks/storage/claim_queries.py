@@ -45,6 +45,7 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_lists import (
     by_id,
+    by_index,
     each_listed,
     json_rows,
     list_of,
@@ -54,6 +55,7 @@ from delaytasks.storage.row_lists import (
 )
 from delaytasks.storage.rows import MAX_INTEGER, columns
 from delaytasks.storage.schema import Schema
+from delaytasks.storage.task_table import hot_index
 from delaytasks.storage.types import UTCDateTime, db_now, earliest, is_past, once
 
 #: No row has more lapses.
@@ -111,9 +113,9 @@ class ClaimQueries:
             else None
         )
         # Planned at each execution, because a kept plan would guess the number of due rows.
-        self._due, self._due_since = (
-            self._query(self._oldest_due(since))
-            for since in (None, bindparam("due_since", type_=UTCDateTime()))
+        self._due, self._due_from = (
+            self._query(self._oldest_due(due_from))
+            for due_from in (None, bindparam("due_from", type_=UTCDateTime()))
         )
         self._recovered = self._query(self._fewest_lapses())
 
@@ -141,14 +143,14 @@ class ClaimQueries:
         return self._named, parameters
 
     def due(
-        self, queue: str, priority: int, since: datetime | None, limit: int
+        self, queue: str, priority: int, due_from: datetime | None, limit: int
     ) -> tuple[ClaimQuery, dict[str, Any]]:
         """Choose the oldest due rows that have lost no lease."""
         level = {"due_queue": queue, "due_priority": priority, "due_limit": limit}
         return (
             (self._due, level)
-            if since is None
-            else (self._due_since, {**level, "due_since": since})
+            if due_from is None
+            else (self._due_from, {**level, "due_from": due_from})
         )
 
     def recovered(self, queue: str, priority: int) -> tuple[ClaimQuery, dict[str, Any]]:
@@ -161,7 +163,7 @@ class ClaimQueries:
         t = self._t
         # Columns, although most have the same value in all rows: with constants planners would
         # expect one row, and compare all rows with each other.
-        w = json_rows(self._db.url.get_backend_name(), ("id", "version", "status", "lapses"))
+        w = json_rows(self._db, ("id", "version", "status", "lapses"))
         chosen = self._fenced(w.c.version, t.c.status == w.c.status, w.c.lapses).join(
             w, t.c.id == w.c.id
         )
@@ -188,14 +190,16 @@ class ClaimQueries:
         is_so = and_(t.c.version == version, has_status, t.c.lapses <= lapses)
         return select(*self._candidate).where(is_so, t.c.expected_time <= db_now()).order_by(t.c.id)
 
-    def _oldest_due(self, since: ColumnElement[datetime] | None) -> Select[Any]:
+    def _oldest_due(self, due_from: ColumnElement[datetime] | None) -> Select[Any]:
         t = self._t
         chosen = (
-            self._waiting().where(self._is_due(since), t.c.lapses <= 0).order_by(t.c.expected_time)
+            self._waiting()
+            .where(self._is_due(due_from), t.c.lapses <= 0)
+            .order_by(t.c.expected_time)
         )
         return chosen.limit(bindparam("due_limit"))
 
-    def _is_due(self, since: ColumnElement[datetime] | None) -> ColumnElement[bool]:
+    def _is_due(self, due_from: ColumnElement[datetime] | None) -> ColumnElement[bool]:
         t, until = self._t, once(db_now())
         if self._db.can.row_ranges:
             # Only the index of live rows has this range. The other index begins with all rows that
@@ -204,10 +208,12 @@ class ClaimQueries:
                 tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time),
                 self._level,
             )
-            since = earliest() if since is None else since
-            return and_(level >= tuple_(*first, since), level <= tuple_(*first, until))
+            due_from = earliest() if due_from is None else due_from
+            return and_(level >= tuple_(*first, due_from), level <= tuple_(*first, until))
         return (
-            t.c.expected_time <= until if since is None else t.c.expected_time.between(since, until)
+            t.c.expected_time <= until
+            if due_from is None
+            else t.c.expected_time.between(due_from, until)
         )
 
     def _fewest_lapses(self) -> Select[Any]:
@@ -218,9 +224,12 @@ class ClaimQueries:
 
     def _waiting(self) -> Select[Any]:
         t, (status, queue, priority) = self._t, self._level
-        return select(*self._candidate).where(
+        waiting = select(*self._candidate).where(
             t.c.status == status, t.c.queue == queue, t.c.priority == priority
         )
+        # MySQL would rather scan a small table. It locks each row that it reads for a moment, and
+        # a claim of another queue would skip the row meanwhile.
+        return by_index(waiting, t, hot_index(t))
 
     def _query(self, candidates: Select[Any], is_planned_once: bool = False) -> ClaimQuery:
         t = self._t

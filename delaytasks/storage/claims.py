@@ -20,7 +20,7 @@ from delaytasks.storage.claim_queries import ANY_LAPSES, Candidate, ClaimQueries
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.row_lists import each_listed, list_of
+from delaytasks.storage.row_lists import by_id, each_listed, list_of
 from delaytasks.storage.rows import CLAIMED, MAX_INTEGER, columns, moved, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.settlements import Settlements
@@ -96,7 +96,8 @@ class Claims:
         return self._claim(*self._claim_queries.named([(id, version)], ANY_LAPSES))
 
     def claim_due(self, queue: str, priorities: Sequence[int], limit: int) -> Claimed:
-        """Claim the oldest due rows of the highest priorities, without messages."""
+        """Claim the oldest due rows of the highest priorities, without messages: at most `limit`
+        rows of all priorities together."""
         claimed = Claimed()
         for priority in sorted(priorities, reverse=True):
             claimed.add(self._claim_level(queue, priority, limit - len(claimed)))
@@ -105,17 +106,12 @@ class Claims:
         return claimed
 
     def _claim_level(self, queue: str, priority: int, limit: int) -> Claimed:
-        def claim(since: datetime | None, most: int) -> Claimed:
-            return self._claim(*self._claim_queries.due(queue, priority, since, most))
+        def claim(due_from: datetime | None, most: int) -> Claimed:
+            return self._claim(*self._claim_queries.due(queue, priority, due_from, most))
 
         if self._limits() is not None:  # the claim holds some of the rows that it finds
             return claim(None, limit)
-        since = self._backlog.since(queue, priority)
-        claimed = claim(since, limit)
-        if since is not None and len(claimed) < limit:
-            claimed = Claimed([*claim(None, limit - len(claimed)), *claimed])
-        self._backlog.reach(queue, priority, claimed, len(claimed) >= limit)
-        return claimed
+        return self._backlog.claim(queue, priority, limit, claim)
 
     def claim_recovered(
         self, queue: str, priorities: Sequence[int] = range(MAX_PRIORITY + 1)
@@ -172,7 +168,8 @@ class Claims:
         return list(on.execute(select(*self.columns).where(self._t.c.id.in_(ids))).all())
 
     def _write_claim(self, on: Any, ids: Sequence[int]) -> None:
-        claimed = on.execute(update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed))
+        claim = update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed)
+        claimed = on.execute(by_id(claim, self._t))
         check_row_count(claimed.rowcount, len(ids), "rows to claim")
 
     def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.forks import reset_in_child
 from delaytasks.storage import sqlite_file
+from delaytasks.storage.async_sessions import is_on_the_loop, off_the_loop
 from delaytasks.storage.capabilities import capabilities_of
 from delaytasks.storage.database_addresses import SEVERAL_HOSTS, addresses_of
 from delaytasks.storage.driver_errors import (
@@ -35,6 +36,7 @@ from delaytasks.storage.driver_errors import (
     unknown_outcome,
 )
 from delaytasks.storage.engines import make_engine, make_plain_engine
+from delaytasks.storage.kept_connection import KeptConnection
 from delaytasks.storage.standby_watch import StandbyWatch
 from delaytasks.storage.types import db_now
 
@@ -42,28 +44,25 @@ T = TypeVar("T")
 #: No further try begins after this time, since the caller waits for an answer.
 RETRY_FOR_S = 5.0
 
-#: The driver of our own connections. The tests run with it.
+#: The drivers of our own connections, with which the tests run. The first one is the default.
 _DRIVERS = {
-    "postgresql": "psycopg2",
-    "mysql": "pymysql",
-    "mariadb": "pymysql",
-    "sqlite": "pysqlite",
+    "postgresql": ("psycopg2", "psycopg"),
+    "mysql": ("pymysql",),
+    "mariadb": ("pymysql",),
+    "sqlite": ("pysqlite",),
 }
 #: Drivers that a URL shared with the caller's application may name. They reach the same database.
-_OTHER_DRIVERS = {"psycopg", "psycopg_async", "psycopg2cffi", "asyncpg", "pg8000", "aiosqlite"}
-_OTHER_DRIVERS |= {
-    "mysqldb",
-    "mysqlconnector",
-    "mariadbconnector",
-    "cymysql",
-    "aiomysql",
-    "asyncmy",
-}
+_OTHER_DRIVERS = frozenset(
+    "psycopg2cffi asyncpg pg8000 aiosqlite mysqldb mysqlconnector mariadbconnector cymysql "
+    "aiomysql asyncmy".split()
+)
 
 
 def normalize_url(text: str) -> URL:
-    """Return the URL with the driver that delaytasks uses. The application's own driver may
-    differ."""
+    """Return the URL with the driver that delaytasks uses.
+
+    Another driver of the application's is replaced by the default driver.
+    """
     try:
         url = make_url(text)
     except (exc.ArgumentError, ValueError):  # a wrong port
@@ -72,13 +71,16 @@ def normalize_url(text: str) -> URL:
         raise ConfigError(fact + remedy) from None
     backend, _, driver = url.drivername.partition("+")
     backend = {"postgres": "postgresql"}.get(backend, backend)
+    driver = {"psycopg_async": "psycopg"}.get(driver, driver)  # one package has both
     capabilities_of(backend)
-    ours = _DRIVERS[backend]
-    if driver not in ("", ours) and driver not in _OTHER_DRIVERS:
+    drivers = _DRIVERS[backend]
+    if driver and driver not in drivers and driver not in _OTHER_DRIVERS:
         raise ConfigError(
             f"delaytasks_database_url names the driver {driver!r}, and delaytasks connects with "
-            f"{ours}: begin the URL with {backend}:// or {backend}+{ours}://"
+            f"{' or '.join(drivers)}: begin the URL with {backend}:// or "
+            f"{backend}+{drivers[0]}://"
         )
+    ours = driver if driver in drivers else drivers[0]
     if driver == "asyncpg" and "ssl" in url.query:  # asyncpg's name of libpq's sslmode
         url = url.update_query_dict({"sslmode": url.query["ssl"]}).difference_update_query(["ssl"])
     return url.set(drivername=backend if backend == "sqlite" else f"{backend}+{ours}")
@@ -92,15 +94,16 @@ class Database:
         #: The number of this shard, or None if there is one database.
         self._shard = shard
         self.addresses = addresses_of(self.url)
-        self.can = capabilities_of(self.url.get_backend_name())
+        #: The name of the kind of database, for `for_database`.
+        self.backend = self.url.get_backend_name()
+        self.can = capabilities_of(self.backend)
         self._pool_size = pool_size
         self._expects_file = False
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
-        self._watch = StandbyWatch(
-            self.url.get_backend_name(), partial(make_plain_engine, self.url)
-        )
+        self._watch = StandbyWatch(self.backend, partial(make_plain_engine, self.url))
+        self._kept = KeptConnection(self._watch)
         reset_in_child(self)
 
     def may_be_at(self, url: URL) -> bool:
@@ -115,11 +118,9 @@ class Database:
     def tx(self) -> Engine:
         return self._tx or self._make("_tx", "READ COMMITTED")
 
-    @contextmanager
-    def begin(self) -> Iterator[Connection]:
+    def begin(self) -> AbstractContextManager[Connection]:
         """Begin a transaction of our own, READ COMMITTED, and commit it at the end."""
-        with self.tx.begin() as connection:
-            yield connection
+        return self.tx.begin()
 
     def alone(
         self,
@@ -132,7 +133,7 @@ class Database:
         statement is a transaction."""
         if on is not None:
             return work(on)
-        return self.repeat(work, self.auto.connect, unknown_id, tries)
+        return self.repeat(work, partial(self._kept.use, self.auto), unknown_id, tries)
 
     def transaction(
         self, work: Callable[[Any], T], on: Any = None, unknown_id: int | None = None
@@ -147,10 +148,12 @@ class Database:
         return self.alone(lambda c: c.execute(query).all())
 
     def now(self, tries: int = TRIES) -> datetime:
-        instant: datetime = self.alone(
-            lambda c: c.execute(select(db_now())).scalar_one(), tries=tries
-        )
-        return instant
+        def ask(connection: Any) -> datetime:
+            instant: datetime = connection.execute(select(db_now())).scalar_one()
+            return instant
+
+        # A clock holds a lock meanwhile, so an event loop must not run other calls of this thread.
+        return self.repeat(ask, self.auto.connect, tries=tries, may_switch=False)
 
     def stream(self, query: Select[Any], size: int) -> Iterator[Sequence[Any]]:
         """Yield the rows of a query in the order in which the database finds them, `size` at a
@@ -162,8 +165,8 @@ class Database:
                 connection = opened.enter_context(
                     engine.connect().execution_options(yield_per=size)
                 )
-                parts = connection.execute(query).partitions()
-                return opened.pop_all(), parts
+                result = opened.enter_context(connection.execute(query))
+                return opened.pop_all(), result.partitions()
 
         opened, parts = self.run(begin)
         with opened:
@@ -180,9 +183,11 @@ class Database:
         """Drop the parent's connections: a forked child must neither use nor close them."""
         self._lock = threading.Lock()
         self._watch.after_fork()
+        self._kept.after_fork()
         self.dispose(close=False)
 
     def dispose(self, close: bool = True) -> None:
+        self._kept.clear()
         for engine in (self._auto, self._tx):
             if engine is not None:
                 engine.dispose(close=close)
@@ -197,14 +202,18 @@ class Database:
         connect: Callable[[], AbstractContextManager[Any]],
         unknown_id: int | None = None,
         tries: int = TRIES,
+        may_switch: bool = True,
     ) -> T:
         """Call `work` with a connection, and repeat this after an error if that is safe.
 
         It is safe after a conflict, and after a lost connection too, because each of our statements
         is fenced by a version or names its own ids. Driver errors become errors of
         `delaytasks.core.errors`. `unknown_id` is the task that `work` changes, for the error raised
-        if its outcome is unknown.
+        if its outcome is unknown. In the thread of an event loop, another thread does all this,
+        unless `may_switch` is False.
         """
+        if may_switch and is_on_the_loop():
+            return off_the_loop(partial(self.repeat, work, connect, unknown_id, tries))
         began, is_sent = time.monotonic(), False
         for attempt in range(1, tries + 1):
             try:

@@ -10,11 +10,9 @@ from sqlalchemy import MetaData, Table, inspect, text
 
 
 def tables(op: Operations, schema: str | None) -> set[str]:
-    return (
-        set()
-        if op.get_context().as_sql
-        else set(inspect(op.get_bind()).get_table_names(schema=schema))
-    )
+    if op.get_context().as_sql:
+        return set()
+    return set(inspect(op.get_bind()).get_table_names(schema=schema))
 
 
 def lacks(op: Operations, name: str, schema: str | None, columns: Iterable[str]) -> bool:

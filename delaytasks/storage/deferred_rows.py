@@ -87,16 +87,9 @@ class DeferredRows:
         if queues is not None:
             conditions.append(t.c.queue.in_(listing("queues")))
             parameters["queues"] = list(queues)
+        names = "id version expected_time queue priority error_stack due_time"
         query = (
-            select(
-                t.c.id,
-                t.c.version,
-                t.c.expected_time,
-                t.c.queue,
-                t.c.priority,
-                t.c.error_stack,
-                t.c.due_time,
-            )
+            select(*(t.c[name] for name in names.split()))
             .where(*is_deferred, *conditions, t.c.expected_time <= once(db_now_plus(within_s)))
             .order_by(t.c.expected_time)
             .limit(DEFERRED_BATCH_ROWS)
@@ -109,8 +102,6 @@ class DeferredRows:
         deferral."""
         body = self._t.c.message_body
         is_plain = func.substr(body, 1, len(BOUND_PREFIX)).not_in(PREFIXES)
-        return (
-            or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))
-            if self._marks
-            else is_plain
-        )
+        if not self._marks:
+            return is_plain
+        return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))

@@ -95,7 +95,7 @@ def is_disconnect(error: exc.DBAPIError) -> bool:
         or _is_connecting(error)
         or (
             isinstance(error, (exc.OperationalError, exc.InterfaceError))
-            and _sqlstate(error) in (None, "57P03", "53300")
+            and sqlstate_of(error.orig) in (None, "57P03", "53300")
             and not is_conflict(error)
             and not _is_sqlite(error)
             and not _is_mysql_answer(error)
@@ -104,21 +104,21 @@ def is_disconnect(error: exc.DBAPIError) -> bool:
 
 
 def is_conflict(error: exc.DBAPIError) -> bool:
-    if _sqlstate(error) in _RETRY_PG:
+    if sqlstate_of(error.orig) in _RETRY_PG:
         return True
-    code = _first(error)
+    code = _first_of(error.orig)
     return code in _RETRY_MYSQL or (isinstance(code, str) and "database is locked" in code)
 
 
 def is_demoted(driver_error: object) -> bool:
     """Whether the server accepts no writes, so that a new connection may reach a server that
     does."""
-    return _sqlstate_of(driver_error) in _DEMOTED_PG or _first_of(driver_error) in _DEMOTED_MYSQL
+    return sqlstate_of(driver_error) in _DEMOTED_PG or _first_of(driver_error) in _DEMOTED_MYSQL
 
 
 def is_unsure(error: exc.DBAPIError) -> bool:
     """Whether the statement may have been executed despite the error."""
-    return error.connection_invalidated or _first(error) in _UNSURE_MYSQL
+    return error.connection_invalidated or _first_of(error.orig) in _UNSURE_MYSQL
 
 
 def is_worth_a_retry(error: exc.DBAPIError) -> bool:
@@ -128,16 +128,31 @@ def is_worth_a_retry(error: exc.DBAPIError) -> bool:
 def is_unable(error: exc.DBAPIError) -> bool:
     """Whether the server cannot serve any client now, so that the same statement may succeed
     later."""
-    if (_sqlstate(error) or "").startswith(_UNABLE_PG):
+    if (sqlstate_of(error.orig) or "").startswith(_UNABLE_PG):
         return True
-    code = _first(error)
+    code = _first_of(error.orig)
     if isinstance(code, str):
         return _is_sqlite(error) and any(words in code for words in _UNABLE_SQLITE)
     return code in _UNABLE_MYSQL or code in _UNSURE_MYSQL
 
 
 def _is_about_values(error: exc.DBAPIError) -> bool:
-    return isinstance(error, (exc.IntegrityError, exc.DataError)) or _first(error) in _VALUES_MYSQL
+    return (
+        isinstance(error, (exc.IntegrityError, exc.DataError))
+        or _first_of(error.orig) in _VALUES_MYSQL
+    )
+
+
+def is_duplicate(error: exc.IntegrityError) -> bool:
+    first = _first_of(error.orig)
+    is_in_sqlite = isinstance(first, str) and "UNIQUE" in first
+    return sqlstate_of(error.orig) == "23505" or first == 1062 or is_in_sqlite
+
+
+def is_unreadable(error: exc.DBAPIError) -> bool:
+    """Whether psycopg 3 itself refused a value. Other drivers raise a `ValueError` then."""
+    is_refused = isinstance(error, exc.DataError) and sqlstate_of(error.orig) is None
+    return is_refused and type(error.orig).__module__.partition(".")[0] == "psycopg"
 
 
 def _is_sqlite(error: exc.DBAPIError) -> bool:
@@ -146,12 +161,8 @@ def _is_sqlite(error: exc.DBAPIError) -> bool:
 
 def _is_mysql_answer(error: exc.DBAPIError) -> bool:
     """Whether a MySQL server answered. Errors of the client have numbers from 2000 to 2999."""
-    code = _first(error)
+    code = _first_of(error.orig)
     return isinstance(code, int) and not 2000 <= code < 3000
-
-
-def _first(error: exc.DBAPIError) -> object:
-    return _first_of(error.orig)
 
 
 def _first_of(driver_error: object) -> object:
@@ -159,11 +170,7 @@ def _first_of(driver_error: object) -> object:
     return arguments[0] if arguments else None
 
 
-def _sqlstate(error: exc.DBAPIError) -> str | None:
-    return _sqlstate_of(error.orig)
-
-
-def _sqlstate_of(driver_error: object) -> str | None:
+def sqlstate_of(driver_error: object) -> str | None:
     """Return the SQLSTATE, which psycopg2 and psycopg 3 or asyncpg (a caller's) name
     differently."""
     return getattr(driver_error, "pgcode", None) or getattr(driver_error, "sqlstate", None)
@@ -175,10 +182,8 @@ def reason_of(error: exc.DBAPIError) -> str:
     An error about values may quote them, so its text is replaced by its type and number.
     """
     if _is_about_values(error):
-        code, first = (
-            _sqlstate(error) or getattr(error.orig, "sqlite_errorname", None),
-            _first(error),
-        )
+        code = sqlstate_of(error.orig) or getattr(error.orig, "sqlite_errorname", None)
+        first = _first_of(error.orig)
         number = code or (first if isinstance(first, int) else "")
         return f"a value cannot be stored, {type(error.orig).__name__} {number}".rstrip()
     return (str(error.orig).strip().splitlines() or [type(error.orig).__name__])[0]
@@ -188,7 +193,7 @@ def forget_details(error: exc.DBAPIError) -> None:
     """Remove values from the driver's error, which stays the cause of ours and is logged with
     it."""
     if _is_about_values(error):
-        reason, number = reason_of(error), _first(error)
+        reason, number = reason_of(error), _first_of(error.orig)
         if error.orig is not None:
             error.orig.args = (number, reason) if isinstance(number, int) else (reason,)
         error.args = (reason,)

@@ -20,11 +20,12 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.storage import needless_rollbacks
 from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database_addresses import SEVERAL_HOSTS
 from delaytasks.storage.driver_errors import mark_as_connecting
 from delaytasks.storage.fork_gate import gate
-from delaytasks.storage.types import nearest
+from delaytasks.storage.postgresql_drivers import own_driver
 
 #: The connection to a server that vanished ends after 25 seconds, not after TCP's two hours.
 _KEEPALIVES = {
@@ -43,6 +44,11 @@ _TCP_OPTIONS = {
 #: again.
 ROW_LOCK_TIMEOUT_S = 1
 _RETURNED = "delaytasks.returned"
+_PACKAGES = {
+    "psycopg2": "psycopg2-binary",
+    "psycopg": "'delaytasks[psycopg]'",
+    "pymysql": "'delaytasks[mysql]'",
+}
 
 
 def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
@@ -51,30 +57,26 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
     backend = url.get_backend_name()
     if backend == "sqlite":
         return _sqlite_engine(url, autocommit, options)
-    options["connect_args"] = for_database(
-        backend,
-        postgresql={
-            "connect_timeout": 5,
-            "application_name": "delaytasks",
-            "options": _postgresql_options(url),
-            **_KEEPALIVES,
-        },
-        mysql={"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"},
-        sqlite={},
-    )
     if autocommit:
         # No transaction is ever open on such a connection: a ROLLBACK on return would waste a round
         # trip.
         options["pool_reset_on_return"] = None
+    is_postgresql = backend == "postgresql"
+    if not is_postgresql:
+        options |= needless_rollbacks.options(autocommit)
     try:
+        options["connect_args"] = _connect_args(url)
+        # SQLAlchemy would not read psycopg's count of the rows that an INSERT writes.
+        options["execution_options"] = {"preserve_rowcount": True}
         # Parameters contain bodies and keys, which an error and its cause must not show.
         engine = create_engine(
             url, isolation_level=isolation_level, hide_parameters=True, **options
         )
-        if backend != "postgresql":
-            event.listen(engine, "connect", _mysql_connect)
-        elif engine.dialect.driver == "psycopg2":
-            event.listen(engine, "connect", _psycopg2_connect)
+        event.listen(
+            engine, "connect", own_driver(url).prepare if is_postgresql else _mysql_connect
+        )
+        if not is_postgresql and not autocommit:
+            needless_rollbacks.skip(engine)
         event.listen(engine, "do_connect", _connect)
         event.listen(engine, "handle_error", _connecting_sent_nothing)
         event.listen(engine, "checkin", _mark_returned)
@@ -89,10 +91,22 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
             f"delaytasks_database_url cannot be read: {error}; {SEVERAL_HOSTS}"
         ) from error
     except ModuleNotFoundError as error:
-        package = "psycopg2-binary" if backend == "postgresql" else "'delaytasks[mysql]'"
+        package = _PACKAGES[url.get_driver_name()]
         raise ConfigError(
             f"no driver {error.name!r} for {url.drivername}: pip install {package}"
         ) from error
+
+
+def _connect_args(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() != "postgresql":
+        return {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
+    return {
+        "connect_timeout": 5,
+        "application_name": "delaytasks",
+        "options": _postgresql_options(url),
+        **_KEEPALIVES,
+        **own_driver(url).connect_options(),
+    }
 
 
 def _sqlite_engine(url: URL, autocommit: bool, options: dict[str, Any]) -> Engine:
@@ -156,21 +170,6 @@ def _postgresql_options(url: URL) -> str:
     return " ".join([*set_ours, *([given] if isinstance(given, str) else given)]).strip()
 
 
-def _psycopg2_connect(connection: Any, _record: Any) -> None:
-    from psycopg2 import extensions
-
-    read = extensions.PYDATETIMETZ
-
-    def instant(written: Any, cursor: Any) -> datetime | None:
-        try:
-            value: datetime | None = read(written, cursor)
-            return value
-        except ValueError:
-            return nearest(written)
-
-    extensions.register_type(extensions.new_type(read.values, "INSTANT", instant), connection)
-
-
 def _sqlite_connect(connection: Any, _record: Any) -> None:
     # We send BEGIN IMMEDIATE ourselves: a deferred transaction fails if two writers meet.
     connection.isolation_level = None
@@ -201,11 +200,12 @@ def _check_alive(connection: Any, record: Any, _proxy: Any) -> None:
     The server sends nothing on an idle connection except its end. The check takes a microsecond,
     not a round trip, and prevents errors whose outcome would be unknown.
     """
-    if _RETURNED in record.info and _has_input(connection):
+    if _RETURNED in record.info and has_input(connection):
         raise exc.DisconnectionError
 
 
-def _has_input(connection: Any) -> bool:
+def has_input(connection: Any) -> bool:
+    """Whether the server has ended the idle connection, or has sent something on it."""
     try:
         number = (connection if hasattr(connection, "fileno") else connection._sock).fileno()
         if not hasattr(select, "poll"):

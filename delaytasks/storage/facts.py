@@ -2,45 +2,64 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime
 
-from sqlalchemy import and_, func, select
+from sqlalchemy import func, select
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.encryption import names_of
+from delaytasks.core.reasons import (
+    AuditFacts,
+    Facts,
+    ScheduleFacts,
+    TransportFacts,
+)
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.core.why import Facts, WorkerFacts
 from delaytasks.storage.queue_levels import has_status
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
+from delaytasks.storage.waitlist_names import is_entry_of
+
+_NO_ERRORS = TransportFacts()
+#: A waitlist is counted up to this number.
+MOST_COUNTED = 10_000
+#: Bulk operations that may have cancelled a task: those that ran at that time.
+MOST_OPERATIONS = 5
+#: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
+_RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
 
 
 class FactReader:
-    """Reads one database. A worker that has been silent for `silent_s` seconds counts as dead."""
+    """Reads one database."""
 
-    def __init__(self, store: Store, settings: Settings, silent_s: float) -> None:
-        self._silent_s = silent_s
+    def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
         self._db, self._schema = store.database, store.schema
         self._settings = settings
 
-    def of(self, task: DelayTask) -> Facts:
-        """Return the facts that `why` needs about the task. Each is read from an index."""
+    def of(self, task: DelayTask, transport: TransportFacts = _NO_ERRORS) -> Facts:
+        """Return the facts that `why` needs about the task.
+
+        Each is read from an index, except for the operation that has cancelled the task.
+        """
         settings = self._settings
         now, offset_s = self._now()
         policies = self._store.policies.of(task.tag, task.queue)
         limited = any(policy.has_limits for policy in policies)
         swept = [s.at for s in Stats(self._db, self._schema).sweeps(settings.sweep_partitions)]
         last = min((at for at in swept if at is not None), default=None)
+        is_in_waitlist = task.status is Status.HELD and self._is_in_waitlist(task)
         return Facts(
             task,
             now,
             offset_s,
-            self.workers(now),
+            self._store.workers.registered(now, settings.silent_s),
             policies,
-            is_in_waitlist=task.status is Status.HELD and self._is_in_waitlist(task),
+            is_in_waitlist=is_in_waitlist,
+            waitlist_tasks=self._waitlist_tasks(task) if is_in_waitlist else 0,
             running=self._running_tasks(task.tag) if limited else 0,
             running_of_key=self._running_tasks(task.tag, task.concurrency_key)
             if limited and task.concurrency_key
@@ -49,17 +68,10 @@ class FactReader:
             grace_s=settings.grace_s,
             self_sweep_s=settings.self_sweep_s,
             keys=names_of(settings.encryption_keys),
+            schedule=self._schedule(task),
+            cancelled_by=self._cancelled_by(task) if task.status is Status.CANCELLED else None,
+            transport=transport,
         )
-
-    def workers(self, now: datetime | None = None) -> list[WorkerFacts]:
-        """Return the workers in the registry."""
-        at = self._now()[0] if now is None else now
-        found = []
-        for row in self._store.workers.all():
-            age_s = max((at - row["seen_at"]).total_seconds(), 0.0)
-            is_alive = abs((at - row["seen_at"]).total_seconds()) <= self._silent_s
-            found.append(WorkerFacts(row["name"], is_alive, age_s, row["queues"], row["tags"]))
-        return found
 
     def _now(self) -> tuple[datetime, float]:
         """Return the time of the database, and how far the clock of this machine is ahead of it."""
@@ -69,16 +81,42 @@ class FactReader:
 
     def _is_in_waitlist(self, task: DelayTask) -> bool:
         waitlist = self._schema.waitlists
-        entry = and_(
-            waitlist.c.queue == task.queue,
-            waitlist.c.tag == task.tag,
-            waitlist.c.concurrency_key == (task.concurrency_key or ""),
-            waitlist.c.place == -task.priority,
-            waitlist.c.due == task.expected_time,
-            waitlist.c.task_id == task.id,
-        )
-        query = select(waitlist.c.task_id).where(entry).limit(1)
+        query = select(waitlist.c.task_id).where(is_entry_of(waitlist, task)).limit(1)
         return bool(self._db.rows(query))
+
+    def _waitlist_tasks(self, task: DelayTask) -> int:
+        w = self._schema.waitlists.c
+        mine = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
+        first = mine.limit(MOST_COUNTED).subquery()
+        query = select(func.count()).select_from(first)
+        return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
+
+    def _schedule(self, task: DelayTask) -> ScheduleFacts | None:
+        match = _RECURRING_KEY.fullmatch(task.key or "")
+        if match is None:
+            return None
+        r = self._schema.recurring.c
+        columns = r.name, r.timing, r.is_paused, r.next_at
+        rows = self._db.rows(select(*columns).where(r.name == match[1], r.tag == task.tag))
+        return ScheduleFacts(*rows[0]) if rows else None
+
+    def _cancelled_by(self, task: DelayTask) -> AuditFacts | None:
+        """Return the bulk operation that has cancelled the task.
+
+        No index leads to it, so only the steps of the operations of that time are read.
+        """
+        at, a, step = task.update_time, self._schema.audit.c, self._schema.audit_steps.c
+        if at is None:
+            return None
+        has_run_then = a.started_at <= at, (a.finished_at.is_(None)) | (a.finished_at >= at)
+        operations = select(a.id, a.actor).where(a.action == "cancel", *has_run_then)
+        newest = operations.order_by(a.id.desc()).limit(MOST_OPERATIONS)
+        has_moved = step.moved.contains(f"[{task.id},{task.version},", autoescape=True)
+        for id, actor in self._db.rows(newest):
+            mine = select(step.step).where(step.audit_id == id, has_moved).limit(1)
+            if self._db.rows(mine):
+                return AuditFacts(id, actor)
+        return None
 
     def _running_tasks(self, tag: str, key: str | None = None) -> int:
         t = self._schema.tasks

@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from importlib import import_module
 from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, exc, insert, select
 
+from delaytasks.core.batches import batches
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import as_sqlalchemy_error
+from delaytasks.storage.driver_errors import as_sqlalchemy_error, is_duplicate
+from delaytasks.storage.postgresql_drivers import PostgresqlDriver, driver_of
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_lists import MAX_TEXT, instant_text, json_rows, parts
-from delaytasks.storage.rows import DIFFERING_COLUMNS, NEW_COLUMNS, new_values
+from delaytasks.storage.rows import DIFFERING_COLUMNS, NEW_COLUMNS, columns_of, new_values
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import UTCDateTime
 
@@ -33,10 +35,9 @@ _BOUND_ROWS = 100
 def skipping_insert(database: Database) -> Any:
     """Return the INSERT that skips rows which exist; None on MySQL. Unused dialects are not
     imported."""
-    backend = database.url.get_backend_name()
     if not database.can.insert_or_skip:
         return None
-    return import_module(f"sqlalchemy.dialects.{backend}").insert
+    return import_module(f"sqlalchemy.dialects.{database.backend}").insert
 
 
 class Insert:
@@ -82,54 +83,60 @@ class BulkInsert:
     """
 
     def __init__(self, database: Database, schema: Schema) -> None:
-        self._dialect = database.url.get_backend_name()
-        self._can_copy = database.can.copy
-        self._binds = database.can.binds_values
+        self._db = database
         self._schema = schema
         self._table = schema.tasks
-        #: The statement of each set of columns in which the rows differ.
-        self._statements: dict[tuple[str, ...], Any] = {}
+        #: The statement of each set of columns, and of the columns in which the rows differ.
+        self._statements: dict[tuple[tuple[str, ...], tuple[str, ...]], Any] = {}
 
     def __call__(self, on: Any, tasks: Sequence[DelayTask]) -> None:
-        rows = new_values(tasks, self._schema)
-        if self._can_copy and _is_psycopg2(on):
-            self._copy(on, rows)
-        elif self._binds and isinstance(on, Connection) and not on._is_autocommit_isolation():
-            self._bind(on, rows)
+        names = columns_of(tasks)
+        rows = new_values(tasks, self._schema, names)
+        driver = driver_of(on) if self._db.can.copy else None
+        if driver is not None:
+            self._copy(on, driver, rows, names)
+        elif (
+            self._db.can.binds_values
+            and isinstance(on, Connection)
+            and not on._is_autocommit_isolation()
+        ):
+            self._bind(on, rows, names)
         else:
-            self._insert_all(on, rows)
+            self._insert_all(on, rows, names)
 
-    def _bind(self, on: Connection, rows: Iterator[tuple[Any, ...]]) -> None:
+    def _bind(
+        self, on: Connection, rows: Iterator[tuple[Any, ...]], names: tuple[str, ...]
+    ) -> None:
         """Insert by one fixed statement, since the driver keeps a statement and its last
         parameters.
 
         The remaining rows, and rows that are too large to be kept, are sent as JSON.
         """
-        marks = f"({', '.join('?' * len(NEW_COLUMNS))})"
-        statement = f"INSERT INTO {self._target(on)} VALUES {', '.join([marks] * _BOUND_ROWS)}"
+        marks = f"({', '.join('?' * len(names))})"
+        statement = (
+            f"INSERT INTO {self._target(on, names)} VALUES {', '.join([marks] * _BOUND_ROWS)}"
+        )
         bound, left = functools.cache(self._bound), list[tuple[Any, ...]]()
-        while some := list(itertools.islice(rows, _BOUND_ROWS)):
-            if (
-                len(some) < _BOUND_ROWS
-                or sum(len(row[_BODY]) + len(row[_HEADERS] or "") for row in some) > MAX_TEXT
-            ):
+        for some in batches(rows, _BOUND_ROWS):
+            length = sum(len(row[_BODY]) + len(row[_HEADERS] or "") for row in some)
+            if len(some) < _BOUND_ROWS or length > MAX_TEXT:
                 left += some
                 continue
             values: list[Any] = []
             for id, body, *others in some:
                 values += (id, body, *bound(others[0]), *bound(*others[1:]))
             on.exec_driver_sql(statement, tuple(values))
-        self._insert_all(on, left)
+        self._insert_all(on, left, names)
 
     def _bound(self, *values: Any) -> Sequence[Any]:
         return [self._text(value) if isinstance(value, datetime) else value for value in values]
 
-    def _insert_all(self, on: Any, rows: Iterable[tuple[Any, ...]]) -> None:
+    def _insert_all(self, on: Any, rows: Iterable[tuple[Any, ...]], names: tuple[str, ...]) -> None:
         for part in parts(rows, _size):
-            self._insert(on, part)
+            self._insert(on, part, names)
 
-    def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]]) -> None:
-        columns = dict(zip(NEW_COLUMNS, zip(*stored, strict=True), strict=True))
+    def _insert(self, on: Any, stored: Sequence[tuple[Any, ...]], names: tuple[str, ...]) -> None:
+        columns = dict(zip(names, zip(*stored, strict=True), strict=True))
         common = {
             name: values[0]
             for name, values in columns.items()
@@ -141,14 +148,14 @@ class BulkInsert:
             for name in own
         ]
         rows = [dict(zip(own, row, strict=True)) for row in zip(*texts, strict=True)]
-        statement = self._statements.get(own)
+        statement = self._statements.get((names, own))
         if statement is None:
-            w = json_rows(self._dialect, own)
+            w = json_rows(self._db, own)
             values = [
                 w.c[name] if name in own else bindparam(name, type_=self._table.c[name].type)
                 for name in columns
             ]
-            statement = self._statements[own] = insert(self._table).from_select(
+            statement = self._statements[names, own] = insert(self._table).from_select(
                 [*columns], select(*values)
             )
         if "status" in common:
@@ -159,25 +166,27 @@ class BulkInsert:
         return isinstance(self._table.c[name].type, UTCDateTime)
 
     def _text(self, instant: datetime | None) -> str | None:
-        return instant_text(self._dialect, instant)
+        return instant_text(self._db, instant)
 
-    def _copy(self, on: Connection, rows: Iterable[tuple[Any, ...]]) -> None:
-        driver: Any = on.dialect.dbapi
+    def _copy(
+        self,
+        on: Connection,
+        driver: PostgresqlDriver,
+        rows: Iterator[tuple[Any, ...]],
+        names: tuple[str, ...],
+    ) -> None:
+        dbapi: Any = on.dialect.dbapi
         cursor: Any = on.connection.cursor()
-        text = _CopyText(rows)
         try:
-            cursor.copy_expert(f"COPY {self._target(on)} FROM STDIN", text)
-        except driver.Error as error:
-            if text.interrupted is not None:
-                raise text.interrupted from None
+            driver.copy(cursor, f"COPY {self._target(on, names)} FROM STDIN", _copy_parts(rows))
+        except dbapi.Error as error:
             raise as_sqlalchemy_error(on, "COPY", error) from error
         finally:
             cursor.close()
 
-    def _target(self, on: Connection) -> str:
-        return (
-            f"{on.dialect.identifier_preparer.format_table(self._table)} ({', '.join(NEW_COLUMNS)})"
-        )
+    def _target(self, on: Connection, names: tuple[str, ...]) -> str:
+        table = on.dialect.identifier_preparer.format_table(self._table)
+        return f"{table} ({', '.join(names)})"
 
 
 def _is_psycopg2(on: Any) -> bool:
@@ -196,39 +205,15 @@ def _bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def is_duplicate(error: exc.IntegrityError) -> bool:
-    first = error.orig.args[0] if error.orig is not None and error.orig.args else None
-    codes = (getattr(error.orig, "pgcode", None), getattr(error.orig, "sqlstate", None), first)
-    return "23505" in codes or 1062 in codes or (isinstance(first, str) and "UNIQUE" in first)
-
-
 _SPECIAL = re.compile(r"[\\\t\n\r]")
 _ESCAPES = str.maketrans({"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"})
 
 
-class _CopyText:
-    """COPY's input, made while the database reads the part before. Values that rows share are
-    formatted once."""
-
-    def __init__(self, rows: Iterable[tuple[Any, ...]]) -> None:
-        #: The exception of Ctrl-C or of a time limit, which the driver turns into an error of the
-        #: database.
-        self.interrupted: BaseException | None = None
-        parts = self._parts(iter(rows))
-        next(parts)
-        #: The generator's own method: an exception that arrived while the driver was sending is
-        #: raised inside the generator, not before it.
-        self.read = parts.send
-
-    def _parts(self, rows: Iterator[tuple[Any, ...]]) -> Generator[str, int, None]:
-        known: dict[Any, str] = {}
-        try:
-            yield ""
-            while True:
-                yield _part(rows, known)
-        except BaseException as error:
-            self.interrupted = error
-            raise
+def _copy_parts(rows: Iterator[tuple[Any, ...]]) -> Iterator[str]:
+    """Yield the input of COPY. Values that rows share are formatted once."""
+    known: dict[Any, str] = {}
+    while part := _part(rows, known):
+        yield part
 
 
 def _part(rows: Iterator[tuple[Any, ...]], known: dict[Any, str]) -> str:

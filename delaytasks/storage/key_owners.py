@@ -22,6 +22,7 @@ from delaytasks.core.ids import shard_of
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.states import MOVES, following
 from delaytasks.core.task import DelayTask
+from delaytasks.storage.async_sessions import off_the_loop
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.moves import Moves
@@ -97,8 +98,8 @@ class KeyOwners:
             )
         if on_conflict == "keep":
             return owner, False
-        if owner.status not in MOVES["replace"].sources:
-            # The owner runs, and may finish. From now on the key belongs to the new task.
+        if on_conflict == "take" or owner.status not in MOVES["replace"].sources:
+            # The owner waits or runs, and may finish. From now on the key belongs to the new task.
             return self._take_over(on, task)
         if owner.shard != task.shard:
             raise OwnedElsewhereError(owner)
@@ -180,7 +181,7 @@ class KeyOwners:
         try:
             yield id is not None and shard_of(id) == task.shard
         finally:
-            connection.close()
+            off_the_loop(connection.close)
 
     def live(self, task: Keyed) -> DelayTask | None:
         """Return the live task here that owns the key. Wait for a transaction that is about to take

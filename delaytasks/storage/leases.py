@@ -12,7 +12,9 @@ from delaytasks.core.interfaces import Recovered
 from delaytasks.core.states import Status
 from delaytasks.storage.abandoned_rows import AbandonedRows
 from delaytasks.storage.database import Database
+from delaytasks.storage.row_lists import by_index
 from delaytasks.storage.schema import Schema
+from delaytasks.storage.task_table import hot_index
 from delaytasks.storage.types import db_now_plus
 
 
@@ -31,21 +33,22 @@ class Leases:
         self._abandoned = AbandonedRows(database, schema)
         self._lease_s = lease_s
 
-    def renew(self, workers: Sequence[str], since: datetime, named: Sequence[int] = ()) -> Renewed:
-        """Renew the leases of rows that these processes have claimed since `since`, and of the
-        `named` rows.
+    def renew(
+        self, workers: Sequence[str], claimed_since: datetime, named: Sequence[int] = ()
+    ) -> Renewed:
+        """Renew the leases of rows that these processes have claimed since `claimed_since`, and of
+        the `named` rows.
 
-        Rows that they claimed before `since` were lost on the way. No process runs them, so their
+        Rows that they claimed before that were lost on the way. No process runs them, so their
         leases must end. A row that another transaction has locked is skipped, so that the other
         rows do not wait for it.
         """
         t = self._t
-        is_current = (
-            or_(t.c.update_time >= since, t.c.id.in_(named)) if named else t.c.update_time >= since
-        )
+        is_recent = t.c.update_time >= claimed_since
+        is_current = or_(is_recent, t.c.id.in_(named)) if named else is_recent
         leased = and_(self._leased_by(workers), is_current)
         # `+ 0` prevents planners from walking the whole primary key.
-        pick = select(t.c.id).where(leased).order_by(t.c.id + 0)
+        pick = by_index(select(t.c.id).where(leased), t, hot_index(t)).order_by(t.c.id + 0)
         lock = pick.with_for_update(skip_locked=True)
 
         def work(connection: Any) -> Renewed:

@@ -82,10 +82,6 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
     return database.alone(work)
 
 
-def is_current(database: Database, prefix: str = "", schema: str | None = None) -> bool:
-    return current(database, prefix, schema) == head()
-
-
 def head() -> str:
     """Return the newest revision of this package."""
     # The name of each file begins with its revision.
@@ -144,7 +140,7 @@ def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
 def check_charset(database: Database, schema: Schema) -> None:
     """Raise `ConfigError` if the task table cannot store every character; MySQL and MariaDB
     only."""
-    if database.url.get_backend_name() not in ("mysql", "mariadb"):
+    if database.backend not in ("mysql", "mariadb"):
         return
     query = text(
         "SELECT column_name, character_set_name FROM information_schema.columns "

@@ -68,6 +68,7 @@ class Moves:
             values = {**values, "due_time": None}  # expected_time is the due time again
         values = {
             **values,
+            "cancel_request": None,  # it was for an earlier run
             "status": int(move.target),
             "version": following(task.version),
             "update_time": db_now(),

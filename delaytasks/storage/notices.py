@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import select as io
 from collections.abc import Iterable, Sequence
 from typing import Any
 from zlib import crc32
@@ -12,8 +11,11 @@ from sqlalchemy import bindparam, func, select
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.storage.database import Database
 from delaytasks.storage.engines import make_engine
+from delaytasks.storage.postgresql_drivers import own_driver
 from delaytasks.storage.schema import Schema
 
+#: The kind of the notices that tasks have ended.
+ENDED = "ended."
 #: PostgreSQL's limit for the name of a channel.
 MAX_CHANNEL_BYTES = 63
 
@@ -21,9 +23,10 @@ MAX_CHANNEL_BYTES = 63
 class Notices:
     """The channel of one database's tasks."""
 
-    def __init__(self, database: Database, schema: Schema) -> None:
+    def __init__(self, database: Database, schema: Schema, kind: str = "") -> None:
+        """`kind` is the beginning of the channel's name for notices of another kind."""
         self._db = database
-        name = f"delaytasks.{schema.tasks.fullname}"
+        name = f"delaytasks.{kind}{schema.tasks.fullname}"
         self.channel = (
             name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
         )
@@ -44,10 +47,8 @@ class Notices:
             self._db.alone(work, on)
 
     def listen(self) -> Listener | None:
-        """Return a listener; None if the driver does not support it."""
-        if not self.is_possible or self._db.url.get_driver_name() != "psycopg2":
-            return None
-        return Listener(self._db, self.channel)
+        """Return a listener; None if the database has no notices."""
+        return Listener(self._db, self.channel) if self.is_possible else None
 
 
 class Listener:
@@ -58,26 +59,18 @@ class Listener:
 
     def __init__(self, database: Database, channel: str) -> None:
         self._engine = make_engine(database.url, 1, "AUTOCOMMIT")
+        self._driver = own_driver(database.url)
         try:
             self._connection = self._engine.connect()
             name = self._connection.dialect.identifier_preparer.quote_identifier(channel)
             self._connection.exec_driver_sql(f"LISTEN {name}")
-            self._driver: Any = self._connection.connection.driver_connection
         except BaseException:
             self._engine.dispose()
             raise
 
     def wait(self, timeout_s: float) -> Sequence[str]:
         """Return the payloads that have arrived, as soon as there is one."""
-        if not self._driver.notifies:
-            poll = io.poll()
-            poll.register(self._driver.fileno(), io.POLLIN)
-            if not poll.poll(timeout_s * 1000):
-                return ()
-            self._driver.poll()
-        payloads = [notice.payload for notice in self._driver.notifies]
-        self._driver.notifies.clear()
-        return payloads
+        return self._driver.notices(self._connection.connection.driver_connection, timeout_s)
 
     def close(self) -> None:
         self._connection.invalidate()  # in a pool it would continue to listen

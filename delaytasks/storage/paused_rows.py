@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, and_, func, select, update
+from sqlalchemy import ColumnElement, Select, and_, select, update
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, FoundRow, Level
@@ -19,11 +19,12 @@ from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.policies import is_paused
-from delaytasks.storage.queue_levels import has_status, levels_of, queues_after
+from delaytasks.storage.queue_levels import has_status, levels_of, queues_after, waits_between
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import json_rows, listed
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
+from delaytasks.storage.waitlist_names import is_entry_of
 
 #: Rows that one query returns. With many more, planners that expect fewer would sort all later
 #: rows.
@@ -40,23 +41,9 @@ class PausedRows:
         self._listed = listed(database, t.c.id, "ids")
         # Rows in a waitlist are HELD too, but only the waitlist releases them. This is a scalar
         # subquery for each row, since MariaDB would read the whole waitlist for an EXISTS.
-        entry = and_(
-            waitlist.c.queue == t.c.queue,
-            waitlist.c.tag == t.c.tag,
-            waitlist.c.concurrency_key == func.coalesce(t.c.concurrency_key, ""),
-            waitlist.c.place == -t.c.priority,
-            waitlist.c.due == t.c.expected_time,
-            waitlist.c.task_id == t.c.id,
-            waitlist.c.version == t.c.version,
-        )
-        self._is_not_in_waitlist = (
-            select(waitlist.c.task_id)
-            .where(entry)
-            .limit(1)
-            .correlate(t)
-            .scalar_subquery()
-            .is_(None)
-        )
+        entry = and_(is_entry_of(waitlist, t.c), waitlist.c.version == t.c.version)
+        first = select(waitlist.c.task_id).where(entry).limit(1).correlate(t)
+        self._is_not_in_waitlist = first.scalar_subquery().is_(None)
         self._is_paused = is_paused(schema)
 
     # -- look -------------------------------------------------------------------------------------
@@ -72,10 +59,8 @@ class PausedRows:
         def work(connection: Any) -> tuple[list[Level], str | None]:
             queues = queues_after(connection, t, status, after, QUEUES_PER_CALL)
             found = [level for queue in queues for level in levels_of(connection, t, status, queue)]
-            is_last = len(queues) < QUEUES_PER_CALL
-            return sorted(
-                found, key=lambda at: (-at.priority, at.queue)
-            ), None if is_last else queues[-1]
+            found.sort(key=lambda at: (-at.priority, at.queue))
+            return found, queues[-1] if len(queues) == QUEUES_PER_CALL else None
 
         return self._db.alone(work)
 
@@ -111,19 +96,8 @@ class PausedRows:
     def due_between(self, since: datetime, until: datetime) -> list[int]:
         """Return the ids of some waiting rows due in (since, until] that are paused."""
         t = self._t
-        query = (
-            select(t.c.id)
-            # `+ 0` prevents planners from reading all rows that wait to find those due within the
-            # horizon.
-            .where(
-                t.c.status + 0 == int(Status.NOT_COMPLETE),
-                t.c.expected_time > since,
-                t.c.expected_time <= until,
-            )
-            .where(self._is_paused)
-            .order_by(t.c.expected_time)
-            .limit(ROWS_PER_QUERY)
-        )
+        query = select(t.c.id).where(waits_between(t, since, until), self._is_paused)
+        query = query.order_by(t.c.expected_time).limit(ROWS_PER_QUERY)
         return [row.id for row in self._db.rows(query)]
 
     # -- move -------------------------------------------------------------------------------------
@@ -173,7 +147,7 @@ class PausedRows:
         """Hold paused rows that this worker has claimed but not started. Returns the ids of the
         held rows."""
         t, move = self._t, MOVES["hold_back"]
-        w = json_rows(self._db.url.get_backend_name(), ("id", "version"))
+        w = json_rows(self._db, ("id", "version"))
         ordered = sorted(tasks, key=lambda task: task.id)
         ids = [task.id for task in ordered]
         rows = dump_json([{"id": task.id, "version": task.version} for task in ordered])

@@ -21,6 +21,7 @@ from sqlalchemy import (
 
 from delaytasks.core.policies import Changes, Kind, Policy, Stamp
 from delaytasks.core.states import Status
+from delaytasks.storage.change_numbers import CANCEL_REQUESTS, POLICY_CHANGES, ChangeNumbers
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import Insert
 from delaytasks.storage.queue_levels import has_status
@@ -31,8 +32,6 @@ from delaytasks.storage.types import db_now, db_now_plus
 
 #: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
 KEPT_S = 86_400.0
-#: The id of the only row in the table of changes.
-CHANGE_ROW = 1
 
 
 class PolicyTable:
@@ -47,14 +46,12 @@ class PolicyTable:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._p = p = schema.policies
-        self._changes = schema.policy_changes
         self._t = schema.tasks
         self._insert = Insert(database, p, ("kind", "name", "is_paused", "version"))
-        self._insert_number = Insert(database, self._changes, ("id", "number"))
+        self._numbers = ChangeNumbers(database, schema)
         self._columns = [p.c[field.name] for field in fields(Policy) if field.name in p.c]
         limits = (p.c.concurrency, p.c.key_concurrency, p.c.rate, p.c.rate_period_s)
         is_empty = and_(not_(p.c.is_paused), *(limit.is_(None) for limit in limits))
-        self._number = select(self._changes.c.number).where(self._changes.c.id == CHANGE_ROW)
         #: A cleared policy, which is kept for processes that have not read yet that it was cleared.
         self._is_over = and_(
             is_empty, p.c.applied_version.is_not(None), p.c.applied_version == p.c.version
@@ -66,21 +63,13 @@ class PolicyTable:
 
     def _read(self, *conditions: ColumnElement[bool]) -> list[Policy]:
         p = self._p
-        query = (
-            select(*self._columns)
-            .where(not_(self._is_over), *conditions)
-            .order_by(p.c.kind, p.c.name)
-        )
-        return [Policy(*row) for row in self._db.rows(query)]
+        query = select(*self._columns).where(not_(self._is_over), *conditions)
+        return [Policy(*row) for row in self._db.rows(query.order_by(p.c.kind, p.c.name))]
 
     def check(self) -> None:
         """Read what `changes` reads, of one policy at most."""
-        self._db.alone(
-            lambda c: (
-                c.execute(select(*self._columns).limit(1)).all(),
-                c.execute(self._number).all(),
-            )
-        )
+        for query in (select(*self._columns).limit(1), select(self._numbers.of(POLICY_CHANGES))):
+            self._db.rows(query)
 
     def changes(self, since: int | None, checks: bool) -> Changes:
         """Return the policies that changed after the change of this number, or all of them if it is
@@ -90,27 +79,25 @@ class PolicyTable:
         returned.
         """
         p = self._p
-        number = self._number.scalar_subquery()
+        numbers = [self._numbers.of(row) for row in (POLICY_CHANGES, CANCEL_REQUESTS)]
         parts = func.count(), func.sum(p.c.version), func.max(p.c.update_time)
         of_all = [select(part).select_from(p).scalar_subquery() for part in parts]
-        head = select(number, *(of_all if checks else ()))
+        head = select(*numbers, *(of_all if checks else ()))
 
         def work(connection: Any) -> Changes:
             # The number is read first. A change that commits later has a higher number, so the next
             # call reads it.
             found = connection.execute(head).one()
-            last = int(found[0] or 0)
-            is_whole = (
-                since is None or last < since
-            )  # or another server took over, which lacks some changes
-            stamp = Stamp(last, int(found[1]), int(found[2] or 0), found[3]) if checks else None
+            last, requests = int(found[0] or 0), int(found[1] or 0)
+            # Or another server took over, which lacks some changes.
+            is_whole = since is None or last < since
+            stamp = Stamp(last, int(found[2]), int(found[3] or 0), found[4]) if checks else None
             if last == since:
-                return Changes(last, [], False, stamp)
+                return Changes(last, [], False, stamp, requests)
             query = select(*self._columns)
-            rows = connection.execute(
-                query if is_whole else query.where(p.c.change_number > since)
-            ).all()
-            return Changes(last, [Policy(*row) for row in rows], is_whole, stamp)
+            query = query if is_whole else query.where(p.c.change_number > since)
+            rows = connection.execute(query).all()
+            return Changes(last, [Policy(*row) for row in rows], is_whole, stamp, requests)
 
         return self._db.alone(work)
 
@@ -143,7 +130,7 @@ class PolicyTable:
                 "version": p.c.version + 1,
                 "update_time": db_now(),
                 "updated_by": by,
-                "change_number": self._next(connection),
+                "change_number": self._numbers.next(connection, POLICY_CHANGES),
             }
             changed = connection.execute(update(p).where(mine).values(**values)).rowcount
             check_row_count(changed, 1, f"the policy of the {kind} {name!r}")
@@ -156,19 +143,18 @@ class PolicyTable:
         p = self._p
         ordered = sorted((policy.kind, policy.name, policy.version) for policy in policies)
         named = tuple_(p.c.kind, p.c.name, p.c.version).in_(listing("policies"))
-        locking = (
-            select(p.c.kind, p.c.name, p.c.version)
-            .where(named)
-            .order_by(p.c.kind, p.c.name)
-            .with_for_update()
-        )
+        locking = select(p.c.kind, p.c.name, p.c.version).where(named)
+        locking = locking.order_by(p.c.kind, p.c.name).with_for_update()
         applying = update(p).where(named)
 
         def work(connection: Any) -> None:
             # Policies that were changed meanwhile are left out.
             found = [tuple(row) for row in connection.execute(locking, {"policies": ordered})]
             if found:
-                values = {"applied_version": p.c.version, "change_number": self._next(connection)}
+                values = {
+                    "applied_version": p.c.version,
+                    "change_number": self._numbers.next(connection, POLICY_CHANGES),
+                }
                 statement = applying.values(values)
                 changed = connection.execute(statement, {"policies": found}).rowcount
                 check_row_count(changed, len(found), "policies")
@@ -181,28 +167,8 @@ class PolicyTable:
         old = and_(self._is_over, p.c.update_time < db_now_plus(-older_than_s))
         return self._db.alone(lambda c: int(c.execute(delete(p).where(old)).rowcount))
 
-    def _next(self, on: Any) -> int:
-        """Return the number of this transaction's change. Call it after the policies are locked, so
-        that no two transactions wait for each other."""
-        changes = self._changes
-        counting = (
-            update(changes).where(changes.c.id == CHANGE_ROW).values(number=changes.c.number + 1)
-        )
-        if not on.execute(counting).rowcount:
-            self._insert_number(on, {"id": CHANGE_ROW, "number": 0})
-            check_row_count(on.execute(counting).rowcount, 1, "the number of policy changes")
-        number: int = on.execute(self._number).scalar_one()
-        return number
-
-    def held(self) -> dict[tuple[str, str], int]:
-        """Count the held rows by tag and queue."""
-        return self._count(Status.HELD)
-
-    def running(self) -> dict[tuple[str, str], int]:
-        """Count the running rows by tag and queue."""
-        return self._count(Status.RUNNING)
-
-    def _count(self, status: Status) -> dict[tuple[str, str], int]:
+    def count(self, status: Status) -> dict[tuple[str, str], int]:
+        """Count the rows of this status by tag and queue."""
         t = self._t
         query = select(t.c.tag, t.c.queue, func.count()).where(has_status(t, status))
         rows = self._db.rows(query.group_by(t.c.tag, t.c.queue))

@@ -6,14 +6,14 @@ Most are parsed and planned once for each connection.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple
 from zlib import crc32
 
 from sqlalchemy import Connection
 
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import PREPARED_IS_GONE, as_sqlalchemy_error
+from delaytasks.storage.driver_errors import PREPARED_IS_GONE, as_sqlalchemy_error, sqlstate_of
+from delaytasks.storage.postgresql_drivers import PostgresqlDriver, driver_of
 
 #: We ask for UTC, but a pooler may ignore it. Many servers use UTC anyway.
 _UTC = {"UTC", "Etc/UTC"}
@@ -23,6 +23,16 @@ class Answer(NamedTuple):
     rows: Sequence[Sequence[Any]]
     #: The number of rows that the statement changed or returned.
     row_count: int
+
+
+class _Texts(NamedTuple):
+    """The texts of a statement. Parameters that are constant are written into `execute`."""
+
+    #: Empty for a statement that is not prepared.
+    prepare: str
+    execute: str
+    #: The names of the other parameters, in order.
+    names: Sequence[str]
 
 
 class Prepared:
@@ -48,60 +58,67 @@ class Prepared:
         self._names = names
         self._is_planned_once = is_planned_once
         self._is_on = database.can.prepare
+        self._made_texts: _Texts | None = None
 
     def __call__(self, on: Connection, values: Mapping[str, Any]) -> Answer:
-        link = self._link(on)
-        if link is None:
+        driver = self._driver(on)
+        if driver is None:
             result = on.execute(self._statement, values)
             return Answer(result.all() if result.returns_rows else (), result.rowcount)
-        prepare, execute, names, constants = self._texts
-        given = {**constants, **values}
-        driver: Any = on.dialect.dbapi
+        link: Any = on.connection
+        dbapi: Any = on.dialect.dbapi
         try:
-            with link.cursor() as cursor:
+            with driver.cursor(link.driver_connection) as cursor:
+                prepare, execute, names = self._made_texts or self._make_texts(cursor)
                 if self._is_planned_once and prepare not in link.info:
                     cursor.execute(prepare)
                     link.info[prepare] = True
-                cursor.execute(execute, [_sent(given[name]) for name in names])
+                cursor.execute(execute, [_sent(values[name]) for name in names])
                 return Answer(cursor.fetchall() if cursor.description else (), cursor.rowcount)
-        except driver.Error as error:
-            self._is_on = error.pgcode not in PREPARED_IS_GONE
+        except dbapi.Error as error:
+            self._is_on = sqlstate_of(error) not in PREPARED_IS_GONE
             if self._is_on or not link.driver_connection.autocommit:
                 raise as_sqlalchemy_error(on, "EXECUTE", error) from error
         return self(on, values)
 
-    def _link(self, on: Connection) -> Any:
-        """Return the pool's connection if the statement can be prepared on it, else None."""
-        if not self._is_on or on.dialect.driver != "psycopg2":
+    def _driver(self, on: Connection) -> PostgresqlDriver | None:
+        """Return the driver of `on` if the statement can be prepared there, else None."""
+        driver = driver_of(on) if self._is_on else None
+        if driver is None:
             return None
-        link: Any = on.connection
         # The driver returns instants in the session's time zone, which only SQLAlchemy converts.
-        is_utc = link.driver_connection.get_parameter_status("TimeZone") in _UTC
-        return link if is_utc else None
+        return driver if driver.time_zone(on.connection.driver_connection) in _UTC else None
 
-    @cached_property
-    def _texts(self) -> tuple[str, str, Sequence[str], dict[str, Any]]:
-        """The PREPARE and EXECUTE texts, the names of the parameters in order, and the constant
-        parameters. A statement that is not planned once is its own EXECUTE text."""
+    def _make_texts(self, cursor: Any) -> _Texts:
         from sqlalchemy.dialects import postgresql
 
-        if not self._is_planned_once:
-            plain: Any = postgresql.dialect(paramstyle="format")  # type: ignore[no-untyped-call]
-            compiled = self._statement.compile(dialect=plain, column_keys=self._names)
-            return "", compiled.string, compiled.positiontup, compiled.params
-        dialect: Any = postgresql.dialect(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
-        compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
-        # The name depends on the text. Else another release on the same server connection would
-        # execute our statement.
-        name = f"delaytasks_{crc32(compiled.string.encode()):08x}"
-        places = ", ".join(["%s"] * len(compiled.positiontup))
-        execute = f"EXECUTE {name} ({places})"
-        return (
-            f"PREPARE {name} AS {compiled.string}",
-            execute,
-            compiled.positiontup,
-            compiled.params,
+        dialect: Any = postgresql.dialect(  # type: ignore[no-untyped-call]
+            paramstyle="numeric_dollar" if self._is_planned_once else "format"
         )
+        compiled = self._statement.compile(dialect=dialect, column_keys=self._names)
+        is_given = {name: compiled.binds[name].required for name in compiled.positiontup}
+        places = [
+            "%s" if is_given[name] else _literal(cursor, compiled.params[name])
+            for name in compiled.positiontup
+        ]
+        if self._is_planned_once:
+            # The name depends on the text. Else another release on the same server connection would
+            # execute our statement.
+            name = f"delaytasks_{crc32(compiled.string.encode()):08x}"
+            prepare = f"PREPARE {name} AS {compiled.string}"
+            execute = f"EXECUTE {name} ({', '.join(places)})"
+        else:
+            prepare, execute = "", compiled.string.replace("%%", "%%%%") % tuple(places)
+        names = [name for name in compiled.positiontup if is_given[name]]
+        self._made_texts = _Texts(prepare, execute, names)
+        return self._made_texts
+
+
+def _literal(cursor: Any, value: Any) -> str:
+    """Return a constant as the driver writes it into a statement."""
+    written: str | bytes = cursor.mogrify("%s", [value])
+    text = written.decode() if isinstance(written, bytes) else written
+    return text.replace("%", "%%")
 
 
 def _sent(value: Any) -> Any:

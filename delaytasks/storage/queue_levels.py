@@ -4,10 +4,20 @@ not with the rows."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from itertools import chain, islice
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, literal_column, select, true
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    SmallInteger,
+    Table,
+    and_,
+    literal_column,
+    select,
+    true,
+)
 
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import Level
@@ -50,17 +60,21 @@ def queues_after(
 ) -> list[str]:
     """Return the next `most` queues that have rows of this status, in the database's order."""
     here = has_status(t, status)
-    return list(
-        islice(
-            steps(connection, t.c.queue, here if after is None else and_(here, t.c.queue > after)),
-            most,
-        )
-    )
+    later = here if after is None else and_(here, t.c.queue > after)
+    return list(islice(steps(connection, t.c.queue, later), most))
 
 
-def has_status(t: Table, status: Status) -> ColumnElement[bool]:
-    # A literal, since a parameter may be planned without the partial index of these rows.
-    return t.c.status == literal_column(str(int(status)))
+def has_status(t: Table, *statuses: Status) -> ColumnElement[bool]:
+    # Literals, since a parameter may be planned without the partial index of these rows.
+    numbers = [literal_column(str(int(status)), SmallInteger) for status in sorted(statuses)]
+    return t.c.status == numbers[0] if len(numbers) == 1 else t.c.status.in_(numbers)
+
+
+def waits_between(t: Table, since: datetime, until: datetime) -> ColumnElement[bool]:
+    """The condition for waiting rows due in (since, until]."""
+    # `+ 0` prevents planners from reading all rows that wait to find those due within the horizon.
+    waits = t.c.status + 0 == int(Status.NOT_COMPLETE)
+    return and_(waits, t.c.expected_time > since, t.c.expected_time <= until)
 
 
 def steps(
@@ -73,6 +87,5 @@ def steps(
     value = connection.execute(query).scalar()
     while value is not None:
         yield value
-        value = connection.execute(
-            query.where(column < value if descending else column > value)
-        ).scalar()
+        further = column < value if descending else column > value
+        value = connection.execute(query.where(further)).scalar()

@@ -31,8 +31,7 @@ class Replication(NamedTuple):
 
 def replication(database: Database) -> Replication | None:
     """Return how this database replicates; None for a database that does not."""
-    backend = database.url.get_backend_name()
-    read = for_database(backend, postgresql=_postgresql, mysql=_mysql, sqlite=None)
+    read = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=None)
     return None if read is None else database.alone(read)
 
 
@@ -99,20 +98,13 @@ def _mysql(on: Connection) -> Replication:
 #: MariaDB and MySQL below 8.0.26 use master in names where newer versions use source.
 _MYSQL_FACTS = {
     "VARIABLES": (
-        "log_bin",
-        "wsrep_on",
-        "innodb_flush_log_at_trx_commit",
-        "rpl_semi_sync_master_enabled",
-        "rpl_semi_sync_source_enabled",
-    ),
+        "wsrep_on innodb_flush_log_at_trx_commit rpl_semi_sync_master_enabled "
+        "rpl_semi_sync_source_enabled"
+    ).split(),
     "STATUS": (
-        "Rpl_semi_sync_master_status",
-        "Rpl_semi_sync_source_status",
-        "Rpl_semi_sync_master_clients",
-        "Rpl_semi_sync_source_clients",
-        "Slaves_connected",
-        "wsrep_cluster_size",
-    ),
+        "Rpl_semi_sync_master_status Rpl_semi_sync_source_status Rpl_semi_sync_master_clients "
+        "Rpl_semi_sync_source_clients Slaves_connected wsrep_cluster_size"
+    ).split(),
 }
 
 
@@ -125,11 +117,8 @@ def of_mysql(found: Mapping[str, str]) -> Replication:
     def is_on(value: str | None) -> bool:
         return (value or "").upper() in ("ON", "1")
 
-    is_semi_sync, is_active, clients = (
-        is_on(either("enabled")),
-        is_on(either("status")),
-        either("clients") or "0",
-    )
+    is_semi_sync, is_active = is_on(either("enabled")), is_on(either("status"))
+    clients = either("clients") or "0"
     connected = found.get("slaves_connected")
     facts = f"semi-sync {'on' if is_semi_sync else 'off'}, {clients} semi-sync replicas"
     facts += "" if connected is None else f", {connected} replicas"
@@ -151,10 +140,7 @@ def of_mysql(found: Mapping[str, str]) -> Replication:
             )
     elif connected not in (None, "0"):
         mode, problem = "asynchronous", f"{LOST}: enable semi-sync replication, or use Galera"
-    if (
-        problem is None
-        and mode != "synchronous"
-        and found.get("innodb_flush_log_at_trx_commit", "1") != "1"
-    ):
+    flushes = found.get("innodb_flush_log_at_trx_commit", "1") == "1"
+    if problem is None and mode != "synchronous" and not flushes:
         problem = f"{CRASH}: set innodb_flush_log_at_trx_commit = 1"
     return Replication(mode, facts, problem)

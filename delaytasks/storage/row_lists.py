@@ -48,7 +48,15 @@ MAX_TEXT = 2_000_000
 
 _COLUMN_TYPES = {column.name: column.type for column in task_table(MetaData(), "").columns}
 #: The listed values that are not named as the column of the task table that has their type.
-_SAME_TYPE_AS = {"was": "status", "returned": "attempts", "never_ran": "attempts"}
+_SAME_TYPE_AS = {
+    "was": "status",
+    "returned": "attempts",
+    "never_ran": "attempts",
+    "name": "task_key",
+    "next_at": "expected_time",
+    "last_at": "expected_time",
+    "last_task_id": "id",
+}
 
 
 def _type_of(name: str) -> TypeEngine[Any]:
@@ -58,11 +66,11 @@ def _type_of(name: str) -> TypeEngine[Any]:
     return LongText if isinstance(kind, String) else kind
 
 
-def json_rows(dialect: str, names: Sequence[str]) -> FromClause:
+def json_rows(database: Database, names: Sequence[str]) -> FromClause:
     """Return a table `w` with these columns, which the database makes from the JSON array parameter
     `rows`."""
     rows_on = for_database(
-        dialect, postgresql=_postgresql_rows, mysql=_mysql_rows, sqlite=_sqlite_rows
+        database.backend, postgresql=_postgresql_rows, mysql=_mysql_rows, sqlite=_sqlite_rows
     )
     return rows_on({name: _type_of(name) for name in names})
 
@@ -144,11 +152,9 @@ def within_list(id: Column[int]) -> ColumnElement[bool]:
 
 def list_of(database: Database, ids: list[int]) -> dict[str, Any]:
     """Return the parameters of a sorted list of ids."""
-    return (
-        {"ids": ids, "first": ids[0], "last": ids[-1]}
-        if database.can.array_parameters
-        else {"ids": ids}
-    )
+    if not database.can.array_parameters:
+        return {"ids": ids}
+    return {"ids": ids, "first": ids[0], "last": ids[-1]}
 
 
 def listing(name: str) -> Any:
@@ -162,9 +168,14 @@ def by_id(statement: S, table: Table) -> S:
     It would rather scan a small table or use the index of the status, and wait for each locked row
     there.
     """
+    return by_index(statement, table, "PRIMARY")
+
+
+def by_index(statement: S, table: Table, name: str) -> S:
+    """Let MySQL use the index of this name, whatever the table contains."""
     for dialect in ("mysql", "mariadb"):
         statement = statement.with_hint(
-            text="FORCE INDEX (PRIMARY)", selectable=table, dialect_name=dialect
+            text=f"FORCE INDEX (`{name}`)", selectable=table, dialect_name=dialect
         )
     return statement
 
@@ -217,10 +228,10 @@ def parts(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
         yield part
 
 
-def instant_text(dialect: str, instant: datetime | None) -> str | None:
+def instant_text(database: Database, instant: datetime | None) -> str | None:
     """Return an instant as text inside a JSON parameter."""
     if instant is None:
         return None
     # isoformat is several times as fast as strftime, and each row of a chunk has one.
     shown = instant.astimezone(UTC).isoformat(" ", "microseconds")
-    return shown if dialect == "postgresql" else shown.removesuffix("+00:00")
+    return shown if database.backend == "postgresql" else shown.removesuffix("+00:00")

@@ -18,8 +18,8 @@ MAX_INTEGER = 2**31 - 1
 #: The columns in the order of DelayTask's fields.
 COLUMNS = (
     "id tag message_body expected_time status version queue priority task_key delay_time attempts "
-    "lapses headers concurrency_key create_time due_time update_time execution_time lease_until "
-    "worker ip_address error_stack result"
+    "lapses headers concurrency_key create_time due_time meta cancel_request "
+    "update_time execution_time lease_until worker ip_address error_stack result"
 ).split()
 #: The columns that a worker reads of a row that it claims.
 CLAIMED = COLUMNS[: COLUMNS.index("update_time")]
@@ -55,17 +55,31 @@ _ATTRIBUTES = {
     "task_key": "key",
     "headers": "headers_json",
     "concurrency_key": "concurrency_key",
+    "meta": "meta_json",
 }
 NEW_COLUMNS = tuple(_ATTRIBUTES)
 #: The first columns, which differ in nearly all rows.
 DIFFERING_COLUMNS = 3
 _TAG = NEW_COLUMNS.index("tag")
-_values: Callable[[DelayTask], tuple[Any, ...]] = attrgetter(*_ATTRIBUTES.values())
+#: The columns of new rows without meta, so that the others cost nothing.
+PLAIN_COLUMNS = tuple(name for name in NEW_COLUMNS if name != "meta")
+_Values = Callable[[DelayTask], tuple[Any, ...]]
+_values: dict[tuple[str, ...], _Values] = {
+    names: attrgetter(*map(_ATTRIBUTES.__getitem__, names))
+    for names in (NEW_COLUMNS, PLAIN_COLUMNS)
+}
 
 
-def new_values(tasks: Iterable[DelayTask], schema: Schema) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of `NEW_COLUMNS` as they are stored."""
-    rows, cipher = map(_values, tasks), schema.cipher
+def columns_of(tasks: Iterable[DelayTask]) -> tuple[str, ...]:
+    """Return the columns that these new rows need."""
+    return NEW_COLUMNS if any(task.meta_json is not None for task in tasks) else PLAIN_COLUMNS
+
+
+def new_values(
+    tasks: Iterable[DelayTask], schema: Schema, names: tuple[str, ...] = NEW_COLUMNS
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of the columns as they are stored."""
+    rows, cipher = map(_values[names], tasks), schema.cipher
     if cipher is None:
         return rows
     return ((row[0], cipher.seal(row[1], BODY, row[0], row[_TAG]), *row[2:]) for row in rows)

@@ -13,6 +13,7 @@ from sqlalchemy import (
     Double,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
@@ -28,11 +29,16 @@ from delaytasks.core.inputs import (
     CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,
     QUEUE_LENGTH,
+    SCHEDULE_NAME_LENGTH,
     TAG_LENGTH,
 )
 from delaytasks.storage.task_table import MYSQL_OPTIONS, task_table
 from delaytasks.storage.types import LongText, UTCDateTime, db_now
 
+#: The longest text of a timing, such as a cron expression.
+TIMING_LENGTH = 500
+#: The length of a hash in hexadecimal digits.
+FINGERPRINT_LENGTH = 32
 #: The columns that encryption keys encrypt.
 BODY, RESULT = "message_body", "result"
 
@@ -49,7 +55,11 @@ class Schema:
     policies: Table
     policy_changes: Table
     audit: Table
+    audit_steps: Table
     waitlists: Table
+    recurring: Table
+    statistics: Table
+    failures: Table
     #: The number of the shard that has these tables.
     shard: int
     #: Encrypts bodies and results; None if they are stored as plain text.
@@ -83,7 +93,11 @@ def build_schema(
         policies=_policies(tables),
         policy_changes=_policy_changes(tables),
         audit=_audit(tables),
+        audit_steps=_audit_steps(tables),
         waitlists=_waitlists(tables),
+        recurring=_recurring(tables),
+        statistics=_statistics(tables),
+        failures=_failures(tables),
         shard=shard,
         cipher=cipher,
     )
@@ -217,6 +231,18 @@ def _audit(tables: _TableMaker) -> Table:
     )
 
 
+def _audit_steps(tables: _TableMaker) -> Table:
+    """The tasks that each step of a bulk operation has moved, to undo it."""
+    return tables.make(
+        "yb_delay_audit_step",
+        Column("audit_id", BigInteger, nullable=False, autoincrement=False),
+        Column("step", Integer, nullable=False, autoincrement=False),
+        # JSON lists: id, version after the move, due time before it, and the deferred one.
+        Column("moved", LongText, nullable=False),
+        key=["audit_id", "step"],
+    )
+
+
 def _waitlists(tables: _TableMaker) -> Table:
     """The due tasks of limited tags that wait for capacity."""
     return tables.make(
@@ -232,4 +258,82 @@ def _waitlists(tables: _TableMaker) -> Table:
         # The version of the held row. If the row has another version, this entry is void.
         Column("version", BigInteger, nullable=False, autoincrement=False),
         key=["queue", "tag", "concurrency_key", "place", "due", "task_id", "version"],
+    )
+
+
+def _recurring(tables: _TableMaker) -> Table:
+    """The recurring schedules."""
+    return tables.make(
+        "yb_delay_recurring",
+        Column("name", String(SCHEDULE_NAME_LENGTH), nullable=False),
+        # Encrypted bodies are bound to it.
+        Column("id", BigInteger, nullable=False, autoincrement=False),
+        # What each task of the schedule gets, as in the table of the tasks.
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        Column("message_body", LongText, nullable=False),
+        Column("queue", String(QUEUE_LENGTH), nullable=False),
+        Column("priority", SmallInteger, nullable=False),
+        Column("headers", LongText),
+        Column("concurrency_key", String(CONCURRENCY_KEY_LENGTH)),
+        # When the tasks are due.
+        Column("timing", String(TIMING_LENGTH), nullable=False),
+        Column("tz", String(64), nullable=False),
+        Column("start_at", UTCDateTime),
+        Column("jitter_s", Double, nullable=False),
+        # What happens to occurrences that were missed, and while the last task has not ended.
+        Column("missed", String(16), nullable=False),
+        Column("most_missed", Integer, nullable=False),
+        Column("overlap", String(16), nullable=False),
+        # Whether the code of a worker declares the schedule.
+        Column("is_declared", Boolean, nullable=False),
+        Column("is_paused", Boolean, nullable=False),
+        # The first occurrence without a task; NULL if the schedule is paused or has ended.
+        Column("next_at", UTCDateTime),
+        # The last occurrence that has a task, and that task.
+        Column("last_at", UTCDateTime),
+        Column("last_task_id", BigInteger),
+        Column("version", BigInteger, nullable=False, server_default=text("0")),
+        Column("create_time", UTCDateTime, nullable=False),
+        Column("update_time", UTCDateTime, nullable=False),
+        Column("updated_by", String(ACTOR_LENGTH)),
+        Index(conv(tables.prefix + "idx_yb_delay_recurring_next"), "next_at"),
+        key=["name"],
+    )
+
+
+def _statistics(tables: _TableMaker) -> Table:
+    """What workers have run, and what sweeps have counted."""
+    return tables.make(
+        "yb_delay_statistics",
+        # "minute", "hour" or "day": the length of the period.
+        Column("period", String(8), nullable=False),
+        Column("start", UTCDateTime, nullable=False),
+        # Empty for the counts of sweeps.
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        # Of a minute, as JSON.
+        Column("counts", LongText),
+        # Of each minute of an hour, or of each hour of a day, as compressed JSON.
+        Column("parts", LargeBinary),
+        key=["period", "start", "tag"],
+    )
+
+
+def _failures(tables: _TableMaker) -> Table:
+    """Failures with the same error pattern."""
+    return tables.make(
+        "yb_delay_failure",
+        Column("tag", String(TAG_LENGTH), nullable=False),
+        # Of the pattern, which is too long for a key.
+        Column("fingerprint", String(FINGERPRINT_LENGTH), nullable=False),
+        Column("pattern", LongText, nullable=False),
+        # The last task that failed in this way, and its error.
+        Column("task_id", BigInteger, nullable=False),
+        Column("sample", LongText, nullable=False),
+        Column("runs", BigInteger, nullable=False),
+        Column("first_at", UTCDateTime, nullable=False),
+        Column("last_at", UTCDateTime, nullable=False),
+        # JSON: the number of runs of the last hours that have any.
+        Column("hours", LongText, nullable=False),
+        Index(conv(tables.prefix + "idx_yb_delay_failure_last"), "last_at"),
+        key=["tag", "fingerprint"],
     )

@@ -8,12 +8,15 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
 
+from delaytasks.core.batches import batches
+from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import CallerConnection, Settlement
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
+from delaytasks.storage.notices import ENDED, Notices
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_lists import (
     at_place,
@@ -47,6 +50,9 @@ _NEW = (
 )
 _INSTANTS = ("execution_time", "expected_time", "due_time")
 
+#: Ids in one notice, which has at most 8,000 bytes.
+NOTICE_IDS = 300
+
 
 class Settlements:
     """The settlements of one process."""
@@ -57,8 +63,8 @@ class Settlements:
         self._cipher = schema.cipher
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
+        self._notices = Notices(database, schema, ENDED)
         self._worker = worker
-        self._dialect = database.url.get_backend_name()
         #: For rows that differ only in the time when they began, and for any rows.
         self._alike, self._any = (self._by_rows(own) for own in (("execution_time",), _NEW))
         #: For rows of the first kind that also have the same version.
@@ -66,7 +72,7 @@ class Settlements:
 
     def _by_rows(self, own: Sequence[str]) -> Prepared:
         t = self._t
-        w = json_rows(self._dialect, (*_FENCE, *own))
+        w = json_rows(self._db, (*_FENCE, *own))
         new = {name: w.c[name] if name in own else shared_parameter(name) for name in _NEW}
         statement = self._ended(new).where(
             t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was
@@ -111,8 +117,22 @@ class Settlements:
         """
         accepted: set[int] = set()
         for part in _parts(settlements):
-            accepted |= self._settle_part(part) if on is None else self._together(on, part)
+            settled = self._settle_part(part) if on is None else self._together(on, part)
+            self._announce(part, settled, on)
+            accepted |= settled
         return accepted
+
+    def _announce(self, settlements: Sequence[Settlement], accepted: set[int], on: Any) -> None:
+        """Notify those who wait for the ends of these tasks, where the database can do that."""
+        ended = [s for s in settlements if s.announces_end and s.target in FINISHED]
+        ids = [str(s.task.id) for s in ended if s.task.id in accepted]
+        payloads = [" ".join(some) for some in batches(ids, NOTICE_IDS)]
+        try:
+            self._notices.send(payloads, on)
+        except StoreError:
+            if on is not None:  # its transaction has failed
+                raise
+            # The rows are settled, and those who wait read them in any case.
 
     def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.
@@ -169,7 +189,7 @@ class Settlements:
             return settlement
         why = f"Not run again: its key {task.key!r} went to another task."
         error = f"{settlement.error or settlement.move}\n{why}"
-        return replace(settlement, move="fail", error=error, due=None)
+        return replace(settlement, move="fail", error=error, expected_time=None)
 
     def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
         return (
@@ -180,9 +200,11 @@ class Settlements:
             settlement.error,
             self._kept(settlement.result, settlement.task),
             settlement.began,
-            settlement.due,
+            settlement.expected_time,
             # No other move changes a running row, so its due time is still the claimed one.
-            settlement.due_time if settlement.due is not None else settlement.task.due_time,
+            settlement.due_time
+            if settlement.expected_time is not None
+            else settlement.task.due_time,
             int(not settlement.ending.is_attempt),
             int(not settlement.ending.has_run),
         )
@@ -210,7 +232,7 @@ class Settlements:
                 else (self._any, (*_FENCE, *_NEW))
             )
             columns |= {
-                name: tuple(instant_text(self._dialect, at) for at in columns[name])
+                name: tuple(instant_text(self._db, at) for at in columns[name])
                 for name in _INSTANTS
             }
             each = zip(*(columns[name] for name in own), strict=True)

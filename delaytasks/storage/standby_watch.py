@@ -84,11 +84,12 @@ class StandbyWatch:
 
     def observe(self, engine: Engine) -> None:
         if self._sessions is not None:
-            event.listen(engine, "checkout", self._begin)
-            event.listen(engine, "checkin", self._end)
+            event.listen(engine, "checkout", self.begin)
+            event.listen(engine, "checkin", lambda _, record: self.end(record))
             event.listen(engine, "handle_error", _explain)
 
-    def _begin(self, driver_connection: Any, record: Any, _proxy: Any) -> None:
+    def begin(self, driver_connection: Any, record: Any, _proxy: Any = None) -> None:
+        """Record that a connection is in use; `record` is that of its pool."""
         with self._lock:
             self._uses[id(record)] = _Use(driver_connection, record.info)
             if self._thread is None:
@@ -104,7 +105,8 @@ class StandbyWatch:
                     self._thread = None
                     logger.debug("commits that wait for a standby are not watched: %s", error)
 
-    def _end(self, _driver_connection: Any, record: Any) -> None:
+    def end(self, record: Any) -> None:
+        """Record that the connection is idle."""
         with self._lock:
             self._uses.pop(id(record), None)
 

@@ -48,6 +48,14 @@ class Swept(NamedTuple):
     at: datetime | None
     armed_until: datetime | None
 
+    def age_s(self, now: datetime) -> float | None:
+        return None if self.at is None else max((now - self.at).total_seconds(), 0.0)
+
+    def is_late(self, now: datetime, limit_s: float) -> bool:
+        """Return whether no sweep has run for `limit_s` seconds."""
+        age_s = self.age_s(now)
+        return age_s is None or age_s > limit_s
+
 
 class Count(NamedTuple):
     rows: int
@@ -83,26 +91,19 @@ class Stats:
         guess = estimate(connection, rows)
         if guess > MAX_COUNTED or status is Status.DONE:  # they have no index
             return Count(guess, is_estimate=True)
-        counted = int(
-            connection.scalar(
-                select(func.count()).select_from(rows.limit(MAX_COUNTED + 1).subquery())
-            )
-            or 0
-        )
+        first = rows.limit(MAX_COUNTED + 1).subquery()
+        counted = connection.scalar(select(func.count()).select_from(first)) or 0
         return Count(counted, is_estimate=counted > MAX_COUNTED)
 
     def overdue(self, late_s: float) -> OverdueCount:
         """Count waiting rows that are late by more than `late_s`, including deferred ones."""
-        due, parts = self._due, self._late_parts(late_s)
+        count_late = select(func.count(), func.min(self._due))
+        queries = [count_late.where(part) for part in self._late_parts(late_s)]
 
         def count(connection: Connection) -> OverdueCount:
-            found = [
-                connection.execute(select(func.count(), func.min(due)).where(part)).one()
-                for part in parts
-            ]
-            return OverdueCount(
-                sum(row[0] for row in found), min((row[1] for row in found if row[1]), default=None)
-            )
+            found = [connection.execute(query).one() for query in queries]
+            oldest = min((row[1] for row in found if row[1]), default=None)
+            return OverdueCount(sum(row[0] for row in found), oldest)
 
         return self._db.alone(count)
 
@@ -166,10 +167,10 @@ class Stats:
             ]
         return sorted(groups, key=lambda group: -group.tasks)[:most]
 
-    def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime]]:
-        """Yield (id, body, due) of a tag's live tasks."""
+    def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime, str | None]]:
+        """Yield (id, body, due, headers) of a tag's live tasks."""
         t = self._t
-        query = select(t.c.id, t.c.message_body, t.c.expected_time).where(
+        query = select(t.c.id, t.c.message_body, t.c.expected_time, t.c.headers).where(
             self._is_live(), t.c.tag == tag
         )
         for rows in self._db.stream(query.order_by(t.c.expected_time), size=1000):
@@ -177,18 +178,15 @@ class Stats:
                 yield from rows
             else:
                 yield from (
-                    (id, self._cipher.read(body, BODY, id, tag), due) for id, body, due in rows
+                    (id, self._cipher.read(body, BODY, id, tag), *others)
+                    for id, body, *others in rows
                 )
 
     def strange(self, max_delay_s: float, lease_s: float) -> Iterator[UntrustedInput]:
         """Yield live rows that no worker will take."""
         t = self._t
         waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
-        queues = [
-            queue
-            for queue in self._db.alone(lambda c: list(steps(c, t.c.queue, waits)))
-            if not is_queue(queue)
-        ]
+        queues = self._db.alone(lambda c: list(steps(c, t.c.queue, waits)))
         is_far = t.c.expected_time > db_now_plus(max_delay_s)
         problems = {
             "an unknown status": t.c.status.not_in([int(status) for status in Status]),
@@ -196,13 +194,11 @@ class Stats:
             "RUNNING, with a longer lease than any worker sets": and_(
                 runs, t.c.lease_until > db_now_plus(LONG_LEASES * lease_s)
             ),
-            **{
-                f"in the queue {shown(queue)}, which is not a valid name": and_(
-                    waits, t.c.queue == queue
-                )
-                for queue in queues
-            },
         }
+        for queue in queues:
+            if not is_queue(queue):
+                problem = f"in the queue {shown(queue)}, which is not a valid name"
+                problems[problem] = and_(waits, t.c.queue == queue)
         grouped = select(
             t.c.tag, func.count(), func.min(t.c.expected_time), func.min(t.c.id), func.max(t.c.id)
         )
@@ -226,10 +222,8 @@ class Stats:
         for rows in self._bulk.having(LIVE, [t.tag, mark, t.expected_time, t.id], *needs):
             for tag, begin, due, id in rows:
                 name = name_in(begin)
-                one, seen = (
-                    UntrustedInput(tag, 1, due, (id, id), _why(name)),
-                    found.get((tag, name)),
-                )
+                one = UntrustedInput(tag, 1, due, (id, id), _why(name))
+                seen = found.get((tag, name))
                 found[tag, name] = one if seen is None else _both(seen, one)
         yield from (found[each] for each in sorted(found))
 
@@ -240,16 +234,10 @@ class Stats:
         """Return the last sweep of each sweep partition, with or without a broker."""
         s = self._s
         mine = s.c.sweep_partitions.in_([sweep_partitions, -sweep_partitions])
-        query = (
-            select(s.c.sweep_partition, s.c.swept_at, s.c.armed_until)
-            .where(mine)
-            .order_by(s.c.swept_at)
-        )
-        found = self._db.alone(lambda c: {row[0]: Swept(*row) for row in c.execute(query)})
-        return [
-            found.get(sweep_partition, Swept(sweep_partition, None, None))
-            for sweep_partition in range(sweep_partitions)
-        ]
+        columns = s.c.sweep_partition, s.c.swept_at, s.c.armed_until
+        rows = self._db.rows(select(*columns).where(mine).order_by(s.c.swept_at))
+        found = {row[0]: Swept(*row) for row in rows}
+        return [found.get(n, Swept(n, None, None)) for n in range(sweep_partitions)]
 
     def server(self) -> str:
         """Return the database's kind and version."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sqlalchemy import Connection, exc, inspect
+from sqlalchemy import Connection, delete, exc, inspect
 
 from delaytasks.core.encryption import TextCipher
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
@@ -12,14 +12,16 @@ from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.bulk import Bulk
+from delaytasks.storage.celery_rows import CeleryRows
 from delaytasks.storage.claims import Claims, HoldExcess
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
 from delaytasks.storage.driver_errors import REMEDY, TRIES
+from delaytasks.storage.due_schedules import DueSchedules
 from delaytasks.storage.inspection import Inspection
 from delaytasks.storage.leases import Leases
 from delaytasks.storage.migrations import check_charset, check_number, number_of
-from delaytasks.storage.notices import Notices
+from delaytasks.storage.notices import ENDED, Notices
 from delaytasks.storage.paused_rows import PausedRows
 from delaytasks.storage.policies import PolicyTable
 from delaytasks.storage.schema import build_schema
@@ -32,14 +34,20 @@ from delaytasks.storage.worker_table import WorkerTable
 
 class Store:
     def __init__(
-        self, url: str, settings: Settings, shard: int = 0, cipher: TextCipher | None = None
+        self,
+        url: str,
+        settings: Settings,
+        shard: int = 0,
+        cipher: TextCipher | None = None,
+        make_database: Callable[[str, int, int | None], Database] = Database,
     ) -> None:
         self.shard = shard
         shards = max(len(settings.database_url), 1)
-        self.database = Database(url, settings.pool_size, shard if shards > 1 else None)
+        self.database = make_database(url, settings.pool_size, shard if shards > 1 else None)
         self.schema = build_schema(settings.table_prefix, settings.table_schema, shard, cipher)
         self.tasks = Tasks(self.database, self.schema, shards)
         self.bulk = Bulk(self.database, self.schema)
+        self.celery_rows = CeleryRows(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
         self.sweeps = SweepQueries(self.database, self.schema, settings.lease_s, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
@@ -49,7 +57,9 @@ class Store:
         self.policies = PolicyTable(self.database, self.schema)
         self.paused_rows = PausedRows(self.database, self.schema)
         self.waitlist_names = WaitlistNames(self.database, self.schema)
+        self.due_schedules = DueSchedules(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
+        self.end_channel = Notices(self.database, self.schema, ENDED)
         self._lease_s = settings.lease_s
         self._is_number_checked = False
 
@@ -110,6 +120,13 @@ class Store:
 
     def _where(self) -> str:
         return mask_url(str(self.database.url.render_as_string(hide_password=True)))
+
+    def clear(self) -> None:
+        """Delete all rows except the number of the shard, for tests."""
+        with self.database.begin() as connection:
+            for table in reversed(self.schema.metadata.sorted_tables):
+                if table is not self.schema.shards:
+                    connection.execute(delete(table))
 
     def close(self) -> None:
         self.database.dispose()

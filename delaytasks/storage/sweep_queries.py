@@ -20,7 +20,13 @@ from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
 from delaytasks.storage.partition_bounds import end_of
 from delaytasks.storage.policies import is_paused
-from delaytasks.storage.queue_levels import first_levels_of, levels, queues_after, steps
+from delaytasks.storage.queue_levels import (
+    first_levels_of,
+    levels,
+    queues_after,
+    steps,
+    waits_between,
+)
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
@@ -113,11 +119,8 @@ class SweepQueries:
         """Let the next sweeps arm again, since a worker or a broker may have lost what was
         armed."""
         s = self._s
-        self._db.alone(
-            lambda c: c.execute(
-                update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())
-            )
-        )
+        forget = update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())
+        self._db.alone(lambda c: c.execute(forget))
 
     def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
         """Return the sweep partitions that were not swept for `age_s` seconds."""
@@ -127,12 +130,8 @@ class SweepQueries:
         fresh = select(s.c.sweep_partition).where(
             s.c.sweep_partitions == self._sign * sweep_partitions, lately
         )
-        swept = set(self._db.alone(lambda c: c.execute(fresh).scalars().all()))
-        return [
-            sweep_partition
-            for sweep_partition in range(sweep_partitions)
-            if sweep_partition not in swept
-        ]
+        swept = {row[0] for row in self._db.rows(fresh)}
+        return sorted(set(range(sweep_partitions)) - swept)
 
     def due_between(
         self,
@@ -163,17 +162,8 @@ class SweepQueries:
 
     def _due_between(self, since: datetime, until: datetime, policies: Policies) -> Select[Any]:
         t = self._t
-        query = (
-            select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
-            # `+ 0` prevents planners from reading all rows that wait to find those due within the
-            # horizon.
-            .where(
-                t.c.status + 0 == int(Status.NOT_COMPLETE),
-                t.c.expected_time > since,
-                t.c.expected_time <= until,
-            )
-            .order_by(t.c.expected_time)
-        )
+        query = select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
+        query = query.where(waits_between(t, since, until)).order_by(t.c.expected_time)
         if policies.has_pauses:
             query = query.where(not_(self._is_paused))
         return query
@@ -234,12 +224,9 @@ class SweepQueries:
         t = self._t
 
         def is_late(level: Level) -> bool:
-            here = (
-                t.c.status == int(Status.NOT_COMPLETE),
-                t.c.queue == level.queue,
-                t.c.priority == level.priority,
-            )
-            late = and_(*here, is_past(t.c.expected_time, db_now_plus(-late_s)))
+            waits = t.c.status == int(Status.NOT_COMPLETE)
+            here = t.c.queue == level.queue, t.c.priority == level.priority
+            late = and_(waits, *here, is_past(t.c.expected_time, db_now_plus(-late_s)))
             return bool(on.execute(select(exists().where(late))).scalar())
 
         found = [level for level in waiting if is_late(level)]
@@ -261,12 +248,8 @@ class SweepQueries:
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
         # The index on expected_time finds old rows, since a row is due before it runs. A row that
         # was cancelled early counts from its due time.
-        query = (
-            select(t.c.id, t.c.tag, t.c.task_key)
-            .where(old)
-            .order_by(t.c.expected_time)
-            .limit(limit)
-        )
+        query = select(t.c.id, t.c.tag, t.c.task_key).where(old)
+        query = query.order_by(t.c.expected_time).limit(limit)
 
         def work(connection: Any) -> int:
             # A separate query: planners that know the instant can estimate how few rows are older.

@@ -26,6 +26,8 @@ from delaytasks.storage.types import LongText, UTCDateTime, db_now
 #: SQLite generates ids only for INTEGER PRIMARY KEY.
 RowId = BigInteger().with_variant(Integer(), "sqlite")
 
+#: The index that claims use, without the prefix of the tables.
+HOT_INDEX = "idx_yb_delay_hot"
 HOT = f"status IN ({Status.NOT_COMPLETE:d}, {Status.RUNNING:d})"
 ENDED_BADLY = f"status IN ({Status.FAILED:d}, {Status.CANCELLED:d})"
 #: MySQL's default collations ignore case and trailing blanks, but 'a' and 'A' are two tags.
@@ -77,16 +79,25 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         # The due time of a deferred task, whose expected_time is its next try; NULL for other
         # tasks.
         Column("due_time", UTCDateTime),
+        # Pairs of strings that the caller gave to the task, as JSON.
+        Column("meta", LongText),
+        # 1 if a running task was asked to stop, 2 if its process is to be interrupted, else NULL.
+        Column("cancel_request", SmallInteger),
         *_indexes(prefix),
         **MYSQL_OPTIONS,
     )
+
+
+def hot_index(tasks: Table) -> str:
+    """Return the name of this index, with the prefix."""
+    return next(str(one.name) for one in tasks.indexes if str(one.name).endswith(HOT_INDEX))
 
 
 def _indexes(prefix: str) -> Sequence[Index]:
     return (
         Index(conv(prefix + "idx_expectedTime_status"), "expected_time", "status"),
         Index(
-            conv(prefix + "idx_yb_delay_hot"),
+            conv(prefix + HOT_INDEX),
             "status",
             "queue",
             "priority",

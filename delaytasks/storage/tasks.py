@@ -1,9 +1,10 @@
-"""Rows as producers and operators use them: schedule, look up, cancel, reschedule, retry."""
+"""Rows as producers and operators use them: schedule, look up, cancel, reschedule, rerun."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -11,16 +12,19 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, exc, select
 
 from delaytasks.core.attempt import Attempt
-from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
+from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, TaskNotFoundError
+from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import CallerConnection, OnConflict
 from delaytasks.core.page import Page
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.attempts import Attempts
+from delaytasks.storage.cancel_requests import CancelRequests
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import TRIES
-from delaytasks.storage.inserts import BulkInsert, Insert, is_duplicate
+from delaytasks.storage.driver_errors import TRIES, is_duplicate
+from delaytasks.storage.filters import conditions
+from delaytasks.storage.inserts import BulkInsert, Insert
 from delaytasks.storage.key_owners import KeyOwners
 from delaytasks.storage.moves import Moves
 from delaytasks.storage.rows import NEW_COLUMNS, columns, task_of, values_of
@@ -43,6 +47,7 @@ class Tasks:
         self._insert_bulk = BulkInsert(database, schema)
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
+        self.cancel_requests = CancelRequests(database, schema)
         self.key_owners = KeyOwners(database, schema, self._keys, self._moves, shards)
 
     # -- schedule ---------------------------------------------------------------------------------
@@ -128,32 +133,19 @@ class Tasks:
 
     def find(
         self,
-        tag: str | None,
-        status: Status | None,
-        key: str | None,
-        since: datetime | None,
-        until: datetime | None,
-        cursor: str | None,
+        where: Filter,
         limit: int,
+        cursor: str | None = None,
         on: CallerConnection | None = None,
         newest_first: bool = False,
     ) -> Page:
         """Return a page of tasks in the order of their due times."""
         t = self._t
-        query = select(*self._columns)
-        if tag is not None:
-            query = query.where(t.c.tag == tag)
-        if key is not None:
-            query = query.where(t.c.task_key == key)
-        if since is not None:
-            query = query.where(t.c.expected_time >= since)
-        if until is not None:
-            query = query.where(t.c.expected_time < until)
+        query = select(*self._columns).where(*conditions(t, where, self._db.can))
         if cursor is not None:
             query = pages.after(query, t, self._shard, cursor, newest_first)
-        is_narrow = key is not None or tag is not None
         rows = self._db.alone(
-            lambda c: pages.first(c, query, t, status, is_narrow, limit + 1, newest_first), on
+            lambda c: pages.first(c, query, t, where, limit + 1, newest_first), on
         )
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
@@ -165,9 +157,16 @@ class Tasks:
     # -- move -------------------------------------------------------------------------------------
 
     def cancel(
-        self, id: int, version: int | None = None, on: CallerConnection | None = None
+        self,
+        id: int,
+        version: int | None = None,
+        on: CallerConnection | None = None,
+        request: int | None = None,
     ) -> DelayTask | None:
-        """Return the task as it was left, or None if it was cancelled already."""
+        """Return the task as it was left, or None if it was cancelled already.
+
+        With `request`, a running task is asked to stop, and returned as RUNNING.
+        """
         tried: list[DelayTask] = []
 
         def work(connection: Any) -> DelayTask | None:
@@ -178,7 +177,15 @@ class Tasks:
                     tried[-1].version,
                 ):
                     return left
-            task = self._moves.take(connection, "cancel", id, version)
+            try:
+                task = self._moves.take(connection, "cancel", id, version)
+            except CancelTooLateError:
+                if request is None:
+                    raise
+                running = self.read(id, connection)
+                if not self.cancel_requests.make(connection, running, request):
+                    raise
+                return replace(running, cancel_request=request)
             if task.status is Status.CANCELLED:
                 return None
             tried.append(self._moves.make(connection, "cancel", task, {}))
@@ -196,7 +203,7 @@ class Tasks:
 
         return self._db.transaction(work, on, id)
 
-    def retry(
+    def rerun(
         self,
         id: int,
         due: datetime,
@@ -204,12 +211,13 @@ class Tasks:
         on: CallerConnection | None = None,
         pointing: Collection[int] = (),
         once_held: Callable[[], object] = lambda: None,
+        keeps_attempts: bool = False,
     ) -> DelayTask:
         """Let a finished task wait again. `once_held` is called when it owns its key again, and may
         refuse."""
 
         def work(connection: Any) -> DelayTask:
-            task = self._moves.take(connection, "retry", id, version)
+            task = self._moves.take(connection, "rerun", id, version)
             if task.key is not None:
                 try:
                     with self._savepoint(on):
@@ -218,10 +226,9 @@ class Tasks:
                             once_held()
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
-                    raise DuplicateTaskError(f"retry: {fact}", error.id) from None
-            return self._moves.make(
-                connection, "retry", task, {"expected_time": due, "attempts": 0, "lapses": 0}
-            )
+                    raise DuplicateTaskError(f"rerun: {fact}", error.id) from None
+            counts = {} if keeps_attempts else {"attempts": 0, "lapses": 0}
+            return self._moves.make(connection, "rerun", task, {"expected_time": due, **counts})
 
         return self._db.transaction(work, on, id)
 

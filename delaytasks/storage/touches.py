@@ -5,13 +5,14 @@ A message for the old time still arrives, and finds that the row is not due.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from sqlalchemy import Select, bindparam, case, select, update
 
+from delaytasks.core.batches import batches
 from delaytasks.core.errors import TaskNotFoundError
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import MOVES
@@ -23,7 +24,6 @@ from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.types import UTCDateTime, db_now
 
-IdOrKey = TypeVar("IdOrKey", int, str)
 #: Rows in one transaction, so that their locks are short.
 TOUCH_BATCH_ROWS = 2000
 
@@ -90,18 +90,15 @@ class Touches:
         self, ids: Iterable[int], due: datetime, on: CallerConnection | None = None
     ) -> set[int]:
         """Move many timeouts. Returns the ids of the tasks that still wait."""
-        wanted = set(ids)
+        wanted, touched = set(ids), set[int]()
         if on is not None:
-            return {
-                id
-                for batch in _batches(wanted)
-                for id in self._touch_batch(on, self._lock, batch, due)
-            }
+            for batch in batches(sorted(wanted), TOUCH_BATCH_ROWS):
+                touched.update(self._touch_batch(on, self._lock, batch, due))
+            return touched
         # Rows that another transaction has locked come last, so that no other timeout waits for
         # them.
-        touched: set[int] = set()
         for lock in (self._lock_free, self._lock):
-            for batch in _batches(wanted - touched):
+            for batch in batches(sorted(wanted - touched), TOUCH_BATCH_ROWS):
                 work = partial(self._touch_batch, lock=lock, ids=batch, due=due)
                 touched.update(self._db.transaction(work))
         return touched
@@ -120,7 +117,7 @@ class Touches:
     ) -> dict[str, int]:
         """Return the ids of live tasks by their keys."""
         wanted, found = set(keys), dict[str, int]()
-        for batch in _batches(wanted):
+        for batch in batches(sorted(wanted), TOUCH_BATCH_ROWS):
             found.update(self._db.alone(partial(self._keys.ids_of, tag=tag, keys=batch), on))
         if on is not None and self._db.can.reads_as_of_start:
             # Other tasks may have taken keys since the caller's transaction began (see
@@ -132,9 +129,3 @@ class Touches:
                 if now is not None:
                     found[key] = now
         return found
-
-
-def _batches(items: Iterable[IdOrKey]) -> Iterator[list[IdOrKey]]:
-    ordered = sorted(items)
-    for start in range(0, len(ordered), TOUCH_BATCH_ROWS):
-        yield ordered[start : start + TOUCH_BATCH_ROWS]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -13,7 +14,8 @@ from sqlalchemy.util.concurrency import in_greenlet
 from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
 from delaytasks.core.interfaces import CallerConnection, Transaction
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.driver_errors import reason_of, unknown_outcome
+from delaytasks.storage.async_sessions import off_the_loop
+from delaytasks.storage.driver_errors import is_unreadable, reason_of, unknown_outcome
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -23,8 +25,9 @@ CommitAction = Callable[..., None]
 #: listeners.
 _PENDING = "delaytasks.pending"
 _OUTSIDE_OF_RUN_SYNC = (
-    "session= is asynchronous, and this call was not made inside its run_sync(); write: "
-    "await session.run_sync(lambda session: delays.schedule_delay(..., session=session))"
+    "session= is asynchronous, and this call was not made inside its run_sync(); await the "
+    "asynchronous twin of the method, whose name begins with an a: "
+    "await delays.aschedule_delay(..., session=session)"
 )
 
 
@@ -64,17 +67,17 @@ class _CallersTransaction:
             stands_alone = _stands_alone(connection)
             yield connection
         except exc.DBAPIError as error:
+            if is_unreadable(error):
+                raise _unreadable(error.orig) from error
             if stands_alone and unknown_id is not None and error.connection_invalidated:
                 raise unknown_outcome(
                     reason_of(error), unknown_id
                 ) from error  # there is nothing to roll back
             # We never try again: the caller's transaction may be rolled back as a whole, with the
             # caller's own work.
-            remedy = (
-                "of many tasks the first ones may be there"
-                if stands_alone
-                else "roll it back, nothing was sent"
-            )
+            remedy = "roll it back, nothing was sent"
+            if stands_alone:
+                remedy = "of many tasks the first ones may be there"
             raise SessionUnusableError(
                 f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
             ) from error
@@ -88,10 +91,12 @@ class _CallersTransaction:
         except ValueError as error:
             if isinstance(error, DelayTaskError):
                 raise
-            # Our own connections can read such rows, which other programs sometimes write.
-            raise StoreError(
-                f"the caller's driver cannot read a row of another program: {error}"
-            ) from error
+            raise _unreadable(error) from error
+
+
+def _unreadable(error: object) -> StoreError:
+    """Return the error for a row that our own connections can read, and the caller's cannot."""
+    return StoreError(f"the caller's driver cannot read a row of another program: {error}")
 
 
 def _stands_alone(connection: Any) -> bool:
@@ -136,7 +141,7 @@ def _on_commit(session: Session) -> None:
             # The session joined a transaction that the caller began elsewhere and will end there.
             ConnectionTransaction(connection).after_commit(tasks, action)
         else:
-            action(tasks)
+            off_the_loop(partial(action, tasks))
 
 
 def _on_rollback(session: Session, ended: Any) -> None:
@@ -184,7 +189,7 @@ class ConnectionTransaction(_CallersTransaction):
     def after_commit(self, tasks: Sequence[DelayTask], action: CommitAction) -> None:
         connection = self._connection
         if not connection.in_transaction() or connection._is_autocommit_isolation():
-            action(tasks)
+            off_the_loop(partial(action, tasks))
             return
         if not event.contains(connection, "commit", _on_connection_commit):
             event.listen(connection, "commit", _on_connection_commit)
@@ -195,7 +200,7 @@ class ConnectionTransaction(_CallersTransaction):
 
 def _on_connection_commit(connection: Connection) -> None:
     for _, tasks, action in _waiting.pop(connection, ()):
-        action(tasks, is_committed=False)
+        off_the_loop(partial(action, tasks, is_committed=False))
 
 
 def _on_connection_rollback(connection: Connection) -> None:

@@ -7,15 +7,13 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any
 
-from sqlalchemy import Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
+from sqlalchemy import BigInteger, Boolean, ColumnElement, DateTime, ScalarSelect, Text, select
 from sqlalchemy.engine import Dialect
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import functions
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from delaytasks.core.clock import UTC
-
-EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+from delaytasks.core.clock import EARLIEST, LATEST, UTC
 
 
 class _LongText(TypeDecorator[str]):
@@ -74,6 +72,8 @@ def _sqlite_datetime() -> TypeEngine[Any]:
             read: Any = super().result_processor(dialect, coltype)
 
             def process(value: Any) -> Any:
+                if isinstance(value, datetime):  # Django's connection has read it already
+                    return value
                 try:
                     return read(value)
                 except (ValueError, TypeError):
@@ -133,6 +133,14 @@ class earliest(functions.GenericFunction[datetime]):
     name = "earliest"
 
 
+class epoch_s(functions.GenericFunction[int]):
+    """The whole seconds since 1970 of an instant, rounded down."""
+
+    type = BigInteger()
+    inherit_cache = True
+    name = "epoch_s"
+
+
 class is_past(functions.GenericFunction[bool]):
     """`column <= instant`, on PostgreSQL as a range with bounds that the planner does not know.
 
@@ -175,6 +183,23 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 @compiles(earliest, "sqlite")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     return "-9223372036854775808"  # numbers come before all text
+
+
+@compiles(epoch_s, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"CAST(floor(extract(epoch FROM {compiler.process(element.clauses, **kw)})) AS BIGINT)"
+
+
+@compiles(epoch_s, "mysql")
+@compiles(epoch_s, "mariadb")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"TIMESTAMPDIFF(SECOND, '1970-01-01', {compiler.process(element.clauses, **kw)})"
+
+
+@compiles(epoch_s, "sqlite")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    begin = _escaped(compiler, "strftime('%s', ")
+    return f"CAST({begin}{compiler.process(element.clauses, **kw)}) AS INTEGER)"
 
 
 _SQLITE_NOW = "strftime('%Y-%m-%d %H:%M:%f000', 'now'"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from itertools import islice
+from typing import Any
 
-from sqlalchemy import and_
+from sqlalchemy import ColumnElement, Table, and_, func
 
 from delaytasks.storage.database import Database
 from delaytasks.storage.queue_levels import steps
@@ -12,6 +13,19 @@ from delaytasks.storage.schema import Schema
 
 #: Waitlists of a queue that one call of `in_queue` returns: each of them costs a statement.
 WAITLISTS_PER_CALL = 100
+
+
+def is_entry_of(waitlist: Table, row: Any) -> ColumnElement[bool]:
+    """The condition for the entries of a task, or of a row whose columns are `row`."""
+    entry = waitlist.c
+    return and_(
+        entry.queue == row.queue,
+        entry.tag == row.tag,
+        entry.concurrency_key == func.coalesce(row.concurrency_key, ""),
+        entry.place == -row.priority,
+        entry.due == row.expected_time,
+        entry.task_id == row.id,
+    )
 
 
 class WaitlistNames:

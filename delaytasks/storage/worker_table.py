@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import delete, exc, insert, or_, select, update
 
 from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
+from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
@@ -79,18 +81,10 @@ class WorkerTable:
 
         def work(connection: Any) -> list[str]:
             stale = or_(w.c.seen_at < db_now_plus(-silent_s), w.c.seen_at > db_now_plus(silent_s))
-            names = (
-                connection.execute(
-                    select(w.c.name).where(stale).order_by(w.c.name).limit(EXPIRED_PER_SWEEP)
-                )
-                .scalars()
-                .all()
-            )
-            return [
-                n
-                for n in names
-                if connection.execute(delete(w).where(w.c.name == n, stale)).rowcount
-            ]
+            first = select(w.c.name).where(stale).order_by(w.c.name).limit(EXPIRED_PER_SWEEP)
+            names = connection.execute(first).scalars().all()
+            remove = delete(w).where(stale)
+            return [n for n in names if connection.execute(remove.where(w.c.name == n)).rowcount]
 
         return self._db.alone(work)
 
@@ -109,6 +103,27 @@ class WorkerTable:
             }
             for row in self._db.rows(select(w).order_by(w.c.name))
         ]
+
+    def registered(self, now: datetime, silent_s: float) -> list[RegisteredWorker]:
+        """Return all workers. Those that were silent for `silent_s` seconds are not alive."""
+        found = []
+        for row in self.all():
+            age_s = (now - row["seen_at"]).total_seconds()
+            found.append(
+                RegisteredWorker(
+                    row["name"],
+                    abs(age_s) <= silent_s,
+                    max(age_s, 0.0),
+                    row["queues"],
+                    row["tags"],
+                    row["pool"],
+                    row["concurrency"],
+                    row["started_at"],
+                    row["seen_at"],
+                    row["clock_offset_us"] / 1e6,
+                )
+            )
+        return found
 
 
 def _published(tags: Collection[str] | None) -> str | None:

@@ -16,7 +16,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.timers.connection_limits import CONNECT_STEP_S, is_quick
 
 #: The names of the errors with which Redis refuses each write: it is full, or not a primary.
-_REFUSES_ALL_WRITES = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
+REFUSES_ALL_WRITES = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
 #: Redis's error for a key that is not a list.
 WRONG_TYPE = "WRONGTYPE"
 
@@ -143,7 +143,7 @@ class BrokerLink:
         try:
             target(channel).declare()
         except self._connection.channel_errors as error:
-            if type(error).__name__ in _REFUSES_ALL_WRITES:
+            if type(error).__name__ in REFUSES_ALL_WRITES:
                 raise
             # Only a declaration shows this: AMQP refuses a message later, while another one is
             # sent.

@@ -270,11 +270,8 @@ class RedisTimer:
 
 
 def _member(entry: Entry) -> str:
-    return (
-        f"{entry.id}:{entry.version}:{entry.priority}"
-        if entry.priority
-        else f"{entry.id}:{entry.version}"
-    )
+    name = f"{entry.id}:{entry.version}"
+    return f"{name}:{entry.priority}" if entry.priority else name
 
 
 def _taken(slot: Slot, answer: Any) -> Taken:

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.statistics.worker_counts import WorkerCounts
+from delaytasks.statistics.writer import StatisticsWriter
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.calls import CallThread
+from delaytasks.worker.cancel_requests import CancelRequestReader
 from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker.declared_schedules import DeclaredSchedules
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.lease_keeper import LeaseKeeper
 from delaytasks.worker.near_entries import NearEntries
@@ -59,13 +63,15 @@ class _Builder:
         self._celery_worker = celery_worker
         self._polls_table = polls_table
         self._refused_messages = RefusedMessages(wiring.events)
-        self._work_sender = WorkSender(
-            wiring.settings, wiring.inline_timer, wiring.router, wiring.events
-        )
+        self._work_sender = WorkSender(wiring.settings, wiring.timer, wiring.router, wiring.events)
         hub_or_worker = celery_worker.hub or celery_worker
         has_event_loop = hasattr(hub_or_worker, "call_soon")
         self._call_thread = None if has_event_loop else CallThread(wiring.events)
         self._call_soon = (self._call_thread or hub_or_worker).call_soon
+        clocks, settings = [shard.clock for shard in wiring.shards], wiring.settings
+        self._counts = (
+            WorkerCounts(clocks, settings.statistics_tags) if settings.statistics else None
+        )
 
     def build(
         self, on_report: Callable[[Report], None] | None, row_budget: int | None
@@ -83,10 +89,13 @@ class _Builder:
         outages = dispatcher.shard_health.outages
         loops = [wheel_thread.loop, *sweep_loops.loops]
         loops += [self._lease_keeper(shard, dispatcher).loop for shard in wiring.shards]
-        loops += [policy_loop(shard, wiring.events, outages) for shard in wiring.shards]
+        requests = CancelRequestReader(self._processes, self._celery_worker.pool)
+        loops += [policy_loop(shard, wiring.events, outages, requests) for shard in wiring.shards]
         loops += [] if self._call_thread is None else [self._call_thread.loop]
         loops += [] if table_pollers is None else table_pollers.loops
         loops += [] if redis_poller is None else redis_poller.loops
+        writers = self._statistics_writers()
+        loops += [writer.loop for writer in writers]
         task_events = self._processes.task_events()
         return WorkerRuntime(
             celery_worker=self._celery_worker,
@@ -107,6 +116,8 @@ class _Builder:
             work_sender=self._work_sender,
             refused_messages=self._refused_messages,
             worker_lost_events=WorkerLostEvents(task_events, self._sends_events),
+            counts=self._counts,
+            statistics_writers=writers,
             loops=loops,
         )
 
@@ -132,7 +143,16 @@ class _Builder:
             others_wait=self._processes.others_wait,
             on_report=on_report,
             row_budget=row_budget,
+            counts=self._counts,
         )
+
+    def _statistics_writers(self) -> list[StatisticsWriter]:
+        if self._counts is None:
+            return []
+        return [
+            StatisticsWriter(shard, self._counts, self._wiring.events)
+            for shard in self._wiring.shards
+        ]
 
     def _sends_events(self) -> bool:
         return wants_task_events(getattr(self._celery_worker, "consumer", None))
@@ -156,11 +176,12 @@ class _Builder:
             self._wiring.events,
             self._processes,
             self._wiring.registry,
-            self._wiring.inline_timer,
+            self._wiring.timer,
             dispatcher,
             self._celery_worker.pool,
             self._celery_worker.hostname,
             self._polls_table,
+            DeclaredSchedules(self._wiring) if shard.number == 0 else None,
         )
 
     def _table_pollers(self, dispatcher: Dispatcher) -> TablePollers | None:

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 from typing import Any
 
-from celery import signals
 from celery._state import _task_stack
 from celery.app.task import Context
 from celery.exceptions import Retry, TaskPredicate
@@ -23,7 +22,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.execution.executor import Finish, RunResult, ends_process
 from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.processors import event_loop
-from delaytasks.processors.registry import Processor
+from delaytasks.processors.registry import ProcessorSpec
 from delaytasks.worker.current_task import (
     CurrentTask,
     TaskInContext,
@@ -31,7 +30,15 @@ from delaytasks.worker.current_task import (
     retry_of,
     row_in_context,
 )
-from delaytasks.worker.task_signals import has_receivers, result_of, send_end, state_of
+from delaytasks.worker.requested_runs import Interrupts
+from delaytasks.worker.task_signals import (
+    has_receivers,
+    result_of,
+    send_end,
+    send_postrun,
+    send_prerun,
+    state_of,
+)
 from delaytasks.worker.time_limits import limited
 
 
@@ -43,13 +50,26 @@ class RowRequest(Context):
 
     called_directly = False
 
-    def __init__(self, task: DelayTask, body: Any, hostname: str) -> None:
+    def __init__(
+        self,
+        task: DelayTask,
+        body: Any,
+        hostname: str,
+        call: ProcessorCall | None = None,
+    ) -> None:
         self.delay_task = task
+        self._processor_call = call
         self.id = self.root_id = str(task.id)
         self.task = task.tag
         self.args = (body,)
         self.retries = task.attempts - 1
         self.hostname = hostname
+
+    @property
+    def delay_tasks(self) -> list[DelayTask]:
+        """The tasks of the call: one, or those of a batch."""
+        call = self._processor_call
+        return [self.delay_task] if call is None else [run.task for run in call.runs]
 
     @cached_property
     def kwargs(self) -> dict[str, Any]:
@@ -110,7 +130,7 @@ class CeleryTaskContext:
 
     The Celery task in the signals is named after the tag, and made once per tag. `around` are
     context managers that are entered around each call. With `keeps_time_limits` this process is of
-    a pool that can keep time limits.
+    a pool that can keep time limits. `interrupts` lets a signal interrupt calls.
     """
 
     def __init__(
@@ -120,12 +140,14 @@ class CeleryTaskContext:
         clock: Clock,
         around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = (),
         keeps_time_limits: bool = False,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self._app = app
         self._hostname = hostname
         self._clock = clock
         self._around = around
         self._keeps_time_limits = keeps_time_limits
+        self._interrupts = interrupts or Interrupts()
         self._tasks: dict[str, Any] = {}
         self._stacks = _ThreadStacks()
         event_loop.at_start(_show_coroutines)
@@ -144,10 +166,10 @@ class CeleryTaskContext:
     def __call__(self, call: ProcessorCall, end: Finish) -> None:
         """Call the processor, and then `end`. The request is that of a batch's first task."""
         task, processor = call.task, call.processor
-        sender = self._tasks.get(task.tag) or self._make_task(processor)
+        sender = self._tasks.get(processor.tag) or self._make_task(processor)
         error: BaseException | None
         argument, error = _argument_of(call)
-        request = RowRequest(task, argument, self._hostname)
+        request = RowRequest(task, argument, self._hostname, call)
         token = row_in_context.set((sender, request))
         reused = self._stacks.reused
         stack = reused or CurrentStack()
@@ -155,20 +177,15 @@ class CeleryTaskContext:
         value: object = None
         ends: Sequence[RunResult] = ()
         try:
-            if signals.task_prerun.receivers:
-                signals.task_prerun.send(
-                    sender=sender,
-                    task_id=request.id,
-                    task=sender,
-                    args=request.args,
-                    kwargs=request.kwargs,
-                )
+            send_prerun(sender, request)
             if error is None:
                 try:
                     if self._keeps_time_limits and processor.has_time_limits:
-                        value = limited(processor, partial(self._call, call, argument))
+                        interruptible = partial(self._call_interruptibly, call, argument)
+                        value = limited(processor, interruptible, self._interrupts.stop)
                     else:
-                        value = self._call(call, argument) if self._around else call(argument)
+                        with self._interrupts.during(call):
+                            value = self._call(call, argument) if self._around else call(argument)
                     if isinstance(value, TaskPredicate):
                         raise value
                 except BaseException as raised:
@@ -177,20 +194,16 @@ class CeleryTaskContext:
             self._send_ends(stack, sender, request, ends)
         finally:
             try:
-                if signals.task_postrun.receivers:
-                    signals.task_postrun.send(
-                        sender=sender,
-                        task_id=request.id,
-                        task=sender,
-                        args=request.args,
-                        kwargs=request.kwargs,
-                        retval=result_of(ends[0]) if ends else None,
-                        state=state_of(ends[0]) if ends else "FAILURE",
-                    )
+                send_postrun(sender, request, ends)
             finally:
                 row_in_context.reset(token)
                 if stack is not reused:
                     stack.clear()
+
+    def _call_interruptibly(self, call: ProcessorCall, argument: Any) -> Any:
+        """Call a processor within its time limits, which an interrupt must not keep from ending."""
+        with self._interrupts.during(call):
+            return self._call(call, argument)
 
     def _call(self, call: ProcessorCall, argument: Any) -> Any:
         """Call a processor within the context managers of `around`."""
@@ -226,7 +239,7 @@ class CeleryTaskContext:
         if len(ends) > 1:
             stack.show(sender, request)
 
-    def _make_task(self, processor: Processor) -> Any:
+    def _make_task(self, processor: ProcessorSpec) -> Any:
         """Make the Celery task of a tag. No message can call it: the app's registry lacks it."""
         body = {
             "name": processor.tag,

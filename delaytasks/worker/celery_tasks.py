@@ -25,6 +25,7 @@ _TASK_OPTIONS = {
     "time_limit": None,
     "soft_time_limit": None,
     "typing": False,
+    "durable_eta": False,
 }
 
 

@@ -52,7 +52,7 @@ class ChunkQueue:
             ShardQueue(number, clock, len(clocks) == 1) for number, clock in enumerate(clocks)
         ]
         #: The same ones in the order of their turns.
-        self._turns = list(self.shard_queues)
+        self._shard_turns = list(self.shard_queues)
         self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
         self._last_number = 0
 
@@ -134,7 +134,7 @@ class ChunkQueue:
         size = self._size.rows if budget is None else min(self._size.rows, budget)
         if free <= 0 or size <= 0:
             return None
-        for shard_queue in self._turns:
+        for shard_queue in self._shard_turns:
             # A shard leaves one process to the others while it is uncertain whether it answers.
             has_all_others = 0 < len(shard_queue.in_flight) == self._pool.size - 1
             if not shard_queue.may_send() or (has_all_others and not shard_queue.may_take_last()):
@@ -143,8 +143,8 @@ class ChunkQueue:
             request = shard_queue.next_chunk(number, size, free, self._size.least)
             if request is not None:
                 self._last_number = number
-                self._turns.remove(shard_queue)
-                self._turns.append(shard_queue)
+                self._shard_turns.remove(shard_queue)
+                self._shard_turns.append(shard_queue)
                 return self._with_budgets(request, free)
         return None
 
@@ -186,4 +186,5 @@ class ChunkQueue:
 
     def learn_size(self, report: Report) -> None:
         """Adapt the size of chunks to how long this one took."""
-        self._size.learn(report.ran, report.seconds, report.wanted)
+        rows, seconds = report.sample or (report.ran, report.seconds)
+        self._size.learn(rows, seconds, report.wanted)

@@ -20,6 +20,7 @@ from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
+from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.worker.calls import Call, DelayedCall
 from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.chunk_failures import ChunkFailure, FailingProcesses
@@ -41,6 +42,7 @@ class Dispatcher:
 
     `send_back` takes the entries and requests that come after `close`. With `on_report`, chunks
     count the outcomes of their tasks in their reports. At most `row_budget` rows are claimed.
+    `counts` adds up what the processes report for the statistics, if they are on.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Dispatcher:
         others_wait: OthersWait,
         on_report: Callable[[Report], None] | None = None,
         row_budget: int | None = None,
+        counts: WorkerCounts | None = None,
     ) -> None:
         self._events = events
         self._pool = Pool(pool)
@@ -69,6 +72,7 @@ class Dispatcher:
         self._policy_stamp = policy_stamp
         self._sends_events = sends_events
         self._on_report = on_report
+        self._counts = counts
         self._lock = threading.RLock()
         self._queue = ChunkQueue(settings, clocks, events, self._pool, others_wait, row_budget)
         self.shard_queues = self._queue.shard_queues
@@ -259,6 +263,8 @@ class Dispatcher:
             return
         if self._on_report is not None:
             self._on_report(report)
+        if self._counts is not None:
+            self._counts.add(request.shard, report.statistics)
         with self._lock:
             self.shard_queues[request.shard].set_running(report.pid, report.detached)
         if report.error:

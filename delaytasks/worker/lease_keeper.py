@@ -1,4 +1,4 @@
-"""Renews the leases of the rows that the pool runs, and follows the clock of a shard's database.
+"""Renews the leases of the rows that the pool runs, and ends those of processes that died.
 
 This happens in the main process: a processor that holds the GIL for minutes, or runs C code, is
 alive as long as its process is. The rows of a process that died are released immediately, and
@@ -8,12 +8,12 @@ other processes run them again.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Recovered
+from delaytasks.core.interfaces import Level
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.sweeper import emit_recovered
@@ -31,6 +31,17 @@ PROCESS_CHECK_S = 1.0
 
 
 class LeaseKeeper:
+    """Has a loop for one shard. Each turn does this, in this order:
+
+    1. It notes the processes that died since the last turn, and tells the dispatcher.
+    2. If there are several databases, it asks whether this one answers. If not, the turn ends here,
+       and the dispatcher sends the shard no chunks.
+    3. It renews the leases of the rows of the other processes, when they are due for it.
+    4. It releases the rows of the processes that died, and starts drains for them, now and in the
+       next turn.
+    5. It refreshes the clock, which follows the clock of the database.
+    """
+
     def __init__(
         self,
         shard: Shard,
@@ -53,6 +64,8 @@ class LeaseKeeper:
         self._known_pids: set[int] = set()
         #: The names of processes that died, whose rows have yet to be released.
         self._dead: set[str] = set()
+        #: The levels of rows that the last turn released.
+        self._released: Collection[Level] = ()
         self._renewed_at = monotonic()
         #: The rows that the last renewal skipped, because other transactions had locked them. Each
         #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
@@ -69,6 +82,8 @@ class LeaseKeeper:
         if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
             return self._check_s
         self._renew(alive)  # first, so that dead processes cannot delay it
+        self._start_drains()  # a second time for what the last turn released
+        self._released = ()
         if self._dead:
             self._release_dead()
         self._shard.clock.refresh_if_due()
@@ -90,11 +105,16 @@ class LeaseKeeper:
         )
         self._dead.difference_update(dead)
         emit_recovered(self._events, recovered, reason="a pool process died")
-        self._run_again(recovered)
+        self._released = recovered.levels
+        self._start_drains()
 
-    def _run_again(self, recovered: Recovered) -> None:
-        """Run released rows here now, and not only after the next sweep."""
-        for queue, priority in recovered.levels:
+    def _start_drains(self) -> None:
+        """Run released rows here now, and not only after the next sweep.
+
+        The first look may skip one: MariaDB and MySQL lock rows of other queues for as long as a
+        claim looks at them, and the claims of several queues begin at the same time here.
+        """
+        for queue, priority in self._released:
             if serves(self._processes.queues, queue):
                 self._dispatcher.start_drain(queue, (priority,), self._shard.number)
 
@@ -113,9 +133,9 @@ class LeaseKeeper:
             return
         # This includes rows that were claimed up to one lease before the oldest chunk began, since
         # clocks differ by less. A row that got lost on the way is recovered one lease later.
-        since = from_us(int(oldest - self._lease_s * 1e6))
+        claimed_since = from_us(int(oldest - self._lease_s * 1e6))
         asked_at = monotonic()
-        self._locked = leases.renew(names, since, left).skipped
+        self._locked = leases.renew(names, claimed_since, left).skipped
         self._renewed_at = monotonic()
         lease_ago = self._renewed_at - self._lease_s
         self._processes.renewals.record(self._shard.number, asked_at, lease_ago)

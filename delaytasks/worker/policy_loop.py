@@ -1,4 +1,4 @@
-"""Reads the policies of a shard once a second.
+"""Reads the policies of a shard and the requests to cancel its tasks once a second.
 
 The loop has a thread of its own, since a sweep may take longer than a pause should take to work.
 """
@@ -15,16 +15,23 @@ from delaytasks.worker.database_health import DatabaseOutages
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
+    from delaytasks.worker.cancel_requests import CancelRequestReader
 
 #: A read that takes longer is stuck, and a fresh thread with a new connection replaces it.
 POLICY_READ_S = 10.0
 
 
-def policy_loop(shard: Shard, events: Events, outages: DatabaseOutages) -> Loop:
-    """Return the loop. It asks the database each second, so it also reports its outages."""
-    cache, number = shard.policies, shard.number
+def policy_loop(
+    shard: Shard, events: Events, outages: DatabaseOutages, cancel_requests: CancelRequestReader
+) -> Loop:
+    """Return the loop. It asks the database each second, so it also reports its outages.
+
+    The same statement reads the number of requests to cancel running tasks.
+    """
+    cache, number, seen_requests = shard.policies, shard.number, 0
 
     def read_policies() -> float:
+        nonlocal seen_requests
         cache.is_led = True
         before = cache.known.stamp
         outages.mark_asked(number)
@@ -42,6 +49,9 @@ def policy_loop(shard: Shard, events: Events, outages: DatabaseOutages) -> Loop:
         outages.mark_up(number)
         if now != before:
             events.emit("policies.read", shard=number)
+        if (requests := cache.cancel_requests) != seen_requests:
+            cancel_requests.read(shard)
+            seen_requests = requests
         return POLICY_REFRESH_S
 
     return Loop(shard.named("policies"), read_policies, events, POLICY_READ_S, shard.close)

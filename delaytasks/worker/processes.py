@@ -18,11 +18,17 @@ from celery import signals
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.worker.requested_runs import Interrupts, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
+    from delaytasks.core.clock import Clock
+    from delaytasks.core.run_counts import RunStatistics
+    from delaytasks.execution.executor import Watcher
     from delaytasks.execution.runner import Runner
+    from delaytasks.processors.registry import Registry
     from delaytasks.wiring import Wiring
+    from delaytasks.worker.celery_context import CeleryTaskContext
     from delaytasks.worker.task_events import TaskEvents
 
 #: The events that are counted, and for which of them each tag is counted.
@@ -43,6 +49,7 @@ class Processes:
         self._token = secrets.token_hex(2)
         self.is_worker = False
         self.renewals = Renewals()
+        self.requested_runs = RequestedRuns()
         self.others_wait = OthersWait()
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
@@ -60,6 +67,7 @@ class Processes:
         self._sends_events = False
         self._thread_slots = ThreadSlots()
         self._outcome_counts: OutcomeCounts | None = None
+        self._interrupts = Interrupts()
 
     @property
     def wiring(self) -> Wiring:
@@ -70,8 +78,9 @@ class Processes:
         self.hostname = hostname
         self.is_worker = True
         self.may_detach = may_detach
-        # Before the pool's processes are forked, which share both.
+        # Before the pool's processes are forked, which share them.
         self.renewals, self.others_wait = Renewals(), OthersWait()
+        self.requested_runs = RequestedRuns()
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -92,7 +101,9 @@ class Processes:
                 self._task_events = self.task_events()
             runner = self._runners.get(shard)
             if runner is None:
-                runner = self._build_runner(shard)
+                runner = self.build_runner(
+                    shard, lambda: self._task_events if self._sends_events else None
+                )
                 self._runners[shard] = runner
             self._sends_events = sends_events
             return runner
@@ -115,12 +126,14 @@ class Processes:
         """Return (event, tag, number) of each outcome since the last call."""
         return self._outcome_counts.take() if self._outcome_counts is not None else ()
 
-    def _build_runner(self, number: int) -> Runner:
+    def build_runner(
+        self, number: int, watcher: Callable[[], Watcher | None], registry: Registry | None = None
+    ) -> Runner:
+        """Return a new runner for a shard. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
         from delaytasks.execution.limits import LimitLoader
         from delaytasks.execution.pause_filter import PauseFilter
         from delaytasks.execution.runner import Runner
-        from delaytasks.worker.celery_context import CeleryTaskContext
 
         wiring = self.wiring
         shard = wiring.shards[number]
@@ -130,20 +143,14 @@ class Processes:
             own_address(shard.store.database.url.host),
             limits.hold_excess,
         )
-        task_context = CeleryTaskContext(
-            wiring.celery,
-            self.hostname,
-            shard.clock,
-            wiring.processor_contexts,
-            self.keeps_time_limits,
-        )
+        task_context = self._task_context(shard.clock)
         return Runner(
             wiring.settings,
             claims,
             limits,
             shard.clock,
-            wiring.registry,
-            wiring.inline_timer,
+            registry or wiring.registry,
+            wiring.timer,
             wiring.events,
             task_context,
             wiring.transaction_for,
@@ -152,17 +159,44 @@ class Processes:
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
             last_renewal=partial(self.renewals.last, number),
+            cancel_request=self.requested_runs.of,
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
             thread_context=task_context.reuse_stack,
-            watcher=lambda: self._task_events if self._sends_events else None,
+            watcher=watcher,
             has_others=self.others_wait.is_so,
         )
 
+    def _task_context(self, clock: Clock) -> CeleryTaskContext:
+        from delaytasks.worker.celery_context import CeleryTaskContext
+
+        if self.keeps_time_limits:
+            self._interrupts.install()
+        return CeleryTaskContext(
+            self.wiring.celery,
+            self.hostname,
+            clock,
+            self.wiring.processor_contexts,
+            self.keeps_time_limits,
+            self._interrupts,
+        )
+
     def _finish(self, **_: Any) -> None:
-        """Wait for the tasks that still run although all chunks have ended."""
-        for runner in list(self._runners.values()):
+        """Wait for the tasks that still run although all chunks have ended, and arm what they
+        scheduled.
+        """
+        runners, wiring = dict(self._runners), self.wiring
+        rest: dict[int, RunStatistics] = {}
+        for shard, runner in runners.items():
             runner.finish()
+            if (statistics := runner.take_statistics()).tags:
+                rest[shard] = statistics
+        if runners:
+            wiring.flush()
+        if rest:
+            from delaytasks.statistics.writer import write_rest
+
+            write_rest(wiring.shards, rest, wiring.settings.statistics_tags, wiring.events)
 
 
 class Renewals:
@@ -179,8 +213,8 @@ class Renewals:
     def record(self, shard: int, asked_at: float, lease_ago: float) -> None:
         """Record a renewal that succeeded and was requested at `asked_at`.
 
-        `lease_ago` is the time one lease before the answer. If the previous renewal was earlier,
-        the renewal was too late for each lease that began before `lease_ago`.
+        `lease_ago` is the time one lease before the answer. If the previous renewal was requested
+        before it, the leases of that renewal had ended when this one succeeded.
         """
         if self._asked_at[shard] < lease_ago:
             self._ended_before[shard] = lease_ago

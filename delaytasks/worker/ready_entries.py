@@ -47,11 +47,14 @@ class ReadyEntries:
         Those of a queue for which `wait_s` returns a time stay for so much longer.
         """
         removed: list[Entry] = []
+        late_before: dict[str, float] = {}
         for ready in self._by_priority.values():
             kept: list[Entry] = []
             while ready and ready[0].due_us < before_us:
                 entry = ready.popleft()
-                is_late = entry.due_us < before_us - wait_s(entry.queue) * 1e6
+                if entry.queue not in late_before:
+                    late_before[entry.queue] = before_us - wait_s(entry.queue) * 1e6
+                is_late = entry.due_us < late_before[entry.queue]
                 (removed if is_late else kept).append(entry)
             ready.extendleft(reversed(kept))
         return removed

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from celery import signals
+from celery.utils.nodenames import node_format
 from celery.worker import state
 
 from delaytasks.core.clock import Clock, from_us, monotonic
@@ -15,6 +17,8 @@ from delaytasks.core.interfaces import Entry, Timer
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
+from delaytasks.statistics.worker_counts import WorkerCounts
+from delaytasks.statistics.writer import StatisticsWriter, write_last
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.celery_compat.last_read import stop_reading
 from delaytasks.worker.celery_compat.pool_results import running_pids
@@ -27,6 +31,7 @@ from delaytasks.worker.task_events import WorkerLostEvents
 from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
 
 if TYPE_CHECKING:
+    from delaytasks.metrics.endpoint import MetricsEndpoint
     from delaytasks.routing.shard import Shard
     from delaytasks.sharding.router import Router
     from delaytasks.timers.publisher import Publisher
@@ -68,6 +73,9 @@ class WorkerRuntime:
     work_sender: WorkSender
     refused_messages: RefusedMessages
     worker_lost_events: WorkerLostEvents
+    #: What the worker has run; None if the setting `statistics` is off.
+    counts: WorkerCounts | None
+    statistics_writers: Sequence[StatisticsWriter]
     #: The loops of these parts.
     loops: Sequence[Loop]
 
@@ -75,6 +83,7 @@ class WorkerRuntime:
         watch = Loop("watch", self._watch, self.events, WATCH_STUCK_S)
         self.watchdog = Watchdog(self.events, [watch, *self.loops])
         self._was_connected = False
+        self._endpoint: MetricsEndpoint | None = None
 
     @property
     def shards(self) -> Sequence[Shard]:
@@ -87,7 +96,34 @@ class WorkerRuntime:
             # the timing wheel waits for the database.
             shard.clock.refreshes_inline = False
         self.events.subscribe(self.worker_lost_events)
+        if self.counts is not None:
+            self.events.subscribe(self.counts)
+            # After the pool has stopped, since its last chunks report until then.
+            signals.worker_shutdown.connect(self.write_statistics)
+        self._endpoint = self._make_endpoint()
         self.watchdog.start()
+        if self._endpoint is not None:
+            self._endpoint.start()
+
+    def _make_endpoint(self) -> MetricsEndpoint | None:
+        """Return what serves this worker's metrics, or None if the settings ask for none."""
+        settings, counts, pool = self.settings, self.counts, self.celery_worker.pool
+        if settings.metrics_port is None and not settings.metrics_file:
+            return None
+        # Imported here, since other deployments need no client of Prometheus.
+        from delaytasks.metrics.endpoint import MetricsEndpoint
+        from delaytasks.metrics.worker import SweepTimes, WorkerMetrics
+
+        sweep_times = SweepTimes()
+        self.events.subscribe(sweep_times)
+        metrics = WorkerMetrics(
+            self.info,
+            dict if counts is None else counts.totals,
+            lambda: int(pool.limit or 1),
+            sweep_times,
+        )
+        path = node_format(settings.metrics_file, self.celery_worker.hostname)
+        return MetricsEndpoint(settings, self.events, path, metrics)
 
     def stop(self, is_warm: bool = False) -> None:
         """Send back what is kept, and ask other workers to continue the drains of this one.
@@ -108,10 +144,17 @@ class WorkerRuntime:
             waiting += self.dispatcher.recall()
         self.work_sender.send_back(UnfinishedWork(waiting, unfinished.queues))
         stop_reading(self.celery_worker.consumer)
+        self.write_statistics()
+        if self._endpoint is not None:
+            self._endpoint.stop()
         # Last, since a worker without a row may have died.
         self.router.each(self.sweep_loops.stop)
         if self.table_pollers is not None:
             self.events.attempt("stop", "wake others", self.table_pollers.wake_others)
+
+    def write_statistics(self, **_: Any) -> None:
+        """Write what the worker has counted since the last write."""
+        write_last(self.statistics_writers, self.events)
 
     def _watch(self) -> float:
         """Do once a second what needs no database."""

@@ -50,7 +50,8 @@ class ShardQueue:
         self.is_down = False
         self._ready = ReadyEntries()
         self._drains: dict[str, QueueDrain] = {}
-        self._is_tables_turn = self._is_waitlists_turn = False
+        #: The sources of chunks. The one that had the last chunk is at the end.
+        self._source_turns = ["entries", "waitlists", "drains"]
         #: The waitlists that processes have reported, or None before the first one.
         self.waitlists: TrackedWaitlists | None = None
         #: The start of each chunk in the pool, by the clock of the database. The leases of the
@@ -134,9 +135,9 @@ class ShardQueue:
 
     def soon_over(self, seconds: float) -> int:
         """Return how many chunks began in the last `seconds`, or end soon if other tasks wait."""
-        since = self.clock.now_us() - seconds * 1e6
+        recent = self.clock.now_us() - seconds * 1e6
         return sum(
-            began > since or number in self._continuing for number, began in self.in_flight.items()
+            began > recent or number in self._continuing for number, began in self.in_flight.items()
         )
 
     def update_waitlists(self, report: Report, request: ChunkRequest) -> float | None:
@@ -218,38 +219,29 @@ class ShardQueue:
     ) -> ChunkRequest | None:
         """Return chunk `number`, of at most `size` rows.
 
-        The `free` processes share the waiting entries, but no chunk gets less than `at_least`.
+        Entries, waitlists and drains take turns, so that none of them starves the others. The
+        `free` processes share the waiting entries, but no chunk gets less than `at_least`.
         """
-        waiting = self.waiting
-        # If both wait they take turns, so that neither starves the other.
-        if self._is_tables_turn or not waiting:
-            request = self._next_table_chunk(number, size)
+        share = min(size, max(-(-self.waiting // free), at_least))
+        sources = {
+            "entries": lambda: self._entry_chunk(number, share),
+            "waitlists": lambda: self._waitlist_chunk(number, size),
+            "drains": lambda: self._drain_chunk(number, size),
+        }
+        for name in self._source_turns:
+            request = sources[name]()
             if request is not None:
-                self._is_tables_turn = False
+                self._source_turns.remove(name)
+                self._source_turns.append(name)
                 return request
-        if not waiting:
+        return None
+
+    def _entry_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        if not self._ready:
             return None
-        self._is_tables_turn = True
-        ready = tuple(self._ready.pop(min(size, max(-(-waiting // free), at_least))))
-        return ChunkRequest(ready, shard=self.shard, number=number)
+        return ChunkRequest(tuple(self._ready.pop(size)), shard=self.shard, number=number)
 
-    def _next_table_chunk(self, number: int, size: int) -> ChunkRequest | None:
-        """Return a chunk that claims from the table. Waitlists and drains take turns."""
-        self._is_waitlists_turn = not self._is_waitlists_turn
-        request = self._next_waitlist_chunk(number, size) if self._is_waitlists_turn else None
-        if request is not None:
-            return request
-        for queue, drain in self._drains.items():
-            if drain.wants_chunk():
-                drain.begin_chunk(number)
-                self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
-                request = ChunkRequest(
-                    (), queue, tuple(drain.priorities), size, shard=self.shard, number=number
-                )
-                return request._replace(continue_s=CONTINUE_S) if drain.is_deep else request
-        return self._next_waitlist_chunk(number, size)
-
-    def _next_waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
+    def _waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
         visit = self.waitlists.next_visit() if self.waitlists else None
         if visit is None:
             return None
@@ -261,6 +253,22 @@ class ShardQueue:
             waitlist=visit.waitlist,
             is_probe=visit.is_probe,
         )
+
+    def _drain_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        for queue, drain in self._drains.items():
+            if drain.wants_chunk():
+                drain.begin_chunk(number)
+                self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
+                return ChunkRequest(
+                    (),
+                    queue,
+                    tuple(drain.priorities),
+                    size,
+                    shard=self.shard,
+                    number=number,
+                    continue_s=CONTINUE_S if drain.is_deep else 0.0,
+                )
+        return None
 
     def drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
         """Continue the drain of a queue that may have more rows; otherwise end it."""

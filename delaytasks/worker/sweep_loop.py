@@ -15,15 +15,15 @@ from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import SILENT_SWEEPS, Settings
 from delaytasks.core.text import DEFER_MAX_S
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
-from delaytasks.maintenance.sweeper import SILENT_SWEEPS
 from delaytasks.processors.registry import Registry
 from delaytasks.worker.database_health import DatabaseContact, DatabasePace
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
+    from delaytasks.worker.declared_schedules import DeclaredSchedules
     from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
 
@@ -38,7 +38,7 @@ class SweepLoop:
     """The sweeps of one shard.
 
     With `polls_table` this worker looks for near tasks in the table itself, and counts as one of
-    the workers that share them.
+    the workers that share them. One of a worker's loops has `declared_schedules`.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class SweepLoop:
         pool: Any,
         hostname: str,
         polls_table: bool,
+        declared_schedules: DeclaredSchedules | None = None,
     ) -> None:
         self._shard = shard
         self._settings = settings
@@ -63,6 +64,7 @@ class SweepLoop:
         self._dispatcher = dispatcher
         self._pool = pool
         self._hostname = hostname
+        self._declared_schedules = declared_schedules
         self._lock = threading.Lock()
         self._requested: set[int] = set()
         self._must_forget = threading.Event()
@@ -123,6 +125,8 @@ class SweepLoop:
         is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
         if is_due and not attempt("stale", self._sweep_stale):
             self._contact.mark_failed()
+        if self._declared_schedules is not None and self._declared_schedules.is_due:
+            attempt("recurring", self._declared_schedules.follow)
         return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
 
     def _sweep(self, sweep_partition: int) -> None:
@@ -203,7 +207,8 @@ class SweepLoop:
                     "sweep.self",
                     sweep_partition=sweep_partition,
                     shard=self._shard.number,
-                    remedy="is celery beat running, and does the broker answer?",
+                    remedy="is celery beat running, does the broker answer, and does a worker "
+                    "serve the default queue of delaytasks (-Q)?",
                 )
             self._sweep(sweep_partition)
         self._checked_at = monotonic()

@@ -90,7 +90,7 @@ class TaskEvents:
             self._revoked(settlement, ended, is_expired=False)
         else:
             kind = "task-failed" if state == states.FAILURE else "task-retried"
-            why = settlement.error or f"until {settlement.due}"
+            why = settlement.error or f"until {settlement.expected_time}"
             traceback = why if error is not None else ""
             fields = _error_fields(why if error is None else shown(error, LONGEST_REPR), traceback)
             self._add(kind, task, ended, runtime=runtime, **fields)

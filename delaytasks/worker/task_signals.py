@@ -1,11 +1,12 @@
-"""Celery's signals about the end of a task's run.
+"""Celery's signals about a task's run.
 
-They follow the move of the row, whatever its processor returned or raised. So the row agrees with
-the receivers (Sentry, OpenTelemetry, metrics).
+Those about its end follow the move of the row, whatever its processor returned or raised. So the
+row agrees with the receivers (Sentry, OpenTelemetry, metrics).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from billiard.einfo import ExceptionInfo
@@ -24,6 +25,31 @@ _SIGNALS = {
 }
 
 
+def send_prerun(sender: Any, request: Any) -> None:
+    if signals.task_prerun.receivers:
+        signals.task_prerun.send(
+            sender=sender,
+            task_id=request.id,
+            task=sender,
+            args=request.args,
+            kwargs=request.kwargs,
+        )
+
+
+def send_postrun(sender: Any, request: Any, ends: Sequence[RunResult]) -> None:
+    """Send the signal after a run. `ends` is empty if its settlement failed."""
+    if signals.task_postrun.receivers:
+        signals.task_postrun.send(
+            sender=sender,
+            task_id=request.id,
+            task=sender,
+            args=request.args,
+            kwargs=request.kwargs,
+            retval=result_of(ends[0]) if ends else None,
+            state=state_of(ends[0]) if ends else states.FAILURE,
+        )
+
+
 def state_of(ended: RunResult) -> str:
     return ended.settlement.ending.celery_state
 
@@ -40,7 +66,9 @@ def result_of(ended: RunResult) -> Any:
         return ended.error
     why = ended.settlement.error or ""
     if state_of(ended) == states.RETRY:
-        return Retry(why or "its processor requested another run", when=ended.settlement.due)
+        return Retry(
+            why or "its processor requested another run", when=ended.settlement.expected_time
+        )
     return TaskFailedError(why, ended.settlement.task.id)
 
 

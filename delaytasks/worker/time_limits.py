@@ -12,6 +12,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.exceptions import SoftTimeLimitExceeded
@@ -19,7 +20,7 @@ from celery.exceptions import SoftTimeLimitExceeded
 from delaytasks.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from delaytasks.processors.registry import Processor, Registry
+    from delaytasks.processors.registry import ProcessorSpec, Registry
     from delaytasks.scheduling.queue_routing import QueueRouting
 
 T = TypeVar("T")
@@ -55,22 +56,27 @@ def check_time_limits(
             )
 
 
-def limited(processor: Processor, call: Callable[[], T]) -> T:
+def limited(
+    processor: ProcessorSpec, call: Callable[[], T], on_error: Callable[[], None] = lambda: None
+) -> T:
     """Call a processor within its limits.
 
     Both limits must be disarmed, even if the soft one strikes at the last moment. So each one has a
-    `finally` of its own, and the soft one is the inner one.
+    `finally` of its own, and the soft one is the inner one. For the same reason, the handlers of
+    other signals must raise only within `call`. If `call` raises, `on_error` keeps them from it,
+    since the soft limit may have ended `call` before it could.
     """
+    soft = partial(_soft_limited, processor.soft_time_limit_s, call, on_error)
     if processor.time_limit_s is None:
-        return _soft_limited(processor.soft_time_limit_s, call)
+        return soft()
     faulthandler.dump_traceback_later(processor.time_limit_s, exit=True, file=STDERR)
     try:
-        return _soft_limited(processor.soft_time_limit_s, call)
+        return soft()
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _soft_limited(limit_s: float | None, call: Callable[[], T]) -> T:
+def _soft_limited(limit_s: float | None, call: Callable[[], T], on_error: Callable[[], None]) -> T:
     if limit_s is None:
         return call()
 
@@ -82,6 +88,9 @@ def _soft_limited(limit_s: float | None, call: Callable[[], T]) -> T:
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             return call()
+        except BaseException:
+            on_error()
+            raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:

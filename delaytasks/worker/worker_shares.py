@@ -11,8 +11,8 @@ from typing import Any
 
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Entry
+from delaytasks.core.settings import SILENT_SWEEPS
 from delaytasks.maintenance.drain_requests import POLLING_PREFIX
-from delaytasks.maintenance.sweeper import SILENT_SWEEPS
 
 _PRIME = 1_000_003
 

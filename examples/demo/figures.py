@@ -67,7 +67,7 @@ def outcome_table(shop: Shop) -> Table:
     table.add_row(
         "payments that FAILED first",
         str(len(shop.payments)),
-        f"run again by {shop.retries} calls of retry",
+        f"run again by {shop.retries} calls of rerun",
     )
     table.add_row("interrupted by the kill", str(again), "lease expired, run by the other worker")
     table.add_row("waiting in the killed worker", str(held), "found in the table by the sweep")

@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from delaytasks import embedded
 from delaytasks.cli.supervisor import die_with_parent
+from delaytasks.embedded.broker import FILES_NOTE, choose, leave, record
+from delaytasks.embedded.server import answers, find_server, server_command
 
 START_S = 30.0
 
@@ -25,14 +26,14 @@ class Servers:
         self.broker = ""
 
     def start(self) -> None:
-        server = embedded.find_server()
-        broker = embedded.choose(self._data_dir, server)
-        embedded.record(broker)
-        self.broker = embedded.FILES_NOTE if server is None else str(server)
+        server = find_server()
+        broker = choose(self._data_dir, server)
+        record(broker)
+        self.broker = FILES_NOTE if server is None else str(server)
         if server is not None and broker.socket is not None:
             path = broker.socket
-            self._start("redis", embedded.server_command(server, broker.data_dir, path))
-            self._wait("redis", lambda: embedded.answers(path))
+            self._start("redis", server_command(server, broker.data_dir, path))
+            self._wait("redis", lambda: answers(path))
         for name in ("one", "two"):
             self._celery(
                 name,
@@ -65,7 +66,7 @@ class Servers:
                 os.killpg(process.pid, signal.SIGKILL)
             except OSError:
                 pass  # all processes have ended
-        embedded.leave(self._data_dir)
+        leave(self._data_dir)
 
     def log(self, name: str) -> str:
         path = self._folder / f"{name}.log"

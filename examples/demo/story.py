@@ -144,7 +144,7 @@ class Story:
         shop.payments_now = list(delaytasks.find(tag="payment.capture", limit=1000))
         for task in shop.payments_now:
             if task.status is Status.FAILED:
-                delaytasks.retry(task, RETRY_AFTER_S)
+                delaytasks.rerun(task, RETRY_AFTER_S)
                 shop.retries += 1
                 if shop.retries == 1:
                     self._tell(

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.embedded import broker_of, socket_path
+from delaytasks.embedded.broker import broker_of
+from delaytasks.embedded.server import socket_path
 from tests.acceptance.user_folder import DELAYTASKS, UserFolder
 from tests.waiting import wait_until
 
@@ -33,8 +34,21 @@ def up(tmp_path: Path) -> Iterator[UserFolder]:
     started.end()
 
 
-def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder) -> None:
+def test_up_serves_the_console_with_a_login(up: UserFolder) -> None:
+    pytest.importorskip("waitress")
     up.up("--no-flower")
+    wait_until(lambda: "/ ready." in up.log(), 30, "the console", every_s=0.05)
+    assert re.search(r"first user is admin with the password \S+", up.log())
+    address = re.search(r"console at (http://127\.0\.0\.1:\d+)/ ready", up.log())
+    assert address is not None
+    with urllib.request.urlopen(address[1], timeout=10) as answer:
+        assert answer.url == f"{address[1]}/login"
+    assert up.stop() == 0
+    assert up.processes() == {}
+
+
+def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder) -> None:
+    up.up("--no-flower", "--no-console")
     first = up.schedule("note", 1, text="first")
     wait_until(up.is_done(first), 20, "the first task")
 
@@ -102,13 +116,13 @@ def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:
     pytest.importorskip("flower")
     up.environ["FLOWER_UNAUTHENTICATED_API"] = "true"
     up.up()
-    url = re.search(r"http://127\.0\.0\.1:\d+", up.log())
+    url = re.search(r"(http://127\.0\.0\.1:\d+) \(Flower\)", up.log())
     assert url is not None
     up.schedule("note", 0, text="seen")
 
     def seen() -> bool:
         try:
-            with urllib.request.urlopen(f"{url[0]}/api/tasks", timeout=5) as answer:
+            with urllib.request.urlopen(f"{url[1]}/api/tasks", timeout=5) as answer:
                 return any(task["name"] == "note" for task in json.load(answer).values())
         except urllib.error.URLError:
             return False  # it is still starting

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from delaytasks.embedded import socket_path
+from delaytasks.embedded.server import socket_path
 from tests.processes import marked
 from tests.waiting import wait_until
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from sqlalchemy import Connection
@@ -10,12 +11,13 @@ from sqlalchemy import Connection
 from delaytasks import DelayTasks
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
+from tests.event_loops import WaitingTimer
 from tests.recording import RecordingTimer, delays_on, record
 
 
 @pytest.fixture
 def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_")
+    made = delays_on(database_url, table_prefix="s_", strict_tags=False)
     yield made
     made.close()
 
@@ -23,6 +25,16 @@ def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
 @pytest.fixture
 def timer(delays: DelayTasks) -> RecordingTimer:
     return record(delays)
+
+
+@pytest.fixture
+def waiting_timer(delays: DelayTasks) -> WaitingTimer:
+    timer: Any = WaitingTimer()
+    for shard in delays.shards:
+        producer: Any = shard.producer
+        producer._timer = timer
+    made: WaitingTimer = timer
+    return made
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -26,10 +27,11 @@ def plans(store: Store, work: Callable[[], object]) -> str:
             seen.append((statement, parameters))
 
     def note_prepared(self: Prepared, on: Connection, values: Mapping[str, Any]) -> Any:
-        if self._link(on) is not None:
-            _, execute, names, constants = self._texts
-            seen.append((execute, tuple({**constants, **values}[name] for name in names)))
-        return run_prepared(self, on, values)
+        answer = run_prepared(self, on, values)
+        if self._made_texts is not None:
+            _, execute, names = self._made_texts
+            seen.append((execute, tuple(values[name] for name in names)))
+        return answer
 
     for engine in (store.database.auto, store.database.tx):
         event.listen(engine, "before_cursor_execute", note)
@@ -43,16 +45,19 @@ def plans(store: Store, work: Callable[[], object]) -> str:
 def _explain(store: Store, seen: Sequence[tuple[str, Any]]) -> str:
     words = {"sqlite": "EXPLAIN QUERY PLAN "}.get(store.database.url.get_backend_name(), "EXPLAIN ")
     found: list[Any] = []
+
+    def explain(connection: Connection, sql: str, given: Any) -> None:
+        if store.database.can.prepare:  # the others need a good plan without this
+            connection.exec_driver_sql(
+                f"SET enable_seqscan = {'off' if sql.startswith('EXECUTE') else 'on'}"
+            )
+        found.extend(row._mapping for row in connection.exec_driver_sql(words + sql, given))
+        if store.database.can.prepare:
+            connection.exec_driver_sql("SET enable_seqscan = off")
+
     for sql, given in seen:
-        # Use a connection that keeps the plan of a prepared statement.
-        with store.database.auto.connect() as connection:
-            if store.database.can.prepare:  # the others need a good plan without this
-                connection.exec_driver_sql(
-                    f"SET enable_seqscan = {'off' if sql.startswith('EXECUTE') else 'on'}"
-                )
-            found += [row._mapping for row in connection.exec_driver_sql(words + sql, given)]
-            if store.database.can.prepare:
-                connection.exec_driver_sql("SET enable_seqscan = off")
+        # This uses the connection that keeps the plan of a prepared statement.
+        store.database.alone(partial(explain, sql=sql, given=given))
     if store.database.url.get_backend_name() == "mysql":
         # Leave out the possible keys, because only the key in use matters.
         return "\n".join(

@@ -12,6 +12,7 @@ import pytest
 
 from delaytasks import NewTask
 from delaytasks.core.clock import to_us
+from delaytasks.core.filters import Filter
 from delaytasks.core.ids import IdMaker
 from delaytasks.storage.store import Store
 from tests.manual_clock import ManualClock
@@ -52,11 +53,11 @@ def bench(
 )
 def test_an_instant_is_stored_as_it_is(bench: RunnerHarness, when: datetime, due: datetime) -> None:
     set_clock(bench, due - timedelta(days=1))
-    task = bench.producer.schedule(NewTask("note", None, when=when), "reject", None)
+    task = bench.producer.schedule(NewTask("note", None, at=when), "reject", None)
     assert task.expected_time == due
     assert bench.now(task).expected_time == due
     assert bench.store.tasks.find(
-        None, None, None, due, due + timedelta(microseconds=1), None, 5
+        Filter(since=due, until=due + timedelta(microseconds=1)), 5
     ).tasks == [bench.now(task)]
 
 

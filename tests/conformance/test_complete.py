@@ -90,7 +90,7 @@ def test_what_is_rolled_back_takes_done_with_it(bench: RunnerHarness, begin: Any
             task.complete(session)
             raise ConnectionError("busy")
 
-    processes(bench, work, retry="10s")
+    processes(bench, work, retries="10s")
     task = bench.schedule("credit")
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).attempts) == (Status.NOT_COMPLETE, 1)
@@ -105,7 +105,7 @@ def roll_back(bench: RunnerHarness, begin: Any, task: DelayTask) -> None:
 
 
 def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: RunnerHarness, begin: Any) -> None:
-    processes(bench, lambda task: roll_back(bench, begin, task), retry="10s")
+    processes(bench, lambda task: roll_back(bench, begin, task), retries="10s")
     task = bench.schedule("credit")
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).attempts) == (Status.NOT_COMPLETE, 1)
@@ -178,7 +178,7 @@ def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: RunnerHarnes
             task.complete(session)
         raise ValueError("too late")
 
-    processes(bench, work, retry="10s")
+    processes(bench, work, retries="10s")
     task = bench.schedule("credit")
     bench.run(task)
     assert bench.now(task).status is Status.DONE
@@ -211,7 +211,7 @@ def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_bein
         task.complete(sessions[0])
         raise ValueError("and nobody rolls back")
 
-    processes(bench, work, retry="10s")
+    processes(bench, work, retries="10s")
     task, neighbour = bench.schedule("credit"), bench.schedule()
     settled: list[int] = []
 
@@ -267,7 +267,9 @@ def test_rows_side_by_side_are_completed_each_in_its_own_transaction(
     async def work_on_loop(body: Any, task: DelayTask) -> None:
         await asyncio.to_thread(work, body, task)
 
-    bench.registry.processor("credit", in_flight=5, retry="10s")(work_on_loop if is_async else work)
+    bench.registry.processor("credit", in_flight=5, retries="10s")(
+        work_on_loop if is_async else work
+    )
     tasks = [bench.schedule("credit", n) for n in range(10)]
     bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE"] * 3 + ["NOT_COMPLETE"] + ["DONE"] * 6

@@ -138,7 +138,15 @@ def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(
     ran, t = editor.run(), store.schema.tasks
     far = START + timedelta(days=1)
     editor.claims.settle(
-        [Settlement(ran, "schedule_retry", began=START + timedelta(seconds=5), error="no", due=far)]
+        [
+            Settlement(
+                ran,
+                "schedule_retry",
+                began=START + timedelta(seconds=5),
+                error="no",
+                expected_time=far,
+            )
+        ]
     )
     assert editor.delays.get(ran).status is Status.NOT_COMPLETE
     assert due_s(editor.edit(after_s=10)) == 12

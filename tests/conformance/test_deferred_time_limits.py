@@ -24,7 +24,9 @@ def defer(delays: DelayTasks) -> Any:
     wiring = wiring_of(delays)
     registry = Registry()
     registry.processor("limited", time_limit=60)(lambda body: None)
-    rules = DeferralRules(delays.settings, wiring.clock, delays.events, registry, False)
+    rules = DeferralRules(
+        delays.settings, wiring.clock, delays.events, registry, False, lambda id, version: None
+    )
     deferral = rules.settlement(registry.get("limited"), claimed)
     assert deferral is not None
     assert claims.settle([deferral])
@@ -64,7 +66,7 @@ def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
         delays.events,
         processes_of(wiring_of(delays).celery),
         wiring_of(delays).registry,
-        wiring_of(delays).inline_timer,
+        wiring_of(delays).timer,
         dispatcher=SimpleNamespace(),
         pool=None,
         hostname="w",

@@ -123,7 +123,7 @@ def test_a_time_that_the_task_asked_for_is_its_new_due_time(
             raise outcome
         return outcome
 
-    bench.registry.processor("new", retry=RetrySchedule("60s", jitter=0))(end)
+    bench.registry.processor("new", retries=RetrySchedule("60s", jitter=0))(end)
     bench.run(make_due(bench, task))
     again = bench.now(task)
     assert (again.status, again.due_time, again.due) == (
@@ -145,7 +145,7 @@ def test_a_retried_task_has_a_new_due_time(bench: RunnerHarness) -> None:
     task, _ = deferred(bench)
     bench.store.tasks.cancel(task.id)
     at = bench.clock.now() + timedelta(hours=1)
-    bench.store.tasks.retry(task.id, at)
+    bench.store.tasks.rerun(task.id, at)
     assert bench.now(task).due == at
 
 

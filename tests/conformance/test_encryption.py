@@ -113,10 +113,10 @@ def rescheduled_and_cancelled(delays: DelayTasks) -> None:
 
 
 def failed_and_retried(delays: DelayTasks) -> None:
-    delays.processor("fail", retry="1h")(lambda body: 1 / 0)
+    delays.processor("fail", retries="1h")(lambda body: 1 / 0)
     run_now(delays, delays.schedule_delay("fail", BODY, 60))
     delays.processor("fail.once")(lambda body: 1 / 0)
-    delays.retry(run_now(delays, delays.schedule_delay("fail.once", BODY, 60)), 60)
+    delays.rerun(run_now(delays, delays.schedule_delay("fail.once", BODY, 60)), 60)
 
 
 def with_a_result(delays: DelayTasks) -> None:
@@ -190,7 +190,7 @@ def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) ->
     delays.processor("mail")(got.append)
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
     delays.processor("limited")(got.append)
-    delays.set_policy("limited", concurrency=1)
+    delays.set_policy(tag="limited", concurrency=1)
     tasks = [
         delays.schedule_delay(tag, BODY, 0)
         for tag in ("mail", "batch", "batch", "limited", "limited")
@@ -403,7 +403,7 @@ def test_a_body_that_was_moved_to_another_row_does_not_run_there(
     assert [task.status for task in found] == [Status.FAILED, Status.FAILED, Status.DONE]
     assert "belongs to another task" in str(found[0].error)
     change(store, tasks[0], message_body=first)
-    delays.retry(tasks[0], 0)
+    delays.rerun(tasks[0], 0)
     delays.runner().run_due("default", [0], 100)
     assert got == [2, 0], "in its own row it can be read again"
 
@@ -412,8 +412,8 @@ def test_a_row_whose_tag_was_changed_does_not_run_as_the_other_tag(
     store: Store, open_with: Open
 ) -> None:
     delays, got = open_with(NEW), list[Any]()
-    delays.processor("log")(got.append)
     task = delays.schedule_delay("mail", BODY, 0)
+    delays.processor("log")(got.append)
     change(store, task, tag="log")
     delays.runner().run([Entry(task.id, 0, 0)])
     assert (delays.get(task).status, got) == (Status.FAILED, [])

@@ -14,8 +14,6 @@ from delaytasks.storage.store import Store
 from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
 from tests.runner_harness import RunnerHarness
 
-SILENT_S = 15.0
-
 
 @pytest.fixture
 def bench(store: Store) -> RunnerHarness:
@@ -27,8 +25,7 @@ def bench(store: Store) -> RunnerHarness:
 
 def codes(bench: RunnerHarness, task: DelayTask) -> list[str]:
     return [
-        reason.code
-        for reason in why(FactReader(bench.store, bench.settings, SILENT_S).of(bench.now(task)))
+        reason.code for reason in why(FactReader(bench.store, bench.settings).of(bench.now(task)))
     ]
 
 
@@ -79,7 +76,7 @@ def test_a_retry_is_told_from_a_task_of_the_future(bench: RunnerHarness) -> None
     def fail(body: object) -> None:
         raise ValueError("no")
 
-    bench.registry.processor("limited", retry="60s")(fail)
+    bench.registry.processor("limited", retries="60s")(fail)
     task = bench.schedule("limited")
     bench.run(task)
     assert codes(bench, task) == ["retry"]

@@ -88,7 +88,7 @@ def test_a_task_that_was_there_is_found_and_keeps_its_key_and_its_place(growth: 
     replaced = growth.schedule(growth.new, "replace")
     assert (replaced.id, replaced.version, replaced.shard) == (was.id, 1, growth.home)
     assert growth.new.touch(tag=TAG, key=growth.key, delay=500)
-    assert growth.new.touch_many(tag=TAG, keys=[growth.key], delay=600) == []
+    assert growth.new.touch_many(tag=TAG, keys=[growth.key], delay=600).gone == []
     assert growth.live == [(was.id, growth.home)]
     assert growth.new.cancel(tag=TAG, key=growth.key)
     assert growth.schedule(growth.new).shard == growth.added
@@ -176,14 +176,14 @@ def test_an_old_task_that_is_retried_has_its_key_again_in_its_old_place(
     was = growth.schedule(growth.old)
     growth.old.cancel(was)
     new = growth.shards.delays(growth.added + 1) if is_over else growth.new
-    assert new.retry(was.id, 60).shard == growth.home
+    assert new.rerun(was.id, 60).shard == growth.home
     with pytest.raises(DuplicateTaskError) as caught:
         growth.schedule(new)
     assert caught.value.id == was.id
     assert new.get(tag=TAG, key=growth.key).id == was.id
     assert growth.schedule(new, "keep").id == was.id
     assert growth.schedule(new, "replace").id == was.id
-    assert new.touch_many(tag=TAG, keys=[growth.key], delay=500) == []
+    assert new.touch_many(tag=TAG, keys=[growth.key], delay=500).gone == []
     assert growth.live == [(was.id, growth.home)]
     growth.shards.finish(new.reschedule(was.id, 0))
     assert growth.schedule(new).shard == growth.added
@@ -201,8 +201,8 @@ def test_an_old_task_is_not_retried_while_another_one_has_its_key(
     engine = create_engine(growth.shards.urls[growth.home])
     with Session(engine) as session:
         for options in ({}, {"session": session}):
-            with pytest.raises(DuplicateTaskError, match="retry: ") as caught:
-                new.retry(was.id, **options)
+            with pytest.raises(DuplicateTaskError, match="rerun: ") as caught:
+                new.rerun(was.id, **options)
             assert caught.value.id == made.id
         session.commit()
     engine.dispose()
@@ -246,7 +246,7 @@ def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(
         growth.new.cancel(growth.schedule(growth.new))
     engine = create_engine(growth.shards.urls[growth.home])
     with Session(engine) as session, ThreadPoolExecutor() as threads:
-        growth.new.retry(was.id, 60, session=session)
+        growth.new.rerun(was.id, 60, session=session)
         other = threads.submit(growth.schedule, growth.shards.delays(growth.added + 1), "keep")
         with pytest.raises(futures.TimeoutError):
             other.result(0.5)
@@ -303,8 +303,8 @@ class Race:
         try:
             if act == "cancel":
                 delays.cancel(tag=TAG, key=key)
-            elif act == "retry":
-                delays.retry(known[-1 - len(known) % 3], 60)
+            elif act == "rerun":
+                delays.rerun(known[-1 - len(known) % 3], 60)
             else:
                 on_conflict: Any = act
                 task = delays.schedule_delay(TAG, None, 60, key=key, on_conflict=on_conflict)
@@ -347,8 +347,8 @@ def test_tasks_that_are_retried_where_they_are_never_share_their_key_with_new_on
             old = growth.old.schedule_delay(TAG, None, 60, key=key)
             race.places[old.id] = old.shard
             growth.old.cancel(old)
-        race.run(key, ["retry", "retry", "keep", "replace", "cancel"], rounds=6)
-    race.check("retry", "keep", "replace", "cancel")
+        race.run(key, ["rerun", "rerun", "keep", "replace", "cancel"], rounds=6)
+    race.check("rerun", "keep", "replace", "cancel")
 
 
 # -- after the change -----------------------------------------------------------------------------

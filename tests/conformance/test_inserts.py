@@ -14,6 +14,7 @@ from sqlalchemy import String, cast, select, text
 from delaytasks.core.errors import (
     StoreError,
 )
+from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -78,8 +79,8 @@ def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(
     store: Store, monkeypatch: pytest.MonkeyPatch, is_json: bool
 ) -> None:
     if is_json:
-        for way in ("_can_copy", "_binds"):
-            monkeypatch.setattr(store.tasks._insert_bulk, way, False)
+        database = store.tasks._insert_bulk._db
+        monkeypatch.setattr(database, "can", replace(database.can, copy=False, binds_values=False))
     monkeypatch.setattr(store_inserts, "_BOUND_ROWS", 3)
     headers, long_s = '{"expires_s":5}', 3_000_000_000
     made = [
@@ -141,8 +142,9 @@ def test_who_is_interrupted_while_rows_are_written_hears_of_it_and_none_is_there
             raise KeyboardInterrupt
         return stored(task)
 
-    stored, made = store_rows._values, [task(store) for _ in range(400)]
-    monkeypatch.setattr(store_rows, "_values", interrupted)
+    plain, made = store_rows.PLAIN_COLUMNS, [task(store) for _ in range(400)]
+    stored = store_rows._values[plain]
+    monkeypatch.setitem(store_rows._values, plain, interrupted)
     with pytest.raises(KeyboardInterrupt):
         store.tasks.insert_many(made)
     monkeypatch.undo()
@@ -184,7 +186,7 @@ def test_a_tag_or_key_that_differs_in_case_or_accents_is_another_one(store: Stor
     store.tasks.insert_keyed(task(store, tag="mail", key="k"), "reject")
     store.tasks.insert_keyed(task(store, tag="mail", key="K"), "reject")
     store.tasks.insert_keyed(task(store, tag="mail", key="ḱ"), "reject")
-    assert len(store.tasks.find("mail", None, None, None, None, None, 10)) == 3
+    assert len(store.tasks.find(filter_of({"tag": "mail"}), 10)) == 3
 
 
 def test_a_row_with_the_missions_columns_alone_is_a_good_task(store: Store, claims: Claims) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import update
 from delaytasks.core.errors import (
     DuplicateTaskError,
 )
+from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -125,12 +126,12 @@ def test_a_key_whose_task_another_program_finished_can_be_had_again(store: Store
 def test_retrying_takes_the_key_again_or_says_who_has_it(store: Store) -> None:
     first = keyed(store)
     store.tasks.cancel(first.id)
-    store.tasks.retry(first.id, store.tasks.now())
+    store.tasks.rerun(first.id, store.tasks.now())
     assert store.tasks.id_of_key("mail", "order-1") == first.id
     store.tasks.cancel(first.id)
     second = keyed(store)
     with pytest.raises(DuplicateTaskError) as caught:
-        store.tasks.retry(first.id, store.tasks.now())
+        store.tasks.rerun(first.id, store.tasks.now())
     assert caught.value.id == second.id
     assert read(store, first.id).status is Status.CANCELLED
 
@@ -146,7 +147,7 @@ def test_of_many_callers_with_one_key_one_gets_it(store: Store) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert Counter(pool.map(schedule, made)) == {True: 1, False: 7}
-    assert len(store.tasks.find("mail", None, None, None, None, None, 10)) == 1
+    assert len(store.tasks.find(filter_of({"tag": "mail"}), 10)) == 1
 
 
 def test_a_key_names_its_only_live_task_however_replacing_and_settling_meet(
@@ -178,6 +179,8 @@ def test_a_key_names_its_only_live_task_however_replacing_and_settling_meet(
     assert errors == []
     live = [
         one.id
-        for one in store.tasks.find("mail", Status.NOT_COMPLETE, "order-1", None, None, None, 100)
+        for one in store.tasks.find(
+            filter_of({"tag": "mail", "status": Status.NOT_COMPLETE, "key": "order-1"}), 100
+        )
     ]
     assert live in ([], [store.tasks.id_of_key("mail", "order-1")])

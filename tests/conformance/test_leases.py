@@ -77,7 +77,7 @@ def test_leases_are_renewed_beside_a_row_that_somebody_has_locked(
         assert pool.submit(store.leases.renew, ["worker-1"], before).result(3) == (1, [locked.id])
 
 
-@pytest.mark.parametrize("name", ["cancel", "reschedule", "retry"])
+@pytest.mark.parametrize("name", ["cancel", "reschedule", "rerun"])
 def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
     store: Store, claims: Claims, owner: Connection, name: str
 ) -> None:

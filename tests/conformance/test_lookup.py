@@ -10,6 +10,7 @@ import pytest
 from delaytasks.core.errors import (
     InvalidQueryError,
 )
+from delaytasks.core.filters import Filter, filter_of
 from delaytasks.core.states import Status
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.stats import Stats
@@ -33,7 +34,7 @@ def test_pages_of_a_status_are_in_due_order_over_all_queues_and_priorities(store
     found: list[int] = []
     cursor = None
     while True:
-        page = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, cursor, 5)
+        page = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 5, cursor)
         found += [one.id for one in page.tasks]
         cursor = page.cursor
         if cursor is None:
@@ -48,8 +49,7 @@ def test_find_answers_by_each_of_its_questions(store: Store, claims: Claims) -> 
     order = keyed(store, 30.0, tag="order")
 
     def found(**question: Any) -> list[int]:
-        names = ("tag", "status", "key", "since", "until", "cursor")
-        page = store.tasks.find(**{**dict.fromkeys(names), "limit": 10, **question})
+        page = store.tasks.find(filter_of(question), 10)
         assert page.cursor is None
         return [one.id for one in page]
 
@@ -71,7 +71,7 @@ def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> Non
     seen: list[int] = []
     cursor = None
     for step in range(25):
-        page = store.tasks.find(None, None, None, None, None, cursor, 3)
+        page = store.tasks.find(Filter(), 3, cursor)
         seen += [one.id for one in page]
         cursor = page.cursor
         if cursor is None:
@@ -87,7 +87,7 @@ def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> Non
 @pytest.mark.parametrize("cursor", ["nonsense", "", "AAAA", "MTIz", "ОК"])
 def test_a_cursor_that_find_never_gave_is_refused(store: Store, cursor: str) -> None:
     with pytest.raises(InvalidQueryError, match="cursor"):
-        store.tasks.find(None, None, None, None, None, cursor, 10)
+        store.tasks.find(Filter(), 10, cursor)
 
 
 def test_counts_name_every_status(store: Store) -> None:

@@ -13,6 +13,7 @@ from sqlalchemy import event, insert, update
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
+from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Level, QueuePlace
 from delaytasks.core.states import Status
 from delaytasks.maintenance import overdue_queues as overdue
@@ -273,9 +274,7 @@ def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
     """
     site.rows(*names(1200), in_s=20)
     site.rows(*names(1200), in_s=25)
-    ids = {
-        row.id for row in site.store.tasks.find(None, None, None, None, None, None, 10_000).tasks
-    }
+    ids = {row.id for row in site.store.tasks.find(Filter(), 10_000).tasks}
     now = iter(range(10**6))
     monkeypatch.setattr(sweeper_module, "monotonic", lambda: next(now) * 100.0)
     armed: list[int] = []

@@ -178,7 +178,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
     ran: list[Any] = []
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     delays.processor("fails")(lambda body: 1 / 0)
-    delays.processor("climbs", retry="1h")(lambda body: 1 / 0)
+    delays.processor("climbs", retries="1h")(lambda body: 1 / 0)
     owner = delays.schedule_delay("mail", {}, 3600, key="of another task")
     good = range(1000, 1100)
     expected = insert_rows(store, good)
@@ -254,7 +254,7 @@ def assert_calls_raise_our_errors(delays: DelayTasks, ids: Iterable[int]) -> Non
         lambda id: delays.touch(id, 60),
         lambda id: delays.reschedule(id, 60),
         partial(delays.cancel, strict=True),
-        delays.retry,
+        delays.rerun,
         partial(delays.cancel, strict=True),
     ]
     refused = {(id, type(error)) for id in ids for error in map(partial(refusal, id), calls)}

@@ -25,19 +25,25 @@ from tests.conftest import open_store
 from tests.recording import delays_on
 from tests.waiting import wait_until
 
-NAMES = {"table_prefix": "n_", "timer": "direct"}
+NAMES = {"table_prefix": "n_", "timer": "direct", "arm": "inline"}
+
+
+@pytest.fixture(scope="module", params=["postgresql_url", "psycopg_url"])
+def url(request: pytest.FixtureRequest) -> str:
+    found: str = request.getfixturevalue(request.param)
+    return found
 
 
 @pytest.fixture(scope="module")
-def told_store(postgresql_url: str) -> Iterator[Store]:
-    store = open_store(postgresql_url, **NAMES)
+def told_store(url: str) -> Iterator[Store]:
+    store = open_store(url, **NAMES)
     yield store
     store.close()
 
 
 @pytest.fixture
-def delays(told_store: Store, postgresql_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(postgresql_url, **NAMES)
+def delays(told_store: Store, url: str) -> Iterator[DelayTasks]:
+    made = delays_on(url, **NAMES)
     yield made
     made.close()
 
@@ -133,10 +139,8 @@ def test_what_strangers_tell_is_refused(payload: str) -> None:
         read_notice(payload)
 
 
-def test_no_other_timer_costs_a_notice(
-    postgresql_url: str, told_store: Store, listener: Listener
-) -> None:
-    other = delays_on(postgresql_url, table_prefix="n_")
+def test_no_other_timer_costs_a_notice(url: str, told_store: Store, listener: Listener) -> None:
+    other = delays_on(url, table_prefix="n_")
     try:
         producer = other.shards[0].producer
         assert producer._notify is None
@@ -203,7 +207,10 @@ def test_an_ear_whose_connection_ends_says_so_and_listens_again(
 ) -> None:
     hearing = hear()
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
-    query = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen"
+    query = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen "
+        "AND datname = current_database()"
+    )
     listen = {"listen": f'LISTEN "{wiring_of(delays).store.notices.channel}"'}
     with wiring_of(delays).store.database.auto.connect() as connection:
         assert connection.execute(text(query), listen).scalars().all() == [True]

@@ -33,7 +33,7 @@ OPERATORS: dict[str, Callable[[Store, DelayTask], Any]] = {
     "reschedule": lambda store, made: store.tasks.reschedule(
         made.id, seconds(made.expected_time, 60)
     ),
-    "retry": lambda store, made: store.tasks.retry(made.id, seconds(made.expected_time, 60)),
+    "rerun": lambda store, made: store.tasks.rerun(made.id, seconds(made.expected_time, 60)),
 }
 
 
@@ -49,7 +49,7 @@ def test_an_operators_move_is_made_from_its_sources_and_refused_elsewhere(
         assert (found.status, found.version) == (moved.status, moved.version) == (move.target, 1)
         later = 0 if name == "cancel" else 60
         assert found.expected_time == moved.expected_time == seconds(made.expected_time, later)
-        assert (found.attempts, found.lapses) == ((0, 0) if name == "retry" else (3, 2))
+        assert (found.attempts, found.lapses) == ((0, 0) if name == "rerun" else (3, 2))
         assert found.update_time is not None
         assert made.create_time is not None
         assert found.update_time >= made.create_time
@@ -78,7 +78,7 @@ def test_an_operators_move_names_the_task_that_is_not_there(store: Store, name: 
 def test_a_move_with_a_stale_version_is_refused(store: Store) -> None:
     made = add(store)
     store.tasks.reschedule(made.id, made.expected_time, version=0)
-    for name in ("reschedule", "retry"):
+    for name in ("reschedule", "rerun"):
         with pytest.raises(StaleVersionError, match="version 1, not 0"):
             getattr(store.tasks, name)(made.id, made.expected_time, version=0)
     with pytest.raises(StaleVersionError):
@@ -112,7 +112,7 @@ def test_a_move_that_meets_its_own_first_try_is_done_or_unknown_and_never_refuse
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
     other = beside(store, proxy.url(url.render_as_string(hide_password=False)))
-    made = put(store, Status.FAILED if name == "retry" else Status.NOT_COMPLETE)
+    made = put(store, Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
     other.tasks.cancel(add(store).id)  # opens the connection
     proxy.cut_answer(rb"COMMIT(?!TED)")
     if name == "cancel":

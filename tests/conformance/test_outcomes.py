@@ -47,7 +47,7 @@ def wait_s(bench: RunnerHarness, task: DelayTask) -> float:
 
 
 def test_a_ladder_of_two_rungs_means_three_runs(bench: RunnerHarness) -> None:
-    raises(bench, "pay", ConnectionError("busy"), retry="10s 60s")
+    raises(bench, "pay", ConnectionError("busy"), retries="10s 60s")
     task = bench.schedule("pay")
     bench.run(task)
     first = bench.now(task)
@@ -70,7 +70,7 @@ def test_a_ladder_of_two_rungs_means_three_runs(bench: RunnerHarness) -> None:
 
 
 def test_the_next_rung_is_armed_when_it_is_near(bench: RunnerHarness) -> None:
-    raises(bench, "pay", ConnectionError(), retry="10s 1h")
+    raises(bench, "pay", ConnectionError(), retries="10s 1h")
     task = bench.schedule("pay")
     bench.run(task)
     [entry] = bench.timer.armed
@@ -85,7 +85,7 @@ def test_a_task_that_succeeds_on_a_later_rung_is_done_and_keeps_what_failed(
 ) -> None:
     answers = [ConnectionError("first"), None]
 
-    @bench.registry.processor("pay", retry="1s 1s")
+    @bench.registry.processor("pay", retries="1s 1s")
     def pay(body: Any) -> None:
         error = answers.pop(0)
         if error is not None:
@@ -106,7 +106,7 @@ def test_a_success_leaves_no_attempt(bench: RunnerHarness) -> None:
 
 def test_a_task_may_bring_its_own_ladder(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError())
-    task = bench.schedule("pay", retry=RetrySchedule("30s"))
+    task = bench.schedule("pay", retries=RetrySchedule("30s"))
     assert bench.now(task).retry_schedule == RetrySchedule("30s")
     bench.run(task)
     assert 29 < wait_s(bench, bench.now(task)) <= 30
@@ -114,14 +114,14 @@ def test_a_task_may_bring_its_own_ladder(bench: RunnerHarness) -> None:
 
 
 def test_an_error_that_is_not_worth_a_retry_fails_at_once(bench: RunnerHarness) -> None:
-    raises(bench, "pay", ValueError("wrong account"), retry={ValueError: None, Exception: "10s"})
+    raises(bench, "pay", ValueError("wrong account"), retries={ValueError: None, Exception: "10s"})
     task = bench.schedule("pay")
     bench.run(task)
     assert bench.now(task).status is Status.FAILED
 
 
 def test_the_last_fifty_attempts_are_kept(bench: RunnerHarness) -> None:
-    raises(bench, "pay", ConnectionError(), retry=RetrySchedule.fixed(0, times=60))
+    raises(bench, "pay", ConnectionError(), retries=RetrySchedule.fixed(0, times=60))
     task = bench.schedule("pay")
     for _ in range(60):
         run_again(bench, task)
@@ -173,7 +173,7 @@ def test_a_result_that_can_not_be_kept_does_not_undo_the_run(
 
 
 def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: RunnerHarness) -> None:
-    returns(bench, "pay", Retry(after="5m", reason="the bank is closed"), retry="10s")
+    returns(bench, "pay", Retry(after="5m", reason="the bank is closed"), retries="10s")
     task = bench.schedule("pay")
     bench.run(task)
     first = bench.now(task)
@@ -187,7 +187,7 @@ def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: RunnerHarn
 
 
 def test_retry_without_a_time_climbs_the_ladder(bench: RunnerHarness) -> None:
-    returns(bench, "pay", Retry(), retry="10s")
+    returns(bench, "pay", Retry(), retries="10s")
     task = bench.schedule("pay")
     bench.run(task)
     assert 9 < wait_s(bench, bench.now(task)) <= 10
@@ -202,7 +202,7 @@ def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: RunnerHa
 
 
 def test_snooze_uses_no_attempt(bench: RunnerHarness) -> None:
-    returns(bench, "pay", Snooze("1h"), retry="10s")
+    returns(bench, "pay", Snooze("1h"), retries="10s")
     task = bench.schedule("pay")
     for _ in range(3):
         snoozed = run_again(bench, task)
@@ -212,7 +212,7 @@ def test_snooze_uses_no_attempt(bench: RunnerHarness) -> None:
 
 
 def test_cancel_is_for_good(bench: RunnerHarness) -> None:
-    returns(bench, "pay", Cancel("paid by other means"), retry="10s")
+    returns(bench, "pay", Cancel("paid by other means"), retries="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).error) == (
@@ -223,7 +223,7 @@ def test_cancel_is_for_good(bench: RunnerHarness) -> None:
 
 
 def test_fail_leaves_no_rung(bench: RunnerHarness) -> None:
-    returns(bench, "pay", Fail("no such account"), retry="10s")
+    returns(bench, "pay", Fail("no such account"), retries="10s")
     task = bench.schedule("pay")
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).error) == (Status.FAILED, "no such account")
@@ -265,7 +265,7 @@ def test_what_is_too_late_to_be_worth_running_is_cancelled(
 def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: RunnerHarness) -> None:
     newer: list[DelayTask] = []
 
-    @bench.registry.processor("pay", retry="10s")
+    @bench.registry.processor("pay", retries="10s")
     def pay(body: Any) -> None:
         new = NewTask("pay", "newer", 60, key="7")
         newer.append(bench.producer.schedule(new, "replace", None))
@@ -281,7 +281,7 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: RunnerHa
 
 
 def test_a_task_keeps_its_key_on_the_ladder(bench: RunnerHarness) -> None:
-    raises(bench, "pay", ConnectionError(), retry="10s")
+    raises(bench, "pay", ConnectionError(), retries="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
     with pytest.raises(DuplicateTaskError):
@@ -329,7 +329,7 @@ def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(
     def work(tasks: list[DelayTask]) -> Any:
         return [Done(7), Retry(reason="busy"), Snooze("30m"), Cancel("closed"), Fail("no")]
 
-    bench.registry.processor("batch", batch=10, retry="10s", keep_result=True)(work)
+    bench.registry.processor("batch", batch=10, retries="10s", keep_result=True)(work)
     tasks = [bench.schedule("batch", key=str(n)) for n in range(5)]
     bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
@@ -351,7 +351,9 @@ def test_rows_that_run_side_by_side_end_each_by_itself(
     async def work_on_loop(body: Any) -> Any:
         return work(body)
 
-    bench.registry.processor("wait", in_flight=10, retry="10s")(work_on_loop if is_async else work)
+    bench.registry.processor("wait", in_flight=10, retries="10s")(
+        work_on_loop if is_async else work
+    )
     tasks = [bench.schedule("wait", n) for n in range(30)]
     bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", *["DONE"] * 27]

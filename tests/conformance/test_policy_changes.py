@@ -19,6 +19,7 @@ from delaytasks.core.states import Status
 from delaytasks.execution import policy_cache as engine_policies
 from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.pause_sweeper import APPLIED, PauseSweeper
+from delaytasks.storage.change_numbers import ChangeNumbers
 from delaytasks.storage.policies import PolicyTable
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
@@ -96,16 +97,16 @@ def test_a_change_that_is_committed_late_is_read_as_well(
     set_limit(table, "first", 1)
     reader.cache.refresh()
     has_number, may_commit = threading.Event(), threading.Event()
-    count = PolicyTable._next
+    count = ChangeNumbers.next
 
-    def dawdle(self: PolicyTable, on: Any) -> int:
-        number = count(self, on)
+    def dawdle(self: ChangeNumbers, on: Any, row: int) -> int:
+        number = count(self, on, row)
         if threading.current_thread().name.startswith("slow"):
             has_number.set()
             assert may_commit.wait(30)
         return number
 
-    monkeypatch.setattr(PolicyTable, "_next", dawdle)
+    monkeypatch.setattr(ChangeNumbers, "next", dawdle)
     with ThreadPoolExecutor(1, "slow") as slow, ThreadPoolExecutor(1) as quick:
         late = slow.submit(set_limit, table, "late", 2)
         assert has_number.wait(30)

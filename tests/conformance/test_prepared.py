@@ -21,9 +21,10 @@ from tests.conftest import open_store
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def field(postgresql_url: str) -> Iterator[Store]:
-    store = open_store(postgresql_url, table_prefix="plan_", pool_size=1)
+@pytest.fixture(params=["postgresql_url", "psycopg_url"])
+def field(request: pytest.FixtureRequest) -> Iterator[Store]:
+    url = request.getfixturevalue(request.param)
+    store = open_store(url, table_prefix="plan_", pool_size=1)
     store.database.alone(
         lambda c: c.exec_driver_sql(
             f"ALTER TABLE {store.schema.tasks} SET (autovacuum_enabled = off)"

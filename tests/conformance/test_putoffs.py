@@ -80,7 +80,7 @@ def test_a_climber_waits_for_its_rung_whatever_its_error_says(
     def fail(body: Any) -> None:
         raise ValueError("no such processor, tag=new; next try at 2026")
 
-    delays.processor("new", retry="5m")(fail)
+    delays.processor("new", retries="5m")(fail)
     task = delays.schedule_delay("new", {}, 0)
     delays.runner().run([Entry(task.id, 0, 0)])
     assert delays.get(task).attempts == 1

@@ -12,12 +12,15 @@ from unittest import mock
 import pytest
 from sqlalchemy import insert, update
 
-from delaytasks.core.bulk import AuditEntry, filter_of
+from delaytasks.core.bulk import AuditEntry, bulk_filter_of
+from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import bulk as store_bulk
 from delaytasks.storage import stats as stats_module
+from delaytasks.storage.changes import ChangeReader
+from delaytasks.storage.live_rows import LiveRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans
@@ -87,7 +90,7 @@ def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(
     unanalysed: Store, versions: int
 ) -> None:
     store, claims = unanalysed, unanalysed.claims("w", None)
-    found = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 20).tasks
+    found = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 20).tasks
     some = [replace(one, version=n % versions) for n, one in enumerate(found)]
     shown = plans(store, lambda: claims.claim([entry(one) for one in some]))
     shown += plans(store, lambda: claims.settle([Settlement(one, "succeed") for one in some]))
@@ -96,6 +99,21 @@ def test_a_claim_by_id_uses_the_primary_key_on_empty_statistics(
     )
     assert "plan_idx" not in shown, shown
     assert_no_scan(shown)
+
+
+def plans_of_changes(store: Store, **filters: str) -> str:
+    changes = ChangeReader(store.database, store.schema, filter_of(filters))
+    now = changes.now()
+    return plans(store, lambda: changes.read(seconds(now, -10), now, []))
+
+
+def test_a_read_of_changes_scans_no_table(analysed: Store) -> None:
+    shown = plans_of_changes(analysed) + plans_of_changes(analysed, tag="note")
+    assert_no_scan(shown + plans_of_changes(analysed, key="k"))
+
+
+def test_a_read_of_what_happens_now_scans_no_table(analysed: Store) -> None:
+    assert_no_scan(plans(analysed, LiveRows(analysed.database, analysed.schema).read))
 
 
 def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(
@@ -133,7 +151,7 @@ def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_
 
 def test_touching_finds_each_row_and_key_by_itself_on_empty_statistics(unanalysed: Store) -> None:
     store, later = unanalysed, seconds(unanalysed.tasks.now(), 5000)
-    waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 1000).tasks
+    waiting = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 1000).tasks
     ids = [one.id for one in waiting]
     keys = [f"k{n}" for n in range(10_000)]
     with store.database.begin() as connection:
@@ -178,6 +196,34 @@ def test_the_slow_path_uses_the_hot_index_on_good_statistics(analysed: Store) ->
         assert_no_scan(shown)
 
 
+def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(
+    database_url: str,
+) -> None:
+    store = open_store(database_url, table_prefix="small_")
+    if store.database.url.get_backend_name() == "postgresql":
+        store.close()
+        return  # its planner reads a small table as a whole, and locks only the rows that it wants
+    past = seconds(store.tasks.now(), -10)
+    rows = [task(store, queue=queue, expected_time=past) for queue in "aaabbaac"]
+    store.tasks.insert_many(rows)
+    claims, some = store.claims("w", None), [entry(row) for row in rows[:3]]
+    try:
+        for work, index in (
+            (lambda: claims.claim_recovered("a", [0]), "idx_yb_delay_hot"),
+            (lambda: store.leases.release(["w"], 5), "idx_yb_delay_hot"),
+            (lambda: store.leases.renew(["w"], past), "idx_yb_delay_hot"),
+            (lambda: claims.claim_due("a", [0], 50), "idx_yb_delay_hot"),
+            (lambda: claims.claim(some), ""),
+        ):
+            shown = plans(store, work)
+            assert index in shown, shown
+            assert not re.search("SCAN small_|ALL on small_|index on small_", shown), shown
+    finally:
+        with store.database.begin() as connection:
+            store.schema.metadata.drop_all(connection)
+        store.close()
+
+
 def test_old_rows_are_found_by_their_time_on_good_statistics(analysed: Store) -> None:
     shown = plans(analysed, lambda: analysed.sweeps.purge(20_000, 100))
     assert "plan_idx_expectedTime_status" in shown, shown
@@ -210,7 +256,8 @@ def assert_finds_without_scan(store: Store) -> None:
 
     def find(status: Status | None, key: str | None, limit: int = 20) -> list[int]:
         return [
-            one.id for one in store.tasks.find(None, status, key, None, None, None, limit).tasks
+            one.id
+            for one in store.tasks.find(filter_of({"status": status, "key": key}), limit).tasks
         ]
 
     assert find(Status.FAILED, None, 100) == [one.id for one in some[:50]]
@@ -281,22 +328,22 @@ def test_many_are_found_by_their_status_and_due_time_window_by_window(
 ) -> None:
     store, now = analysed, analysed.tasks.now()
     monkeypatch.setattr(store_bulk, "WINDOW", 500)
-    for move in ("cancel", "reschedule", "retry"):
-        status = "FAILED" if move == "retry" else "NOT_COMPLETE"
+    for move in ("cancel", "reschedule", "rerun"):
+        status = "FAILED" if move == "rerun" else "NOT_COMPLETE"
         for filters in (
             {"tag": "nobody"},
             {"status": status, "key_prefix": "x", "since": seconds(now, -5000)},
         ):
-            windows = store.bulk.matching(filter_of(move, filters, False))
+            windows = store.bulk.matching(bulk_filter_of(move, filters, False))
             shown = plans(store, lambda some=windows: list(itertools.islice(some, 2)))  # type: ignore[misc]
             assert_no_scan(shown)
             used = re.findall("plan_idx_([a-z_]+)", shown.lower())
             # MySQL may use the other index if it estimates that a window is as narrow there.
             # PostgreSQL may read the few rows with a key inside a window.
-            in_order = "expectedtime_status" if move == "retry" else "yb_delay_hot"
+            in_order = "expectedtime_status" if move == "rerun" else "yb_delay_hot"
             assert used[0] == in_order, shown
             assert used.count(in_order) + used.count("yb_delay_key") >= 3, shown
-            assert move != "retry" or "yb_delay_hot" not in used, shown
+            assert move != "rerun" or "yb_delay_hot" not in used, shown
 
 
 @pytest.mark.parametrize("move", ["cancel", "reschedule"])
@@ -310,7 +357,7 @@ def test_many_are_moved_by_their_ids_on_empty_statistics(unanalysed: Store, move
     store.bulk.begin(entry)
     to = None if move == "cancel" else timedelta(hours=1)
     shown = plans(
-        store, lambda: store.bulk.step(entry.id, filter_of(move, {}, True), ids, to, (0, 0))
+        store, lambda: store.bulk.step(entry.id, bulk_filter_of(move, {}, True), ids, to, (0, 0))
     )
     assert not re.search(
         r"Seq Scan on plan_yb_delay_task_m|SCAN plan_|(ALL|index) on plan_yb_delay_task_m", shown

@@ -17,6 +17,8 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTasks
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution import policy_cache
+from delaytasks.timers import background
+from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.running import delete_keys
@@ -34,9 +36,10 @@ class RoundTrips(NamedTuple):
 #: The rows of the table in the docs.
 ROUND_TRIPS = {
     "`schedule_delay`, due beyond the horizon": RoundTrips(1, 0),
-    "`schedule_delay`, due within the horizon": RoundTrips(1, 1),
+    "`schedule_delay`, due within the horizon": RoundTrips(1, 0),
     "`schedule_delay` in the caller's transaction": RoundTrips(1, 0),
-    "commit of the caller's transaction, after a call due within the horizon": RoundTrips(1, 1),
+    "commit of the caller's transaction, after a call due within the horizon": RoundTrips(1, 0),
+    "in a thread: arming up to 100 tasks of these calls together": RoundTrips(0, 1),
     "claim of a chunk": RoundTrips(1, 0),
     "settlement of a chunk": RoundTrips(1, 0),
 }
@@ -67,6 +70,9 @@ class TripCounter:
         work()
         return self.since_last()
 
+    def flush(self) -> None:
+        assert wiring_of(self.delays).flush()
+
     def close(self) -> None:
         with self.store.database.begin() as connection:
             self.store.schema.metadata.drop_all(connection)
@@ -82,6 +88,9 @@ def counter(
 ) -> Iterator[TripCounter]:
     # Once a second, a process that no worker leads reads the policies besides.
     monkeypatch.setattr(policy_cache, "POLICY_REFRESH_S", 3600)
+    # The thread arms only when the test flushes.
+    for name in ("ARM_DELAY_S", "ARM_DELAY_PART"):
+        monkeypatch.setattr(background, name, 3600)
     made = TripCounter(postgresql_url, redis_url)
     yield made
     made.close()
@@ -96,7 +105,17 @@ def test_a_call_makes_these_round_trips(counter: TripCounter, where: str, delay:
         return counter.delays.schedule_delay("note", {"n": 1}, delay)
 
     schedule()  # opens the connections
+    counter.flush()
     assert counter.of(schedule) == ROUND_TRIPS[f"`schedule_delay`, due {where} the horizon"]
+
+
+def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: TripCounter) -> None:
+    counter.delays.schedule_delay("note", None, NEAR_S)
+    counter.flush()  # opens the connections
+    for _ in range(100):
+        counter.delays.schedule_delay("note", None, NEAR_S)
+    name = "in a thread: arming up to 100 tasks of these calls together"
+    assert counter.of(counter.flush) == ROUND_TRIPS[name]
 
 
 def test_a_call_in_the_callers_transaction_makes_these_round_trips(counter: TripCounter) -> None:
@@ -111,6 +130,7 @@ def test_a_call_in_the_callers_transaction_makes_these_round_trips(counter: Trip
             return scheduled, counter.of(session.commit)
 
     schedule()  # opens the connections
+    counter.flush()
     scheduled, committed = schedule()
     engine.dispose()
     assert scheduled == ROUND_TRIPS["`schedule_delay` in the caller's transaction"]
@@ -127,6 +147,7 @@ def test_a_chunk_makes_these_round_trips(counter: TripCounter, rows: int) -> Non
     def run() -> RoundTrips:
         """Return the round trips after the last row has run."""
         tasks = [counter.delays.schedule_delay("note", None, 0) for _ in range(rows)]
+        counter.flush()
         return counter.of(lambda: runner.run([Entry.of(task) for task in tasks]))
 
     run()  # opens the connections and prepares the statements

@@ -36,7 +36,9 @@ def test_settling_writes_the_end_of_each_run(store: Store, claims: Claims) -> No
     ends = [
         Settlement(claimed[won.id], "succeed", began=began),
         Settlement(claimed[lost.id], "fail", error=NASTY),
-        Settlement(claimed[back.id], "give_back", due=due, error="no such processor, tag='mail'"),
+        Settlement(
+            claimed[back.id], "give_back", expected_time=due, error="no such processor, tag='mail'"
+        ),
     ]
     assert claims.settle(ends) == {won.id, lost.id, back.id}
     done, failed, waiting = (read(store, one.id) for one in (won, lost, back))
@@ -129,8 +131,13 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
         {"move": "succeed"},
         {"move": "succeed", "began": now, "result": '{"a":1}'},
         {"move": "fail", "began": seconds(now, -1), "error": "all\nof it"},
-        {"move": "snooze", "began": now, "due": seconds(now, 60)},
-        {"move": "schedule_retry", "began": now, "due": seconds(now, 30), "error": "again"},
+        {"move": "snooze", "began": now, "expected_time": seconds(now, 60)},
+        {
+            "move": "schedule_retry",
+            "began": now,
+            "expected_time": seconds(now, 30),
+            "error": "again",
+        },
         {"move": "give_back"},
         {"move": "expire", "error": "too late"},
     ]

@@ -173,7 +173,7 @@ def test_every_verb_finds_its_shard(
     assert touched.expected_time > moved.expected_time
     assert delays.cancel(**name(task))
     assert delays.get(task.id).status is Status.CANCELLED
-    assert delays.retry(task.id, 60).status is Status.NOT_COMPLETE
+    assert delays.rerun(task.id, 60).status is Status.NOT_COMPLETE
     assert delays.attempts(task.id) == []
     assert delays.get(**name(task)).id == task.id, "its key too is back"
 
@@ -182,10 +182,10 @@ def test_many_are_touched_wherever_they_are(delays: DelayTasks) -> None:
     keyed = [schedule_at(delays, shard) for shard in SHARDS]
     plain = [delays.schedule_delay(TAG, None, 60) for _ in range(20)]
     gone = schedule_at_and_cancel(delays)
-    assert delays.touch_many([*keyed, *(task.id for task in plain), gone.id], 500) == [gone.id]
+    assert delays.touch_many([*keyed, *(task.id for task in plain), gone.id], 500).gone == [gone.id]
     assert delays.touch_many(
         tag=TAG, keys=[*(task.key or "" for task in keyed), "nobody"], delay=900
-    ) == ["nobody"]
+    ).gone == ["nobody"]
     now = wiring_of(delays).clock.now()
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 800 for task in keyed)
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 400 for task in plain)
@@ -249,7 +249,7 @@ def test_many_are_retried_where_they_are_and_have_their_keys_again(
         delays.cancel(task)
         shards.set_status(task, Status.FAILED)
     taken = schedule_at(delays, 1)
-    result = delays.retry_many(tag=TAG)
+    result = delays.rerun_many(tag=TAG)
     assert (result.matched, result.changed, result.refused) == (3, 2, 1)
     assert [delays.get(tag=TAG, key=task.key).id for task in tasks] == [
         tasks[0].id,
@@ -271,7 +271,7 @@ def test_ids_that_a_database_made_are_found_in_any_shard(
     found = delays.get(5 + shard)
     assert (found.id, found.shard) == (5 + shard, shard)
     assert delays.touch(5 + shard, 60)
-    assert delays.touch_many([5 + shard], 90) == []
+    assert delays.touch_many([5 + shard], 90).gone == []
     assert delays.cancel(5 + shard)
     with pytest.raises(TaskNotFoundError):
         delays.get(99)
@@ -288,7 +288,7 @@ def test_of_two_tasks_with_one_id_the_one_that_was_read_is_meant(
         assert [shards.stores[n].tasks.read(7).status is Status.CANCELLED for n in SHARDS].count(
             True
         ) == 1
-        delays.retry(task)
+        delays.rerun(task)
 
 
 def test_pages_merge_all_shards_in_order_without_loss(shards: Several, delays: DelayTasks) -> None:

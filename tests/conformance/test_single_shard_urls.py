@@ -9,6 +9,7 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTasks, NewTask
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.filters import filter_of
 from delaytasks.storage.store import Store
 
 CALLS: dict[str, Callable[[DelayTasks], object]] = {
@@ -34,7 +35,7 @@ def test_a_process_with_the_url_of_one_shard_is_refused(
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"is shard 1.*give each process the whole list"):
             CALLS[call](delays)
-    assert numbered.tasks.find("mail", None, None, None, None, None, 10).tasks == []
+    assert numbered.tasks.find(filter_of({"tag": "mail"}), 10).tasks == []
 
 
 def test_the_number_is_asked_once(

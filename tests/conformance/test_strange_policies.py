@@ -117,5 +117,5 @@ def test_a_limit_below_one_does_not_stop_the_other_tags(
 
 def test_a_strange_rate_can_be_removed(store: Store, delays: DelayTasks) -> None:
     store_policy(store, rate="0", rate_period_s="NULL")
-    assert delays.set_policy("mail", rate=None).rate is None
+    assert delays.set_policy(tag="mail", rate=None).rate is None
     assert look(delays) == []

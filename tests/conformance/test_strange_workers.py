@@ -10,7 +10,7 @@ from sqlalchemy import insert, update
 
 from delaytasks import DelayTasks
 from delaytasks.cli import stats_document
-from delaytasks.storage.facts import FactReader
+from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.storage.store import Store
 from delaytasks.worker.worker_shares import WorkerShares
 from tests.recording import RecordingTimer, record_sweeps
@@ -58,6 +58,10 @@ def sweep(delays: DelayTasks) -> list[str]:
     return failed
 
 
+def registered(store: Store, delays: DelayTasks) -> list[RegisteredWorker]:
+    return store.workers.registered(store.tasks.now(), delays.settings.silent_s)
+
+
 def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = stats_document._numbers(delays, delays.shards[0])["workers"]
     return found
@@ -74,7 +78,7 @@ def test_strange_queues_of_a_worker_do_not_keep_overdue_rows_from_the_others(
     assert sweep(delays) == []
     assert [queue for queue, _, _ in timer.requested_drains] == ["default"]
     assert [worker["queues"] for worker in workers_of_stats(delays)] == [["default"], []]
-    assert [w.queues for w in FactReader(store, delays.settings, 60).workers()] == [["default"], []]
+    assert [w.queues for w in registered(store, delays)] == [["default"], []]
 
 
 @pytest.mark.parametrize("queues", BAD_NAMES, ids=["NUL", "surrogate", "long"])
@@ -107,8 +111,7 @@ def test_a_worker_that_was_seen_in_the_future_is_lost(store: Store, delays: Dela
     store.workers.report("good", ["default"], "prefork", 2, 0)
     add_worker(store, "strange", seen_at=FAR, pool="direct/prefork")
     assert [w["is_alive"] for w in workers_of_stats(delays)] == [True, False]
-    facts = FactReader(store, delays.settings, 60)
-    assert [worker.is_alive for worker in facts.workers()] == [True, False]
+    assert [worker.is_alive for worker in registered(store, delays)] == [True, False]
     members = WorkerShares("me")
     members.learn(store.workers.all(), store.tasks.now(), delays.settings.sweep_s)
     assert members._workers == []

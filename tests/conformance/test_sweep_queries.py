@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import update
 
+from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Level
 from delaytasks.core.states import FINISHED, Status
 from delaytasks.storage.store import Store
@@ -42,7 +43,7 @@ def test_each_near_row_is_met_once_by_the_houses_together(
     # Excluded rows: at the start of the window, after its end, in the past, and not waiting.
     add(store, expected_time=seconds(now, 5))
     add(store, expected_time=seconds(now, 31))
-    add(store, -5.0)
+    add(store, expected_time=seconds(now, -5))
     put(store, Status.CANCELLED, expected_time=seconds(now, 20))
     at_the_end = add(store, expected_time=seconds(now, 30))
     met: Counter[Entry] = Counter()
@@ -184,7 +185,7 @@ def test_purging_takes_old_finished_rows_in_small_steps(store: Store) -> None:
             if created == new or status not in FINISHED:
                 keep += [one.id for one in rows]
     assert [store.sweeps.purge(500, 4) for _ in range(3)] == [4, 2, 0]
-    left = {one.id for one in store.tasks.find(None, None, None, None, None, None, 100)}
+    left = {one.id for one in store.tasks.find(Filter(), 100)}
     assert left == set(keep)
 
 

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, event, text, update
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks import DelayTask, DelayTasks, NewTask, Status, TouchResult
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
 from delaytasks.storage import touches
@@ -46,7 +46,7 @@ def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(
     for status, task in tasks.items():
         set_status(store, task, status)
     gone = {task.id for status, task in tasks.items() if status not in MOVES["reschedule"].sources}
-    assert set(delays.touch_many([task.id for task in tasks.values()], 60)) == gone
+    assert set(delays.touch_many([task.id for task in tasks.values()], 60).gone) == gone
     for task in tasks.values():
         assert (lateness(delays, task) > 50) is (task.id not in gone)
         assert delays.get(task).version == 0
@@ -59,17 +59,17 @@ def test_many_named_by_keys_are_pushed_away_and_the_keys_that_nobody_has_are_tol
     other = delays.schedule_delay("other", {}, 5, key="elsewhere")
     set_status(store, runs, Status.RUNNING)
     delays.cancel(ends)
-    gone = delays.touch_many(
+    result = delays.touch_many(
         tag="lost", keys=["never", "waits", "runs", "ends", "elsewhere"], delay=60
     )
-    assert gone == ["never", "runs", "ends", "elsewhere"], "in the order given"
+    assert not result
+    assert result.touched == ["waits"]
+    assert result.gone == ["never", "runs", "ends", "elsewhere"], "in the order given"
     assert lateness(delays, waits) > 50
-    assert (
-        delays.touch(tag="lost", key="runs", delay=60)
-        is delays.touch(runs, 60)
-        is delays.touch(ends, 60)
-        is False
-    )
+    assert delays.touch(tag="lost", key="runs", delay=60) == TouchResult([], ["runs"])
+    assert delays.touch(runs, 60) == TouchResult([], [runs.id])
+    assert not delays.touch(ends, 60)
+    assert delays.touch(waits, 60) == TouchResult([waits.id], [])
     assert lateness(delays, runs) == lateness(delays, ends) == lateness(delays, other) == 0
 
 
@@ -86,7 +86,7 @@ def test_keys_that_changed_hands_after_the_transaction_began_name_the_tasks_that
         session.execute(text("SELECT count(*) FROM s_yb_delay_task_message"))
         delays.cancel(before)
         tasks = [schedule(delays, key=key) for key in keys]
-        assert delays.touch_many(tag="lost", keys=keys, delay=60, session=session) == []
+        assert delays.touch_many(tag="lost", keys=keys, delay=60, session=session).gone == []
         assert delays.touch(tag="lost", key="moved", delay=60, session=session)
         session.commit()
     assert all(lateness(delays, task) > 50 for task in tasks)
@@ -97,7 +97,7 @@ def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: 
     """The heartbeat recipe needs no list of scheduled tasks."""
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
-        gone = delays.touch_many(tag="lost", keys=alive, delay=60)
+        gone = delays.touch_many(tag="lost", keys=alive, delay=60).gone
         delays.schedule_many(
             (NewTask("lost", {}, 60, key=key) for key in gone), on_conflict="replace"
         )
@@ -108,7 +108,7 @@ def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: 
 
 def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
     far, near, single = schedule(delays, 100), schedule(delays, 5), schedule(delays, 100, key="k")
-    assert delays.touch_many([far, near], 50) == []
+    assert delays.touch_many([far, near], 50).gone == []
     assert lateness(delays, far) == 0
     assert 40 < lateness(delays, near) < 50
     assert delays.touch(single, 50)
@@ -120,12 +120,12 @@ def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(
     delays: DelayTasks,
 ) -> None:
     a, b, c = (schedule(delays) for _ in range(3))
-    assert delays.touch_many(iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)) == [
-        77
-    ]
+    assert delays.touch_many(
+        iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)
+    ).gone == [77]
     assert min(lateness(delays, task) for task in (a, b, c)) > 50
-    assert delays.touch_many([], 60) == []
-    assert delays.touch_many(tag="lost", keys=(), delay=60) == []
+    assert delays.touch_many([], 60).gone == []
+    assert delays.touch_many(tag="lost", keys=(), delay=60).gone == []
 
 
 def test_nothing_is_sent_for_what_is_touched(delays: DelayTasks, timer: RecordingTimer) -> None:
@@ -163,7 +163,7 @@ def test_many_are_a_few_statements_however_many(
     seen: list[str] = []
     for engine in (wiring_of(delays).store.database.auto, wiring_of(delays).store.database.tx):
         event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
-    assert delays.touch_many(tag="lost", keys=keys, delay=60) == []
+    assert delays.touch_many(tag="lost", keys=keys, delay=60).gone == []
     named = [statement for statement in seen if "yb_delay" in statement]
     assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
     assert all(
@@ -186,7 +186,7 @@ def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting
             wait_until(lambda task=task: lateness(delays, task) > 50, 3, "the others")  # type: ignore[misc]
         assert not call.done()
         owner.commit()
-        assert call.result(5) == []
+        assert call.result(5).gone == []
     assert lateness(delays, tasks[0]) > 50
 
 
@@ -202,7 +202,7 @@ def test_a_row_that_a_worker_claims_meanwhile_is_told(
         call = pool.submit(delays.touch_many, [waits, claimed], 60)
         wait_until(lambda: lateness(delays, waits) > 50, 3, "the other")
         owner.commit()
-        assert call.result(5) == [claimed.id]
+        assert call.result(5).gone == [claimed.id]
     assert lateness(delays, claimed) == 0
 
 
@@ -228,15 +228,12 @@ def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
         with wiring_of(delays).store.database.begin() as connection:
             if number % 3:
-                gone: list[int] | list[str] = delays.touch_many(
-                    turned, 10 + number, session=connection
-                )
-            else:
-                keys = [str(task.key) for task in turned]
-                gone = delays.touch_many(
-                    tag="lost", keys=keys, delay=10 + number, session=connection
-                )
-        return len(gone)
+                return len(delays.touch_many(turned, 10 + number, session=connection).gone)
+            keys = [str(task.key) for task in turned]
+            delay = 10 + number
+            return len(
+                delays.touch_many(tag="lost", keys=keys, delay=delay, session=connection).gone
+            )
 
     with ThreadPoolExecutor(4) as pool:
         assert sum(pool.map(touch, range(24))) == 0

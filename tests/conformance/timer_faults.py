@@ -164,7 +164,7 @@ class TimersUnderFaults:
         d = make(**ALONE).deployment
 
         def waiting() -> list[list[int]]:
-            timer = wiring_of(d.delays).inline_timer
+            timer = wiring_of(d.delays).timer
             return messages(d) + (slots(timer) if isinstance(timer, RedisTimer) else [])
 
         far = burst(d, "test.note", 250, due_s=3600, body={})

@@ -77,7 +77,7 @@ def burst(
     """Schedule tasks together, all due at the same instant."""
     due, tasks = wiring_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
     d.delays.schedule_many(
-        (NewTask(tag, when=due, **options) for _ in range(count)), on_batch=tasks.extend
+        (NewTask(tag, at=due, **options) for _ in range(count)), on_batch=tasks.extend
     )
     return tasks
 
@@ -136,7 +136,7 @@ class Timers:
         waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
         for task in waiting:
             # Also arm each task on its own, as if it had been scheduled alone.
-            wiring_of(d.delays).timer.arm([entry(task)])
+            wiring_of(d.delays).producer_timer.arm([entry(task)])
         ran_once(d, [d.schedule(delay=0.3)])
         assert d.status(waiting[0]) is Status.NOT_COMPLETE
 
@@ -228,8 +228,8 @@ class Timers:
         entries = [entry(task) for task in tasks + moved] * 10
         random.Random(7).shuffle(entries)
         for one in entries:
-            assert wiring_of(d.delays).timer.arm([one])
-        assert wiring_of(d.delays).timer.arm(entries)
+            assert wiring_of(d.delays).producer_timer.arm([one])
+        assert wiring_of(d.delays).producer_timer.arm(entries)
         ran_once(d, tasks)
         ran_once(d, [d.schedule(delay=0.1)])
         ran_once(d, tasks)
@@ -238,7 +238,7 @@ class Timers:
         waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
         d.delays.cancel(cancelled)
         now_us = wiring_of(d.delays).clock.now_us()
-        wiring_of(d.delays).timer.arm(
+        wiring_of(d.delays).producer_timer.arm(
             [
                 entry(waits, due_us=now_us),
                 entry(waits, due_us=now_us, id=2**62),
@@ -259,7 +259,7 @@ class Timers:
             d.schedule(delay=3600),
         )
         publish_garbage(d, near[0], far)
-        if isinstance(timer := wiring_of(d.delays).inline_timer, RedisTimer):
+        if isinstance(timer := wiring_of(d.delays).timer, RedisTimer):
             put_garbage(timer, near[0], far)
         ran_once(d, near)
         ran_once(d, [d.schedule() for _ in range(10)])

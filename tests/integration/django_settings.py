@@ -59,6 +59,7 @@ def _set_up() -> None:
         INSTALLED_APPS=["delaytasks.contrib.django"],
         DELAYTASKS={"celery_app": f"{__name__}.celery_app"},
         USE_TZ=True,
+        SECRET_KEY="a secret of the tests",
     )
     django.setup()
 

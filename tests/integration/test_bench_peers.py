@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers import environment
 from benchmarks.peers.catalogue import SYSTEMS
 from benchmarks.processes import ROOT
-from delaytasks.embedded import find_server
+from delaytasks.embedded.server import find_server
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import ROOT
-from delaytasks.embedded import find_server
+from delaytasks.embedded.server import find_server
 
 pytestmark = pytest.mark.slow
 

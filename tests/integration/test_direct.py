@@ -66,7 +66,7 @@ def workers(d: Deployment, tasks: list[DelayTask]) -> set[str]:
 
 def set_policies(d: Deployment) -> None:
     d.delays.pause(tag="test.word")
-    d.delays.set_policy("test.note", concurrency=1)
+    d.delays.set_policy(tag="test.note", concurrency=1)
 
 
 def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[DelayTask]]:
@@ -81,7 +81,7 @@ def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[De
         for tag in ("test.wait", "test.async")
         for _ in range(5)
     ]
-    climbing = d.schedule("test.fail", retry="0.1s")
+    climbing = d.schedule("test.fail", retries="0.1s")
     paused = d.schedule("test.word", body={"word": "never"})
     unknown = d.schedule("test.nobody")
     limited = [d.schedule() for _ in range(10)]

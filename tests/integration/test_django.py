@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from delaytasks.core.filters import Filter
 from delaytasks.wiring import wiring_of
 
 pytest.importorskip("django")
@@ -67,7 +68,7 @@ def module_delays(alias: str) -> Iterator[DjangoDelays]:
 @pytest.fixture
 def armed(module_delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     entries: list[Entry] = []
-    monkeypatch.setattr(wiring_of(module_delays).timer, "arm", entries.extend)
+    monkeypatch.setattr(wiring_of(module_delays).producer_timer, "arm", entries.extend)
     return entries
 
 
@@ -97,7 +98,7 @@ def rolled_back(alias: str) -> Iterator[None]:
 
 def rows(delays: DjangoDelays) -> list[Any]:
     """Return the rows that a connection of delaytasks' own reads."""
-    return wiring_of(delays).store.tasks.find(None, None, None, None, None, None, 1000).tasks
+    return wiring_of(delays).store.tasks.find(Filter(), 1000).tasks
 
 
 # -- transactions --------------------------------------------------------------------------------
@@ -115,6 +116,18 @@ def test_a_task_is_written_in_the_atomic_block_and_armed_after_its_commit(
             assert not rows(delays)
     assert [entry.id for entry in armed] == [task.id]
     assert rows(delays) == [delays.get(task)]
+
+
+def remind_customer(order: int) -> None: ...
+
+
+def test_a_delayed_celery_task_is_written_in_the_atomic_block(delays: DjangoDelays) -> None:
+    remind = wiring_of(delays).celery.task(remind_customer, name="django.remind")
+    with rolled_back(delays.alias):
+        remind.apply_async((1,), countdown=60, durable_eta=True)
+    with transaction.atomic(delays.alias):
+        kept = remind.apply_async((2,), countdown=60, durable_eta=True)
+    assert [row.key for row in rows(delays)] == [kept.id]
 
 
 def test_outside_of_atomic_a_task_is_there_and_armed_at_once(
@@ -262,7 +275,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     own = DjangoDelays(
         django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key]
     )
-    monkeypatch.setattr(wiring_of(own).timer, "arm", list[Entry]().extend)
+    monkeypatch.setattr(wiring_of(own).producer_timer, "arm", list[Entry]().extend)
     body = {"card": "cAnArY", "percent": "100 %"}
     with transaction.atomic(own.alias):
         own.schedule_delay("order.close", body, 60)
@@ -344,14 +357,14 @@ def test_operators_moves_are_part_of_the_transaction(
     with transaction.atomic(delays.alias):
         delays.reschedule(task, 3)
         assert delays.touch(tag="order.close", key="k", delay=5)
-        assert delays.touch_many([task.id, 7], 6) == [7]
-        assert delays.touch_many(tag="order.close", keys=["k", "l"], delay=8) == ["l"]
+        assert delays.touch_many([task.id, 7], 6).gone == [7]
+        assert delays.touch_many(tag="order.close", keys=["k", "l"], delay=8).gone == ["l"]
         assert not armed
     assert [(entry.id, entry.version) for entry in armed] == [(task.id, 1)]
     with transaction.atomic(delays.alias):
         assert delays.cancel(task)
         assert not delays.cancel(task)
-        assert delays.retry(task, 7).version == 3
+        assert delays.rerun(task, 7).version == 3
     assert delays.get(tag="order.close", key="k").status is Status.NOT_COMPLETE
     assert len(armed) == 2
 

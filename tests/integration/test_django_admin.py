@@ -83,8 +83,9 @@ for name in ("expected_time", "create_time", "update_time", "due_time"):
         fields[name + "_0"], fields[name + "_1"] = fields.pop(name)[:19].split("T")
 fields.update(tag="changed", ip_address="1")
 fields.update(dict.fromkeys(
-    ["headers", "worker", "task_key", "error_stack", "result", "concurrency_key"], "x"
+    ["headers", "worker", "task_key", "error_stack", "result", "concurrency_key", "meta"], "x"
 ))
+fields["cancel_request"] = "1"
 fields.update({"execution_time_0": "2030-01-01", "execution_time_1": "00:00", \
 "lease_until_0": "2030-01-01"})
 fields["lease_until_1"] = "00:00"

@@ -58,7 +58,7 @@ CALLS: dict[str, Callable[[DjangoDelays], Any]] = {
     "reschedule": lambda d: d.reschedule(7, 5),
     "touch": lambda d: d.touch(7, 5),
     "touch_many": lambda d: d.touch_many([7], 5),
-    "retry": lambda d: d.retry(7),
+    "rerun": lambda d: d.rerun(7),
     "get": lambda d: d.get(7),
     "get by key": lambda d: d.get(tag="mail", key="k"),
     "attempts": lambda d: d.attempts(7),

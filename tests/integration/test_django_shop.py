@@ -101,7 +101,7 @@ WHERE tablename LIKE 'yb_delay%'
 def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: ExampleShop) -> None:
     shop.command("manage.py", "migrate")
     assert differences(shop) == []
-    assert migrations.is_current(wiring_of(shop.delays).store.database)
+    assert migrations.current(wiring_of(shop.delays).store.database) == migrations.head()
     by_django = create_statements(shop.database_url)
     assert len(by_django) >= 5
 
@@ -148,7 +148,7 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
         )
     shop.command("manage.py", "migrate")
     assert shop.delays.get(7).tag == "old"
-    assert migrations.is_current(wiring_of(shop.delays).store.database)
+    assert migrations.current(wiring_of(shop.delays).store.database) == migrations.head()
     shop.command("manage.py", "migrate", "delaytasks", "zero")
     with wiring_of(shop.delays).store.database.begin() as connection:
         assert connection.execute(text("SELECT tag FROM yb_delay_task_message")).scalar() == "old"
@@ -175,6 +175,7 @@ def test_the_shops_own_tests_pass_in_djangos_test_databases(shop: ExampleShop) -
     """
     assert "OK" in shop.command("manage.py", "test")
     assert "OK" in shop.command("manage.py", "test", "--parallel", "2")
+    assert "OK" in shop.command("manage.py", "test", "tests.integration.django_kit_tests")
 
 
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)

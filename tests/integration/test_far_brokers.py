@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.proxy import Proxy, proxy_to
 from tests.redis_timer_harness import RedisTimerHarness
-from tests.running import ROOT, delete_keys
+from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -171,6 +172,26 @@ def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Fa
     assert [fields["remedy"].partition(" is")[0] for fields in told] == [
         f"the key {far.namespace}.default in Redis"
     ]
+
+
+def test_a_worker_receives_several_messages_in_a_round_trip_to_a_distant_redis(
+    tmp_path: Path, postgresql_url: str, redis_url: str
+) -> None:
+    """With one message in each round trip of 0.1 s, a hundred messages would take ten seconds."""
+    place = proxy_to(redis_url)
+    place.delay_s = DELAY_S
+    # Only messages can start tasks within the time of this test.
+    d = Deployment(tmp_path, postgresql_url, redis_url, arm="inline", self_sweep_s=600, grace_s=60)
+    try:
+        d.conf["broker_url"] = place.url(redis_url)
+        worker = d.worker(concurrency=1)
+        ids = {str(d.schedule().id) for _ in range(100)}
+        wait_until(lambda: {run[0] for run in d.runs()} == ids, 7, worker.log)
+        worker.terminate()
+        assert "Traceback" not in worker.log()
+    finally:
+        d.close()
+        place.close()
 
 
 def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flas
     """Yield a project with tables of its own; `project.delays` has an app."""
     project = FlaskProject()
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
-    monkeypatch.setattr(wiring_of(project.delays).timer, "arm", project.armed.extend)
+    monkeypatch.setattr(wiring_of(project.delays).producer_timer, "arm", project.armed.extend)
     tables, database = (
         wiring_of(project.delays).store.schema.metadata,
         wiring_of(project.delays).store.database,
@@ -126,6 +127,24 @@ def test_bodies_are_encrypted_in_the_requests_transaction(project: FlaskProject)
         project.db.session.commit()
 
 
+def test_an_asynchronous_view_schedules_in_the_requests_transaction(
+    project: FlaskProject,
+) -> None:
+    app = app_of(project)
+
+    @app.post("/orders/<outcome>")
+    async def create_order(outcome: str) -> dict[str, int]:
+        calls = (project.delays.aschedule_delay("order.close", n, 1) for n in range(3))
+        await asyncio.gather(*calls)
+        if outcome == "kept":
+            project.db.session.commit()
+        return {"tasks": len(await project.delays.afind())}
+
+    for outcome in ("dropped", "kept"):
+        assert app.test_client().post(f"/orders/{outcome}").get_json() == {"tasks": 3}
+    assert count(project) == len(project.armed) == 3
+
+
 def test_a_rollback_leaves_no_row_and_arms_nothing(project: FlaskProject) -> None:
     with app_of(project).test_request_context():
         project.delays.schedule_delay("order.close", 1, 1, key="k")
@@ -135,6 +154,21 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(project: FlaskProject) -> Non
         project.db.session.commit()
     assert count(project) == 1
     assert [entry.id for entry in project.armed] == [kept.id]
+
+
+def remind_customer(order: int) -> None: ...
+
+
+def test_a_delayed_celery_task_is_part_of_the_requests_transaction(project: FlaskProject) -> None:
+    remind = wiring_of(project.delays).celery.task(remind_customer, name="flask.remind")
+    with app_of(project).test_request_context():
+        remind.apply_async((1,), countdown=60, durable_eta=True)
+        project.db.session.rollback()
+        assert count(project) == 0
+        kept = remind.apply_async((2,), countdown=60, durable_eta=True)
+        assert count(project) == 0
+        project.db.session.commit()
+        assert [task.key for task in project.delays.find(tag="celery:flask.remind")] == [kept.id]
 
 
 def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(project: FlaskProject) -> None:
@@ -265,6 +299,8 @@ def test_a_processor_has_an_application_context_and_a_session_of_its_own(
 
 
 def test_what_a_processor_schedules_is_part_of_its_transaction(project: FlaskProject) -> None:
+    project.delays.processor("order.next")(lambda body: None)
+
     @project.delays.processor("order.chain")
     def chain(body: str) -> None:
         project.delays.schedule_delay("order.next", body, 60)
@@ -352,7 +388,7 @@ def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
         ("postgresql://me:p%40ss@db/shop", "postgresql+psycopg2://me:p%40ss@db/shop"),
         (
             "postgresql+psycopg://db/shop?sslmode=require",
-            "postgresql+psycopg2://db/shop?sslmode=require",
+            "postgresql+psycopg://db/shop?sslmode=require",
         ),
         ("mysql+pymysql://me@db:3307/shop", "mysql+pymysql://me@db:3307/shop"),
         ("sqlite:////srv/shop.sqlite3", "sqlite:////srv/shop.sqlite3"),
@@ -453,3 +489,11 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Exa
         shop.logs()
     )
     assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
+
+
+def test_the_shops_own_tests_pass(shop: ExampleShop) -> None:
+    shop.environment["CELERY_BROKER_URL"] = "amqp://localhost:1//"
+    assert "4 passed" in shop.command(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".",
+        "tests.py",
+    )  # fmt: skip

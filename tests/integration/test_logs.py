@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,3 +90,37 @@ def test_an_outage_of_the_database_is_two_lines(proxied: tuple[Deployment, Proxy
     assert (log.count("store.down"), log.count("store.up")) == (1, 1), log
     assert "Traceback" not in log
     assert len(down.splitlines()) <= 5, down
+
+
+@pytest.fixture(params=["json", "logfmt"])
+def structured(
+    request: pytest.FixtureRequest, tmp_path: Path, postgresql_url: str, redis_url: str
+) -> Iterator[Deployment]:
+    deployment = Deployment(tmp_path, postgresql_url, redis_url, log_format=request.param)
+    yield deployment
+    deployment.close()
+
+
+def test_each_line_of_a_worker_and_of_beat_is_structured(structured: Deployment) -> None:
+    d = structured
+    worker, beat = d.worker(), d.beat()
+    bad = d.schedule("test.fail", body={"text": "no \x1b[31m way\n[2026] forged"}, key="k 1")
+    wait_until(lambda: lines_with(worker.log(), "task.failed"), 15, "the failure to be logged")
+    wait_until(lambda: "beat: Starting..." in beat.log(), 15, "beat to start")
+    # The banner precedes the log.
+    for log in (worker.log(), beat.log()):
+        lines = [line for line in log.splitlines() if line.startswith(("{", "time="))]
+        after_the_first = log[log.index(lines[0]) :].splitlines()
+        assert after_the_first == lines, "the traceback is in the line of its error"
+    changes = lines_with(worker.log(), str(bad.id))
+    if d.settings["log_format"] == "json":
+        started, failed = map(json.loads, changes)
+        assert (started["event"], failed["event"]) == ("task.started", "task.failed")
+        assert (failed["key"], failed["attempt"], failed["version"]) == ("k 1", 1, 1)
+        assert 0 <= failed["late_s"] < 15
+        assert "raise ValueError(" in failed["traceback"]
+    else:
+        started, failed = changes
+        assert f' event=task.started id={bad.id} tag=test.fail key="k 1" ' in started
+        assert " event=task.failed " in failed
+        assert r"raise ValueError(" in failed

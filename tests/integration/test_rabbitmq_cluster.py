@@ -110,6 +110,6 @@ def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
     d = Deployment(tmp_path, postgresql_url, rabbitmq_url, {"broker_url": [*nobody, rabbitmq_url]})
     try:
         assert wiring_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
-        assert wiring_of(d.delays).timer.is_up
+        assert wiring_of(d.delays).producer_timer.is_up
     finally:
         d.close()

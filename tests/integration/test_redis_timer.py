@@ -67,6 +67,7 @@ def test_many_that_are_moved_at_once_leave_redis_and_come_to_workers_at_their_ne
     assert timer is not None
     gone = [d.schedule("test.mail", 60) for _ in range(700)]
     moved = [d.schedule(delay=60) for _ in range(20)]
+    assert wiring_of(d.delays).flush()
     assert timer.counts(["default"]) == {"default": (720, 0)}
     assert d.delays.cancel_many(tag="test.mail").changed == len(gone)
     assert timer.counts(["default"]) == {"default": (20, 0)}
@@ -114,7 +115,7 @@ def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
     tasks: list[DelayTask] = []
     due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.5)
     d.delays.schedule_many(
-        [NewTask("test.note", {"file": str(d.file)}, when=due)] * 300, on_batch=tasks.extend
+        [NewTask("test.note", {"file": str(d.file)}, at=due)] * 300, on_batch=tasks.extend
     )
     wait_until(mortal.ended, 10, "the worker to be killed")
     d.wait_for(tasks, deadline_s=R1_S + SLACK_S)

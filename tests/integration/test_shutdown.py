@@ -62,8 +62,8 @@ def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy,
     due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.3)
     # The worker claims these rows as one chunk, whose first row takes four seconds.
     behind: list[DelayTask] = []
-    new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, when=due, priority=9)]
-    new += [NewTask("test.note", {"file": str(d.file)}, when=due) for _ in range(5)]
+    new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, at=due, priority=9)]
+    new += [NewTask("test.note", {"file": str(d.file)}, at=due) for _ in range(5)]
     d.delays.schedule_many(new, on_batch=behind.extend)
     long = behind.pop(0)
     held = [d.schedule(delay=8) for _ in range(5)]

@@ -75,7 +75,7 @@ def test_never_more_run_at_once_than_allowed(
     deploy: Deploy, database: str, broker: str, pool: str, timer: str
 ) -> None:
     d = deploy(database, broker, timer)
-    d.delays.set_policy("test.sleep", concurrency=3)
+    d.delays.set_policy(tag="test.sleep", concurrency=3)
     for _ in range(2):
         d.worker(pool=pool, concurrency=4)
     tasks = schedule(d, 40)
@@ -88,7 +88,7 @@ def test_never_more_run_at_once_than_allowed(
 
 def test_one_process_that_runs_many_at_once_takes_all_places(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy("test.wait", concurrency=10)
+    d.delays.set_policy(tag="test.wait", concurrency=10)
     d.worker(pool="prefork", concurrency=1)
     tasks = [d.schedule("test.wait", 2, body={"seconds": 0.2}) for _ in range(80)]
     d.wait_for(tasks, deadline_s=20)
@@ -98,7 +98,7 @@ def test_one_process_that_runs_many_at_once_takes_all_places(deploy: Deploy) -> 
 @pytest.mark.quick
 def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy("test.sleep", concurrency=1)
+    d.delays.set_policy(tag="test.sleep", concurrency=1)
     d.worker(pool="threads", concurrency=4)
     tasks = schedule(d, 60, seconds=0.01, delay=1)
     d.wait_for(tasks, deadline_s=40)
@@ -107,7 +107,7 @@ def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -
 
 def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy("test.sleep", key_concurrency=1)
+    d.delays.set_policy(tag="test.sleep", key_concurrency=1)
     d.worker(pool="threads", concurrency=6)
     slow = schedule(d, 5, seconds=1.5, concurrency_key="slow")
     quick = [task for key in "abc" for task in schedule(d, 5, seconds=0.02, concurrency_key=key)]
@@ -119,7 +119,7 @@ def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> No
 def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
     # Without this setting the rows would run again and block the slots again.
     d = deploy(max_lost_leases=1)
-    d.delays.set_policy("test.sleep", concurrency=2)
+    d.delays.set_policy(tag="test.sleep", concurrency=2)
     killed = d.worker(pool="threads", concurrency=4)
     stuck = schedule(d, 2, seconds=600, delay=0.5)
     d.wait_for(stuck, Status.RUNNING)
@@ -137,7 +137,7 @@ def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) 
 
 def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy("test.sleep", concurrency=1)
+    d.delays.set_policy(tag="test.sleep", concurrency=1)
     first = d.worker(pool="threads", concurrency=2)
     second = d.worker("-Q", d.settings["namespace"] + ".mail", pool="threads", concurrency=2)
     tasks = schedule(d, 80, seconds=0.1, delay=1)
@@ -159,7 +159,7 @@ def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: De
 @pytest.mark.quick
 def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
     d = deploy()
-    d.delays.set_policy("test.note", rate="20/s")
+    d.delays.set_policy(tag="test.note", rate="20/s")
     for _ in range(2):
         d.worker(pool="threads", concurrency=4)
     tasks = [d.schedule(delay=1) for _ in range(60)]
@@ -178,7 +178,7 @@ def test_a_limit_that_is_set_later_holds_for_what_is_left_and_lets_go_when_it_is
 ) -> None:
     d = deploy(sweep_s=2)
     d.worker(pool="threads", concurrency=4)
-    d.delays.set_policy("test.sleep", rate="1/h")
+    d.delays.set_policy(tag="test.sleep", rate="1/h")
     time.sleep(1.5)
     tasks = schedule(d, 6, delay=0)
     wait_until(
@@ -186,5 +186,5 @@ def test_a_limit_that_is_set_later_holds_for_what_is_left_and_lets_go_when_it_is
         10,
         "them to wait in line",
     )
-    d.delays.set_policy("test.sleep", rate=None)
+    d.delays.set_policy(tag="test.sleep", rate=None)
     d.wait_for(tasks, deadline_s=15)

@@ -31,6 +31,8 @@ COMBINATIONS = [
     combination("postgresql", "redis", "threads"),
     combination("postgresql", "redis", "solo"),
     combination("postgresql", "rabbitmq", "threads", is_quick=True),
+    combination("psycopg", "redis", "prefork", is_quick=True),
+    combination("psycopg", "rabbitmq", "threads"),
     combination("mysql", "redis", "prefork", is_quick=True),
     combination("mysql", "rabbitmq", "solo"),
     combination("sqlite", "redis", "prefork"),
@@ -415,7 +417,7 @@ def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
     assert len(d.runs()) == 1
 
 
-def test_a_house_that_beat_leaves_out_is_swept_by_a_worker_whose_processes_are_all_busy(
+def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_all_busy(
     deploy: Deploy,
 ) -> None:
     # The short horizon keeps the rows out of the first sweep.

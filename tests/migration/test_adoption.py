@@ -11,6 +11,7 @@ import pytest
 from sqlalchemy import inspect, text
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.filters import Filter, filter_of
 from delaytasks.core.states import Status
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
@@ -43,7 +44,7 @@ def test_an_existing_table_is_adopted_with_its_rows(database: Database) -> None:
     assert shape_of(database, TASKS) == shape_of(database, "f_yb_delay_task_message")
 
     store = store_of(database)
-    tasks = {task.id: task for task in store.tasks.find(None, None, None, None, None, None, 10)}
+    tasks = {task.id: task for task in store.tasks.find(Filter(), 10)}
     created = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     assert {id: task.create_time for id, task in tasks.items()} == dict.fromkeys(
         (1, 2, 3, 7), created
@@ -155,7 +156,7 @@ def test_times_that_were_written_in_iso_form_are_due_on_time_on_sqlite(
         2,
         3,
     ]
-    waiting = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 10).tasks
+    waiting = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 10).tasks
     assert {task.id for task in waiting} == {4, 5, 6}
     assert all(abs(task.expected_time - future) < timedelta(seconds=1.1) for task in waiting)
     store.close()

@@ -77,7 +77,7 @@ def work(store: Store) -> None:
     )
     assert sweeps.recover(5, 100).total == 3
     assert claims.claim_recovered("default", [0])
-    tasks.retry(2, DUE)
+    tasks.rerun(2, DUE)
     tasks.read(1)
     store.policies.read()
     store.workers.remove("w1")

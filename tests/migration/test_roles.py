@@ -162,7 +162,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     delays.touch(task, 100)
     delays.touch_many([task], 110)
     assert delays.cancel(task)
-    delays.retry(task, 60)
+    delays.rerun(task, 60)
     assert delays.get(task).status is Status.NOT_COMPLETE
     assert len(delays.find(tag="mail")) == 4
     assert delays.attempts(task) == []
@@ -176,7 +176,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     wiring_of(delays).checks.check_ready()
     ran: list[Any] = []
     delays.processor("good", keep_result=True)(ran.append)
-    delays.processor("bad", retry="1h")(lambda body: 1 / 0)
+    delays.processor("bad", retries="1h")(lambda body: 1 / 0)
     operator = role_tables.delays("operator")
     operator.set_policy(tag="good", concurrency=2)
     operator.pause(tag="bad")
@@ -186,6 +186,11 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
         for tag in ("good", "bad", "nobody")
         for n in range(3)
     ]
+    web.recurring.set("each hour", "good", every="1h")
+    web.recurring.set("soon", "good", every="20s")
+    operator.recurring.pause("each hour")
+    delays.recurring(every="20s", body={})(delays.processor("declared")(lambda body: None))
+    delays.recurring.follow_code()
     store = wiring_of(delays).store
     store.workers.report("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
@@ -199,6 +204,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     store.leases.release(["w1/1"], 5)
     store.workers.expire(0)
     store.sweeps.forget_armed()
+    assert counts["recurring.created"] >= 6
     assert len(ran) == 3
     assert not counts["loop.failed"] + counts["chunk.failed"], counts
     for made in (web, delays, operator):
@@ -246,9 +252,7 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
     stats = Stats(wiring_of(delays).store.database, wiring_of(delays).store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
-    assert (
-        why(FactReader(wiring_of(delays).store, delays.settings, 15).of(task))[0].code == "future"
-    )
+    assert why(FactReader(wiring_of(delays).store, delays.settings).of(task))[0].code == "future"
     assert stats.late(3600, 20) == [], "an earlier test may have left due tasks"
     assert replication(wiring_of(delays).store.database) is not None
     assert list(stats.pending()) is not None
@@ -265,7 +269,7 @@ def test_an_operator_pauses_and_moves_many(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("operator")
     web.schedule_many([("many", {}, 60)] * 3)
     assert delays.cancel_many(tag="many").changed == 3
-    assert delays.retry_many(tag="many", status="CANCELLED").changed == 3
+    assert delays.rerun_many(tag="many", status="CANCELLED").changed == 3
     delays.pause(queue="slow")
     delays.resume(queue="slow")
     web.close()

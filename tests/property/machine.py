@@ -188,18 +188,18 @@ class Producers(RuleBasedStateMachine):
                 self.store.tasks.reschedule(id, self.due(is_due))
 
     @rule(id=tasks, is_due=DUE)
-    def retry(self, id: int, is_due: bool) -> None:
+    def rerun(self, id: int, is_due: bool) -> None:
         known = self.known[id]
         owner = self.keys.get(known.task.key or "", id)
-        if known.status not in MOVES["retry"].sources:
+        if known.status not in MOVES["rerun"].sources:
             with pytest.raises(InvalidStatusError):
-                self.store.tasks.retry(id, self.due(is_due))
+                self.store.tasks.rerun(id, self.due(is_due))
         elif owner != id:
             with pytest.raises(DuplicateTaskError):
-                self.store.tasks.retry(id, self.due(is_due))
+                self.store.tasks.rerun(id, self.due(is_due))
         else:
-            self.store.tasks.retry(id, self.due(is_due))
-            known.move("retry")
+            self.store.tasks.rerun(id, self.due(is_due))
+            known.move("rerun")
             known.attempts = known.lapses = 0
             known.due_us = self.due_us(is_due)
             if known.task.key is not None:

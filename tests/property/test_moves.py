@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 
 from chaos.simulation.clock import Times, installed
 from delaytasks.core.clock import from_us, to_us
+from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
@@ -104,7 +105,7 @@ class Moves(Producers):
         known = self.known[id]
         assert known.claim is not None
         due = self.due(False) if is_later and move == "give_back" else None
-        assert self.claims.settle([Settlement(known.claim, move, due=due)]) == {id}
+        assert self.claims.settle([Settlement(known.claim, move, expected_time=due)]) == {id}
         known.move(move)
         if move == "give_back":
             known.attempts -= 1
@@ -266,10 +267,7 @@ class Moves(Producers):
 
     @invariant()
     def rows_are_as_known(self) -> None:
-        found = {
-            task.id: task
-            for task in self.store.tasks.find(None, None, None, None, None, None, 1000)
-        }
+        found = {task.id: task for task in self.store.tasks.find(Filter(), 1000)}
         assert set(found) == set(self.known)
         for id, known in self.known.items():
             task = found[id]

@@ -6,7 +6,16 @@ import pytest
 
 from chaos.checker import Checker
 from chaos.claims_ahead import claimed_ahead
-from chaos.history import ALL, Answer, CallRecord, Effect, Fault, History, RowChange, RunRecord
+from chaos.history import (
+    ALL,
+    Answer,
+    CallRecord,
+    Effect,
+    Fault,
+    History,
+    RowChange,
+    RunRecord,
+)
 from delaytasks.core.states import Status
 
 NOW = 1_700_000_000_000_000

@@ -41,7 +41,8 @@ def deploy(tmp_path: Path, postgresql_url: str) -> Iterator[Deploy]:
     made: list[Deployment] = []
 
     def new(broker_url: str, database_url: str = postgresql_url, **settings: Any) -> Deployment:
-        made.append(Deployment(tmp_path, database_url, broker_url, **settings))
+        # The calls of these tests reach the broker themselves.
+        made.append(Deployment(tmp_path, database_url, broker_url, arm="inline", **settings))
         return made[-1]
 
     yield new
@@ -150,7 +151,7 @@ def test_a_full_redis_delays_tasks_but_loses_none(
     wait_until(
         lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
     )
-    assert "does the broker answer?" in worker.log()
+    assert "does the broker answer" in worker.log()
     server.client().config_set("maxmemory", 0)
     wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
     assert d.delays.events.counts["timer.up"] == 1
@@ -167,11 +168,11 @@ def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
     own_rabbitmq.alarm(True)
     try:
         schedule_in_vain(d)
-        assert not wiring_of(d.delays).timer.is_up
+        assert not wiring_of(d.delays).producer_timer.is_up
         wait_until(
             lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
         )
-        assert "does the broker answer?" in worker.log()
+        assert "does the broker answer" in worker.log()
     finally:
         own_rabbitmq.alarm(False)
     wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)

@@ -16,10 +16,16 @@ from chaos.simulation.script import play_script
 from chaos.simulation.stage import SimulationStage, stage
 from delaytasks.core import text
 from delaytasks.core.interfaces import Claimed, Settlement
+from delaytasks.core.outcomes import Done
 from delaytasks.core.states import MOVES, Status
 from delaytasks.execution.chunk import Chunk
 from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.operations import celery_tasks
+from delaytasks.recurrence import creation
+from delaytasks.recurrence.occurrences import plan
+from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.storage import abandoned_rows as lapses
+from delaytasks.storage.celery_rows import CeleryRows
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Leases
 from delaytasks.storage.row_lists import list_of
@@ -77,7 +83,7 @@ def no_fence_on_finish(patch: pytest.MonkeyPatch) -> None:
                 "version": t.c.version + 1,
                 "lease_until": None,
             }
-            due = {} if one.due is None else {"expected_time": one.due}
+            due = {} if one.expected_time is None else {"expected_time": one.expected_time}
             self._db.alone(
                 lambda c: c.execute(update(t).where(t.c.id == one.task.id).values(**values, **due))  # noqa: B023
             )
@@ -160,6 +166,37 @@ def leases_are_renewed_with_an_error(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Renewals, "record", tell)
 
 
+def tasks_of_a_schedule_may_overlap(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RecurringTable, "live", lambda *_: set())
+
+
+def the_first_task_of_a_visit_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A sweep makes the tasks of a schedule for some time, all but the first one."""
+
+    def forgetful(*arguments: Any) -> Any:
+        planned = plan(*arguments)
+        return planned._replace(times=planned.times[1:] or planned.times)
+
+    patch.setattr(creation, "plan", forgetful)
+
+
+def schedules_are_not_advanced_with_their_tasks(patch: pytest.MonkeyPatch) -> None:
+    """Nor does the key of a task keep another one from the same occurrence."""
+    patch.setattr(RecurringTable, "advance", lambda *_: None)
+    patch.setattr(RecurringTable, "taken", lambda *_: set())
+    patch.setattr(
+        RecurringTable, "write", lambda self, on, tasks: tasks and self._insert_tasks(on, tasks)
+    )
+
+
+def unconfirmed_messages_count_as_published(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(celery_tasks, "Snooze", lambda _: Done())
+
+
+def a_revoke_changes_no_row(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CeleryRows, "live", lambda *_: [])
+
+
 BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (no_version_check_on_claim, {"illegal move"}),
     (no_fence_on_finish, {"double finish", "illegal move"}),
@@ -174,6 +211,11 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (what_was_handed_on_is_not_deleted, {"left in Redis"}),
     (notices_are_not_heard, {"late"}),
     (leases_are_renewed_with_an_error, {"failed"}),
+    (tasks_of_a_schedule_may_overlap, {"overlapped"}),
+    (the_first_task_of_a_visit_is_forgotten, {"left out"}),
+    (schedules_are_not_advanced_with_their_tasks, {"repeated"}),
+    (unconfirmed_messages_count_as_published, {"lost"}),
+    (a_revoke_changes_no_row, {"revoked"}),
 ]
 
 

@@ -25,6 +25,7 @@ from delaytasks import (
     Retry,
     RetrySchedule,
     Status,
+    TouchResult,
 )
 
 delays = DelayTasks(Celery("shop"), "sqlite://", horizon_s=20)
@@ -41,7 +42,7 @@ def remind(body: dict[str, int], task: DelayTask) -> None:
 
 
 def stream() -> Iterator[NewTask | tuple[str, Any, float]]:
-    yield NewTask("order.close", {"order": 1}, when=datetime.now(timezone.utc))
+    yield NewTask("order.close", {"order": 1}, at=datetime.now(timezone.utc))
     yield ("order.close", {"order": 2}, 1800)
 
 
@@ -61,13 +62,15 @@ assert_type(delaytasks.schedule_many(stream()), int)
 assert_type(delaytasks.cancel(tag="order.close", key="1"), CancelResult)
 assert_type(delays.cancel(7, strict=True).status, Status | None)
 assert_type(delaytasks.reschedule(7, 60), DelayTask)
-assert_type(delaytasks.touch(tag="order.close", key="1", delay=60), bool)
-assert_type(delaytasks.touch_many([1, "2"], 60), list[int])
+assert_type(
+    delaytasks.touch(tag="order.close", key="1", delay="1m"), TouchResult[int] | TouchResult[str]
+)
+assert_type(delaytasks.touch_many([1, "2"], 60), TouchResult[int])
 assert_type(delaytasks.new_id(), int)
 assert_type(delays.shard_for("order.close", "1").url, str)
-assert_type(delays.touch_many(tag="order.close", keys={"1", "2"}, delay=60), list[str])
-assert_type(delaytasks.touch_many(tag="order.close", keys=["1"], delay=60), list[str])
-assert_type(delaytasks.retry("7"), DelayTask)
+assert_type(delays.touch_many(tag="order.close", keys={"1", "2"}, delay=60), TouchResult[str])
+assert_type(delaytasks.touch_many(tag="order.close", keys=["1"], delay=60), TouchResult[str])
+assert_type(delaytasks.rerun("7"), DelayTask)
 assert_type(delaytasks.get(7).status, Status)
 assert_type(delaytasks.find(tag="order.close", status=Status.FAILED), Page)
 assert_type([task.id for task in delaytasks.find().tasks], list[int])
@@ -75,16 +78,16 @@ assert_type(delays.cancel_many(tag="order.close", key_prefix="eu-", on_progress=
 assert_type(
     delaytasks.reschedule_many(by=timedelta(hours=-1), status="HELD", dry_run=True).changed, int
 )
-assert_type(delaytasks.retry_many(60, since=datetime.now(timezone.utc)), BulkResult)
+assert_type(delaytasks.rerun_many(60, since=datetime.now(timezone.utc)), BulkResult)
 assert_type(delays.audit(limit=5), list[AuditEntry])
 
 delays.cancel_many(colour="red")  # type: ignore[call-arg]
-delaytasks.schedule_delay("order.close", {}, "soon")  # type: ignore[arg-type]
+delaytasks.schedule_delay("order.close", {}, [5])  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
 
 
-@delays.processor("pay", retry="15s 3m", expires="1h", keep_result=True)
+@delays.processor("pay", retries="15s 3m", expires="1h", keep_result=True)
 def pay(body: Any) -> Any:
     return Done({"receipt": 7}) if body else Retry(after="5m", reason="busy")
 
@@ -93,7 +96,7 @@ def pay(body: Any) -> Any:
 def report(body: Any) -> None: ...
 
 
-delays.processor("report", time_limits=5)  # type: ignore[call-arg]
+delays.processor("report", time_limits=5)  # type: ignore[call-overload]
 
 
 @delays.processor("store", batch=100)
@@ -108,10 +111,10 @@ async def ask(body: dict[str, int], task: DelayTask) -> int:
 
 assert_type(store([]), dict[int, Retry])
 asked: Coroutine[Any, Any, int] = ask({"order": 7}, delaytasks.get(7))
-delays.processor("store", batch="many")  # type: ignore[arg-type]
+delays.processor("store", batch="many")  # type: ignore[call-overload]
 
-delays.schedule_delay("pay", {}, 5, retry=3)
-delays.schedule_delay("pay", {}, 5, retry=RetrySchedule.fixed("1s", times=3), expires=60)
+delays.schedule_delay("pay", {}, 5, retries=3)
+delays.schedule_delay("pay", {}, 5, retries=RetrySchedule.fixed("1s", times=3), expires=60)
 
 assert_type(
     delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),

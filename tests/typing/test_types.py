@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,79 +10,56 @@ from pathlib import Path
 import pytest
 
 import delaytasks
+from delaytasks import async_api
+from delaytasks.core import errors
 
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
-def test_a_users_code_has_the_types_it_was_promised(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["api_user.py", "async_user.py", "handle_user.py"])
+def test_a_users_code_has_the_types_it_was_promised(module: str) -> None:
     pytest.importorskip("mypy")
-    root = HERE.parents[1]
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--strict",
-        "--config-file",
-        str(root / "pyproject.toml"),
-    ]
-    command += [
-        "--warn-unused-ignores",
-        "--cache-dir",
-        str(root / ".mypy_cache"),
-        str(HERE / "api_user.py"),
-    ]
-    checked = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=300)
+    command = ["mypy", "--strict", "--config-file", "pyproject.toml", "--warn-unused-ignores"]
+    _check([sys.executable, "-m", *command, str(HERE / module)])
+
+
+@pytest.mark.parametrize("module", ["async_user.py", "handle_user.py"])
+def test_pyright_infers_the_same_types(module: str, tmp_path: Path) -> None:
+    pytest.importorskip("basedpyright")
+    settings = {
+        "include": [str(HERE / module)],
+        "typeCheckingMode": "standard",
+        "reportUnnecessaryTypeIgnoreComment": "error",
+        "enableTypeIgnoreComments": True,
+    }
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    python = ["--pythonpath", sys.executable]
+    _check([sys.executable, "-m", "basedpyright", "--project", str(tmp_path), *python])
+
+
+def _check(command: list[str]) -> None:
+    checked = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+#: The public names, without the errors.
+VALUES = """
+Attempt AuditEntry BulkResult Cancel CancelResult DelayTask DelayTasks Done Fail LEVELS NOTIFY
+NewTask Page Policy Processor Retry RetrySchedule Snooze Status TouchResult
+""".split()
+FUNCTIONS = """
+apply_async attempts audit cancel cancel_many clear_policy find get new_id pause policies
+processor rerun rerun_many reschedule reschedule_many resume schedule_at schedule_callback
+schedule_delay schedule_many schedule_message set_policy shard_for touch touch_many undo
+using wait
+""".split()
+
+
 def test_the_public_names_are_these() -> None:
-    assert sorted(delaytasks.__all__) == [
-        "Attempt",
-        "AuditEntry",
-        "BulkResult",
-        "Cancel",
-        "CancelResult",
-        "DelayTask",
-        "DelayTaskError",
-        "DelayTasks",
-        "Done",
-        "Fail",
-        "LEVELS",
-        "NOTIFY",
-        "NewTask",
-        "Page",
-        "Policy",
-        "Retry",
-        "RetrySchedule",
-        "Snooze",
-        "Status",
-        "attempts",
-        "audit",
-        "cancel",
-        "cancel_many",
-        "clear_policy",
-        "find",
-        "get",
-        "new_id",
-        "pause",
-        "policies",
-        "processor",
-        "reschedule",
-        "reschedule_many",
-        "resume",
-        "retry",
-        "retry_many",
-        "schedule_at",
-        "schedule_callback",
-        "schedule_delay",
-        "schedule_many",
-        "schedule_message",
-        "set_policy",
-        "shard_for",
-        "touch",
-        "touch_many",
-    ]
+    public = set(delaytasks.__all__) - set(errors.__all__) - set(async_api.__all__)
+    assert sorted(public) == [*VALUES, *FUNCTIONS]
     for name in delaytasks.__all__:
         assert getattr(delaytasks, name).__doc__, f"{name} is documented"

@@ -5,17 +5,26 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkContext, SpawnContext
+from types import SimpleNamespace
 
 import pytest
+from celery import Celery
 
+from delaytasks import DelayTasks
 from delaytasks.core.clock import Clock
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers import background
 from delaytasks.timers.background import BackgroundTimer
+from delaytasks.wiring import wiring_of
 from tests.waiting import wait_until
 
 
@@ -59,8 +68,9 @@ def slow() -> SlowTimer:
 
 
 @pytest.fixture
-def timer(slow: SlowTimer) -> BackgroundTimer:
-    return BackgroundTimer(slow, Clock())
+def timer(slow: SlowTimer) -> Iterator[BackgroundTimer]:
+    with closing(BackgroundTimer(slow, Clock())) as timer:
+        yield timer
 
 
 def entry(id: int, in_s: float = 10) -> Entry:
@@ -92,6 +102,19 @@ def test_what_comes_while_the_thread_sends_travels_in_its_next_call(
     assert [len(call) for call in slow.calls] == [1, 49]
 
 
+def test_tasks_that_are_due_now_in_quick_succession_travel_together(
+    slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "SEND_INTERVAL_S", 3600.0)
+    timer.arm([entry(0, 0)])
+    wait_until(lambda: slow.calls, 2, "the first call, which does not wait")
+    for id in range(1, 4):
+        timer.arm([entry(id, 0)])
+        threading.Event().wait(0.05)  # time for a thread that would send each by itself
+    assert timer.flush(5)
+    assert [len(call) for call in slow.calls] == [1, 3]
+
+
 def test_what_is_due_now_is_not_held_back(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,14 +124,19 @@ def test_what_is_due_now_is_not_held_back(
     wait_until(lambda: slow.ids == [1, 2], 2, "both, at once")
 
 
-def test_gathering_takes_half_of_the_time_there_is_at_most(
+def test_entries_wait_for_others_for_a_tenth_of_the_time_until_the_first_is_due(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
     began = time.monotonic()
-    timer.arm([entry(1, 0.4)])
+    timer.arm([entry(1, 2)])
     wait_until(lambda: slow.calls, 2, "the call")
-    assert 0.15 <= slow.times[0] - began < 0.4
+    assert 0.15 <= slow.times[0] - began < 1
+
+
+def test_a_call_with_many_entries_arms_them_itself(slow: SlowTimer, timer: BackgroundTimer) -> None:
+    timer.arm([entry(id) for id in range(1, 102)])
+    assert len(slow.ids) == 101
 
 
 def test_flush_waits_until_all_is_sent_and_not_for_ever(
@@ -155,19 +183,112 @@ def test_memory_is_bounded_while_the_broker_is_away(
     assert slow.ids[-1] == 100
 
 
-def test_a_closed_timer_has_sent_all_and_is_not_called_at_exit(slow: SlowTimer) -> None:
-    timer = BackgroundTimer(slow, Clock())
+def test_a_closed_timer_has_sent_all_and_can_be_used_again(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
     timer.arm([entry(1)])
     timer.close()
     assert slow.ids == [1]
-    assert timer.arm([entry(2, 0)]), "who still has it can use it"
+    assert timer.arm([entry(2, 0)])
     wait_until(lambda: 2 in slow.ids, 5, "the next one")
-    unused = BackgroundTimer(slow, Clock())
-    unused.close()
-    left = weakref.ref(unused)
-    del unused
-    gc.collect()
-    assert left() is None, "nobody keeps it for the end of the process"
+
+
+def test_a_closed_timer_leaves_no_thread_and_nothing_for_the_end_of_the_process(
+    slow: SlowTimer,
+) -> None:
+    timer = BackgroundTimer(slow, Clock())
+    timer.arm([entry(1)])
+    timer.close()
+    left = weakref.ref(timer)
+    del timer
+
+    def is_collected() -> bool:
+        gc.collect()
+        return left() is None
+
+    wait_until(is_collected, 5, "the timer and its thread to end")
+
+
+@pytest.mark.parametrize("handlers", ["before", "after"])
+def test_what_a_script_schedules_in_its_exit_handlers_is_sent(handlers: str) -> None:
+    """A handler that was registered before the first call runs after the timer's own."""
+    use = "timer.arm([entry(1)])"
+    register = "atexit.register(lambda: timer.arm([entry(2)]))"
+    steps = [register, use] if handlers == "before" else [use, register]
+    assert sent_by_script(*steps) == {1, 2}
+
+
+@pytest.mark.parametrize("context", [ForkContext(), SpawnContext()])
+def test_what_a_child_of_multiprocessing_schedules_last_is_sent(
+    context: ForkContext | SpawnContext,
+) -> None:
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=arm_last, args=(sender,))
+    child.start()
+    sender.close()
+    with receiver:
+        assert receiver.poll(20)
+        assert receiver.recv() == [7]
+    child.join(10)
+    assert child.exitcode == 0
+
+
+class PipeTimer(SlowTimer):
+    """Send the ids of the armed entries through a pipe."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self.pipe = pipe
+
+    def arm(self, entries: Iterable[Entry]) -> bool:
+        self.pipe.send([entry.id for entry in entries])
+        return True
+
+
+def arm_last(pipe: Connection) -> None:
+    BackgroundTimer(PipeTimer(pipe), Clock()).arm([entry(7)])
+
+
+def sent_by_script(*steps: str) -> set[int]:
+    """Return the ids that a Python process sends which executes these statements."""
+    script = [
+        "import atexit",
+        "from delaytasks.core.clock import Clock",
+        "from delaytasks.timers.background import BackgroundTimer",
+        "from tests.unit.test_background import SlowTimer, entry",
+        "class Printer(SlowTimer):",
+        "    def arm(self, entries):",
+        "        print(*(one.id for one in entries), flush=True)",
+        "        return True",
+        "timer = BackgroundTimer(Printer(), Clock())",
+        *steps,
+    ]
+    run = subprocess.run(
+        [sys.executable, "-c", "\n".join(script)], capture_output=True, text=True, timeout=30
+    )
+    assert run.returncode == 0, run.stderr
+    assert not run.stderr
+    return set(map(int, run.stdout.split()))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"processes": b"4"}, False),
+        ({"enable-threads": True}, True),
+        ({"threads": b"2"}, True),
+        (None, True),
+    ],
+)
+def test_uwsgi_without_threads_is_recognized(
+    options: dict[str, object] | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if options is not None:
+        monkeypatch.setitem(sys.modules, "uwsgi", SimpleNamespace(opt=options))
+    assert background.can_run_threads() is expected
+    app = Celery("uwsgi-test", broker="memory://", set_as_current=False)
+    with closing(DelayTasks(app, "sqlite://")) as delays:
+        assert (wiring_of(delays).background_timer is not None) is expected
 
 
 def test_a_failure_costs_only_what_was_on_its_way_and_is_logged(

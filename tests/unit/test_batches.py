@@ -98,7 +98,7 @@ def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(
         return body
 
     got: list[int] = []
-    bench.registry.processor("batch", batch=10, schema=even, retry="10s")(
+    bench.registry.processor("batch", batch=10, schema=even, retries="10s")(
         lambda b, t: got.extend(b)
     )
     tasks = [bench.schedule("batch", body) for body in (0, 2, 4, 6)]
@@ -181,7 +181,7 @@ def test_an_answer_that_says_not_how_each_ended_climbs_them_all(
     bench: RunnerHarness, name: str
 ) -> None:
     work, says = WRONG[name]
-    tasks = run(bench, work, retry="10s")
+    tasks = run(bench, work, retries="10s")
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
     for task in tasks:
         assert "InvalidOutcomesError: the batch's processor returned" in (task.error or "")
@@ -192,7 +192,7 @@ def test_who_raises_fails_them_all_by_the_usual_rules(bench: RunnerHarness) -> N
     def fail(tasks: list[DelayTask]) -> None:
         raise ConnectionError("busy")
 
-    tasks = run(bench, fail, retry={ConnectionError: "10s"})
+    tasks = run(bench, fail, retries={ConnectionError: "10s"})
     assert statuses(tasks) == ["NOT_COMPLETE"] * 4
     assert {task.attempts for task in tasks} == {1}
     for task in tasks:
@@ -236,7 +236,7 @@ def test_each_of_its_tasks_may_be_completed_and_no_other(bench: RunnerHarness) -
         refusals.append(str(refused.value))
         raise ValueError("after the commit")
 
-    tasks = run(bench, work, retry="10s")
+    tasks = run(bench, work, retries="10s")
     assert statuses(tasks) == ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
     assert [task.result for task in tasks[:2]] == [0, 1]
     [refusal] = refusals

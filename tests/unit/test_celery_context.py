@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from threading import Thread
 from typing import Any
@@ -12,14 +15,17 @@ import pytest
 from celery import Celery, current_task, signals
 from celery._state import _task_stack
 
+from delaytasks.core.cancel_request import INTERRUPT
+from delaytasks.core.errors import TaskCancelledError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.executor import RunResult
 from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.execution.task_run import Lease, TaskRun
-from delaytasks.processors.registry import Processor, Registry
+from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.celery_context import CeleryTaskContext
 from delaytasks.worker.current_task import row_in_context
+from delaytasks.worker.requested_runs import SIGNAL, Interrupts
 from tests.manual_clock import ManualClock
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
@@ -52,7 +58,7 @@ def task_context() -> Iterator[CeleryTaskContext]:
     assert row_in_context.get(None) is None
 
 
-def processor(tag: str, function: Callable[[Any], object]) -> Processor:
+def processor(tag: str, function: Callable[[Any], object]) -> ProcessorSpec:
     registry = Registry()
     registry.processor(tag)(function)
     found = registry.get(tag)
@@ -60,8 +66,11 @@ def processor(tag: str, function: Callable[[Any], object]) -> Processor:
     return found
 
 
-def call(processor: Processor, task: DelayTask) -> ProcessorCall:
-    run = TaskRun(task, Mock(), lambda session, task: None, Lease(60, 0.05, lambda: (0, 0)))
+NO_LEASE = Lease(60, 0.05, lambda: (0, 0), lambda id, version: None)
+
+
+def call(processor: ProcessorSpec, task: DelayTask) -> ProcessorCall:
+    run = TaskRun(task, Mock(), lambda session, task: None, NO_LEASE)
     return ProcessorCall(processor, [run])
 
 
@@ -163,3 +172,46 @@ def test_signals_are_sent_for_each_row(task_context: CeleryTaskContext) -> None:
         signals.task_prerun.disconnect(before)
         signals.task_postrun.disconnect(after)
     assert told == [("1", None), ("1", "SUCCESS"), ("2", None), ("2", "SUCCESS")]
+
+
+def test_an_interrupt_does_not_keep_the_time_limits_from_their_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request to interrupt comes when the processor has ended and its limits have not."""
+    requested: list[int | None] = [None]
+    ended: list[str] = []
+
+    def end_hard_limit() -> None:
+        requested[0] = INTERRUPT
+        signal.raise_signal(SIGNAL)
+        ended.append("hard limit")
+
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: None)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", end_hard_limit)
+    before = signal.getsignal(SIGNAL)
+    interrupts = Interrupts()
+    interrupts.install()
+    try:
+        context = CeleryTaskContext(
+            Celery(set_as_current=False),
+            "w@host",
+            ManualClock(DUE),
+            keeps_time_limits=True,
+            interrupts=interrupts,
+        )
+        registry = Registry()
+        registry.processor("a", soft_time_limit=60, time_limit=90)(lambda body: None)
+        [limited] = registry
+        lease = replace(NO_LEASE, cancel_request=lambda id, version: requested[0])
+        run = TaskRun(task_of(1), Mock(), lambda session, task: None, lease)
+        context(ProcessorCall(limited, [run]), end)
+        assert ended == ["hard limit"]
+
+        requested[0] = None
+        registry.processor("b", time_limit=90)(lambda body: end_hard_limit())
+        interrupted = registry.get("b")
+        assert interrupted is not None
+        with pytest.raises(TaskCancelledError):  # within the processor it strikes
+            context(ProcessorCall(interrupted, [run]), end)
+    finally:
+        signal.signal(SIGNAL, before)

@@ -72,12 +72,12 @@ def test_current_task_retry_is_a_retry(bench: RunnerHarness, options: Any) -> No
 def test_a_retry_without_a_countdown_takes_the_next_delay_of_the_retry_schedule(
     bench: RunnerHarness,
 ) -> None:
-    task = run(bench, retry(), attempts=1, retry="1m 1h")
+    task = run(bench, retry(), attempts=1, retries="1m 1h")
     assert abs(waits(bench, task) - timedelta(hours=1)) < SECOND
 
 
 def test_a_retry_past_the_retry_schedule_fails(bench: RunnerHarness) -> None:
-    task = run(bench, retry(exc=ValueError("still closed")), attempts=2, retry="1m 1h")
+    task = run(bench, retry(exc=ValueError("still closed")), attempts=2, retries="1m 1h")
     assert task.status.name == "FAILED"
     assert "still closed" in (task.error or "")
 
@@ -129,7 +129,7 @@ def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
     def charge(self: Task) -> None:
         raise self.retry(countdown=5, exc=ValueError("closed"))
 
-    task = run(bench, lambda: charge(), retry="1m")
+    task = run(bench, lambda: charge(), retries="1m")
     assert task.status.name == "NOT_COMPLETE"
     assert "ValueError: closed" in (task.error or "")
 

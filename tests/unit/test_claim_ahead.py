@@ -163,3 +163,14 @@ def test_rows_of_a_limited_tag_end_the_backlog_of_this_process(make: Make) -> No
     tasks = [bench.schedule("limited"), bench.schedule(), bench.schedule()]
     assert drain(bench).ran == 1
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
+
+
+def test_concurrent_rows_of_two_chunks_run_simultaneously(make: Make) -> None:
+    bench = make(chunk_time_budget_s=0.1, chunk_max=2)
+    bench.runner = bench.make_runner(may_detach=True)
+    all_four = threading.Barrier(4, timeout=10)
+    bench.registry.processor("wait", in_flight=4)(lambda body: all_four.wait())
+    tasks = backlog(bench, 4, "wait")
+    drain(bench, limit=2)
+    bench.runner.finish()
+    assert bench.statuses(tasks) == ["DONE"] * 4

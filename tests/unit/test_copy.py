@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _CopyText
+from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts
+from delaytasks.storage.postgresql_drivers import _CopyFile
 
 
 class Interruption(BaseException):
@@ -21,19 +22,16 @@ def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
     return ((n, body, "2030-01-01", "tag") for n in range(count))
 
 
-def parts(text: _CopyText) -> list[str]:
-    return list(iter(partial(text.read, 8192), ""))
-
-
 def test_all_rows_come_in_parts_and_then_nothing() -> None:
-    text = _CopyText(rows(2 * _COPY_ROWS + 1))
-    assert [part.count("\n") for part in parts(text)] == [_COPY_ROWS, _COPY_ROWS, 1]
+    text = _CopyFile(_copy_parts(rows(2 * _COPY_ROWS + 1)))
+    parts = list(iter(partial(text.read, 8192), ""))
+    assert [part.count("\n") for part in parts] == [_COPY_ROWS, _COPY_ROWS, 1]
     assert text.read(8192) == ""
-    assert parts(_CopyText(rows(2 * _COPY_ROWS)))[1].count("\n") == _COPY_ROWS
+    assert [part.count("\n") for part in _copy_parts(rows(2 * _COPY_ROWS))] == [_COPY_ROWS] * 2
 
 
 def test_a_part_of_large_bodies_has_few_of_them() -> None:
-    found = parts(_CopyText(rows(10, "x" * (_COPY_CHARACTERS // 2))))
+    found = _copy_parts(rows(10, "x" * (_COPY_CHARACTERS // 2)))
     assert [part.count("\n") for part in found] == [2] * 5
 
 
@@ -42,7 +40,7 @@ def test_an_interruption_that_waited_while_the_driver_was_busy_is_kept() -> None
     def interrupt(_number: int, _frame: object) -> None:
         raise Interruption
 
-    text = _CopyText(rows(10))
+    text = _CopyFile(_copy_parts(rows(10)))
     # Both calls run in C, as in the driver. The signal arrives during the first call, and Python
     # runs its handler during the second call.
     calls = [partial(sum, range(20_000_000)), partial(text.read, 8192)]

@@ -180,7 +180,7 @@ def test_the_moves_are_those_of_the_contract() -> None:
         "cancel": ({waiting, held}, cancelled),
         "reschedule": ({waiting, held}, waiting),
         "replace": ({waiting, held}, waiting),
-        "retry": ({failed, cancelled}, waiting),
+        "rerun": ({failed, cancelled}, waiting),
     }
     assert all(move.name == name for name, move in MOVES.items())
 
@@ -191,7 +191,7 @@ def test_the_moves_that_settle_a_run_are_those_with_an_ending() -> None:
 
 
 def test_only_an_operators_retry_leaves_a_finished_status() -> None:
-    assert {name for status in FINISHED for name in moves_from(status)} == {"retry"}
+    assert {name for status in FINISHED for name in moves_from(status)} == {"rerun"}
     assert not FINISHED & LIVE
     assert set(Status) == FINISHED | LIVE
 

@@ -54,7 +54,7 @@ def test_a_retry_in_a_coroutine_follows_the_retry_schedule_and_its_limits(
     async def ask(given: Any) -> None:
         raise current_task.retry()
 
-    bench.registry.processor("scheduled", retry="1m 1h")(ask)
+    bench.registry.processor("scheduled", retries="1m 1h")(ask)
     bench.registry.processor("limited")(ask)
     second, limited = bench.schedule("scheduled"), bench.schedule("limited")
     for task, attempts in ((second, 1), (limited, 3)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,7 +258,8 @@ def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
         ("postgresql://h/d", "postgresql+psycopg2://h/d"),
         ("postgres://h/d", "postgresql+psycopg2://h/d"),
         ("postgresql+psycopg2://h/d?sslmode=require", "postgresql+psycopg2://h/d?sslmode=require"),
-        ("postgresql+psycopg://me:p%40ss@h:5433/d", "postgresql+psycopg2://me:p%40ss@h:5433/d"),
+        ("postgresql+psycopg://me:p%40ss@h:5433/d", "postgresql+psycopg://me:p%40ss@h:5433/d"),
+        ("postgresql+psycopg_async://h/d", "postgresql+psycopg://h/d"),
         ("postgresql+asyncpg://h/d", "postgresql+psycopg2://h/d"),
         ("postgresql+asyncpg://h/d?ssl=require", "postgresql+psycopg2://h/d?sslmode=require"),
         ("mysql+aiomysql://h/d", "mysql+pymysql://h/d"),
@@ -285,6 +288,23 @@ def test_an_option_that_the_driver_does_not_take_is_a_wrong_setting(mysql_url: s
         ConfigError, match=r"delaytasks_database_url has an option .* pymysql .*'ssl_mode'"
     ):
         Store(f"{mysql_url}?ssl_mode=REQUIRED", settings_for(mysql_url)).tasks.now()
+
+
+@pytest.mark.parametrize(
+    ("url", "package"),
+    [
+        ("postgresql://h/d", "psycopg2-binary"),
+        ("postgresql+psycopg://h/d", "'delaytasks[psycopg]'"),
+        ("mysql://h/d", "'delaytasks[mysql]'"),
+    ],
+)
+def test_a_driver_that_is_not_installed_is_named_with_the_package(
+    url: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("psycopg2", "psycopg", "pymysql"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=rf"pip install {re.escape(package)}"):
+        _ = Database(url).auto
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -46,9 +47,10 @@ def test_a_database_that_refuses_is_not_down(
     def refresh() -> Any:
         raise error
 
-    cache = SimpleNamespace(known=SimpleNamespace(stamp=None), refresh=refresh)
+    known = SimpleNamespace(stamp=None)
+    cache = SimpleNamespace(known=known, refresh=refresh, cancel_requests=0)
     shard: Any = SimpleNamespace(policies=cache, number=0, named=str, close=None)
-    loop = policy_loop(shard, events, outages)
+    loop = policy_loop(shard, events, outages, Mock())
     for _ in range(3):
         with suppress(StoreError):
             loop._turn()

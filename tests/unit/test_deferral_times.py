@@ -60,7 +60,7 @@ def test_the_next_deferral_counts_from_the_same_due_time(bench: RunnerHarness) -
 def test_a_task_that_ran_before_its_processor_vanished_is_tried_again_soon(
     bench: RunnerHarness, outcome: Callable[[], object]
 ) -> None:
-    bench.registry.processor("gone", retry="1s 1s")(lambda body: outcome())
+    bench.registry.processor("gone", retries="1s 1s")(lambda body: outcome())
     task = make_due(bench, made_long_ago(bench, "gone"), 1)
     bench.run(task)
     del bench.registry._processors["gone"]

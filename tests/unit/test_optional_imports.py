@@ -10,12 +10,17 @@ from pathlib import Path
 #: A deployment with one database and the timer `eta`, without limits, callbacks, encryption and
 #: partitions, does not need these modules.
 OPTIONAL = (
+    "cronsim",
     "cryptography",
+    "sentry_sdk",
     "requests",
+    "delaytasks.durable_eta",
     "delaytasks.embedded",
     "delaytasks.encryption",
     "delaytasks.limits",
+    "delaytasks.metrics",
     "delaytasks.partitions",
+    "delaytasks.recurrence",
     "delaytasks.sharding",
     "delaytasks.timers.direct",
     "delaytasks.timers.redis",
@@ -89,6 +94,22 @@ def stopped(**_):
     write_modules()
 """
 
+#: A worker that finds a schedule in the database, and runs a task of it.
+RECURRING_WORKER = """
+@delays.processor("mail")
+def send(body):
+    assert "delaytasks.recurrence" in sys.modules
+    write_modules()
+    state.should_stop = 0
+
+@signals.worker_ready.connect
+def schedule(**_):
+    assert "delaytasks.recurrence" not in sys.modules
+    delays.recurring.set("mail", "mail", every="1s")
+    for name in [name for name in sys.modules if name.startswith("delaytasks.recurrence")]:
+        del sys.modules[name]
+"""
+
 
 def imported_by(tmp_path: Path, source: str, command: list[str], settings: object) -> set[str]:
     """Run a project in a fresh interpreter; return the optional modules that it has imported."""
@@ -135,8 +156,36 @@ def test_encryption_keys_import_encryption_only(tmp_path: Path) -> None:
     assert imported == {"cryptography", "delaytasks.encryption"}
 
 
+#: A process that calls a Celery task with a delay.
+CELERY_PRODUCER = """
+@app.task
+def remind(order): ...
+
+remind.apply_async((7,), countdown=10)
+write_modules()
+"""
+
+
+def test_durable_celery_tasks_are_imported_only_if_a_task_is_called_with_a_delay(
+    tmp_path: Path,
+) -> None:
+    source = PRODUCER.replace("write_modules()", "") + CELERY_PRODUCER
+    assert imported_by(tmp_path, source, ["shop.py"], {}) == set()
+    (tmp_path / "shop.sqlite3").unlink()
+    imported = imported_by(tmp_path, source, ["shop.py"], {"durable_eta": True})
+    assert imported == {"delaytasks.durable_eta"}
+
+
 def test_limits_are_imported_by_a_worker_that_reads_a_limit_from_the_database(
     tmp_path: Path,
 ) -> None:
     assert imported_by_a_producer(tmp_path) == set()
     assert imported_by_a_worker(tmp_path, LIMITED_WORKER) == {"delaytasks.limits"}
+
+
+def test_recurring_schedules_are_imported_by_a_worker_that_finds_one_in_the_database(
+    tmp_path: Path,
+) -> None:
+    assert imported_by_a_producer(tmp_path) == set()
+    imported = imported_by_a_worker(tmp_path, RECURRING_WORKER)
+    assert imported == {"cronsim", "delaytasks.recurrence"}

@@ -61,7 +61,9 @@ class Rows:
 class Field:
     def __init__(self, rows: Rows) -> None:
         self.rows, self.events, self.applied = rows, Events(), list[Policy]()
-        table: Any = SimpleNamespace(applied=self.applied.extend, held=dict, forget=lambda: 0)
+        table: Any = SimpleNamespace(
+            applied=self.applied.extend, count=lambda _: {}, forget=lambda: 0
+        )
         cache: Any = SimpleNamespace(refresh=Policies)
         holder: Any = rows
         settings, clock, timer = settings_for("sqlite://"), ManualClock(NOON), RecordingTimer()

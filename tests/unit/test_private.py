@@ -12,9 +12,10 @@ from celery import Celery
 from kombu import Connection
 from sqlalchemy import text
 
-from delaytasks import DelayTasks, embedded
+from delaytasks import DelayTasks
 from delaytasks.core.private_files import make_folder, tighten_data_folder, tighten_folder
 from delaytasks.embedded import broker as broker_module
+from delaytasks.embedded.broker import begin, use_embedded_broker
 from delaytasks.storage import migrations
 from delaytasks.wiring import wiring_of
 
@@ -105,8 +106,8 @@ def test_the_broker_of_files_is_private(
     monkeypatch.setattr(broker_module, "find_server", lambda: None)
     (data / "broker").mkdir(parents=True, mode=0o755)
     app = Celery("files", set_as_current=False)
-    broker = embedded.use_embedded_broker(app, str(data))
-    assert embedded.begin(data) is None
+    broker = use_embedded_broker(app, str(data))
+    assert begin(data) is None
     with Connection(broker.url, transport_options=broker.options) as connection:
         connection.SimpleQueue("orders").put({"card": 1})
         assert any(path.suffix == ".msg" for path in data.rglob("*"))
@@ -117,7 +118,7 @@ def test_nothing_is_made_by_importing_an_app_whose_broker_is_embedded(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(broker_module, "find_server", lambda: None)
-    embedded.use_embedded_broker(Celery("files", set_as_current=False), str(data))
+    use_embedded_broker(Celery("files", set_as_current=False), str(data))
     assert not data.exists()
 
 

@@ -409,7 +409,7 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     before = post.forgotten
     getattr(proxy, how)()
     post.look()
-    wait_until(lambda: not wiring_of(post.delays).timer.is_up, 5, "the flag to go down")
+    wait_until(lambda: not wiring_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
     assert post.runtime.info()["timer_is_up"] is False
     post.end_chunk(0.001)
     post.arm(range(2, 3))
@@ -435,7 +435,7 @@ def test_while_redis_is_down_the_poller_rests_between_two_attempts(
     post.start()
     proxy.refuse()
     post.look()
-    wait_until(lambda: not wiring_of(post.delays).timer.is_up, 5, "the flag to go down")
+    wait_until(lambda: not wiring_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
     wiring_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
     wait_until(lambda: len(tries) >= 3, 10, "three tries")
     assert tries[2] - tries[0] > SERVICE_REST_S

@@ -88,6 +88,7 @@ def die() -> None:
 
 
 LOOPS = [
+    "statistics",
     "wheel",
     "leases",
     "sweep",
@@ -273,7 +274,7 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).inline_timer,
+        wiring_of(runtime.celery_worker.delays).timer,
         "arm",
         lambda entries: sent.extend(entries) or True,
     )
@@ -302,7 +303,7 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).inline_timer,
+        wiring_of(runtime.celery_worker.delays).timer,
         "arm",
         lambda entries: sent.extend(entries) or True,
     )
@@ -322,7 +323,7 @@ def test_what_a_stopped_worker_still_receives_is_sent_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(tmp_path)
-    timer = wiring_of(runtime.celery_worker.delays).inline_timer
+    timer = wiring_of(runtime.celery_worker.delays).timer
     sent: list[Entry] = []
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(timer, "arm", lambda entries: sent.extend(entries) or True)
@@ -372,7 +373,7 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     runtime = runtime_of_two_shards(tmp_path)
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).inline_timer,
+        wiring_of(runtime.celery_worker.delays).timer,
         "request_drain",
         lambda queue, priorities, messages, expires_s, shard: asked.append(
             (queue, list(priorities), shard)
@@ -450,7 +451,7 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
 
     monkeypatch.setattr(runtime.dispatcher._pool._celery_pool, "apply_async", apply_async)
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).inline_timer,
+        wiring_of(runtime.celery_worker.delays).timer,
         "arm",
         lambda entries: sent_back.extend(entries) or True,
     )

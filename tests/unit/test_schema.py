@@ -106,7 +106,7 @@ def test_what_an_older_version_scheduled_fails_at_once_whatever_the_ladder(
     bench: RunnerHarness,
 ) -> None:
     task = bench.schedule("order", {"nummer": 7})
-    seen = takes(bench, "order", Order, retry="10s 10s")
+    seen = takes(bench, "order", Order, retries="10s 10s")
     bench.run(task)
     assert (seen, bench.now(task).status) == ([], Status.FAILED)
     assert "BodyRefusedError: Order refuses" in (bench.now(task).error or "")

@@ -124,7 +124,7 @@ def test_each_row_ends_by_itself(bench: RunnerHarness) -> None:
             raise ValueError("as asked")
         return Snooze(60) if body == "snooze" else None
 
-    bench.registry.processor("wait", in_flight=5, retry="10s")(work)
+    bench.registry.processor("wait", in_flight=5, retries="10s")(work)
     tasks = [bench.schedule("wait", body) for body in ("fine", "raise", "snooze", "fine")]
     bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", "DONE"]
@@ -347,7 +347,8 @@ def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_to
     bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE"] * 50
     assert (most, len(loops)) == (50, 1)
-    places = [bench.registry.demand(tag).in_flight for tag in ("async", "few", "note")]
+    specs = {spec.tag: spec for spec in bench.registry}
+    places = [specs[tag].in_flight for tag in ("async", "few", "note")]
     assert places == [100, 3, None]
     most, awaited = 0, 3
     bench.run(*[bench.schedule("few") for _ in range(9)])

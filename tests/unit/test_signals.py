@@ -126,7 +126,7 @@ def test_each_signal_says_how_the_row_ended(
 ) -> None:
     ends, is_last, signal, status = OUTCOMES[outcome]
     options: dict[str, Any] = {"batch": {"batch": 10}, "in_flight": {"in_flight": 5}}.get(mode, {})
-    bench.registry.processor("one", retry="1h", **options)(lambda given: ends())
+    bench.registry.processor("one", retries="1h", **options)(lambda given: ends())
     watching = Watching()
     bench.runner = bench.make_runner(watcher=lambda: watching)
     tasks = [bench.schedule("one", number) for number in range(3)]

@@ -12,7 +12,6 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.storage.capabilities import capabilities_of
 from delaytasks.storage.estimates import estimate
 from delaytasks.storage.migrations import ddl, exclusively
-from delaytasks.storage.row_lists import json_rows
 
 pytestmark = pytest.mark.quick
 
@@ -28,12 +27,11 @@ def _migrate() -> None:
     "use",
     [
         lambda: capabilities_of("oracle"),
-        lambda: json_rows("oracle", ["id"]),
         lambda: estimate(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
         _migrate,
         lambda: ddl("oracle"),
     ],
-    ids=["capabilities", "lists of rows", "estimates", "migrations", "DDL"],
+    ids=["capabilities", "estimates", "migrations", "DDL"],
 )
 def test_an_unknown_database_is_refused_with_the_supported_ones(use: Any) -> None:
     with pytest.raises(ConfigError, match="'oracle'; it supports postgresql, mysql, mariadb, sqli"):

@@ -36,7 +36,7 @@ class SweepLoopHarness:
         self.defer: list[Any] = []
         self.brought: list[Any] = []
         self.dispatcher = SimpleNamespace()
-        self.inline_timer = SimpleNamespace(arm=self.brought.append)
+        self.timer = SimpleNamespace(arm=self.brought.append)
         self.pool = SimpleNamespace(limit=2)
         here: Any = self
         self.loop = SweepLoop(
@@ -45,7 +45,7 @@ class SweepLoopHarness:
             here.events,
             here.processes,
             here.registry,
-            here.inline_timer,
+            here.timer,
             here.dispatcher,
             here.pool,
             "w1",

@@ -19,17 +19,17 @@ from coverage import Coverage
 from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, InvalidDelayError
-from delaytasks.processors.registry import Processor, Registry
+from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.lease_keeper import has_exited
 from delaytasks.worker.time_limits import can_limit_time, check_time_limits, limited
 from tests.waiting import wait_until
 
 
-def processor(**limits: Any) -> Processor:
+def processor(**limits: Any) -> ProcessorSpec:
     registry = Registry()
     registry.processor("a", **limits)(lambda body: None)
-    return registry.demand("a")
+    return next(iter(registry))
 
 
 @pytest.fixture

@@ -8,13 +8,19 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from delaytasks import DelayTask, Status
+from delaytasks.core.celery_tags import ANY_CELERY_TASK
 from delaytasks.core.policies import Policy
+from delaytasks.core.reasons import Facts
+from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS
-from delaytasks.core.why import Facts, WorkerFacts, unserved, why
+from delaytasks.core.why import why
+from delaytasks.core.why_unserved import unserved
 
 NOW = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
 TASK = DelayTask(7, "mail.send", "{}", NOW - timedelta(seconds=2), queue="letters")
-WORKER = WorkerFacts("w1@host", True, 1.0, ["letters"], frozenset({"mail.send"}))
+WORKER = RegisteredWorker(
+    "w1@host", True, 1.0, ["letters"], frozenset({"mail.send"}), "prefork", 2, NOW, NOW, 0.0
+)
 
 
 def facts(task: DelayTask = TASK, **changes: object) -> Facts:
@@ -101,6 +107,11 @@ def test_a_tag_that_no_worker_knows_is_named_with_its_queue_and_workers() -> Non
 def test_one_worker_that_may_know_the_tag_is_enough(tags: frozenset[str] | None) -> None:
     other = WORKER._replace(tags=frozenset({"other"}))
     assert unserved("letters", "mail.send", [other, WORKER._replace(tags=tags)]) is None
+
+
+def test_each_worker_serves_the_tags_of_celery_tasks() -> None:
+    worker = WORKER._replace(tags=frozenset({ANY_CELERY_TASK}))
+    assert unserved("letters", "celery:shop.remind", [worker]) is None
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,8 @@ class DjangoConnection:
         for name in state.positiontup:
             process = state.processors.get(name)
             if process is None and name in compiled.binds:
-                process = (
-                    compiled.binds[name]
-                    .type.dialect_impl(self._dialect)
-                    .bind_processor(self._dialect)
-                )
+                kind = compiled.binds[name].type.dialect_impl(self._dialect)
+                process = kind.bind_processor(self._dialect)
             value = state.parameters[name]
             values.append(value if process is None else process(value))
         return state.statement, values

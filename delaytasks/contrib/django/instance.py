@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
 from inspect import iscoroutinefunction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asgiref.sync import sync_to_async
 from celery import Celery, _state
@@ -27,6 +27,9 @@ from delaytasks.core.task import DelayTask
 from delaytasks.processors.event_loop import result_of
 from delaytasks.storage.types import db_now
 from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
+
+if TYPE_CHECKING:
+    from delaytasks.storage.borrowed_connections import ConnectionSource
 
 
 class DjangoDelays(DelayTasks):
@@ -70,10 +73,20 @@ class DjangoDelays(DelayTasks):
         return super()._wiring
 
     def _ambient_transaction(self) -> DjangoTransaction:
-        return DjangoTransaction(self.alias)
+        return DjangoTransaction(self.alias, is_robust=not self._is_in_test)
 
     def _processor_contexts(self) -> Sequence[ProcessorContext]:
         return [self._closes_connections]
+
+    def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any]:
+        """Run the call in the thread where Django's asynchronous ORM has its connection."""
+        result: Awaitable[Any] = sync_to_async(call, thread_sensitive=True)()
+        return result
+
+    def _test_connections(self) -> ConnectionSource:
+        from delaytasks.contrib.django.borrowed_connection import source_at
+
+        return source_at(self.alias)
 
     @contextmanager
     def _closes_connections(self, task: DelayTask) -> Iterator[None]:
@@ -84,7 +97,8 @@ class DjangoDelays(DelayTasks):
         try:
             yield
         finally:
-            processor = self._registry.get(task.tag)
+            # A test has its transaction on the only connection.
+            processor = None if self._is_in_test else self._registry.get(task.tag)
             if processor is not None and iscoroutinefunction(processor.function):
                 result_of(sync_to_async(close_old_connections)())
 

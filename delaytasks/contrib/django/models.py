@@ -22,9 +22,7 @@ def table_name() -> str:
     if not settings.table_schema:
         return name
     # Django quotes a name unless it is quoted already.
-    mark = (
-        "`" if wiring_of(project_delays()).store.database.url.get_backend_name() == "mysql" else '"'
-    )
+    mark = "`" if wiring_of(project_delays()).store.database.backend == "mysql" else '"'
     return f"{mark}{settings.table_schema}{mark}.{mark}{name}{mark}"
 
 
@@ -34,7 +32,7 @@ class ReadOnlyRowError(PermissionDenied, TypeError):
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise ReadOnlyRowError(
-        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and retry of "
+        "rows of tasks are read only here: use schedule_delay, cancel, reschedule and rerun of "
         "delaytasks"
     )
 
@@ -71,6 +69,8 @@ class DelayTaskRow(models.Model):
     result = models.TextField(null=True)
     concurrency_key = models.CharField(max_length=CONCURRENCY_KEY_LENGTH, null=True)
     due_time = models.DateTimeField(null=True)
+    meta = models.TextField(null=True)
+    cancel_request = models.SmallIntegerField(null=True)
 
     objects = DelayTaskRows.as_manager()
 
@@ -89,9 +89,7 @@ class DelayTaskRow(models.Model):
     def body(self) -> Any:
         """The body, decrypted and decoded."""
         cipher = wiring_of(project_delays()).store.schema.cipher
-        text = (
-            self.message_body
-            if cipher is None
-            else cipher.read(self.message_body, BODY, self.id, self.tag)
-        )
+        text = self.message_body
+        if cipher is not None:
+            text = cipher.read(text, BODY, self.id, self.tag)
         return decoded(text, f"the body of task {self.id}")

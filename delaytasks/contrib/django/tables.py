@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
+from django.db import migrations as django_migrations
 from django.db import transaction
 from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, insert
 from sqlalchemy.schema import CreateTable
@@ -26,6 +27,16 @@ def downgrade(_apps: Any, schema_editor: Any) -> None:
     delays = project_delays()
     if schema_editor.connection.alias == delays.alias:
         _run_alembic(delays, migrations.downgrade, "base")
+
+
+class UpgradeTables(django_migrations.Migration):
+    """A migration that brings tables of an earlier version to this version."""
+
+    # Alembic uses another connection, so no lock may be held here.
+    atomic = False
+    operations = [
+        django_migrations.RunPython(upgrade, django_migrations.RunPython.noop, elidable=False)
+    ]
 
 
 def make(delays: DjangoDelays, schema_editor: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from django.db import (
@@ -34,14 +33,20 @@ Action = Callable[[Sequence[DelayTask]], None]
 class DjangoTransaction:
     """Inside `atomic`, the caller's transaction; outside, one transaction for each call."""
 
-    def __init__(self, alias: str) -> None:
+    def __init__(self, alias: str, is_robust: bool = True) -> None:
+        """A test sets `is_robust=False`, so that errors after the commit reach it."""
+        self._is_robust = is_robust
         self._django_connection = connections[alias]
         self.connection = DjangoConnection(self._django_connection)
 
     def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
         connection = self._django_connection
         if connection.in_atomic_block or self.stands_alone:
-            transaction.on_commit(partial(action, tasks), using=connection.alias, robust=True)
+
+            def act() -> None:  # Django names the function in its log, so it is no partial
+                action(tasks)
+
+            transaction.on_commit(act, using=connection.alias, robust=self._is_robust)
         # Otherwise the caller commits without a hook of Django: the sweep finds the row.
 
     @property
@@ -50,12 +55,9 @@ class DjangoTransaction:
         if connection.in_atomic_block:
             return False
         # `get_autocommit` would connect, and fail while the database is away.
-        is_autocommit = (
-            connection.settings_dict["AUTOCOMMIT"]
-            if connection.connection is None
-            else connection.autocommit
-        )
-        return bool(is_autocommit)
+        if connection.connection is None:
+            return bool(connection.settings_dict["AUTOCOMMIT"])
+        return bool(connection.autocommit)
 
     @contextmanager
     def guard(self, unknown_id: int | None = None) -> Iterator[DjangoConnection]:

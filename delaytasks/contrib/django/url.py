@@ -10,34 +10,17 @@ from sqlalchemy import URL
 from delaytasks.core.errors import ConfigError
 
 #: Options of Django and of psycopg 3 that psycopg2 does not know.
-_NOT_LIBPQ = {
-    "assume_role",
-    "context",
-    "cursor_factory",
-    "isolation_level",
-    "pool",
-    "prepare_threshold",
-    "row_factory",
-    "server_side_binding",
-}
+_NOT_LIBPQ = frozenset(
+    "assume_role context cursor_factory isolation_level pool prepare_threshold row_factory "
+    "server_side_binding".split()
+)
 #: Options that both MySQL drivers accept in a URL. The storage sets character set and isolation.
-_MYSQL_OPTIONS = {
-    "connect_timeout",
-    "init_command",
-    "read_default_file",
-    "read_default_group",
-    "read_timeout",
-    "sql_mode",
-    "unix_socket",
-    "write_timeout",
-}
-_TLS_FILES = {
-    "ca": "ssl_ca",
-    "capath": "ssl_capath",
-    "cert": "ssl_cert",
-    "key": "ssl_key",
-    "cipher": "ssl_cipher",
-}
+_MYSQL_OPTIONS = frozenset(
+    "connect_timeout init_command read_default_file read_default_group read_timeout sql_mode "
+    "unix_socket write_timeout".split()
+)
+#: Django's options of TLS, which the drivers know with the prefix `ssl_`.
+_TLS_OPTIONS = ("ca", "capath", "cert", "key", "cipher")
 #: For each `ssl_mode` that requires TLS, whether the server name is checked.
 _TLS_MODES = {"REQUIRED": "false", "VERIFY_CA": "false", "VERIFY_IDENTITY": "true"}
 
@@ -63,13 +46,11 @@ def _postgresql(database: Mapping[str, Any]) -> URL:
     }
     role = options.get("assume_role")
     if role:
-        query["options"] = (
-            f"{query.get('options', '')} -c role={str(role).replace(' ', chr(92) + ' ')}".strip()
-        )
+        escaped = str(role).replace(" ", r"\ ")
+        query["options"] = f"{query.get('options', '')} -c role={escaped}".strip()
     host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
-    if not _fits_before_slash(host) or (
-        port and not port.isdigit()
-    ):  # a socket's folder, or several hosts
+    # A socket's folder, or several hosts.
+    if not _fits_before_slash(host) or (port and not port.isdigit()):
         query |= {"host": host} | ({"port": port} if port else {})
         host = port = ""
     return _url("postgresql+psycopg2", database, host, port, query)
@@ -79,7 +60,7 @@ def _mysql(database: Mapping[str, Any]) -> URL:
     options = database.get("OPTIONS") or {}
     query = {name: str(value) for name, value in options.items() if name in _MYSQL_OPTIONS}
     tls = options.get("ssl") or {}
-    query |= {name: str(tls[key]) for key, name in _TLS_FILES.items() if tls.get(key)}
+    query |= {f"ssl_{name}": str(tls[name]) for name in _TLS_OPTIONS if tls.get(name)}
     mode = str(options.get("ssl_mode", "")).upper()
     if mode in _TLS_MODES:
         query["ssl_check_hostname"] = _TLS_MODES[mode]

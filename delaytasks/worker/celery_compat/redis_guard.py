@@ -11,13 +11,15 @@ from functools import partial
 from queue import Empty
 from typing import Any
 
-from kombu.transport import virtual
 from kombu.utils.encoding import bytes_to_str
+from kombu.utils.json import loads
 from redis.exceptions import ResponseError
 
 from delaytasks.core.clock import monotonic
 from delaytasks.timers.broker_link import WRONG_TYPE
 from delaytasks.worker.celery_compat.broker_errors import is_broker_error
+from delaytasks.worker.celery_compat.read_ahead import ReadAhead
+from delaytasks.worker.celery_compat.redis_acknowledgements import guard_acknowledgements
 from delaytasks.worker.celery_compat.versions import brpop_s
 from delaytasks.worker.refused_messages import MAX_MESSAGE_BYTES
 
@@ -60,34 +62,55 @@ class RedisGuard:
             return connection is not None and bool(connection.can_read(timeout=0))
 
         self._prefix = channel.global_keyprefix
+        namespace = self._runtime.settings.namespace
+        ahead = ReadAhead(channel, f"{namespace}.", partial(self._deliver, channel))
         handlers = channel.handlers
-        handlers["BRPOP"] = partial(self._read_queues, channel, handlers["BRPOP"])
+        handlers["BRPOP"] = partial(self._read_queues, channel, ahead, handlers["BRPOP"])
         handlers["LISTEN"] = partial(self.read, handlers["LISTEN"], has_more)
-        channel._brpop_start = partial(self._ask, channel, channel._brpop_start)
+        channel._brpop_start = partial(self._ask, channel, ahead, channel._brpop_start)
         client = channel.client
-        client.parse_response = partial(self._parse, channel, client.parse_response)
+        client.parse_response = partial(self._parse, channel, ahead, client.parse_response)
         # A worker needs neither: only producers that use an exchange read bindings, and Celery
         # ignores the length that a declaration returns.
         channel._queue_bind = partial(
             self._attempt, f"{self._prefix}_kombu.binding.*", channel._queue_bind
         )
         channel._size = partial(self._attempt, "", channel._size, fallback=0)
-        self._guard_acknowledgements(channel)
+        guard_acknowledgements(channel, self._prefix, self._attempt)
 
     # -- messages ---------------------------------------------------------------------------------
 
     def _parse(
-        self, channel: Any, parse: Callable[..., Any], connection: Any, command: str, **options: Any
+        self,
+        channel: Any,
+        ahead: ReadAhead,
+        parse: Callable[..., Any],
+        connection: Any,
+        command: str,
+        **options: Any,
     ) -> Any:
         """Refuse a message that is too long for a queue of delaytasks before it is decoded."""
+        if command == "BRPOP":
+            ahead.read()  # a channel that closes reads its last BRPOP without the handler
         answer = parse(connection, command, **options)
-        if command == "BRPOP" and answer and len(answer[1]) > MAX_RAW_BYTES:
-            queue = bytes_to_str(answer[0]).rsplit(channel.sep, 1)[0]
-            if queue.startswith(self._runtime.settings.namespace + "."):
-                error = ValueError(f"{len(answer[1])} bytes are too long")
-                self._runtime.refused_messages.refuse("message", error)
-                return None
-        return answer
+        if command != "BRPOP" or not answer:
+            return answer
+        queue = bytes_to_str(answer[0]).rsplit(channel.sep, 1)[0]
+        return None if self._is_too_long(queue, answer[1]) else answer
+
+    def _is_too_long(self, queue: str, message: bytes) -> bool:
+        is_ours = queue.startswith(self._runtime.settings.namespace + ".")
+        if not is_ours or len(message) <= MAX_RAW_BYTES:
+            return False
+        error = ValueError(f"{len(message)} bytes are too long")
+        self._runtime.refused_messages.refuse("message", error)
+        return True
+
+    def _deliver(self, channel: Any, queue: str, message: bytes) -> None:
+        """Deliver a message as kombu does."""
+        if not self._is_too_long(queue, message):
+            deliver = channel.connection._deliver
+            self.read(lambda: deliver(loads(bytes_to_str(message)), queue), lambda: False)
 
     def read(
         self, read: Callable[..., Any], has_more: Callable[[], bool], *args: Any, **options: Any
@@ -111,8 +134,11 @@ class RedisGuard:
                     return None
 
     def _read_queues(
-        self, channel: Any, read: Callable[..., Any], *args: Any, **options: Any
+        self, channel: Any, ahead: ReadAhead, read: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
+        if ahead.read():
+            return None
+
         def read_or_block(*args: Any, **options: Any) -> Any:
             try:
                 return read(*args, **options)
@@ -130,10 +156,17 @@ class RedisGuard:
 
     # -- queues -----------------------------------------------------------------------------------
 
-    def _ask(self, channel: Any, start: Callable[..., None], timeout: float | None = None) -> None:
+    def _ask(
+        self,
+        channel: Any,
+        ahead: ReadAhead,
+        start: Callable[..., None],
+        timeout: float | None = None,
+    ) -> None:
         """Ask for the next message as kombu does, but leave out the keys that are blocked."""
         self._asked_at = monotonic()
         blocked = self._blocked.get(channel)
+        ahead.ask(() if blocked else channel.active_queues)
         if not blocked:
             # Before kombu 5.6 a timeout of None would wait forever.
             start() if timeout is None else start(timeout)
@@ -210,43 +243,7 @@ class RedisGuard:
         pairs = zip(keys, answers, strict=True)
         return {key: str(answer) for key, answer in pairs if isinstance(answer, ResponseError)}
 
-    # -- acknowledgements -------------------------------------------------------------------------
-
-    def _guard_acknowledgements(self, channel: Any) -> None:
-        """Handle messages of Celery's own queues although Redis refuses to record them.
-
-        kombu records each message in Redis until it is acknowledged. A message that is not recorded
-        is lost if the worker is killed, since it has left its queue.
-        """
-        qos = channel.qos
-        if not hasattr(qos, "restore_by_tag"):
-            return  # ack_emulation is off
-        keys = [self._prefix + key for key in (channel.unacked_key, channel.unacked_index_key)]
-        attempt = partial(self._attempt, ", ".join(keys))
-        base = virtual.QoS
-        append, ack, reject, by_tag = qos.append, qos.ack, qos.reject, qos.restore_by_tag
-
-        def put_back(tag: Any, client: Any = None, leftmost: bool = False) -> None:
-            message = qos._delivered.get(tag)
-            if message is not None:
-                info = message.delivery_info
-                with channel.conn_or_acquire(client) as connected, connected.pipeline() as pipe:
-                    channel._do_restore_message(
-                        message._raw, info["exchange"], info["routing_key"], pipe, leftmost
-                    )
-                    pipe.execute()
-
-        qos.append = lambda message, tag: attempt(
-            append, message, tag, instead=partial(base.append, qos, message, tag)
-        )
-        qos.ack = lambda tag: attempt(ack, tag, instead=partial(base.ack, qos, tag))
-        qos.reject = lambda tag, requeue=False: attempt(
-            reject, tag, requeue, instead=partial(base.ack, qos, tag)
-        )
-        qos.restore_by_tag = lambda tag, client=None, leftmost=False: attempt(
-            by_tag, tag, client, leftmost, instead=partial(put_back, tag, client, leftmost)
-        )
-        qos.restore_visible = partial(attempt, qos.restore_visible)
+    # -- refused commands -------------------------------------------------------------------------
 
     def _attempt(
         self,

@@ -1,40 +1,39 @@
 """Tests of scheduled tasks: rows are in the test's transaction, without a broker."""
 
-from unittest import mock
-
 from django.test import TestCase, TransactionTestCase
 
-from delaytasks import find
-from delaytasks.api import default
 from delaytasks.contrib.django.models import DelayTaskRow
-from delaytasks.wiring import wiring_of
+from delaytasks.testing import DelaysTester
 from orders.delays import close_order
 from orders.models import Order
 
 
 class OrderTest(TestCase):
-    def test_an_order_schedules_its_closing(self) -> None:
-        number = self.client.post("/orders", {"item": "a pen"}).json()["number"]
-        [task] = find(tag="order.close")
-        assert (task.body, task.key) == ({"order": number}, str(number))
+    def setUp(self) -> None:
+        self.delays = DelaysTester().start()
+        self.addCleanup(self.delays.stop)
 
-    def test_paying_cancels_it(self) -> None:
+    def test_an_order_is_closed_if_it_is_not_paid(self) -> None:
+        number = self.client.post("/orders", {"item": "a pen"}).json()["number"]
+        self.delays.assert_scheduled(
+            "order.close", key=str(number), body={"order": number}, within="2s"
+        )
+        self.delays.fast_forward("1m")
+        assert Order.objects.get(pk=number).status == "closed"
+
+    def test_an_order_that_is_paid_is_not_closed(self) -> None:
         number = self.client.post("/orders").json()["number"]
         assert self.client.post(f"/orders/{number}/pay").json()["status"] == "paid"
+        self.delays.assert_not_scheduled("order.close")
         assert DelayTaskRow.objects.get(tag="order.close").get_status_display() == "CANCELLED"
+        assert self.delays.fast_forward("1h") == []
+        assert self.client.get(f"/orders/{number}").json()["status"] == "paid"
 
     def test_what_fails_schedules_nothing(self) -> None:
         self.client.raise_request_exception = False
         assert self.client.post("/orders/fail").status_code == 500
         assert not Order.objects.exists()
-        assert not DelayTaskRow.objects.exists()
-
-    def test_it_is_handed_to_the_broker_after_the_commit(self) -> None:
-        with mock.patch.object(wiring_of(default()).timer, "arm") as arm:
-            with self.captureOnCommitCallbacks(execute=True):
-                self.client.post("/orders")
-                arm.assert_not_called()
-            arm.assert_called_once()
+        self.delays.assert_not_scheduled("order.close")
 
     def test_a_processor_is_a_function(self) -> None:
         order = Order.objects.create(item="a hat")
@@ -43,9 +42,23 @@ class OrderTest(TestCase):
         assert order.status == "closed"
 
 
+class InlineTest(TestCase):
+    def test_a_task_runs_with_the_commit(self) -> None:
+        with DelaysTester(run_inline=True):
+            with self.captureOnCommitCallbacks(execute=True):
+                number = self.client.post("/orders").json()["number"]
+                assert Order.objects.get(pk=number).status == "placed"
+            assert Order.objects.get(pk=number).status == "closed"
+
+
 class CommittedOrderTest(TransactionTestCase):
-    def test_an_order_is_committed_with_its_task(self) -> None:
-        with mock.patch.object(wiring_of(default()).timer, "arm") as arm:
-            self.client.post("/orders")
-        arm.assert_called_once()
-        assert len(find(tag="order.close")) == 1
+    def setUp(self) -> None:
+        self.delays = DelaysTester().start()
+        self.addCleanup(self.delays.stop)
+        self.delays.clear()
+
+    def test_an_order_is_closed_if_it_is_not_paid(self) -> None:
+        number = self.client.post("/orders").json()["number"]
+        self.delays.assert_scheduled("order.close", key=str(number))
+        self.delays.fast_forward("1m")
+        assert Order.objects.get(pk=number).status == "closed"

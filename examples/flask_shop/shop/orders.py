@@ -1,7 +1,7 @@
 from typing import Any
 
 from flask import Blueprint, abort, current_app, request
-from sqlalchemy import update
+from sqlalchemy import String, update
 from sqlalchemy.orm import Mapped, mapped_column
 
 from shop.extensions import db, delays
@@ -11,8 +11,8 @@ orders = Blueprint("orders", __name__)
 
 class Order(db.Model):
     id: Mapped[int] = mapped_column(primary_key=True)
-    item: Mapped[str]
-    status: Mapped[str] = mapped_column(default="placed")
+    item: Mapped[str] = mapped_column(String(100))
+    status: Mapped[str] = mapped_column(String(10), default="placed")
 
 
 @delays.processor("order.close")

@@ -48,7 +48,7 @@ def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None
         with place.refuses(e.StaleVersionError):
             place.delays.cancel(waits, version=version)
         with place.refuses(e.StaleVersionError):
-            place.delays.retry(failed, version=version)
+            place.delays.rerun(failed, version=version)
         assert place.delays.get(waits).version == 0
         place.delays.reschedule(waits, 5, version=0)
 
@@ -106,7 +106,7 @@ def calls_with(
         lambda: d.touch(task, 500, session=session),
         lambda: d.touch_many([task], 500, session=session),
         lambda: d.touch_many(tag="mail", keys=["k"], delay=500, session=session),
-        lambda: d.retry(failed, session=session),
+        lambda: d.rerun(failed, session=session),
         lambda: d.get(task, session=session),
         lambda: d.find(session=session),
     ]

@@ -18,7 +18,7 @@ def by_id(place: RefusingClient, id: Any) -> list[Callable[[], Any]]:
         lambda: place.delays.cancel(id, strict=True),
         lambda: place.delays.reschedule(id, 5),
         lambda: place.delays.touch(id, 5),
-        lambda: place.delays.retry(id),
+        lambda: place.delays.rerun(id),
     ]
 
 

@@ -6,6 +6,8 @@ import enum
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from delaytasks import NewTask
 from delaytasks.core import errors as e
 from tests.conformance.bad_input.refusing_client import BAD_NAMES, RefusingClient, Unsayable
@@ -125,17 +127,44 @@ def test_a_priority_is_an_integer_from_0_to_9(place: RefusingClient) -> None:
             place.delays.schedule_many([NewTask("mail", {}, 5, priority=priority)])
 
 
-def test_a_tag_without_processor_is_accepted_unless_tags_are_strict(
+def test_a_process_with_processors_refuses_other_tags_and_names_the_nearest(
     make: Callable[..., RefusingClient],
 ) -> None:
-    make().delays.schedule_delay("nobody", {}, 5)
-    place = make(strict_tags=True)
+    place = make()
+    place.delays.schedule_delay("nobody", {}, 5)
     place.delays.processor("mail.send")(lambda body: None)
     place.delays.schedule_delay("mail.send", {}, 5)
-    with place.refuses(e.UnknownTagError, "mail.sent", "mail.send"):
+    with place.refuses(e.UnknownTagError, "'mail.sent'", "did you mean 'mail.send'?"):
         place.delays.schedule_delay("mail.sent", {}, 5)
     with place.refuses(e.UnknownTagError):
         place.delays.schedule_many([("mail.send", {}, 5), ("mail.sent", {}, 5)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_processor", "accepted"),
+    [
+        ({}, False, "send sent"),
+        ({"tags": ["mail.sent"]}, False, "sent"),
+        ({"tags": ["mail.sent"]}, True, "send sent"),
+        ({"tags": ["mail.sent"], "strict_tags": False}, True, "send sent"),
+        ({"strict_tags": False}, True, "send sent"),
+        ({"strict_tags": True}, True, "send"),
+        ({"strict_tags": True}, False, ""),
+        ({"strict_tags": True, "tags": ["mail.sent"]}, False, "sent"),
+    ],
+)
+def test_the_settings_tags_and_strict_tags_decide_about_other_tags(
+    make: Callable[..., RefusingClient], settings: Any, has_processor: bool, accepted: str
+) -> None:
+    place = make(**settings)
+    if has_processor:
+        place.delays.processor("mail.send")(lambda body: None)
+    for name in ("send", "sent"):
+        if name in accepted.split():
+            place.delays.schedule_delay(f"mail.{name}", {}, 5)
+        else:
+            with place.refuses(e.UnknownTagError, f"mail.{name}"):
+                place.delays.schedule_delay(f"mail.{name}", {}, 5)
 
 
 def test_a_concurrency_key_is_a_key_and_may_be_long(place: RefusingClient) -> None:

@@ -138,6 +138,7 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(
             id=some(None, 5),
             max_wait=some(None, 5),
             concurrency_key=some(None, "k"),
+            spread=some(None, 5),
         ),
         lambda: place.delays.schedule_at(
             some("mail"), some({}), some(datetime(2030, 1, 1, tzinfo=UTC))
@@ -151,7 +152,7 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(
         lambda: place.delays.touch(tag=some("mail"), key=some("k"), delay=some(5)),
         lambda: place.delays.touch_many(some([5]), some(5)),
         lambda: place.delays.touch_many(tag=some("mail"), keys=[some("k")], delay=some(5)),
-        lambda: place.delays.retry(some(5), some(5)),
+        lambda: place.delays.rerun(some(5), some(5)),
         lambda: place.delays.find(
             tag=some(None), key=some(None), status=some(None), cursor=some(None), limit=some(10)
         ),

@@ -65,12 +65,12 @@ def test_a_row_of_an_unknown_status_is_shown_and_never_changed(place: RefusingCl
     assert json.dumps(task.as_json())
     for call in (
         place.delays.cancel,
-        place.delays.retry,
+        place.delays.rerun,
         lambda id: place.delays.reschedule(id, 5),
     ):
         with place.refuses(e.InvalidStatusError, "UNKNOWN_77"):
             call(odd)
-    assert place.delays.touch(odd, 5) is False
+    assert not place.delays.touch(odd, 5)
     assert list(Status) == [Status(n) for n in range(6)], "no status was added"
 
 
@@ -94,7 +94,7 @@ def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
     wiring_of(place.delays).publisher.send = lambda name, queue, messages: (  # type: ignore[method-assign]
         bool(sent.extend(messages)) or True
     )
-    assert wiring_of(place.delays).inline_timer.arm(entries)
+    assert wiring_of(place.delays).timer.arm(entries)
     from delaytasks.timers.eta import read_message
 
     armed = [entry for args, _ in sent for entry in read_message(args, "q")[0]]

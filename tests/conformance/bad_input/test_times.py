@@ -47,7 +47,26 @@ def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: RefusingClient
         with place.refuses(e.InvalidDelayError):
             place.delays.touch_many([waits], delay)  # type: ignore[call-overload]
         with place.refuses(e.InvalidDelayError):
-            place.delays.retry(failed, delay)
+            place.delays.rerun(failed, delay)
+
+
+def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
+    waits = place.put(key="k")
+    longest = place.delays.settings.max_delay_s
+    for spread in [*BAD_DELAYS, 0, "0s", "soon"]:
+        if spread == "5":
+            continue  # the text "5" is a valid option: 5 seconds
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_delay("mail", {}, 5, spread=spread)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_many([NewTask("mail", {}, 5, spread=spread)])
+        with place.refuses(e.InvalidDelayError):
+            place.delays.reschedule_many(spread=spread, tag="mail")
+    with place.refuses(e.InvalidDelayError, "max_delay_s"):
+        place.delays.schedule_delay("mail", {}, longest, spread=longest)
+    with place.refuses(e.InvalidScheduleError, "spread"):
+        place.delays.reschedule_many(60, spread=60, tag="mail")
+    assert place.delays.get(waits).version == 0
 
 
 def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: RefusingClient) -> None:
@@ -98,7 +117,7 @@ def test_a_datetime_without_a_zone_is_refused_by_every_call(place: RefusingClien
     with place.refuses(e.NaiveDatetimeError):
         place.delays.schedule_many([("mail", {}, naive)])
     with place.refuses(e.NaiveDatetimeError):
-        place.delays.reschedule(waits, when=naive)
+        place.delays.reschedule(waits, at=naive)
     for where in ("since", "until"):
         with place.refuses(e.NaiveDatetimeError):
             place.delays.find(**{where: naive})
@@ -127,7 +146,7 @@ def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> 
     before = wiring_of(place.delays).clock.now()
     task = place.delays.schedule_at("mail", year, datetime(year, 1, 1, tzinfo=UTC))
     assert before <= place.delays.get(task).expected_time <= wiring_of(place.delays).clock.now()
-    moved = place.delays.reschedule(task, when=datetime(year, 1, 1, tzinfo=UTC))
+    moved = place.delays.reschedule(task, at=datetime(year, 1, 1, tzinfo=UTC))
     assert [entry.id for entry in place.timer.armed] == [task.id, task.id]
     place.delays.runner().run([place.timer.armed[-1]])
     assert ran == [year]
@@ -138,9 +157,9 @@ def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingC
     waits, when = place.put(), datetime(2030, 1, 1, tzinfo=UTC)
     for delay, instant in ((5, when), (None, None)):
         with place.refuses(e.InvalidScheduleError):
-            place.delays.schedule_many([NewTask("mail", {}, delay=delay, when=instant)])
+            place.delays.schedule_many([NewTask("mail", {}, delay=delay, at=instant)])
         with place.refuses(e.InvalidScheduleError):
-            place.delays.reschedule(waits, delay, when=instant)
+            place.delays.reschedule(waits, delay, at=instant)
 
 
 def test_schedule_many_refuses_what_is_no_task(place: RefusingClient) -> None:

@@ -178,7 +178,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     used = {"attempts": 4, "lapses": 3}
     tasks = {status: put(store, schedule(delays), status=int(status), **used) for status in Status}
     timer.armed.clear()
-    assert counts(delays.retry_many(tag="mail")) == (1, 1, 0)
+    assert counts(delays.rerun_many(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])
     assert (failed.status, failed.version, failed.attempts, failed.lapses) == (
         Status.NOT_COMPLETE,
@@ -188,7 +188,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     )
     assert [(entry.id, entry.version) for entry in timer.armed] == [(failed.id, 1)]
     assert delays.get(tasks[Status.CANCELLED]).status is Status.CANCELLED
-    assert counts(delays.retry_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
+    assert counts(delays.rerun_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
     again = delays.get(tasks[Status.CANCELLED])
     assert again.status is Status.NOT_COMPLETE
     assert 55 < (again.expected_time - wiring_of(delays).clock.now()).total_seconds() < 61
@@ -205,7 +205,7 @@ def test_who_is_retried_has_its_key_again_unless_another_task_has_it(
         delays.cancel(task)
         tasks.append(put(store, task, status=int(Status.FAILED)))
     taken = schedule(delays, key="k1")
-    assert counts(delays.retry_many(tag="mail")) == (3, 2, 1)
+    assert counts(delays.rerun_many(tag="mail")) == (3, 2, 1)
     assert statuses(delays, *tasks) == [Status.NOT_COMPLETE, Status.FAILED, Status.NOT_COMPLETE]
     assert [delays.get(tag="mail", key=f"k{n}").id for n in range(3)] == [
         tasks[0].id,
@@ -214,4 +214,4 @@ def test_who_is_retried_has_its_key_again_unless_another_task_has_it(
     ]
     [entry] = delays.audit()
     assert (entry.changed, entry.refused, entry.state) == (2, 1, "done")
-    assert counts(delays.retry_many(tag="mail")) == (1, 0, 1), "again: the same one is refused"
+    assert counts(delays.rerun_many(tag="mail")) == (1, 0, 1), "again: the same one is refused"

@@ -191,9 +191,9 @@ def test_a_task_that_is_settled_or_retried_between_looking_and_moving_is_seen(
     claims = field.store.claims("w-1", None)
 
     def work() -> None:
-        field.store.tasks.retry(failed.id, field.now)
+        field.store.tasks.rerun(failed.id, field.now)
         assert claims.settle([Settlement(running, "succeed")]) == {running.id}
-        retried = field.store.tasks.retry(again.id, field.now - DAY)
+        retried = field.store.tasks.rerun(again.id, field.now - DAY)
         [claimed] = claims.claim([entry(retried)])
         assert claims.settle([Settlement(claimed, "fail", error="again")]) == {again.id}
 
@@ -211,7 +211,7 @@ def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: ConvertedTable) -
         # Another program failed the task and left its key.
         connection.execute(insert(k).values(tag="mail", task_key="k", task_id=failed.id))
     with field.upon(
-        f"FROM {k.name} JOIN", failed, lambda: field.store.tasks.retry(failed.id, field.now)
+        f"FROM {k.name} JOIN", failed, lambda: field.store.tasks.rerun(failed.id, field.now)
     ):
         field.drop()
     assert read(field.store, failed.id).status is Status.NOT_COMPLETE

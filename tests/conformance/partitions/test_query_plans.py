@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.partitions.periods import edge_after
@@ -50,7 +51,7 @@ def searched(shown: str) -> set[str]:
 
 def test_a_claim_by_id_looks_for_rows_in_their_partition_alone(planned: ConvertedTable) -> None:
     store, claims = planned.store, planned.store.claims("w", None)
-    *some, other = store.tasks.find(None, Status.NOT_COMPLETE, None, None, None, None, 20).tasks
+    *some, other = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 20).tasks
     claiming = plans(store, lambda: claims.claim([entry(one) for one in some]))
     assert read_as_a_whole(planned, claiming) == set()
     mine = f"_p{edge_after(planned.now, WEEK) - WEEK:%Y%m%d}"

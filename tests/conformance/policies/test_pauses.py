@@ -291,9 +291,9 @@ def test_doing_it_twice_changes_nothing(field: PolicyHarness) -> None:
 
 def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
-    field.delays.set_policy("mail", concurrency=10, key_concurrency=2, rate="100/s")
+    field.delays.set_policy(tag="mail", concurrency=10, key_concurrency=2, rate="100/s")
     field.delays.resume(tag="mail")
-    policy = field.delays.set_policy("mail", key_concurrency=None)
+    policy = field.delays.set_policy(tag="mail", key_concurrency=None)
     assert policy.limits == (10, None, 100, 1.0)
     assert field.delays.shards[0].policies.refresh().limited == {
         "mail": field.store.policies.read()[0]
@@ -325,8 +325,8 @@ def test_two_who_set_it_at_once_are_both_heard(field: PolicyHarness) -> None:
     with ThreadPoolExecutor(8) as pool:
         calls: list[Callable[[], Any]] = [
             lambda: field.delays.pause(tag="mail"),
-            lambda: field.delays.set_policy("mail", concurrency=3),
-            lambda: field.delays.set_policy("mail", rate="5/m"),
+            lambda: field.delays.set_policy(tag="mail", concurrency=3),
+            lambda: field.delays.set_policy(tag="mail", rate="5/m"),
         ]
         for future in [pool.submit(call) for call in calls * 3]:
             future.result(30)
@@ -345,12 +345,14 @@ def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
         with pytest.raises(e.InvalidQueueError):
             call(queue="a b")
     with pytest.raises(e.InvalidPolicyError, match="what"):
-        delays.set_policy("mail")
+        delays.set_policy(tag="mail")
+    with pytest.raises(e.InvalidPolicyError, match=r"'slow' can be paused.*limits are for tags"):
+        delays.set_policy(queue="slow", concurrency=3)
     for limit in (0, -1, True, 1.5, "5", 10**10):
         with pytest.raises(e.InvalidPolicyError, match="concurrency is an integer"):
-            delays.set_policy("mail", concurrency=limit)
+            delays.set_policy(tag="mail", concurrency=limit)
         with pytest.raises(e.InvalidPolicyError, match="key_concurrency is an integer"):
-            delays.set_policy("mail", key_concurrency=limit)
+            delays.set_policy(tag="mail", key_concurrency=limit)
     for rate in (
         "100",
         "0/s",
@@ -366,7 +368,7 @@ def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
         "5/s/s",
     ):
         with pytest.raises(e.InvalidPolicyError):
-            delays.set_policy("mail", rate=rate)
+            delays.set_policy(tag="mail", rate=rate)
     assert field.delays.policies() == []
 
 

@@ -12,6 +12,7 @@ import pytest
 from sqlalchemy import event, update
 
 from delaytasks import DelayTask, Status
+from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Level
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans
@@ -70,7 +71,7 @@ def test_a_walk_reads_the_rows_of_its_status_alone(planned: Store) -> None:
 def test_rows_are_held_and_released_by_their_ids(planned: Store) -> None:
     planned.policies.set("tag", "sms", {"is_paused": True}, "me")
     ids = list(range(19_901, 20_101))
-    held = planned.tasks.find(None, Status.HELD, None, None, None, None, 100).tasks
+    held = planned.tasks.find(filter_of({"status": Status.HELD}), 100).tasks
     claimed = planned.claims("w", None).claim_due("default", [0], 20)
     for work in (
         lambda: planned.paused_rows.hold(ids),

@@ -251,8 +251,8 @@ def test_a_crowd_at_one_instant_is_walked_to_its_end(
 ) -> None:
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 3)
     at = field.store.tasks.now() + timedelta(hours=1)
-    rows = [NewTask("mail" if n % 3 == 0 else "sms", n, when=at) for n in range(20)]
-    rows += [NewTask("mail", n, when=at + timedelta(seconds=n - 2)) for n in range(5)]
+    rows = [NewTask("mail" if n % 3 == 0 else "sms", n, at=at) for n in range(20)]
+    rows += [NewTask("mail", n, at=at + timedelta(seconds=n - 2)) for n in range(5)]
     field.delays.schedule_many(rows)
     field.delays.pause(tag="mail")
     field.sweep()

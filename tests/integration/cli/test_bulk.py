@@ -52,6 +52,29 @@ def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     assert shop.json("cancel", "--everything", "--yes")["refused"] == 1
 
 
+def test_spread_distributes_a_peak(shop: Project) -> None:
+    nine = datetime.fromisoformat("2031-01-31T09:00:00+00:00")
+    tasks = [shop.delays.schedule_at("ok", None, nine) for _ in range(3)]
+    between = ("--between", "2031-01-31T09:00:00Z", "2031-01-31T09:01:00Z", "--over", "10m")
+    counted = shop("spread", *between, "--dry-run")
+    assert counted.stdout == "3 tasks would be spread\n"
+    moved = shop.json("spread", "--tag", "ok", *between, "--yes")
+    assert moved == {**ALL, "matched": 3, "changed": 3, "runs": moved["runs"]}
+    dues = {shop.delays.get(task).due for task in tasks}
+    assert len(dues) == 3
+    assert max(dues) < datetime.fromisoformat("2031-01-31T09:10:00+00:00")
+    assert shop("undo", moved["runs"][0], "--yes").exit_code == 0
+    assert len({shop.delays.get(task).due for task in tasks}) == 1
+
+
+def test_spread_refuses_a_call_that_names_no_tasks(shop: Project) -> None:
+    said = shop("spread", "--over", "10m")
+    assert said.exit_code == 2
+    assert "Name the tasks" in said.stderr
+    both = ("--between", "2031-01-31T09:00:00Z", "2031-01-31T09:01:00Z", "--since", "1h")
+    assert shop("spread", "--over", "10m", *both, "--yes").exit_code == 2
+
+
 def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
     return max(found for task in tasks if (found := shop.delays.get(task).update_time))
 
@@ -80,9 +103,9 @@ def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
     failed, cancelled = shop.schedule("bad"), shop.schedule("bad", 60)
     shop("drain")
     shop.delays.cancel(cancelled)
-    assert shop.json("retry", "--tag", "bad", "--delay", "1h", "--yes")["changed"] == 1
+    assert shop.json("rerun", "--tag", "bad", "--delay", "1h", "--yes")["changed"] == 1
     assert (shop.status(failed), shop.status(cancelled)) == (Status.NOT_COMPLETE, Status.CANCELLED)
-    assert shop.json("retry", "--tag", "bad", "--status", "cancelled", "--yes")["changed"] == 1
+    assert shop.json("rerun", "--tag", "bad", "--status", "cancelled", "--yes")["changed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -99,8 +122,8 @@ def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
         ["reschedule", "--tag", "ok", "--by", "0", "--yes"],
         ["reschedule", "--tag", "ok", "--by", "1h", "--version", "0", "--yes"],
         ["reschedule", "1", "--by", "1h"],
-        ["retry", "--status", "RUNNING", "--yes"],
-        ["retry", "1", "--everything", "--yes"],
+        ["rerun", "--status", "RUNNING", "--yes"],
+        ["rerun", "1", "--everything", "--yes"],
         ["audit", "--limit", "0"],
     ],
 )
@@ -194,10 +217,10 @@ from {name} import app
 
 bulk.BULK_ROWS = 2
 step = bulk.BulkRun._step
-def slowly(run, ids):
+def slowly(run, ids, undo):
     open("step", "a").write("x")
     time.sleep(0.3)
-    return step(run, ids)
+    return step(run, ids, undo)
 bulk.BulkRun._step = slowly
 """
 
@@ -245,9 +268,9 @@ def test_a_shift_that_is_stopped_says_how_to_go_on(
     )
     step: Any = bulk.BulkRun._step
 
-    def stopped(run: Any, ids: Any) -> Any:
+    def stopped(run: Any, ids: Any, undo: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return step(run, ids)
+        return step(run, ids, undo)
 
     monkeypatch.setattr(bulk.BulkRun, "_step", stopped)
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
@@ -273,3 +296,43 @@ def test_with_two_databases_both_are_worked_on(two: Project) -> None:
     done = two.json("cancel", "--tag", "ok", "--yes")
     assert (done["matched"], done["changed"], len(done["runs"])) == (25, 25, 2)
     assert {entry["shard"] for entry in two.json("audit")} == {0, 1}
+
+
+def test_undo_moves_back_what_an_operation_has_moved(shop: Project) -> None:
+    ids = [shop.json("schedule", "ok", "--delay", "1h")["id"] for _ in range(2)]
+    assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 2
+    [entry] = shop.json("audit")
+    answer = shop.json("undo", entry["id"], "--yes")
+    assert (answer["changed"], answer["refused"]) == (2, 0)
+    assert [shop.json("show", id)["status"] for id in ids] == ["NOT_COMPLETE"] * 2
+    said = shop("undo", entry["id"], "--yes")
+    assert said.stdout == "moved 0 tasks back\n"
+    assert "left as they are, since they have moved: 2 tasks" in said.stderr
+    assert shop.error("undo", "7", "--yes", exit_code=2)["type"] == "InvalidQueryError"
+    assert shop.error("undo", entry["id"], exit_code=2)["type"] == "UsageError"
+
+
+def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
+    for tenant in ("acme", "other"):
+        shop.json("schedule", "ok", "--delay", "1h", "--meta", f"tenant={tenant}", "--meta", "a=b")
+    shop.json("schedule", "ok", "--delay", "1h")
+    found = shop.json("list", "--meta", "tenant=acme", "--meta", "a=b", "--queue", "default")
+    assert [task["meta"] for task in found["tasks"]] == [{"tenant": "acme", "a": "b"}]
+    assert shop.json("cancel", "--meta", "tenant=acme", "--yes")["changed"] == 1
+    both = ["--status", "CANCELLED", "--status", "NOT_COMPLETE"]
+    assert len(shop.json("list", *both)["tasks"]) == 3
+    more = shop("list", *both, "--meta", "a=b", "--limit", "1").stderr
+    assert "--status CANCELLED --status NOT_COMPLETE" in more
+    assert "--meta a=b" in more
+    assert shop.error("list", "--meta", "tenant", exit_code=2)["type"] == "InvalidMetaError"
+
+
+def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
+    id = shop.json("schedule", "ok", "--delay", "0s")["id"]
+    [claimed] = shop.delays.shards[0].store.claims("w", None).claim_due("default", [0], 1)
+    assert shop.json("cancel", id, "--running")["requested"] == [id]
+    assert "runs, and is asked to stop" in shop("cancel", id, "--terminate").stdout
+    assert shop.delays.get(claimed).cancel_request == 2
+    assert shop.error("cancel", "--tag", "ok", "--running", "--yes", exit_code=2)["type"] == (
+        "UsageError"
+    )

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from sqlalchemy import insert, update
 
 from delaytasks import Status
 from delaytasks.core.ids import home_of
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage import migrations
 from delaytasks.storage.stats import Count, Stats
 from delaytasks.storage.types import db_now_plus
@@ -73,6 +76,33 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     said = shop("stats").stdout
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
     assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
+
+
+def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
+    store, now = wiring_of(shop.delays).store, wiring_of(shop.delays).store.tasks.now()
+    shop("db", "upgrade")
+    assert shop.json("stats")["on_time"] == []
+    table = StatisticsTable(store.database, store.schema)
+    for ago, on_time, late in ((timedelta(), 98, 2), (timedelta(days=5), 700, 200)):
+        counts, unwritten = RunCounts(), Unwritten()
+        counts.on_time, counts.late = on_time, late
+        unwritten.add_run(int((now - ago).timestamp()) // 60, "mail", counts)
+        with store.database.begin() as connection:
+            table.add(connection, unwritten, now)
+    [mail] = shop.json("stats")["on_time"]
+    recent = {"on_time": 98, "late": 2, "share": 0.98, "budget_left": -1.0}
+    week = {"on_time": 798, "late": 202, "share": 0.798, "budget_left": -19.2}
+    assert mail == {
+        "tag": "mail",
+        "promised_s": None,
+        "target": 0.99,
+        "hour": recent,
+        "day": recent,
+        "week": week,
+    }
+    said = shop("stats").stdout
+    assert "98.00% (2 late)" in said
+    assert "79.80% (202 late)" in said
 
 
 def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
@@ -187,6 +217,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
     for delay in (5, 5, 500):
         bare.schedule("ok", delay)
+    wiring_of(bare.delays).flush()
     timer = bare.json("stats")["timer"]
     queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
     assert timer == {

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 
 READING = [
     ["list"], ["stats"], ["check"], ["show", "7"], ["config"], ["db", "current"], ["audit"],
-    ["policy", "list"], ["encryption", "status"], ["cancel", "7"], ["retry", "7"],
+    ["policy", "list"], ["encryption", "status"], ["cancel", "7"], ["rerun", "7"],
     ["reschedule", "7", "--delay", "5"],
     ["schedule", "hello", "{}", "--delay", "5"], ["db", "downgrade", "--yes"],
 ]  # fmt: skip

@@ -65,7 +65,7 @@ def test_old_partitions_are_dropped_detached_or_kept(
     now = wiring_of(place.delays).store.tasks.now()
     with monkeypatch.context() as earlier:
         earlier.setattr(Partitions, "now", lambda _: now - timedelta(days=100))
-        _, first, second, *_ = place.json("db", "partitions", "convert", "--ahead", "18", "--yes")[
+        _, first, second, *_ = place.json("db", "partitions", "convert", "--ahead", "19", "--yes")[
             "made"
         ]
     with wiring_of(place.delays).store.database.begin() as connection:

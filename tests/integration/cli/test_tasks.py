@@ -150,7 +150,7 @@ def test_strangers_text_can_do_no_harm(shop: Project) -> None:
         ["list"],
         ["show", "7"],
         ["reschedule", "7", "--delay", "1"],
-        ["retry", "7"],
+        ["rerun", "7"],
         ["stats"],
     ):
         said = shop(*arguments).output
@@ -179,6 +179,7 @@ def test_cancel_answers_for_each_task(shop: Project) -> None:
     answer = shop.json("cancel", str(first.id), "5", str(second.id), exit_code=1)
     assert answer == {
         "cancelled": [str(first.id)],
+        "requested": [],
         "unchanged": [str(second.id)],
         "failed": [{"id": "5", "error": "there is no task 5", "type": "TaskNotFoundError"}],
     }
@@ -282,8 +283,8 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     shop("drain")
     shop.delays.cancel(cancelled)
     ids = [str(task.id) for task in (failed, cancelled, waiting)]
-    answer = shop.json("retry", *ids, "--delay", "1h", exit_code=1)
-    assert [(task["id"], task["status"]) for task in answer["retried"]] == [
+    answer = shop.json("rerun", *ids, "--delay", "1h", exit_code=1)
+    assert [(task["id"], task["status"]) for task in answer["rerun"]] == [
         (id, "NOT_COMPLETE") for id in ids[:2]
     ]
     assert [(one["id"], one["type"]) for one in answer["failed"]] == [
@@ -292,7 +293,7 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     assert shop.delays.get(failed.id).expected_time > wiring_of(
         shop.delays
     ).clock.now() + timedelta(minutes=59)
-    assert shop.error("retry", exit_code=2)["type"] == "UsageError"
+    assert shop.error("rerun", exit_code=2)["type"] == "UsageError"
 
 
 NONSENSE: list[dict[str, Any]] = [
@@ -329,7 +330,7 @@ def test_rows_of_nonsense_are_shown_and_answered(shop: Project) -> None:
         ["check"],
         *shown,
         ["cancel", "3"],
-        ["retry", "4"],
+        ["rerun", "4"],
         ["drain"],
     ):
         for words in (arguments, [*arguments, "--json"]):

@@ -44,7 +44,33 @@ def test_show_says_why_in_words_and_in_json(shop: Project) -> None:
         "paused",
         "no_worker",
     ]
-    assert "To go on: delaytasks resume --tag ok" in shop("show", str(task.id)).stdout
+    assert "To resume it: delaytasks resume --tag ok" in shop("show", str(task.id)).stdout
+
+
+def test_why_prints_each_reason_with_its_remedy(shop: Project) -> None:
+    task = overdue(shop, key="k1")
+    shop("pause", "--tag", "ok", "--actor", "ann")
+    said = shop("why", str(task.id)).stdout.splitlines()
+    assert said[0] == f"task {task.id} (ok): NOT_COMPLETE"
+    assert said[1].startswith("The tag ok is paused by ann since 20")
+    assert said[2] == "  → To resume it: delaytasks resume --tag ok"
+    assert said[3].startswith("No live worker serves the queue default")
+    found = shop.json("why", "--tag", "ok", "--key", "k1")
+    assert (found["id"], found["code"], found["facts"]["actor"]) == (str(task.id), "paused", "ann")
+    assert [each["code"] for each in found["reasons"]] == ["paused", "no_worker"]
+
+
+def test_why_of_a_task_that_does_not_exist_is_an_error(shop: Project) -> None:
+    assert shop.error("why", "77", exit_code=1)["type"] == "TaskNotFoundError"
+
+
+def test_why_escapes_what_a_processor_wrote(shop: Project) -> None:
+    task = shop.schedule("bad")
+    shop.delays.runner().run([Entry(task.id, 0, 0)])
+    said = shop("why", str(task.id)).stdout
+    assert "It failed" in said
+    assert "\x1b" not in said
+    assert "forged line" not in said.splitlines()
 
 
 def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project) -> None:

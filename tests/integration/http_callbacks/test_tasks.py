@@ -57,7 +57,7 @@ def test_a_callback_may_bring_a_ladder_and_an_end_of_its_own(
 ) -> None:
     web.answers["/"] = answer(500)
     task = delays.schedule_callback(
-        web.url(), None, 0, retry=RetrySchedule("1h"), expires="1d", priority=3, queue="slow"
+        web.url(), None, 0, retries=RetrySchedule("1h"), expires="1d", priority=3, queue="slow"
     )
     assert (task.priority, task.queue, task.expires_s) == (3, "slow", 86400)
     assert run_now(delays, task).status is Status.NOT_COMPLETE

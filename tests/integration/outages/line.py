@@ -27,7 +27,7 @@ CONNECTS_S = 2 * CONNECT_STEP_S + SLACK_S
 
 
 class Line:
-    """Provide a `DelayTasks` whose connections go through proxies."""
+    """Provide a `DelayTasks` whose connections go through proxies, and whose calls arm."""
 
     def __init__(self, database_url: str, broker_url: str, **settings: Any) -> None:
         self.database, self.broker = proxy_to(database_url), proxy_to(broker_url)
@@ -40,7 +40,8 @@ class Line:
     def connect(self, database_url: str, broker_url: str, **settings: Any) -> DelayTasks:
         app = Celery("producer", broker=self.broker.url(broker_url), set_as_current=False)
         names = {"namespace": self.namespace, "table_prefix": self.namespace + "_"}
-        delays = DelayTasks(app, self.database.url(database_url), **names, **settings)
+        settings = {"arm": "inline", **names, **settings}
+        delays = DelayTasks(app, self.database.url(database_url), **settings)
         delays.events.subscribe(lambda name, fields: self.seen.append((name, fields)))
         return delays
 

@@ -40,13 +40,13 @@ def test_scheduling_goes_on_without_the_broker(
         # AMQP does not confirm the publication. The message is lost, and the sweep finds the
         # overdue row.
         return
-    assert not wiring_of(delays).timer.is_up
+    assert not wiring_of(delays).producer_timer.is_up
 
     # While one thread connects, and during the pause after an attempt, other callers do not wait,
     # and no further event reports the outage.
     assert seconds(lambda: [delays.schedule_delay("mail", {}, 5) for _ in range(5)]) < LIMIT_S
     wait_until(lambda: line.count("timer.down") == 1, CONNECTS_S, "the broker to be given up")
-    assert not wiring_of(delays).timer.is_up
+    assert not wiring_of(delays).producer_timer.is_up
     assert line.rows() == before + 6
     assert line.count("timer.down") == 1
 
@@ -55,7 +55,7 @@ def test_scheduling_goes_on_without_the_broker(
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
-        return wiring_of(delays).timer.is_up
+        return wiring_of(delays).producer_timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     assert line.count("timer.up") == 1
@@ -133,7 +133,7 @@ def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> 
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
-        return wiring_of(delays).timer.is_up
+        return wiring_of(delays).producer_timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     delays.close()
@@ -211,6 +211,6 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
         finally:
             other.delete()
             mine.exchange(connection).delete()
-    assert wiring_of(line.delays).timer.is_up
+    assert wiring_of(line.delays).producer_timer.is_up
     assert line.count("queue.refused") == 1
     assert line.count("timer.down") == 0

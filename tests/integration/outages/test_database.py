@@ -51,7 +51,7 @@ def test_connections_killed_between_calls_are_made_anew(
         lambda: d.get(failed),
         lambda: d.find(),
         lambda: d.cancel(failed),
-        lambda: d.retry(failed),
+        lambda: d.rerun(failed),
         lambda: wiring_of(d).sweeper.sweep(),
     ]
     for call in calls:
@@ -375,7 +375,7 @@ def test_a_wrong_broker_password_is_not_told(
     line = connect(broker="rabbitmq")
     delays = line.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
     delays.schedule_delay("mail", {}, 5)
-    assert not wiring_of(delays).timer.is_up
+    assert not wiring_of(delays).producer_timer.is_up
     assert line.count("timer.down") + delays.events.counts["timer.down"] == 1
     assert CANARY not in repr(line.seen)
     delays.close()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from django.db import migrations
-
-from delaytasks.contrib.django import tables
+from delaytasks.contrib.django.tables import UpgradeTables
 
 
-class Migration(migrations.Migration):
-    atomic = False
-    dependencies: list[tuple[str, str]] = [("delaytasks", "0003_shards")]
-    operations = [migrations.RunPython(tables.upgrade, migrations.RunPython.noop, elidable=False)]
+class Migration(UpgradeTables):
+    dependencies = [("delaytasks", "0003_shards")]

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from django.db import migrations, models
 
-from delaytasks.contrib.django import tables
+from delaytasks.contrib.django.tables import UpgradeTables
 
 
-class Migration(migrations.Migration):
-    atomic = False
-    dependencies: list[tuple[str, str]] = [("delaytasks", "0007_finding")]
+class Migration(UpgradeTables):
+    dependencies = [("delaytasks", "0007_finding")]
     operations = [
-        migrations.RunPython(tables.upgrade, migrations.RunPython.noop, elidable=False),
+        *UpgradeTables.operations,
         # Changes only the model, which Django does not manage in the database.
         migrations.AddField("delaytaskrow", "due_time", models.DateTimeField(null=True)),
     ]

@@ -1,0 +1,59 @@
+"""A task that runs alone: the work of one process for its claim, its run and its settlement.
+
+The number of function calls does not depend on the load of the machine.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import ours, table
+from benchmarks.stage import CaseContext
+from delaytasks.core.interfaces import Entry
+
+TAG = "bench.lone"
+WARM_UP, COUNTED = 20, 50
+
+
+@ours.delays.processor(TAG)
+def do_nothing(body: Any) -> None:
+    """End immediately."""
+
+
+def run(stage: CaseContext) -> None:
+    table.clear()
+    timed = stage.size(1000, 100)
+    tasks = [ours.delays.schedule_delay(TAG, None, 0) for _ in range(WARM_UP + COUNTED + timed)]
+    entries = [Entry.of(task) for task in tasks]
+    _run_each(entries[:WARM_UP])
+    calls = _count_calls(entries[WARM_UP : WARM_UP + COUNTED])
+    began = time.thread_time()
+    _run_each(entries[WARM_UP + COUNTED :])
+    spent_s = time.thread_time() - began
+    stage.figure("lone", "function calls of a task", "").add(calls)
+    stage.figure("lone", "CPU time of a task", "µs").add(spent_s * 1e6 / timed)
+    table.clear()
+
+
+def _run_each(entries: Sequence[Entry]) -> None:
+    runner = ours.delays.runner()
+    for entry in entries:
+        runner.run([entry])
+
+
+def _count_calls(entries: Sequence[Entry]) -> float:
+    count = 0
+
+    def observe(_frame: object, event: str, _argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(observe)
+    try:
+        _run_each(entries)
+    finally:
+        sys.setprofile(None)
+    return count / len(entries)

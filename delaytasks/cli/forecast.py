@@ -1,0 +1,160 @@
+"""`forecast`: what becomes due in the next days, and how late it starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import click
+
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.output import BAD, GOOD, Cell, count, print_json, print_table, say
+from delaytasks.cli.times import DURATION, show_instant
+from delaytasks.core.durations import show_duration
+from delaytasks.forecast.result import Forecast, ForecastPool, ForecastStep
+
+#: Steps in the table without --all: those that are latest, or have the most tasks.
+MAX_STEPS_SHOWN = 12
+#: Tasks are counted by second, so that a smaller lateness means nothing.
+ON_TIME_S = 1.0
+
+
+@click.command(cls=Command)
+@click.option("--days", type=float, default=7, show_default=True, help="From now on.")
+@click.option("--tag", help="Only the numbers of this tag.")
+@click.option("--workers", type=int, help="The number of workers, instead of those alive.")
+@click.option("--processes", type=int, help="The processes of each worker.")
+@click.option(
+    "--rate",
+    type=float,
+    help="Tasks that a process runs in a second, for tags that were not measured.",
+)
+@click.option(
+    "--target",
+    type=DURATION,
+    default="1m",
+    show_default=True,
+    help="The lateness for which workers are counted.",
+)
+@click.option(
+    "--step", type=DURATION, default="1h", show_default=True, help="One row of the table."
+)
+@click.option("--all", "shows_all", is_flag=True, help="Print all steps.")
+@pass_cli
+def forecast(
+    cli: Cli,
+    days: float,
+    tag: str | None,
+    workers: int | None,
+    processes: int | None,
+    rate: float | None,
+    target: timedelta,
+    step: timedelta,
+    shows_all: bool,
+) -> None:
+    """Show what becomes due, how late it starts, and how many workers it needs.
+
+    \b
+    delaytasks forecast
+    delaytasks forecast --days 2 --tag mail.send --workers 4
+    """
+    cli.import_processors()
+    found = cli.delays.forecast(
+        days,
+        tag=tag,
+        workers=workers,
+        processes=processes,
+        rate=rate,
+        target=target,
+        step=step,
+    )
+    if cli.is_json:
+        print_json(found.as_json())
+        return
+    _print(found, shows_all)
+    for note in found.notes:
+        cli.note(note)
+    cli.note_missing(found.missing)
+
+
+def _print(found: Forecast, shows_all: bool) -> None:
+    about = "about " if found.is_estimate else ""
+    paused = f", {found.paused:,} of them paused" if found.paused else ""
+    say(f"{about}{count(found.due, 'task')} due until {show_instant(found.until)}{paused}")
+    if (worst := found.worst) is not None:
+        _print_worst(found, worst)
+    steps = found.steps if shows_all else _most_important(found.steps)
+    if steps:
+        say("")
+        _print_steps(steps, about)
+        if len(steps) < len(found.steps):
+            say(f"and {count(len(found.steps) - len(steps), 'step')} more; --all prints them")
+    for pool in found.pools:
+        say("")
+        _print_pool(pool, found.target_s)
+
+
+def _print_worst(found: Forecast, worst: ForecastStep) -> None:
+    """Print, for example, "Mon 2030-01-28T09:00:00Z: 1,200,000 due, 14m late with 2 workers; 4
+    workers: 7m late"."""
+    workers = sum(pool.workers for pool in found.pools)
+    if not worst.late_s or not workers or worst.late_s_doubled is None:
+        return
+    late, doubled = _text(worst.late_s), _text(worst.late_s_doubled)
+    say(
+        f"{worst.start:%a} {show_instant(worst.start)}: {worst.due:,} due, {late} with "
+        f"{count(workers, 'worker')}; {count(2 * workers, 'worker')}: {doubled}"
+    )
+
+
+def _most_important(steps: Sequence[ForecastStep]) -> Sequence[ForecastStep]:
+    """Return the latest and largest steps, in the order of time."""
+
+    def rank(step: ForecastStep) -> tuple[bool, float, int]:
+        return step.late_s is None, step.late_s or 0.0, step.due
+
+    return sorted(sorted(steps, key=rank)[-MAX_STEPS_SHOWN:], key=lambda step: step.start)
+
+
+def _print_steps(steps: Sequence[ForecastStep], about: str) -> None:
+    print_table(
+        ("from", "due", "most of them", "late", "twice the workers", "backlog after it"),
+        [
+            [
+                f"{step.start:%a} {show_instant(step.start)}",
+                f"{about}{step.due:,}",
+                next(iter(step.due_by_tag), None),
+                _late(step.late_s),
+                _late(step.late_s_doubled),
+                step.backlog,
+            ]
+            for step in steps
+        ],
+        right=("due",),
+        folded="most of them",
+    )
+
+
+def _late(late_s: float | None) -> Cell:
+    if late_s is None:
+        return ("never starts", BAD)
+    return ("on time", GOOD) if late_s < ON_TIME_S else show_duration(late_s)
+
+
+def _text(late_s: float) -> str:
+    return "on time" if late_s < ON_TIME_S else f"at most {show_duration(late_s)} late"
+
+
+def _print_pool(pool: ForecastPool, target_s: float) -> None:
+    target = show_duration(target_s)
+    needed = "no number of workers keeps"
+    if pool.needed_workers is not None:
+        verb = "keeps" if pool.needed_workers == 1 else "keep"
+        needed = f"{count(pool.needed_workers, 'worker')} {verb}"
+    if not pool.workers:
+        here = "no worker"
+    else:
+        processes = count(pool.processes, "process", "processes")
+        workers = count(pool.workers, "worker")
+        here = f"{workers} with {processes}: {_text(pool.late_s or 0.0)}"
+    say(f"queues {', '.join(pool.queues)}: {here}; {needed} tasks at most {target} late")

@@ -1,0 +1,1 @@
+"""The parts of `delaytasks report`: its data, its charts and its page."""

@@ -1,0 +1,197 @@
+"""Charts as inline SVG, without scripts. Their colours are those of the page's style."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timedelta
+from html import escape
+from typing import NamedTuple
+
+from delaytasks.core.durations import show_measured
+
+WIDTH, HEIGHT = 520, 190
+LEFT, RIGHT, TOP, BOTTOM = 46, 6, 10, 24
+#: Labels on the time axis, and lines on the other one.
+TIME_LABELS, LINES = 6, 4
+
+
+class Series(NamedTuple):
+    """The values of one name, one for each step. The style of the page has its colour."""
+
+    name: str
+    style: str
+    values: Sequence[float | None]
+
+
+class Scale(NamedTuple):
+    """Maps values to heights."""
+
+    position: Callable[[float], float]
+    lines: Sequence[tuple[float, str]]
+
+    def y(self, value: float) -> float:
+        share = min(max(self.position(value), 0.0), 1.0)
+        return TOP + (HEIGHT - TOP - BOTTOM) * (1 - share)
+
+
+def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
+    """Return a chart of counts that are stacked in each step."""
+    sums = [sum(part.values[n] or 0 for part in parts) for n in range(len(starts))]
+    scale = _counts(max(sums, default=0))
+    shapes = []
+    for n, x, width in _columns(len(starts)):
+        below = 0.0
+        for part in parts:
+            value = part.values[n] or 0
+            if value:
+                top, bottom = scale.y(below + value), scale.y(below)
+                shapes.append(_rect(x, top, width, bottom - top, part.style))
+            below += value
+    titles = [
+        _title(start, step, {part.name: f"{part.values[n] or 0:,.0f}" for part in parts})
+        for n, start in enumerate(starts)
+    ]
+    label = "Counts by time: " + ", ".join(part.name for part in parts)
+    return _chart(label, starts, step, scale, shapes, titles)
+
+
+def lines(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
+    """Return a chart of durations, on a logarithmic scale. A step without value is a gap."""
+    known = [value for part in parts for value in part.values if value is not None]
+    scale = _durations(known)
+    shapes = [shape for part in parts for shape in _line(part, len(starts), scale)]
+    titles = [
+        _title(start, step, {part.name: show_measured(part.values[n]) for part in parts})
+        for n, start in enumerate(starts)
+    ]
+    label = "Durations by time: " + ", ".join(part.name for part in parts)
+    return _chart(label, starts, step, scale, shapes, titles)
+
+
+def legend(parts: Sequence[Series]) -> str:
+    items = (f'<span><i class="key {part.style}"></i>{escape(part.name)}</span>' for part in parts)
+    return f'<p class="legend">{"".join(items)}</p>'
+
+
+def sparkline(values: Sequence[float], label: str) -> str:
+    """Return a small bar chart for a cell of a table."""
+    most, width = max(values, default=0) or 1, 120 / max(len(values), 1)
+    bars = "".join(
+        f'<rect x="{n * width:.1f}" y="{20 - 20 * value / most:.1f}" width="{width * 0.8:.1f}" '
+        f'height="{20 * value / most:.1f}"/>'
+        for n, value in enumerate(values)
+        if value
+    )
+    return (
+        f'<svg class="spark" viewBox="0 0 120 20" role="img" aria-label="{escape(label)}">'
+        f"<title>{escape(label)}</title>{bars}</svg>"
+    )
+
+
+# -- scales ---------------------------------------------------------------------------------------
+
+
+def _counts(most: float) -> Scale:
+    step = _round_up(max(most, 1) / LINES)
+    top = step * math.ceil(max(most, 1) / step)
+    marks = [(n * step, f"{n * step:,.0f}") for n in range(round(top / step) + 1)]
+    return Scale(lambda value: value / top, marks)
+
+
+def _round_up(step: float) -> float:
+    """Return the next number of the form 1, 2 or 5 times a power of ten, at least 1."""
+    power = 10.0 ** math.floor(math.log10(step)) if step > 1 else 1.0
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= step)
+
+
+def _durations(values: Sequence[float]) -> Scale:
+    """Return a logarithmic scale of whole powers of ten around the values."""
+    positive = [value for value in values if value > 0] or [0.01, 1.0]
+    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    low, high = max(low, -3), max(high, max(low, -3) + 1)
+    marks = [(10.0**n, show_measured(10.0**n)) for n in range(low, high + 1)]
+    return Scale(
+        lambda value: (math.log10(value) - low) / (high - low) if value > 0 else 0.0, marks
+    )
+
+
+# -- shapes ---------------------------------------------------------------------------------------
+
+
+def _columns(count: int) -> Sequence[tuple[int, float, float]]:
+    """Return the number, the position and the width of each bar."""
+    space = (WIDTH - LEFT - RIGHT) / max(count, 1)
+    gap = min(2.0, space * 0.2)
+    return [(n, LEFT + n * space + gap / 2, space - gap) for n in range(count)]
+
+
+def _rect(x: float, y: float, width: float, height: float, style: str) -> str:
+    return (
+        f'<rect class="{style}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"/>'
+    )
+
+
+def _line(part: Series, count: int, scale: Scale) -> Sequence[str]:
+    columns = _columns(count)
+    runs: list[list[str]] = [[]]
+    for n, value in enumerate(part.values):
+        if value is None:
+            runs.append([])
+        else:
+            _, x, width = columns[n]
+            runs[-1].append(f"{x + width / 2:.1f},{scale.y(value):.1f}")
+    shapes = []
+    for points in runs:
+        if len(points) > 1:
+            shapes.append(f'<polyline class="line {part.style}" points="{" ".join(points)}"/>')
+        elif points:
+            cx, _, cy = points[0].partition(",")
+            shapes.append(f'<circle class="{part.style}" cx="{cx}" cy="{cy}" r="3"/>')
+    return shapes
+
+
+def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
+    shown = ", ".join(f"{name} {value}" for name, value in values.items())
+    return f"{start:%Y-%m-%d %H:%M} to {start + step:%H:%M} UTC: {shown}"
+
+
+def _chart(
+    label: str,
+    starts: Sequence[datetime],
+    step: timedelta,
+    scale: Scale,
+    shapes: Sequence[str],
+    titles: Sequence[str],
+) -> str:
+    # Each step has an invisible column, whose title is shown where the pointer is.
+    height = HEIGHT - TOP - BOTTOM
+    hover = [
+        f'<rect class="hover" x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="{height}">'
+        f"<title>{escape(title)}</title></rect>"
+        for (_, x, width), title in zip(_columns(len(starts)), titles, strict=True)
+    ]
+    inner = "".join([*_grid(scale), *shapes, *_time_axis(starts, step), *hover])
+    return (
+        f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{escape(label)}">{inner}</svg>'
+    )
+
+
+def _grid(scale: Scale) -> Sequence[str]:
+    return [
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="axis" text-anchor="end" x="{LEFT - 6}" y="{y + 4:.1f}">{escape(text)}</text>'
+        for value, text in scale.lines
+        for y in [scale.y(value)]
+    ]
+
+
+def _time_axis(starts: Sequence[datetime], step: timedelta) -> Sequence[str]:
+    every, is_long = max(len(starts) // TIME_LABELS, 1), len(starts) * step > timedelta(days=2)
+    return [
+        f'<text class="axis" text-anchor="middle" x="{x + width / 2:.1f}" y="{HEIGHT - 6}">'
+        f"{starts[n].strftime('%b %d' if is_long else '%H:%M')}</text>"
+        for n, x, width in _columns(len(starts))
+        if n % every == every // 2
+    ]

@@ -1,0 +1,100 @@
+"""Gathers what `delaytasks report` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from delaytasks.core.errors import StoreError
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.operations.live import LiveSnapshot, snapshot
+from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
+from delaytasks.statistics.results import (
+    FailureGroup,
+    GaugePoint,
+    OnTime,
+    RunTotals,
+    SeriesPoint,
+)
+
+if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
+
+#: Steps of a chart.
+MOST_STEPS = 120
+#: Groups of failures, tags, and tasks in the tables.
+MOST_FAILURES, MOST_TAGS, MOST_NEXT = 15, 20, 12
+#: The steps that a chart may have.
+_STEPS_MIN = (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440)
+
+
+class DueStep(NamedTuple):
+    start: datetime
+    due: int
+    #: How late the tasks of the step will start; None if some will not start at all.
+    late_s: float | None
+
+
+@dataclass(frozen=True)
+class ReportData:
+    made_at: datetime
+    since: datetime
+    step: timedelta
+    series: Sequence[SeriesPoint]
+    totals: dict[str, RunTotals]
+    failures: Sequence[FailureGroup]
+    gauges: Sequence[GaugePoint]
+    on_time: Sequence[OnTime]
+    now: LiveSnapshot
+    #: Overdue tasks by queue and tag, with the reason.
+    late: Sequence[ExplainedGroup]
+    #: The tasks of the next day by their due hour, and the number of workers that they need.
+    due: Sequence[DueStep]
+    needed_workers: int | None
+    #: The assumptions of the forecast.
+    notes: Sequence[str]
+    next_tasks: Sequence[DelayTask]
+
+
+def gather(delays: DelayTasks, since: timedelta) -> ReportData:
+    """Read all parts. The statistics of the last minutes may be incomplete."""
+    step = step_of(since)
+    now = snapshot(delays.shards, delays.settings)
+    statistics, begin = delays.statistics, now.now - since
+    series = statistics.series(since=begin, step=step)
+    forecast = delays.forecast(days=1, step=3600)
+    return ReportData(
+        made_at=now.now,
+        since=begin,
+        step=step,
+        series=series,
+        totals=statistics.totals(since=begin),
+        failures=statistics.failures(since=begin, limit=MOST_FAILURES),
+        gauges=statistics.gauges(since=begin, step=step),
+        on_time=statistics.on_time(since=begin),
+        now=now,
+        late=list(_late_groups(delays)) if now.total.overdue else [],
+        due=[DueStep(each.start, each.due, each.late_s) for each in forecast.steps],
+        needed_workers=forecast.needed_workers,
+        notes=forecast.notes,
+        next_tasks=delays.find(
+            status=Status.NOT_COMPLETE, since=now.now, limit=MOST_NEXT, newest_first=False
+        ).tasks,
+    )
+
+
+def step_of(since: timedelta) -> timedelta:
+    """Return the shortest step with which a chart of this time has at most `MOST_STEPS` steps."""
+    steps = (timedelta(minutes=minutes) for minutes in _STEPS_MIN)
+    return next((step for step in steps if since / step <= MOST_STEPS), timedelta(days=7))
+
+
+def _late_groups(delays: DelayTasks) -> Iterator[ExplainedGroup]:
+    for shard in delays.shards:
+        try:
+            yield from explain_overdue(shard, delays.settings)
+        except StoreError:
+            continue  # the snapshot has the error of this database

@@ -1,0 +1,106 @@
+"""The HTML page of `delaytasks report`: one file that loads nothing."""
+
+from __future__ import annotations
+
+from html import escape
+
+from delaytasks.cli.reporting.chart_sections import (
+    backlog_section,
+    due_section,
+    lateness_section,
+    throughput_section,
+)
+from delaytasks.cli.reporting.data import ReportData
+from delaytasks.cli.reporting.findings import FindingLevel, findings_of, verdict_of
+from delaytasks.cli.reporting.html import text_of
+from delaytasks.cli.reporting.style import STYLE
+from delaytasks.cli.reporting.table_sections import (
+    failures_section,
+    next_section,
+    promises_section,
+    tags_section,
+    workers_section,
+)
+from delaytasks.cli.times import show_instant
+from delaytasks.core.durations import show_measured
+from delaytasks.statistics.results import RunTotals
+
+#: The page may run no script and load nothing, also if a tag or an error contained HTML.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_VERDICTS: dict[FindingLevel, str] = {
+    "good": "All is well",
+    "note": "All is well",
+    "warning": "Something needs attention",
+    "bad": "Something is wrong",
+}
+
+
+def page_of(data: ReportData, title: str) -> str:
+    """Return the whole page."""
+    parts = [
+        _verdict(data),
+        _tiles(data),
+        '<div class="pair">',
+        throughput_section(data),
+        lateness_section(data),
+        "</div>",
+        '<div class="pair">',
+        backlog_section(data),
+        due_section(data),
+        "</div>",
+        failures_section(data),
+        tags_section(data),
+        promises_section(data),
+        next_section(data),
+        workers_section(data),
+    ]
+    period = f"{show_instant(data.since)} to {show_instant(data.made_at)}"
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title><style>{STYLE}</style></head>
+<body><main><header><h1>{escape(title)}</h1>
+<p class="dim">{period}. All times are in UTC. Counts of the last two minutes may be incomplete.</p>
+</header>
+{"".join(parts)}
+<small>Made by delaytasks report at {show_instant(data.made_at)}.</small>
+</main></body></html>
+"""
+
+
+# -- the beginning --------------------------------------------------------------------------------
+
+
+def _verdict(data: ReportData) -> str:
+    findings = findings_of(data)
+    level = verdict_of(findings)
+    items = "".join(
+        f'<li class="{finding.level}">{text_of(finding.sentence, 1000)}</li>'
+        for finding in findings
+    )
+    fine = "Nothing is overdue, few tasks failed, and tasks began on time."
+    body = f"<ul>{items}</ul>" if items else f"<p>{fine}</p>"
+    name = _VERDICTS[level]
+    return f'<section class="verdict {level}"><strong>{name}</strong>{body}</section>'
+
+
+def _tiles(data: ReportData) -> str:
+    runs, now = RunTotals.total(data.totals.values()), data.now.total
+    about = "≥ " if data.now.is_capped else ""
+    tiles = [
+        ("done", f"{runs.done:,}", False),
+        ("failed", f"{runs.failed:,}", bool(runs.failed)),
+        ("retried runs", f"{runs.retried:,}", False),
+        ("lateness p50", show_measured(runs.lateness_quantile(0.5)), False),
+        ("lateness p99", show_measured(runs.lateness_quantile(0.99)), False),
+        ("running now", f"{about}{now.running:,}", False),
+        ("overdue now", f"{about}{now.overdue:,}", bool(now.overdue)),
+        ("held now", f"{about}{now.held:,}", False),
+        ("workers", f"{sum(worker.is_alive for worker in data.now.workers):,}", False),
+    ]
+    shown = (
+        f'<div class="tile{" bad" if is_bad else ""}"><b>{value}</b><small>{name}</small></div>'
+        for name, value, is_bad in tiles
+    )
+    return f'<div class="tiles">{"".join(shown)}</div>'

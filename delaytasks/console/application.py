@@ -1,0 +1,146 @@
+"""Makes the WSGI application of the console."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from importlib import metadata
+from typing import Any
+
+from flask import Flask, render_template, request, session
+from werkzeug.exceptions import HTTPException
+
+from delaytasks.client import DelayTasks
+from delaytasks.console import (
+    pages_login,
+    pages_many,
+    pages_overview,
+    pages_policies,
+    pages_recurring,
+    pages_tasks,
+)
+from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
+from delaytasks.console.shown import install_filters, zone_label
+from delaytasks.console.viewers import Access, Role
+from delaytasks.core.errors import DelayTaskError, StoreError, TaskNotFoundError
+
+logger = logging.getLogger(__name__)
+#: Bytes that one request may contain.
+MOST_BYTES = 1_000_000
+#: The pages of the navigation: endpoint, name, and the key that opens the page after `g`.
+PAGES = (
+    ("overview", "Overview", "o"),
+    ("tasks", "Tasks", "t"),
+    ("failures", "Failures", "f"),
+    ("recurring", "Recurring", "r"),
+    ("policies", "Policies", "p"),
+    ("queues", "Queues", "q"),
+    ("workers", "Workers", "w"),
+    ("audit", "Audit", "a"),
+)
+
+
+def make_console(delays: DelayTasks, access: Access, *, secret_key: str | None = None) -> Flask:
+    """Return the console of `delays` as a WSGI application.
+
+    Parameters
+    ----------
+    delays
+        The `DelayTasks` whose tasks the console shows.
+    access
+        The rule that names the viewer of a request: `UserFile`, `ProxyAccess` or `HostAccess`.
+    secret_key
+        Signs the sessions. By default it is generated, so that sessions end with the process, and
+        only one process can serve the console.
+
+    Returns
+    -------
+    flask.Flask
+        The application. It can be mounted at any path.
+
+    Examples
+    --------
+    >>> console = make_console(delays, UserFile(Path("console-users.json")))
+    """
+    app = Flask(__name__, static_folder="static", template_folder="templates")
+    app.secret_key = secret_key or secrets.token_hex(32)
+    app.config.update(
+        SESSION_COOKIE_NAME="delaytasks_console",
+        SESSION_COOKIE_HTTPONLY=True,
+        SESSION_COOKIE_SAMESITE="Lax",
+        PERMANENT_SESSION_LIFETIME=SESSION_S,
+        MAX_CONTENT_LENGTH=MOST_BYTES,
+        MAX_FORM_PARTS=1000,
+    )
+    app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
+    install_filters(app)
+    protect(app, ConsoleState(delays, access))
+    for pages in (
+        pages_login,
+        pages_overview,
+        pages_tasks,
+        pages_many,
+        pages_policies,
+        pages_recurring,
+    ):
+        pages.install(app)
+    app.context_processor(_of_every_page)
+    app.register_error_handler(DelayTaskError, _refused)
+    app.register_error_handler(HTTPException, _http_error)
+    app.register_error_handler(Exception, _failed)
+    return app
+
+
+def _of_every_page() -> dict[str, Any]:
+    def can(role: str) -> bool:
+        return getattr(viewer(), "role", 0) >= Role.named(role)
+
+    return {
+        "pages": PAGES,
+        "csrf": csrf_token,
+        "viewer": viewer(),
+        "can": can,
+        "zone": zone_label(),
+        "theme": session.get("theme", "auto"),
+        "here": request.full_path.rstrip("?"),
+        "version": _version(),
+    }
+
+
+def _version() -> str:
+    try:
+        return metadata.version("delaytasks")
+    except metadata.PackageNotFoundError:
+        return "?"
+
+
+def _refused(error: DelayTaskError) -> tuple[str, int]:
+    if isinstance(error, TaskNotFoundError):
+        return _error_page(404, "There is no such task", str(error))
+    if isinstance(error, StoreError):
+        return _error_page(503, "The database does not answer", str(error))
+    return _error_page(400, "This is not possible", str(error))
+
+
+_TITLES = {
+    401: ("Not logged in", "This page is for viewers whom the server in front of it has named."),
+    403: ("Not allowed", "Your role does not allow this, or the form is too old: reload its page."),
+    404: ("There is no such page", "The address may be mistyped, or what it named is gone."),
+}
+
+
+def _http_error(error: HTTPException) -> Any:
+    if error.response is not None:
+        return error.response
+    code = error.code or 500
+    title, text = _TITLES.get(code, (error.name, error.description or ""))
+    return _error_page(code, title, text)
+
+
+def _failed(error: Exception) -> tuple[str, int]:
+    logger.error("console: %s failed", request.endpoint, exc_info=error)
+    return _error_page(500, "This page failed", "The log of the console has the traceback.")
+
+
+def _error_page(code: int, title: str, text: str) -> tuple[str, int]:
+    return render_template("error.html", code=code, title=title, text=text), code

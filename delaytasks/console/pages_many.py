@@ -1,0 +1,212 @@
+"""Bulk actions: count, confirm, progress, stop, undo; and the audit table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flask import Flask, abort, redirect, render_template, request, url_for
+from werkzeug.wrappers import Response
+
+from delaytasks.console.bulk_runs import BulkRunState, ReportProgress, new_run_id
+from delaytasks.console.requests import requires, state, viewer
+from delaytasks.console.shown import viewer_zone
+from delaytasks.console.task_filters import (
+    TaskQuery,
+    error_filter,
+    error_matcher,
+    number_of,
+    query_of,
+)
+from delaytasks.console.viewers import Role
+from delaytasks.core.bulk import BulkResult
+from delaytasks.core.durations import parse_duration
+from delaytasks.core.errors import InvalidInputError, InvalidQueryError
+from delaytasks.core.states import MOVES
+from delaytasks.core.task import DelayTask
+from delaytasks.wiring import wiring_of
+
+#: The actions, and the words of their buttons.
+ACTIONS = {"rerun": "Run again", "cancel": "Cancel", "reschedule": "Reschedule"}
+#: Tasks that are counted before a viewer confirms, in pages of this size: they contain the bodies.
+MOST_COUNTED, COUNT_PAGE = 5_000, 100
+#: Tasks that are shown as examples.
+EXAMPLE_TASKS = 10
+AUDIT_ENTRIES = 200
+
+
+def install(app: Flask) -> None:
+    app.add_url_rule("/bulk", view_func=bulk)
+    app.add_url_rule("/bulk", view_func=start_bulk, methods=["POST"])
+    app.add_url_rule("/bulk/<id>", view_func=bulk_run)
+    app.add_url_rule("/bulk/<id>/stop", view_func=stop_bulk, methods=["POST"])
+    app.add_url_rule("/bulk/<id>/undo", view_func=undo_bulk, methods=["POST"])
+    app.add_url_rule("/audit", view_func=audit)
+    app.add_url_rule("/audit/<id>/undo", view_func=undo_entry, methods=["POST"])
+
+
+# -- count and confirm ----------------------------------------------------------------------------
+
+
+def _query(given: Any) -> TaskQuery:
+    """Return the filters of a bulk action; raise `InvalidQueryError` if there are none."""
+    query = query_of(given, wiring_of(state().delays).clock.now(), viewer_zone())
+    if not query.has_filters:
+        raise InvalidQueryError("choose a filter first, so that not all tasks are changed")
+    return query
+
+
+def _statuses(action: str, query: TaskQuery) -> list[str]:
+    """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can."""
+    sources = {status.name for status in MOVES[action].sources}
+    if action == "rerun" and "status" not in query.filters:
+        sources = {"FAILED"}
+    wanted = sources & set(query.filters.get("status", sources))
+    if not wanted:
+        names = ", ".join(sorted(sources))
+        raise InvalidQueryError(f"{ACTIONS[action]} is for tasks that are {names}")
+    return sorted(wanted)
+
+
+def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
+    """Return the filters as the bulk functions take them."""
+    filters = dict(query.filters)
+    if query.error:
+        filters["error"] = error_filter(query.error)
+    if "status" in filters:
+        filters["status"] = _statuses(action, query)
+    return filters
+
+
+def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]:
+    """Return the number of tasks that can move, whether there are more, and some of them.
+
+    A bounded number of tasks is read, also if only few of them have the error text.
+    """
+    matches = error_matcher(query.error) if query.error else (lambda error: True)
+    count, read, cursor, examples = 0, 0, None, list[DelayTask]()
+    searched = {**query.filters, "status": _statuses(action, query)}
+    while read < MOST_COUNTED:
+        page = state().delays.find(**searched, cursor=cursor, limit=COUNT_PAGE)
+        found = [task for task in page if matches(task.error or "")]
+        count, read, cursor = count + len(found), read + len(page), page.cursor
+        examples = (examples + found)[:EXAMPLE_TASKS]
+        if cursor is None:
+            return count, False, examples
+    return count, True, examples
+
+
+@requires(Role.OPERATE)
+def bulk() -> str:
+    action = request.args.get("action", "")
+    if action not in ACTIONS:
+        abort(404)
+    count, has_more, examples = _counted(action, _query(request.args))
+    kept = [(n, v) for n, values in request.args.lists() for v in values if n != "action" and v]
+    return render_template(
+        "bulk.html",
+        page="tasks",
+        action=action,
+        word=ACTIONS[action],
+        count=count,
+        has_more=has_more,
+        examples=examples,
+        kept=kept,
+        now=wiring_of(state().delays).clock.now(),
+    )
+
+
+# -- run ------------------------------------------------------------------------------------------
+
+
+@requires(Role.OPERATE)
+def start_bulk() -> Response:
+    action = request.form.get("action", "")
+    if action not in ACTIONS:
+        abort(404)
+    filters = _filters(action, _query(request.form))
+    delays, actor = state().delays, viewer().name
+    delay = parse_duration(request.form.get("delay", "").strip() or "0")
+
+    def work(report: ReportProgress) -> BulkResult:
+        options: dict[str, Any] = {**filters, "actor": actor, "on_progress": report}
+        if action == "cancel":
+            return delays.cancel_many(**options)
+        if action == "reschedule":
+            return delays.reschedule_many(delay, **options)
+        return delays.rerun_many(delay, **options)
+
+    expected = number_of(request.form.get("expected") or "0")
+    if expected is None:
+        raise InvalidInputError("the number of expected tasks is not a number")
+    return _start(action, filters, expected, work)
+
+
+def _start(
+    action: str,
+    filters: dict[str, Any],
+    expected: int,
+    work: Callable[[ReportProgress], BulkResult],
+) -> Response:
+    run = BulkRunState(new_run_id(), action, viewer().name, filters, expected)
+    if not state().runs.start(run, work):
+        raise InvalidQueryError("several bulk actions are running: wait until one has ended")
+    state().cache.forget()
+    return redirect(url_for("bulk_run", id=run.id), 303)
+
+
+def _run_of(id: str) -> BulkRunState:
+    run = state().runs.get(id)
+    if run is None:
+        abort(404, "This process does not know the run. The audit table has its result.")
+    return run
+
+
+@requires(Role.OPERATE)
+def bulk_run(id: str) -> str:
+    run = _run_of(id)
+    return render_template(
+        "bulk_run.html", page="tasks", run=run, word=ACTIONS.get(run.action, run.action)
+    )
+
+
+@requires(Role.OPERATE)
+def stop_bulk(id: str) -> Response:
+    _run_of(id).stop.set()
+    return redirect(url_for("bulk_run", id=id), 303)
+
+
+@requires(Role.OPERATE)
+def undo_bulk(id: str) -> Response:
+    run = _run_of(id)
+    if not run.can_be_undone or run.result is None:
+        raise InvalidInputError("only a cancel or a reschedule that has ended can be undone")
+    return _undo(run.result, {"run": ", ".join(map(str, run.result.runs))})
+
+
+def _undo(what: Any, shown: dict[str, Any]) -> Response:
+    delays, actor = state().delays, viewer().name
+
+    def work(report: ReportProgress) -> BulkResult:
+        return delays.undo(what, actor=actor, on_progress=report)
+
+    return _start("undo", shown, 0, work)
+
+
+# -- audit ----------------------------------------------------------------------------------------
+
+
+@requires(Role.VIEW)
+def audit() -> str:
+    delays = state().delays
+    entries = state().cache.get("audit", 2.0, lambda: delays.audit(limit=AUDIT_ENTRIES))
+    return render_template(
+        "audit.html", page="audit", entries=entries, now=wiring_of(delays).clock.now()
+    )
+
+
+@requires(Role.OPERATE)
+def undo_entry(id: str) -> Response:
+    if number_of(id) is None:
+        abort(404)
+    return _undo(id, {"audit": id})

@@ -1,0 +1,86 @@
+"""The overview, the workers, the queues and the failures."""
+
+from __future__ import annotations
+
+from flask import Flask, abort, render_template, request
+
+from delaytasks.console.charts import histogram
+from delaytasks.console.failures import FailedNow, is_in_group
+from delaytasks.console.requests import requires, state
+from delaytasks.console.run_charts import PERIODS, runs_of
+from delaytasks.console.shown import viewer_zone
+from delaytasks.console.snapshot import count_queues
+from delaytasks.console.verdict import verdict_of
+from delaytasks.console.viewers import Role
+
+#: Seconds for which all viewers see the same counts of queues.
+QUEUES_S = 5.0
+
+
+def install(app: Flask) -> None:
+    app.add_url_rule("/", view_func=overview)
+    app.add_url_rule("/workers", view_func=workers)
+    app.add_url_rule("/queues", view_func=queues)
+    app.add_url_rule("/failures", view_func=failures)
+    app.add_url_rule("/failures/<name>", view_func=failure)
+
+
+@requires(Role.VIEW)
+def overview() -> str:
+    found = state().snapshot()
+    period = request.args.get("period", "hour")
+    period = period if period in PERIODS else "hour"
+    return render_template(
+        "overview.html",
+        page="overview",
+        s=found,
+        now=found.now,
+        verdict=verdict_of(found, viewer_zone()),
+        due_chart=histogram(found.due),
+        period=period,
+        periods=list(PERIODS),
+        runs=runs_of(period),
+    )
+
+
+@requires(Role.VIEW)
+def workers() -> str:
+    found = state().snapshot()
+    return render_template("workers.html", page="workers", s=found, now=found.now)
+
+
+@requires(Role.VIEW)
+def queues() -> str:
+    found, shared = state().snapshot(), state()
+    counted = shared.cache.get(
+        "queues", QUEUES_S, lambda: count_queues(shared.delays, found.now, found.alive)
+    )
+    paused = {policy.name for policy in found.paused if policy.kind == "queue"}
+    return render_template(
+        "queues.html", page="queues", queues=counted, paused=paused, s=found, now=found.now
+    )
+
+
+@requires(Role.VIEW)
+def failures() -> str:
+    found = state().snapshot()
+    return render_template("failures.html", page="failures", s=found, now=found.now)
+
+
+def group_of(name: str) -> FailedNow:
+    """Return the group of failures, or answer 404."""
+    found = next((group for group in state().snapshot().groups if group.name == name), None)
+    if found is None:
+        abort(404)
+    return found
+
+
+@requires(Role.VIEW)
+def failure(name: str) -> str:
+    found, shared = state().snapshot(), state()
+    group = group_of(name)
+    page = shared.delays.find(tag=group.tag, status="FAILED", newest_first=True, limit=200)
+    members = [task for task in page if is_in_group(name, task.tag, task.error)]
+    return render_template(
+        "failure.html", page="failures", group=group, tasks=members, s=found, now=found.now
+    )

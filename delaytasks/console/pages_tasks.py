@@ -1,0 +1,132 @@
+"""The list of tasks, one task, and the actions on one task."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flask import Flask, redirect, render_template, request, url_for
+from werkzeug.wrappers import Response
+
+from delaytasks.client import DelayTasks
+from delaytasks.console.actions import act
+from delaytasks.console.requests import requires, state, viewer
+from delaytasks.console.shown import viewer_zone
+from delaytasks.console.task_filters import instant_of, number_of, query_of, read_page
+from delaytasks.console.timeline import timeline_of
+from delaytasks.console.viewers import Role
+from delaytasks.core.durations import parse_duration
+from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidQueryError
+from delaytasks.core.ids import check_id
+from delaytasks.core.page import Page
+from delaytasks.core.states import Status, moves_from
+from delaytasks.wiring import wiring_of
+
+
+def install(app: Flask) -> None:
+    app.add_url_rule("/tasks", view_func=tasks)
+    app.add_url_rule("/tasks/<id>", view_func=task)
+    for view in (cancel_task, rerun_task, reschedule_task, run_task_now):
+        name = view.__name__.removesuffix("_task").removesuffix("_task_now")
+        app.add_url_rule(f"/tasks/<id>/{name}", view_func=view, methods=["POST"])
+
+
+@requires(Role.VIEW)
+def tasks() -> str | Response:
+    given = request.args.get("id", "").strip()
+    if number_of(given) is not None:
+        return redirect(url_for("task", id=given), 303)
+    delays, now = state().delays, wiring_of(state().delays).clock.now()
+    problem, page, searched = None, Page([], None), 0
+    query = query_of(request.args.__class__(), now, viewer_zone())
+    try:
+        query = query_of(request.args, now, viewer_zone())
+        if "meta" in query.filters and viewer().role < Role.OPERATE:
+            raise InvalidQueryError("your role does not show meta, so it cannot search by meta")
+        page, searched = read_page(delays, query)
+    except InvalidInputError as error:
+        problem = str(error)
+    return render_template(
+        "tasks.html",
+        page="tasks",
+        query=query,
+        found=page,
+        searched=searched,
+        problem=problem,
+        statuses=[status.name for status in Status],
+        now=now,
+        bulk_filters={name: value for name, value in query.typed.items() if name != "order"},
+    )
+
+
+@requires(Role.VIEW)
+def task(id: str) -> str:
+    delays = state().delays
+    found = delays.get(check_id(id))
+    now = wiring_of(delays).clock.now()
+    attempts = delays.attempts(found)
+    return render_template(
+        "task.html",
+        page="tasks",
+        task=found,
+        attempts=attempts,
+        events=timeline_of(found, attempts, now),
+        reasons=wiring_of(delays).explanations().of(found).reasons,
+        moves=set(moves_from(found.status)),
+        now=now,
+    )
+
+
+# -- actions --------------------------------------------------------------------------------------
+
+
+def _on_task(name: str, id: str, do: Any, **more: Any) -> Response:
+    return act(name, {"id": id, **more}, lambda: do(state().delays, check_id(id)))
+
+
+def _version() -> int | None:
+    """Return the version that the viewer saw, so that a task that moved meanwhile is left alone."""
+    return number_of(request.form.get("version", ""))
+
+
+@requires(Role.OPERATE)
+def cancel_task(id: str) -> Response:
+    is_running = request.form.get("running") == "1"
+
+    def do(delays: DelayTasks, number: int) -> str:
+        result = delays.cancel(number, version=_version(), running=is_running, strict=True)
+        return "The task was asked to stop." if result.is_requested else "The task is cancelled."
+
+    return _on_task("cancel_task", id, do)
+
+
+@requires(Role.OPERATE)
+def rerun_task(id: str) -> Response:
+    def do(delays: DelayTasks, number: int) -> str:
+        delays.rerun(number, version=_version())
+        return "The task waits again and is due now."
+
+    return _on_task("rerun_task", id, do)
+
+
+@requires(Role.OPERATE)
+def run_task_now(id: str) -> Response:
+    def do(delays: DelayTasks, number: int) -> str:
+        delays.reschedule(number, 0, version=_version())
+        return "The task is due now."
+
+    return _on_task("run_task", id, do)
+
+
+@requires(Role.OPERATE)
+def reschedule_task(id: str) -> Response:
+    text = request.form.get("when", "").strip()
+
+    def do(delays: DelayTasks, number: int) -> str:
+        try:
+            moved = delays.reschedule(number, parse_duration(text), version=_version())
+        except InvalidDelayError:
+            at = instant_of(text, wiring_of(delays).clock.now(), viewer_zone())
+            moved = delays.reschedule(number, at=at, version=_version())
+        return f"The task is due at {moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}."
+
+    return _on_task("reschedule_task", id, do, to=text)

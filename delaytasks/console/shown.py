@@ -1,0 +1,139 @@
+"""Times, numbers and tasks as the pages show them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime, timezone, tzinfo
+from typing import Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from flask import Flask, session
+from markupsafe import Markup
+
+from delaytasks.core.clock import UTC
+from delaytasks.core.durations import show_duration
+from delaytasks.core.encryption import placeholder
+from delaytasks.core.errors import BodyEncryptedError
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import last_line
+
+#: What people call the statuses. The words are also the names of CSS classes.
+STATUS_WORDS = {
+    "NOT_COMPLETE": "waiting",
+    "DONE": "done",
+    "FAILED": "failed",
+    "RUNNING": "running",
+    "CANCELLED": "cancelled",
+    "HELD": "held",
+}
+
+
+def zone_of(name: object) -> tzinfo | None:
+    """Return the time zone of a name, or None if there is none of this name."""
+    if name == "UTC":
+        return timezone.utc
+    try:
+        return ZoneInfo(name) if isinstance(name, str) and name else None
+    except (ZoneInfoNotFoundError, ValueError, OSError):
+        return None
+
+
+def viewer_zone() -> tzinfo:
+    """Return the time zone that the viewer has chosen; UTC by default."""
+    return zone_of(session.get("zone")) or timezone.utc
+
+
+def zone_label() -> str:
+    name = session.get("zone")
+    return name if isinstance(name, str) and zone_of(name) is not None else "UTC"
+
+
+def instant(value: datetime | None, now: datetime | None = None) -> Markup:
+    """Return an instant in the viewer's time zone, with the distance from `now` if it is given."""
+    if value is None:
+        return Markup('<span class="none">–</span>')
+    try:
+        local = value.astimezone(viewer_zone())
+    except (OverflowError, ValueError):
+        local = value
+    zone = local.strftime("%Z") or local.strftime("%z")
+    text = f"{local:%Y-%m-%d %H:%M:%S} {zone}"
+    iso = value.astimezone(UTC).isoformat() if value.year > 1 else value.isoformat()
+    if now is None:
+        return Markup('<time datetime="{}">{}</time>').format(iso, text)
+    return Markup('<time datetime="{}" title="{}">{}</time> <span class="muted">{}</span>').format(
+        iso, text, text, from_now(value, now)
+    )
+
+
+def distance(value: datetime | None, now: datetime) -> Markup:
+    """Return only the distance from `now`; the instant is its title."""
+    if value is None:
+        return Markup('<span class="none">–</span>')
+    local = value.astimezone(viewer_zone())
+    text = f"{local:%Y-%m-%d %H:%M:%S %Z}"
+    return Markup('<time datetime="{}" title="{}">{}</time>').format(
+        value.isoformat(), text, from_now(value, now)
+    )
+
+
+def from_now(value: datetime, now: datetime) -> str:
+    seconds = (value - now).total_seconds()
+    if abs(seconds) < 1:
+        return "now"
+    text = show_duration(seconds)
+    return f"in {text}" if seconds > 0 else f"{text} ago"
+
+
+def error_line(error: str | None) -> str:
+    return last_line(error, 160) if error else ""
+
+
+def pretty_body(task: DelayTask) -> str:
+    """Return the body as text. Python's JSON keeps integers of any size exactly."""
+    return pretty(lambda: task.body, task.body_json)
+
+
+def pretty_result(task: DelayTask) -> str:
+    return pretty(lambda: task.result, task.result_json or "")
+
+
+def pretty(read: Any, stored: str) -> str:
+    try:
+        return json.dumps(read(), indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return placeholder(stored)
+    except (ValueError, RecursionError):
+        return stored
+
+
+def spark(values: Sequence[int], width: int = 96, height: int = 24) -> Markup:
+    """Return a small bar chart as SVG; its numbers are in its label."""
+    most, bar = max([*values, 1]), width / max(len(values), 1)
+    bars = Markup("").join(
+        Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" rx="1"/>').format(
+            index * bar, height - tall, max(bar - 1, 1), tall
+        )
+        for index, value in enumerate(values)
+        for tall in [max(height * value / most, 2 if value else 1)]
+    )
+    label = f"failures in each of the last {len(values)} hours: {', '.join(map(str, values))}"
+    return Markup(
+        '<svg class="spark" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
+    ).format(width, height, label, bars)
+
+
+def install_filters(app: Flask) -> None:
+    app.jinja_env.filters.update(
+        instant=instant,
+        distance=distance,
+        error_line=error_line,
+        pretty_body=pretty_body,
+        pretty_result=pretty_result,
+        duration=show_duration,
+        spark=spark,
+        number=lambda value: f"{value:,}",
+        status_class=lambda status: STATUS_WORDS.get(status, "unknown"),
+        status_word=lambda status: STATUS_WORDS.get(status, status),
+    )

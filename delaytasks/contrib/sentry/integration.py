@@ -1,0 +1,210 @@
+"""The integration that `sentry_sdk.init` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import sentry_sdk
+from celery import current_app, signals
+from sentry_sdk.integrations import Integration
+from sentry_sdk.scope import add_global_event_processor
+from sentry_sdk.utils import event_from_exception
+
+from delaytasks.contrib.run_signals import RunReceivers
+from delaytasks.contrib.sentry.monitors import CheckIns
+from delaytasks.core.meta import MAX_VALUE_LENGTH
+from delaytasks.core.task import DelayTask
+from delaytasks.core.trace_meta import add_trace_source
+
+if TYPE_CHECKING:
+    from sentry_sdk._types import Event, Hint
+
+ORIGIN = "auto.queue.delaytasks"
+#: The pairs of meta that carry the trace.
+TRACE_HEADERS = ("sentry-trace", "baggage")
+
+#: What is to be closed after the run of this context, and its check-ins.
+_run: ContextVar[tuple[ExitStack, Any] | None] = ContextVar("delaytasks_sentry_run", default=None)
+
+
+class DelayTasksIntegration(Integration):
+    """Reports each failed task once, with its tag, id, key and attempt.
+
+    Parameters
+    ----------
+    monitor_schedules
+        Whether recurring schedules are monitored: Sentry gets a check-in when a task of a schedule
+        begins and when it has ended. Sentry can represent schedules with a cron expression of five
+        fields and with an interval of whole minutes.
+
+    Examples
+    --------
+    >>> sentry_sdk.init(dsn, integrations=[DelayTasksIntegration(monitor_schedules=True)])
+    """
+
+    identifier = "delaytasks"
+
+    def __init__(self, monitor_schedules: bool = False) -> None:
+        self.check_ins = CheckIns() if monitor_schedules else None
+
+    @staticmethod
+    def setup_once() -> None:
+        """Called by `sentry_sdk.init` for the first client of a process."""
+        add_global_event_processor(_drop_repeated)
+        add_trace_source(_trace_of_call)
+        RunReceivers("sentry", _started, _ended, _left).connect()
+        signals.worker_init.connect(_subscribe, weak=False)
+        signals.worker_process_shutdown.connect(_flush, weak=False)
+
+
+def _integration() -> DelayTasksIntegration | None:
+    """Return the integration of the current client, or None if it has none."""
+    return sentry_sdk.get_client().get_integration(DelayTasksIntegration)
+
+
+# -- scheduling -----------------------------------------------------------------------------------
+
+
+def _trace_of_call(tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
+    """Return the trace of the caller for the meta of new tasks."""
+    if _integration() is None:
+        return {}
+    with sentry_sdk.start_span(op="queue.publish", name=tag, origin=ORIGIN) as span:
+        span.set_data("messaging.system", "delaytasks")
+        span.set_data("messaging.destination.name", tasks[0].queue)
+        if len(tasks) == 1:
+            span.set_data("messaging.message.id", str(tasks[0].id))
+        else:
+            span.set_data("messaging.batch.message_count", len(tasks))
+        trace, baggage = sentry_sdk.get_traceparent(), sentry_sdk.get_baggage()
+    pairs = dict(zip(TRACE_HEADERS, (trace, baggage), strict=True))
+    return {name: text for name, text in pairs.items() if text and len(text) <= MAX_VALUE_LENGTH}
+
+
+# -- runs -----------------------------------------------------------------------------------------
+
+
+def _started(request: Any) -> None:
+    integration, stack = _integration(), ExitStack()
+    if integration is None:
+        return
+    task: DelayTask = request.delay_task
+    scope = stack.enter_context(sentry_sdk.isolation_scope())
+    scope.clear_breadcrumbs()
+    _describe(scope, task)
+    headers = {name: text for name, text in task.meta.items() if name in TRACE_HEADERS}
+    transaction = sentry_sdk.continue_trace(
+        headers, op="queue.process", name=task.tag, source="task", origin=ORIGIN
+    )
+    stack.enter_context(sentry_sdk.start_transaction(transaction))
+    span = sentry_sdk.get_current_span()
+    if span is not None:
+        span.set_data("messaging.system", "delaytasks")
+        span.set_data("messaging.destination.name", task.queue)
+        span.set_data("messaging.message.id", str(task.id))
+        span.set_data("messaging.message.retry.count", task.attempts - 1)
+    begun = None if integration.check_ins is None else integration.check_ins.begin(task)
+    _run.set((stack, begun))
+
+
+def _ended(request: Any, state: str, error: BaseException | None) -> None:
+    run, integration = _run.get(), _integration()
+    if run is None or integration is None:
+        return
+    _, begun = run
+    if state == "FAILURE" and error is not None:
+        with sentry_sdk.new_scope() as scope:
+            _describe(scope, request.delay_task)  # of a batch's task that is not the first one
+            _capture(request.delay_task, error)
+    span = sentry_sdk.get_current_span()
+    if span is not None:
+        span.set_status("ok" if state == "SUCCESS" else "internal_error")
+    if begun is not None and integration.check_ins is not None:
+        integration.check_ins.end(begun, state)
+
+
+def _left(request: Any) -> None:
+    run = _run.get()
+    if run is not None:
+        _run.set(None)
+        run[0].close()
+
+
+def _describe(scope: sentry_sdk.Scope, task: DelayTask) -> None:
+    """Add what identifies the task to all events of a scope. The body may be confidential."""
+    scope.set_transaction_name(task.tag, source="task")
+    scope.set_tag("delaytasks.tag", task.tag)
+    scope.set_tag("delaytasks.id", str(task.id))
+    scope.set_tag("delaytasks.queue", task.queue)
+    scope.set_tag("delaytasks.attempt", str(task.attempts))
+    if task.key is not None:
+        scope.set_tag("delaytasks.key", task.key)
+    scope.set_context(
+        "delaytasks",
+        {
+            "id": str(task.id),
+            "tag": task.tag,
+            "key": task.key,
+            "queue": task.queue,
+            "attempt": task.attempts,
+            "lost_leases": task.lapses,
+            "due": task.due.isoformat(),
+            "meta": {k: v for k, v in task.meta.items() if k not in TRACE_HEADERS},
+        },
+    )
+
+
+def _capture(task: DelayTask, error: BaseException) -> None:
+    """Report the failure of a task, grouped by its tag in addition to the usual grouping."""
+    event, hint = event_from_exception(
+        error,
+        client_options=sentry_sdk.get_client().options,
+        mechanism={"type": "delaytasks", "handled": False},
+    )
+    event["fingerprint"] = ["{{ default }}", task.tag]
+    sentry_sdk.capture_event(event, hint=hint)
+
+
+def _subscribe(**_: Any) -> None:
+    """Report the tasks that fail in the main process of a worker, because their workers died."""
+    delays = getattr(current_app, "delaytasks", None)
+    if delays is not None:
+        delays.events.subscribe(_report_worker_lost)
+
+
+def _report_worker_lost(name: str, fields: Mapping[str, Any]) -> None:
+    if name != "task.worker_lost" or _integration() is None:
+        return
+    task: DelayTask = fields["task"]
+    with sentry_sdk.new_scope() as scope:
+        _describe(scope, task)
+        event: Event = {
+            "level": "error",
+            "logger": "delaytasks",
+            "message": str(fields["error"]),
+            "fingerprint": ["delaytasks", name, task.tag],
+        }
+        sentry_sdk.capture_event(event)
+
+
+def _drop_repeated(event: Event, hint: Hint) -> Event | None:
+    """Drop the log entries of failures that this module reports itself, and group other entries.
+
+    Sentry makes events of log entries at ERROR. All entries of one event of delaytasks should be
+    one issue.
+    """
+    record = (hint or {}).get("log_record")
+    name = getattr(record, "delaytasks_event", None)
+    if name == "task.worker_lost" or (name == "task.failed" and _run.get() is not None):
+        return None
+    if name is not None and not event.get("exception"):
+        event["fingerprint"] = ["delaytasks", name]
+    return event
+
+
+def _flush(**_: Any) -> None:
+    """Send what is left: a process of a prefork pool ends without Python's exit handlers."""
+    sentry_sdk.flush(timeout=2)

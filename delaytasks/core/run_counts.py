@@ -1,0 +1,155 @@
+"""Counts of the runs of one tag: how they ended, how late they began, and how long they took."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S
+from delaytasks.core.states import SettlingMove
+
+#: The tag under which the tags beyond the setting `statistics_tags` are counted.
+OTHER_TAGS = "(other)"
+#: The moves that end a run, with the names under which they are counted.
+OUTCOMES: dict[SettlingMove, str] = {
+    "succeed": "done",
+    "fail": "failed",
+    "schedule_retry": "retried",
+    "snooze": "snoozed",
+    "withdraw": "cancelled",
+    "expire": "expired",
+    "give_back": "given_back",
+}
+#: Runs whose settlement changed no row, since their lease was lost.
+LOST_LEASE = "lease_lost"
+#: Tasks that failed because their workers died too often.
+WORKER_LOST = "worker_lost"
+#: All names, in the order in which they are stored. A name may be appended only.
+OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
+_POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
+
+
+class RunCounts:
+    """Counts that can be added. Not safe for several threads without a lock."""
+
+    __slots__ = ("duration", "duration_s", "late", "lateness", "lateness_s", "on_time", "outcomes")
+
+    def __init__(self) -> None:
+        #: The number of each outcome, in the order of `OUTCOME_NAMES`.
+        self.outcomes = [0] * len(OUTCOME_NAMES)
+        #: For tags with `on_time`: the runs that began in time, and those that did not, with the
+        #: tasks that expired.
+        self.on_time = self.late = 0
+        #: The sums of all times of the two histograms.
+        self.lateness_s = self.duration_s = 0.0
+        self.lateness = [0] * (len(LATENESS_BOUNDS_S) + 1)
+        self.duration = [0] * (len(DURATION_BOUNDS_S) + 1)
+
+    @property
+    def started(self) -> int:
+        """The runs that began, and have ended in the process that counted them."""
+        return sum(self.lateness)
+
+    def outcome(self, name: str) -> int:
+        return self.outcomes[_POSITIONS[name]]
+
+    def by_outcome(self) -> dict[str, int]:
+        return dict(zip(OUTCOME_NAMES, self.outcomes, strict=True))
+
+    def add_outcome(self, name: str, count: int = 1) -> None:
+        self.outcomes[_POSITIONS[name]] += count
+
+    def add_run(self, lateness_s: float, duration_s: float, on_time_s: float | None) -> None:
+        """Add one run. `on_time_s` is the lateness that its processor promises not to exceed.
+
+        Every task pays for this method, so `bucket_of` is not called here.
+        """
+        # A claim may precede the due time by the clock tolerance.
+        if lateness_s < 0.0:
+            lateness_s = 0.0
+        self.lateness_s += lateness_s
+        self.duration_s += duration_s
+        self.lateness[bisect_left(LATENESS_BOUNDS_S, lateness_s)] += 1
+        self.duration[bisect_left(DURATION_BOUNDS_S, duration_s)] += 1
+        if on_time_s is not None:
+            if lateness_s <= on_time_s:
+                self.on_time += 1
+            else:
+                self.late += 1
+
+    def add(self, other: RunCounts) -> None:
+        self.on_time += other.on_time
+        self.late += other.late
+        self.lateness_s += other.lateness_s
+        self.duration_s += other.duration_s
+        for mine, others in (
+            (self.outcomes, other.outcomes),
+            (self.lateness, other.lateness),
+            (self.duration, other.duration),
+        ):
+            for number, count in enumerate(others):
+                if count:
+                    mine[number] += count
+
+    def copy(self) -> RunCounts:
+        counts = RunCounts()
+        counts.add(self)
+        return counts
+
+    def as_list(self) -> list[Any]:
+        """Return the counts in compact form, for messages between processes and for JSON."""
+        return [
+            _sparse(self.outcomes),
+            [self.on_time, self.late] if self.on_time or self.late else [],
+            round(self.lateness_s, 3),
+            round(self.duration_s, 3),
+            _sparse(self.lateness),
+            _sparse(self.duration),
+        ]
+
+    @classmethod
+    def of(cls, stored: Sequence[Any]) -> RunCounts:
+        """Return the counts that `as_list` has written."""
+        counts = cls()
+        counts.add_stored(stored)
+        return counts
+
+    def add_stored(self, stored: Sequence[Any]) -> None:
+        """Add what `as_list` returned. Buckets of a newer version count in the last one."""
+        outcomes, contract, lateness_s, duration_s, lateness, duration = stored
+        self.lateness_s += lateness_s
+        self.duration_s += duration_s
+        if contract:
+            self.on_time += contract[0]
+            self.late += contract[1]
+        for into, pairs in (
+            (self.outcomes, outcomes),
+            (self.lateness, lateness),
+            (self.duration, duration),
+        ):
+            for position in range(0, len(pairs), 2):
+                into[min(pairs[position], len(into) - 1)] += pairs[position + 1]
+
+
+class FailureCount(NamedTuple):
+    """Failed runs of one tag with the same error pattern (`core/error_patterns.py`)."""
+
+    tag: str
+    pattern: str
+    runs: int
+    #: The task and the error of one of them.
+    task_id: int
+    error: str
+
+
+class RunStatistics(NamedTuple):
+    """What a process has counted since its last report. The counts are in compact form."""
+
+    tags: tuple[tuple[str, list[Any]], ...] = ()
+    failures: tuple[FailureCount, ...] = ()
+
+
+def _sparse(counts: Sequence[int]) -> list[int]:
+    """Return number and count of each bucket that is not empty, one after the other."""
+    return [each for number, count in enumerate(counts) if count for each in (number, count)]

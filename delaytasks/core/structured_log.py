@@ -1,0 +1,161 @@
+"""Structured log lines: each event as a document, for logs that programs read.
+
+The log record of an event has the text that people read as its message, and the document as an
+attribute. `LogFormatter` prints the document.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from delaytasks.core.event_sampling import Sampling
+from delaytasks.core.events import MOST_TRACEBACK_BYTES, level_of, log_record, logger
+from delaytasks.core.task import DelayTask
+from delaytasks.core.text import traceback_text
+
+#: The events that report a change of a task. Each is one line at INFO, if it has no higher level.
+STATE_CHANGES = frozenset(
+    (
+        "task.scheduled task.started task.done task.failed task.retry_scheduled task.snoozed "
+        "task.withdrawn task.expired task.cancelled task.cancel_requested task.rescheduled "
+        "task.rerun task.held task.released task.recovered task.worker_lost task.timed_out"
+    ).split()
+)
+#: The attributes of log records that have an event.
+EVENT, FIELDS = "event_name", "event_fields"
+LONGEST_VALUE = 1000
+#: Fields of events that the document has in another form, or that are for subscribers only.
+_NOT_WRITTEN = frozenset({"task", "began", "cause", "is_logged", "id", "meta"})
+
+
+class StructuredLog:
+    """Logs events with a document. While a process has very many of them, it samples tasks."""
+
+    def __init__(self) -> None:
+        self._sampling = Sampling()
+
+    def __call__(self, name: str, fields: Mapping[str, Any]) -> None:
+        level, is_change = level_of(name, fields), name in STATE_CHANGES
+        if is_change:
+            level = max(level, logging.INFO)
+        if not logger.isEnabledFor(level):
+            return
+        left_out: int | None = 0
+        if is_change and level == logging.INFO:
+            left_out = self._sampling.left_out(name, fields.get("id"))
+        if left_out is None:
+            return
+        document = document_of(fields)
+        if left_out:
+            document["left_out"] = left_out
+        record = log_record(name, fields, level)
+        setattr(record, EVENT, name)
+        setattr(record, FIELDS, document)
+        logger.handle(record)
+
+
+def document_of(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an event as JSON values, with those of its task."""
+    task = fields.get("task")
+    document = _task_fields(task, fields) if isinstance(task, DelayTask) else {}
+    if "id" in fields:
+        document["id"] = str(fields["id"])  # JavaScript rounds integers above 2^53
+    if fields.get("meta"):
+        document["meta"] = dict(fields["meta"])
+    for name, value in fields.items():
+        if name not in _NOT_WRITTEN and isinstance(value, (str, int, float, BaseException)):
+            document[name] = _plain(value)
+    return document
+
+
+def _task_fields(task: DelayTask, fields: Mapping[str, Any]) -> dict[str, Any]:
+    began = fields.get("began")
+    late_s = {} if began is None else {"late_s": round((began - task.due).total_seconds(), 6)}
+    return {
+        "id": str(task.id),
+        "tag": task.tag,
+        "key": task.key,
+        "queue": task.queue,
+        "attempt": task.attempts,
+        "version": task.version,
+        **late_s,
+    }
+
+
+def _plain(value: str | float | BaseException) -> str | float | int:
+    """Return a value that JSON can represent. A text of a processor may be very long."""
+    if isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    try:
+        text = value if isinstance(value, str) else f"{type(value).__name__}: {value}"
+    except Exception:
+        text = type(value).__name__  # an exception of user code may have no valid text
+    return text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + "…"
+
+
+class LogFormatter(logging.Formatter):
+    """Prints each log record as one line of JSON or logfmt, with its traceback.
+
+    A worker and beat use it if the setting `log_format` is `"json"` or `"logfmt"`. Other processes
+    name it in the configuration of their log.
+
+    Parameters
+    ----------
+    log_format
+        `"json"` or `"logfmt"`.
+
+    Examples
+    --------
+    >>> handler = logging.StreamHandler()
+    >>> handler.setFormatter(LogFormatter("json"))
+    """
+
+    def __init__(self, log_format: Literal["json", "logfmt"] = "json") -> None:
+        super().__init__()
+        self._print = _logfmt if log_format == "logfmt" else _json
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, timezone.utc)
+        line: dict[str, Any] = {
+            "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname,
+            "logger": record.name,
+            "process": record.processName,
+        }
+        event = getattr(record, EVENT, None)
+        if event is None:
+            line["message"] = record.getMessage()
+        else:
+            line |= {"event": event, **getattr(record, FIELDS)}
+        if record.exc_info and record.exc_info[1] is not None:
+            line["traceback"] = traceback_text(record.exc_info[1], MOST_TRACEBACK_BYTES)
+        return self._print(line)
+
+
+def _json(line: Mapping[str, Any]) -> str:
+    # Without ASCII escapes, U+2028 and terminal sequences of processors would reach the log.
+    return json.dumps(line, default=str)
+
+
+def _logfmt(line: Mapping[str, Any]) -> str:
+    pairs: list[str] = []
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            pairs += [f"{name}.{key}={_quoted(text)}" for key, text in value.items()]
+        elif value is not None:
+            pairs.append(f"{name}={_quoted(value)}")
+    return " ".join(pairs)
+
+
+def _quoted(value: object) -> str:
+    """Return a value without quotes if it contains no character that ends it."""
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    is_plain = bool(text) and all(33 <= ord(c) < 127 and c not in '"=\\' for c in text)
+    return text if is_plain else json.dumps(text)

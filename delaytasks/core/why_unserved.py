@@ -1,0 +1,64 @@
+"""Explain why no worker takes the tasks of a queue and a tag."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from delaytasks.core.celery_tags import processor_tag
+from delaytasks.core.durations import show_duration
+from delaytasks.core.reasons import Reason
+from delaytasks.core.registered_worker import RegisteredWorker
+
+#: Names in one sentence.
+MOST_NAMES = 5
+
+
+def unserved(queue: str, tag: str, workers: Sequence[RegisteredWorker]) -> Reason | None:
+    """Return why no live worker can run tasks of this queue and tag; None if one probably can."""
+    serving = [worker for worker in workers if worker.serves(queue)]
+    alive = [worker for worker in serving if worker.is_alive]
+    if not alive:
+        return _no_worker(queue, serving, workers)
+    known_as = {tag, processor_tag(tag)}
+    if all(worker.tags is not None and not known_as & worker.tags for worker in alive):
+        names = _names([worker.name for worker in alive])
+        return Reason(
+            "no_processor",
+            f"No worker of the queue {queue} has a processor for the tag {tag} ({names}).",
+            "Import the module of the processor in the worker (Celery's imports or include), or "
+            "correct the tag.",
+            {"queue": queue, "tag": tag, "workers": [worker.name for worker in alive]},
+        )
+    return None
+
+
+def _no_worker(
+    queue: str, serving: Sequence[RegisteredWorker], workers: Sequence[RegisteredWorker]
+) -> Reason:
+    sentence = f"No live worker serves the queue {queue}"
+    live_queues = sorted({name for each in workers if each.is_alive for name in each.queues})
+    if serving:
+        last = min(serving, key=lambda worker: worker.age_s)
+        sentence += f"; {last.name}, which did, was seen {show_duration(last.age_s)} ago"
+    elif live_queues:
+        sentence += f"; live workers serve {_names(live_queues)}"
+    elif not workers:
+        sentence += "; no worker runs"
+    return Reason(
+        "no_worker",
+        f"{sentence}.",
+        # With -Q a worker serves no other queues, not even those of the app's own tasks.
+        f"Start one more worker for it: celery -A … worker -Q {queue}"
+        if live_queues
+        else "Start a worker: celery -A … worker",
+        {"queue": queue, "live_queues": live_queues, "last_seen": _last_seen(serving)},
+    )
+
+
+def _last_seen(serving: Sequence[RegisteredWorker]) -> dict[str, float]:
+    return {worker.name: round(worker.age_s, 3) for worker in serving}
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more

@@ -1,0 +1,160 @@
+"""Makes forecasts: reads what is due and who is there, and keeps the last results for a while."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.durations import Delay
+from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks.core.inputs import check_wait
+from delaytasks.core.settings import Settings
+from delaytasks.forecast.combining import Found, combined
+from delaytasks.forecast.due_counts import DueCounts
+from delaytasks.forecast.measured import measured_durations
+from delaytasks.forecast.queries import DueTable
+from delaytasks.forecast.question import DAY_S, Question, checked
+from delaytasks.forecast.rates import Rates
+from delaytasks.forecast.result import Forecast
+from delaytasks.processors.registry import Registry
+
+if TYPE_CHECKING:
+    from delaytasks.recurrence.operations import RecurringOperations
+    from delaytasks.routing.shard import Shard
+    from delaytasks.sharding.router import Router
+
+#: Forecasts that are kept, for callers that accept an older one.
+KEPT = 16
+
+
+class ForecastOperations:
+    """Makes the forecasts of a `DelayTasks`.
+
+    Parameters
+    ----------
+    settings, registry, router
+        Those of the `DelayTasks`.
+    recurring
+        Returns the operations of recurring schedules. It imports their package.
+    processes
+        The number of processes of a worker, if none is alive and the caller gives no number.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        registry: Registry,
+        router: Router,
+        recurring: Callable[[], RecurringOperations],
+        processes: int | None,
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._router = router
+        self._recurring = recurring
+        self._processes = processes
+        self._lock = threading.Lock()
+        self._kept: dict[Hashable, tuple[float, Forecast]] = {}
+
+    def forecast(
+        self,
+        days: float,
+        tag: str | None,
+        workers: int | None,
+        processes: int | None,
+        rate: float | None,
+        target: Delay,
+        step: Delay,
+        max_age: Delay,
+    ) -> Forecast:
+        question = checked(days, tag, workers, processes, rate, target, step)
+        max_age_s = check_wait(max_age, DAY_S, "max_age")
+        # One forecast at a time: callers that come together get the same result.
+        with self._lock:
+            kept = self._kept.get(question)
+            if kept is not None and monotonic() - kept[0] <= max_age_s:
+                return kept[1]
+            made = self._make(question)
+            self._kept.pop(question, None)
+            self._kept[question] = (monotonic(), made)
+            while len(self._kept) > KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            return made
+
+    # -- read -------------------------------------------------------------------------------------
+
+    def _make(self, question: Question) -> Forecast:
+        now = self._now()
+        until = now + timedelta(days=question.days)
+        found, missing = self._ask(now, until)
+        shards = [each for each in self._router.shards if each.number not in missing]
+        processes = self._processes or os.cpu_count() or 1
+        return combined(
+            question,
+            now,
+            until,
+            found,
+            missing,
+            self._rates(found, question, _durations(shards, now)),
+            processes,
+        )
+
+    def _now(self) -> datetime:
+        """Return the time of the first database that can be reached."""
+        *others, last = self._router.shards
+        for shard in others:
+            try:
+                return shard.clock.certain_now()
+            except StoreUnavailableError:
+                continue
+        return last.clock.certain_now()
+
+    def _ask(self, now: datetime, until: datetime) -> tuple[list[Found], tuple[int, ...]]:
+        """Return what the databases have, and the numbers of those that cannot be reached."""
+        found: list[Found] = []
+        missing: list[int] = []
+        for shard in self._router.shards:
+            try:
+                found.append(self._read(shard, now, until))
+            except StoreUnavailableError:
+                missing.append(shard.number)
+                if len(missing) == len(self._router.shards):
+                    raise
+        return found, tuple(missing)
+
+    def _read(self, shard: Shard, now: datetime, until: datetime) -> Found:
+        store = shard.store
+        due = DueTable(store.database, store.schema).counts(now, until)
+        if store.due_schedules.exist((until - now).total_seconds()):
+            from delaytasks.forecast.recurring_counts import recurring_counts
+
+            more = recurring_counts(self._recurring().lookup.table(shard), now, until)
+            due = DueCounts([*due.counts, *more.counts], due.is_estimate or more.is_estimate)
+        workers = store.workers.registered(now, self._settings.silent_s)
+        alive = {worker.name: worker for worker in workers if worker.is_alive}
+        return Found(due, alive, store.policies.read())
+
+    def _rates(
+        self, found: Sequence[Found], question: Question, durations: Mapping[str, float]
+    ) -> Rates:
+        policies = {
+            policy.name: policy for one in found for policy in one.policies if policy.kind == "tag"
+        }
+        return Rates(self._settings, self._together, durations, question.rate, policies)
+
+    def _together(self, tag: str) -> int:
+        """Return how many tasks of a tag a process runs concurrently, or in one batch."""
+        processor = self._registry.get(tag)
+        return 1 if processor is None else max(processor.in_flight or 1, processor.batch or 1)
+
+
+def _durations(shards: Sequence[Shard], now: datetime) -> Mapping[str, float]:
+    """Return what workers have measured; nothing if a database has no tables of statistics yet."""
+    try:
+        return measured_durations(shards, now)
+    except StoreError:
+        return {}

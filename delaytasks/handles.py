@@ -1,0 +1,326 @@
+"""`Processor`, the handle that `@delays.processor(tag)` makes of a function."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from datetime import datetime
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Generic,
+    ParamSpec,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    overload,
+)
+
+from delaytasks.core.cancel_request import request_of
+from delaytasks.core.durations import Delay
+from delaytasks.core.new_task import NewTask, new_task_of
+from delaytasks.core.task import DelayTask
+from delaytasks.wiring import Wired, wiring_of
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from delaytasks.core.cancel_result import CancelResult
+    from delaytasks.core.filters import TagFilters
+    from delaytasks.core.interfaces import OnConflict
+    from delaytasks.core.new_task import TaskOptions
+    from delaytasks.core.page import Page
+
+#: The body that callers schedule, and the object that a schema makes of it.
+Body = TypeVar("Body")
+Converted = TypeVar("Converted")
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
+Returned_co = TypeVar("Returned_co", covariant=True)
+
+
+class CancelOptions(TypedDict, total=False):
+    """The options of `DelayTasks.cancel`."""
+
+    version: int | None
+    strict: bool
+    running: bool
+    terminate: bool
+    session: Any
+
+
+class WithTwins(Wired, Protocol):
+    """A `DelayTasks`, as its processors see it."""
+
+    @property
+    def aschedule_delay(self) -> Callable[..., Awaitable[DelayTask]]: ...
+
+    @property
+    def aschedule_at(self) -> Callable[..., Awaitable[DelayTask]]: ...
+
+    @property
+    def acancel(self) -> Callable[..., Awaitable[CancelResult]]: ...
+
+    @property
+    def afind(self) -> Callable[..., Awaitable[Page]]: ...
+
+
+class Processor(Generic[Body, P, Returned_co]):
+    """A function that is registered for a tag. It can be called as before, and schedules tasks.
+
+    `@delays.processor(tag)` makes it. Type checkers know the type of the body from the annotation
+    of the function's first argument, or from `schema`.
+
+    Attributes
+    ----------
+    tag
+        The tag.
+    function
+        The function itself, as workers call it.
+
+    Examples
+    --------
+    >>> @delays.processor("order.close")
+    ... def close_order(body: Order) -> None: ...
+    >>> close_order.schedule(Order(7), "30m", key="7")
+    >>> close_order.cancel(key="7")
+    """
+
+    __name__: str
+
+    def __init__(self, delays: WithTwins, tag: str, function: Callable[P, Returned_co]) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self._delays = delays
+        self.tag = tag
+        if inspect.iscoroutinefunction(function) and hasattr(inspect, "markcoroutinefunction"):
+            inspect.markcoroutinefunction(self)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Returned_co:
+        """Call the function."""
+        return self.function(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the function, such as `delay` if it is a Celery task."""
+        if name == "function":  # a copy that is not initialized yet
+            raise AttributeError(name)
+        return getattr(self.function, name)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Bind a function that is an attribute of a class, as Python binds functions."""
+        if instance is None or not isinstance(self.function, types.FunctionType):
+            return self
+        return types.MethodType(self, instance)
+
+    def __reduce__(self) -> str:
+        """Pickle the name, as of a function. The processor is an attribute of its module."""
+        return _name(self.function)
+
+    def __repr__(self) -> str:
+        return f"<Processor {self.tag!r}: {self.__module__}.{_name(self.function)}>"
+
+    def schedule(
+        self,
+        body: Body,
+        delay: Delay,
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        **options: Unpack[TaskOptions],
+    ) -> DelayTask:
+        """Schedule a task of this tag. See `DelayTasks.schedule_delay`.
+
+        Examples
+        --------
+        >>> close_order.schedule({"order": 7}, "30m", key="7")
+        """
+        return self._schedule(NewTask(self.tag, body, delay, **options), on_conflict, session)
+
+    def schedule_at(
+        self,
+        body: Body,
+        at: datetime,
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        **options: Unpack[TaskOptions],
+    ) -> DelayTask:
+        """Schedule a task of this tag for an instant. See `DelayTasks.schedule_at`.
+
+        Examples
+        --------
+        >>> close_order.schedule_at({"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
+        """
+        return self._schedule(NewTask(self.tag, body, at=at, **options), on_conflict, session)
+
+    def schedule_many(
+        self,
+        tasks: Iterable[tuple[Body, Delay | datetime]],
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
+        **options: Unpack[TaskOptions],
+    ) -> int:
+        """Schedule many tasks of this tag. See `DelayTasks.schedule_many`.
+
+        Parameters
+        ----------
+        tasks
+            Tuples of a body and a delay or an instant.
+        **options
+            The options of all tasks, such as `priority`.
+
+        Examples
+        --------
+        >>> send_mail.schedule_many(({"to": user}, "1h") for user in users)
+        10000
+        """
+        w = wiring_of(self._delays)
+        new = (new_task_of((self.tag, *task))._replace(**options) for task in tasks)
+        return w.router.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
+
+    def cancel(
+        self,
+        *,
+        key: str,
+        version: int | None = None,
+        strict: bool = False,
+        running: bool = False,
+        terminate: bool = False,
+        session: Any = None,
+    ) -> CancelResult:
+        """Cancel the task of this tag that has the key. See `DelayTasks.cancel`.
+
+        Examples
+        --------
+        >>> close_order.cancel(key="7")
+        """
+        single, request = wiring_of(self._delays).single, request_of(running, terminate)
+        return single.cancel(None, self.tag, key, version, strict, request, session)
+
+    def find(
+        self,
+        *,
+        cursor: str | None = None,
+        limit: int = 100,
+        newest_first: bool = False,
+        session: Any = None,
+        **filters: Unpack[TagFilters],
+    ) -> Page:
+        """Read a page of the tasks of this tag. See `DelayTasks.find`.
+
+        Examples
+        --------
+        >>> [task.id for task in close_order.find(status="FAILED")]
+        """
+        lookup = wiring_of(self._delays).lookup
+        return lookup.find({**filters, "tag": self.tag}, cursor, limit, newest_first, session)
+
+    async def aschedule(
+        self,
+        body: Body,
+        delay: Delay,
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        **options: Unpack[TaskOptions],
+    ) -> DelayTask:
+        """Schedule a task of this tag. This is the asynchronous twin of `schedule`.
+
+        Examples
+        --------
+        >>> await close_order.aschedule({"order": 7}, "30m", session=async_session)
+        """
+        schedule = self._delays.aschedule_delay
+        return await schedule(
+            self.tag, body, delay, on_conflict=on_conflict, session=session, **options
+        )
+
+    async def aschedule_at(
+        self,
+        body: Body,
+        at: datetime,
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        **options: Unpack[TaskOptions],
+    ) -> DelayTask:
+        """Schedule a task of this tag. This is the asynchronous twin of `schedule_at`."""
+        schedule = self._delays.aschedule_at
+        return await schedule(
+            self.tag, body, at, on_conflict=on_conflict, session=session, **options
+        )
+
+    async def acancel(self, *, key: str, **options: Unpack[CancelOptions]) -> CancelResult:
+        """Cancel the task that has the key. This is the asynchronous twin of `cancel`."""
+        return await self._delays.acancel(tag=self.tag, key=key, **options)
+
+    async def afind(
+        self,
+        *,
+        cursor: str | None = None,
+        limit: int = 100,
+        newest_first: bool = False,
+        session: Any = None,
+        **filters: Unpack[TagFilters],
+    ) -> Page:
+        """Read a page of the tasks of this tag. This is the asynchronous twin of `find`."""
+        find = self._delays.afind
+        page = {"cursor": cursor, "limit": limit, "newest_first": newest_first, "session": session}
+        return await find(tag=self.tag, **page, **filters)
+
+    def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayTask:
+        w = wiring_of(self._delays)
+        return w.router.schedule(new, on_conflict, w.transactions.of(session))
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+class Decorator(Protocol):
+    """Makes a processor of `f(body)` or `f(body, task)`."""
+
+    def __call__(
+        self, function: Callable[Concatenate[Body, P], Returned], /
+    ) -> Processor[Body, Concatenate[Body, P], Returned]: ...
+
+
+class SchemaDecorator(Protocol[Body, Converted]):
+    """Makes a processor of a function that takes what a schema makes of a body."""
+
+    def __call__(
+        self, function: Callable[Concatenate[Converted, P], Returned], /
+    ) -> Processor[Body, Concatenate[Converted, P], Returned]: ...
+
+
+class BatchDecorator(Protocol):
+    """Makes a processor of `f(tasks)` or `f(bodies, tasks)`."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[Body], list[DelayTask]], Returned], /
+    ) -> Processor[Body, [list[Body], list[DelayTask]], Returned]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[DelayTask]], Returned], /
+    ) -> Processor[Any, [list[DelayTask]], Returned]: ...
+
+
+class SchemaBatchDecorator(Protocol[Body, Converted]):
+    """Makes a processor of a batch whose bodies a schema converts."""
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[Converted], list[DelayTask]], Returned], /
+    ) -> Processor[Body, [list[Converted], list[DelayTask]], Returned]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[list[DelayTask]], Returned], /
+    ) -> Processor[Body, [list[DelayTask]], Returned]: ...

@@ -1,0 +1,131 @@
+"""Serves metrics to Prometheus. Needs the extra `prometheus`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.metrics.families import Family, HistogramValue, Source
+
+try:
+    from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+    from prometheus_client.exposition import write_to_textfile
+    from prometheus_client.metrics_core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
+    from prometheus_client.registry import Collector
+except ImportError as missing:
+    raise ConfigError(
+        "metrics for Prometheus need prometheus_client: pip install 'delaytasks[prometheus]'"
+    ) from missing
+
+if TYPE_CHECKING:
+    from delaytasks.wiring import Wired
+
+WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
+
+
+class FamilyCollector(Collector):
+    """Passes the values of some sources on to a registry of `prometheus_client`."""
+
+    def __init__(self, *sources: Source) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        for source in self._sources:
+            yield from map(metric_of, source.families())
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing, so that registering the collector reads no database."""
+        return ()
+
+
+def metric_of(family: Family) -> Metric:
+    """Return a metric as the client library of Prometheus represents it."""
+    if family.kind == "histogram":
+        return _histogram(family)
+    kind = GaugeMetricFamily if family.kind == "gauge" else CounterMetricFamily
+    metric = kind(family.name, family.about, labels=family.labels)
+    for labels, value in family.samples:
+        assert not isinstance(value, HistogramValue)
+        metric.add_metric(labels, value)
+    return metric
+
+
+def _histogram(family: Family) -> HistogramMetricFamily:
+    metric = HistogramMetricFamily(family.name, family.about, labels=family.labels)
+    for labels, value in family.samples:
+        assert isinstance(value, HistogramValue)
+        reached, buckets = 0, list[tuple[str, float]]()
+        for bound, count in zip((*value.bounds, float("inf")), value.counts, strict=True):
+            reached += count
+            buckets.append(("+Inf" if bound == float("inf") else repr(bound), float(reached)))
+        metric.add_metric(labels, buckets, value.sum)
+    return metric
+
+
+def registry_of(*sources: Source) -> CollectorRegistry:
+    """Return a registry with the metrics of these sources only."""
+    registry = CollectorRegistry()
+    registry.register(FamilyCollector(*sources))
+    return registry
+
+
+def exporter_app(delays: Wired) -> WSGIApp:
+    """Return a WSGI application that answers with the metrics of the databases.
+
+    Parameters
+    ----------
+    delays
+        A `DelayTasks`.
+
+    Returns
+    -------
+    callable
+        The application. It answers to any path, so mount it under `/metrics`.
+
+    Raises
+    ------
+    ConfigError
+        If `prometheus_client` is not installed.
+
+    Examples
+    --------
+    >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
+    """
+    from delaytasks.metrics.snapshot import DatabaseMetrics
+    from delaytasks.wiring import wiring_of
+
+    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(wiring_of(delays))))
+    return app
+
+
+def serve(host: str, port: int, *sources: Source) -> Callable[[], None]:
+    """Serve the metrics over HTTP in a thread, and return a function that stops it.
+
+    Raises
+    ------
+    OSError
+        If the port is in use.
+    """
+    server, thread = start_http_server(port, host, registry_of(*sources))
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+def write_file(path: str, *sources: Source) -> None:
+    """Write the metrics to a file, for the text file collector of Prometheus' node exporter.
+
+    The file is replaced as a whole, so that no reader sees half of it.
+    """
+    write_to_textfile(os.fspath(path), registry_of(*sources))

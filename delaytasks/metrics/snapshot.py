@@ -1,0 +1,211 @@
+"""The metrics of the databases, the broker and the timer of a deployment."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import StoreError
+from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.metrics.families import Family, Sample, gauge
+from delaytasks.metrics.shard_snapshot import MAX_QUEUES, ShardSnapshot, read_shard
+from delaytasks.timers.broker_status import broker_error
+
+if TYPE_CHECKING:
+    from delaytasks.wiring import Wiring
+
+#: The values are read again after this time, and after their reading's duration times
+#: `REST_SHARE`: with millions of overdue rows the queries take seconds. The latter is at most
+#: `MAX_REST_S`, and does not count if a database was down, whose return must soon be visible.
+REST_S, REST_SHARE, MAX_REST_S = 4.0, 20, 60.0
+
+
+class DatabaseMetrics:
+    """Reads the databases. Scrapes within a few seconds get the same values.
+
+    Any number of threads may call it: one of them reads, and the others wait for its values.
+
+    Parameters
+    ----------
+    wiring
+        The objects behind a `DelayTasks`.
+    rest_s
+        The shortest time between two readings.
+    """
+
+    def __init__(self, wiring: Wiring, rest_s: float = REST_S) -> None:
+        self._wiring = wiring
+        self._rest_s = rest_s
+        self._lock = threading.Lock()
+        self._families: Sequence[Family] = ()
+        self._all_are_up = True
+        self._is_read_again_at = float("-inf")
+
+    def families(self) -> Sequence[Family]:
+        with self._lock:
+            began = monotonic()
+            if began >= self._is_read_again_at:
+                self._families = list(self._read())
+                now, rest_s = monotonic(), self._rest_s
+                if self._all_are_up:
+                    rest_s = max(rest_s, min(REST_SHARE * (now - began), MAX_REST_S))
+                self._is_read_again_at = now + rest_s
+            return self._families
+
+    def _read(self) -> Iterator[Family]:
+        wiring, found, states = self._wiring, list[ShardSnapshot](), list[Sample]()
+        for shard in wiring.shards:
+            try:
+                found.append(read_shard(shard, wiring.settings))
+            except StoreError:  # the value 0 of `delaytasks_database_up` reports it
+                states.append(Sample((str(shard.number),), 0.0))
+            else:
+                states.append(Sample((str(shard.number),), 1.0))
+        self._all_are_up = all(state.value for state in states)
+        yield _database_up(states)
+        yield from row_families(found)
+        yield from worker_families(found)
+        if wiring.direct_timer is None:
+            yield _broker_up([Sample((), float(self._is_broker_up()))])
+        if wiring.redis_timer is not None:
+            served = {queue for one in found for queue in one.queue_workers()} - {ALL_QUEUES}
+            queues = sorted({wiring.settings.default_queue, *served})[:MAX_QUEUES]
+            yield from _redis_timer(wiring.redis_timer.counts(queues))
+
+    def _is_broker_up(self) -> bool:
+        wiring = self._wiring
+        queue = wiring.publisher.queue(wiring.settings.default_queue)
+        return broker_error(wiring.celery, queue, wiring.settings.publish_limit_s) is None
+
+
+def known_families() -> list[Family]:
+    """Return all metrics of `DatabaseMetrics`, without values."""
+    timer = [family._replace(samples=()) for family in _redis_timer({})]
+    return [_database_up([]), *row_families([]), *worker_families([]), _broker_up([]), *timer]
+
+
+def _database_up(samples: Sequence[Sample]) -> Family:
+    about = "Whether the database answers."
+    return Family("delaytasks_database_up", about, "gauge", ("shard",), samples)
+
+
+def _broker_up(samples: Sequence[Sample]) -> Family:
+    return Family("delaytasks_broker_up", "Whether the broker answers.", "gauge", (), samples)
+
+
+def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Family]:
+    """Yield the metrics of the timer `redis`. `counts` is None if its Redis does not answer."""
+    about = "Whether the Redis of the timer answers."
+    yield gauge("delaytasks_redis_timer_up", about, counts is not None)
+    yield Family(
+        "delaytasks_redis_timer_entries",
+        "Entries of near tasks in Redis that wait, or that a worker has taken.",
+        "gauge",
+        ("queue", "state"),
+        [
+            Sample((queue, state), number)
+            for queue, numbers in (counts or {}).items()
+            for state, number in zip(("waiting", "taken"), numbers, strict=True)
+        ],
+    )
+
+
+def _per_shard(
+    found: Sequence[ShardSnapshot],
+    name: str,
+    about: str,
+    samples: Callable[[ShardSnapshot], Iterable[tuple[tuple[object, ...], float]]],
+    *labels: str,
+) -> Family:
+    """Return a gauge with the samples of each database that answered."""
+    values = [
+        Sample((str(one.shard), *map(str, labels)), float(value))
+        for one in found
+        for labels, value in samples(one)
+    ]
+    return Family(name, about, "gauge", ("shard", *labels), values)
+
+
+def row_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
+    """Yield the metrics of rows and sweeps."""
+    family = partial(_per_shard, found)
+    yield family(
+        "delaytasks_tasks",
+        "Rows of each status. Numbers above a million, and that of DONE then, are estimates.",
+        lambda one: (((status.name,), count.rows) for status, count in one.counts.items()),
+        "status",
+    )
+    yield family(
+        "delaytasks_overdue_tasks",
+        "Waiting tasks that are later than the grace period.",
+        lambda one: [((), one.overdue.tasks)],
+    )
+    yield family(
+        "delaytasks_oldest_overdue_seconds",
+        "How late the oldest overdue task is; 0 if no task is overdue.",
+        lambda one: [((), one.oldest_overdue_s)],
+    )
+    yield family(
+        "delaytasks_overdue_tasks_by_tag",
+        "Overdue tasks of the largest groups, at most 20.",
+        lambda one: one.overdue_by_tag().items(),
+        "queue",
+        "tag",
+    )
+    yield family(
+        "delaytasks_expired_leases",
+        "Running tasks whose lease has ended. The next sweep recovers them.",
+        lambda one: [((), one.expired_leases)],
+    )
+    yield family(
+        "delaytasks_sweep_age_seconds",
+        "Time since the last sweep of each sweep partition.",
+        lambda one: (((number,), age_s) for number, age_s in one.sweep_ages()),
+        "sweep_partition",
+    )
+    yield family(
+        "delaytasks_paused_policies",
+        "Tags and queues that are paused.",
+        lambda one: [((), one.paused)],
+    )
+    yield family(
+        "delaytasks_partitions_end_seconds",
+        "Time until the last partition of the table ends; absent without partitions.",
+        lambda one: [] if one.partitions_end_s is None else [((), one.partitions_end_s)],
+    )
+
+
+def worker_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
+    """Yield the metrics of workers, and the time that all these metrics took."""
+    family = partial(_per_shard, found)
+    yield family(
+        "delaytasks_snapshot_seconds",
+        "How long the queries of these metrics took.",
+        lambda one: [((), one.seconds)],
+    )
+    yield family(
+        "delaytasks_workers",
+        "Workers that report to the database.",
+        lambda one: [((), sum(worker.is_alive for worker in one.workers))],
+    )
+    yield family(
+        "delaytasks_queue_workers",
+        "Live workers of each queue that is served or has overdue tasks.",
+        lambda one: (((queue,), number) for queue, number in one.queue_workers().items()),
+        "queue",
+    )
+    yield family(
+        "delaytasks_worker_seen_seconds",
+        "Time since the last report of each worker, at most 100 workers.",
+        lambda one: (((worker.name,), worker.age_s) for worker in one.workers),
+        "worker",
+    )
+    yield family(
+        "delaytasks_worker_clock_offset_seconds",
+        "How far the clock of a worker's machine is ahead of the database's clock.",
+        lambda one: (((worker.name,), worker.clock_offset_s) for worker in one.workers),
+        "worker",
+    )

@@ -1,0 +1,237 @@
+"""Celery tasks that wait as rows: writes the rows, and publishes their messages.
+
+The package `durable_eta` is imported with the first of these tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+from celery.app.task import extract_exec_options
+from kombu.utils.uuid import uuid
+
+from delaytasks.core.celery_calls import CeleryCall, called_task, is_forced
+from delaytasks.core.clock import Clock
+from delaytasks.core.errors import BodyRefusedError, BodyTooLargeError, ConfigError, DelayTaskError
+from delaytasks.core.events import Events
+from delaytasks.core.interfaces import Transaction
+from delaytasks.core.outcomes import Done, Fail, Outcome, Retry, Snooze
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import DelayTask
+from delaytasks.operations.transactions import CallerTransactions
+from delaytasks.timers.broker_link import REFUSES_ALL_WRITES, bounded_connection
+
+if TYPE_CHECKING:
+    from delaytasks.durable_eta.publisher import MessagePublisher
+    from delaytasks.durable_eta.stored_message import StoredMessage
+    from delaytasks.sharding.router import Router
+
+#: The time limit for each step of publishing.
+PUBLISH_LIMIT_S = 5.0
+#: Messages that the broker has not confirmed are published again after this time.
+OUTAGE_S = 5.0
+
+Send = Callable[..., Any]
+
+
+class CeleryTasks:
+    def __init__(
+        self,
+        celery_app: Any,
+        settings: Settings,
+        router: Router,
+        transactions: CallerTransactions,
+        clock: Clock,
+        events: Events,
+        publisher: Any = None,
+    ) -> None:
+        """`publisher` takes the place of the broker, for tests."""
+        self._app = celery_app
+        self._settings = settings
+        self._router = router
+        self._transactions = transactions
+        self._clock = clock
+        self._events = events
+        self._own_publisher = publisher
+
+    # -- schedule ---------------------------------------------------------------------------------
+
+    def is_durable(self, call: CeleryCall, task: Any, asked: bool | None) -> bool:
+        """Return whether a call becomes a row; `task` is the Celery task, or None if unknown."""
+        if is_forced(self._app):
+            return True
+        own = getattr(task, "durable_eta", None) if asked is None else asked
+        if not (self._settings.durable_eta if own is None else own):
+            return False
+        least_s = self._settings.durable_eta_min_s
+        return not least_s or self._delay_s(call) >= least_s
+
+    def send(self, send: Send, call: CeleryCall, *more: Any, **options: Any) -> Any:
+        """Write the message as a row that `send`, the app's `send_task`, would send to the broker.
+
+        `send` is called without a due time and with a producer that stores the message. It routes
+        and serializes the message, sends Celery's signals and returns the result.
+        """
+        from delaytasks.durable_eta.capture import CapturingProducer
+
+        own_producer = call.producer or options.get("publisher")
+        connection = call.connection or getattr(own_producer, "connection", None)
+        self._refuse_other_broker(call.name, connection)
+        call = call._replace(task_id=call.task_id or uuid())
+        is_retry = self._is_retry(call, options)
+        # An exception ends a task that is retried, and so may roll back its transaction.
+        transaction = None if is_retry else self._transactions.of(None)
+        store = partial(self._schedule, call, transaction)
+        try:
+            with self._app.producer_or_acquire(own_producer) as producer:
+                captured = call._replace(
+                    countdown=None,
+                    eta=None,
+                    producer=CapturingProducer(self._app, producer, store),
+                    connection=None,
+                )
+                silent = {**options, "event_dispatcher": _NoTaskSentEvents}
+                return send(*captured, *more, **silent)
+        except DelayTaskError as error:
+            if not is_retry:
+                raise
+            # Celery would drop the task: it rejects a task whose retry cannot be sent.
+            self._events.emit(
+                "celery_task.not_stored", id=call.task_id, task=call.name, error=error
+            )
+            return send(*call, *more, **options)
+
+    def _schedule(
+        self, call: CeleryCall, transaction: Transaction | None, message: StoredMessage
+    ) -> None:
+        from delaytasks.durable_eta.etas import instant_of
+        from delaytasks.durable_eta.stored_message import new_task
+
+        delay = when = None
+        if call.eta and not call.countdown:
+            when = instant_of(call.eta, self._app)
+        else:
+            delay = max(call.countdown or 0, 0)
+        new = new_task(call.name, str(call.task_id), message, delay, when)
+        try:
+            self._router.schedule(new, "take", transaction)
+        except BodyTooLargeError:
+            raise BodyTooLargeError(
+                f"the message of the Celery task {call.name} is more than "
+                f"{self._settings.max_body_bytes:,} bytes as a row (setting max_body_bytes): pass "
+                "the name of stored data, or call the task with durable_eta=False"
+            ) from None
+
+    def _refuse_other_broker(self, name: str, connection: Any) -> None:
+        """Raise an error if the caller's connection is not to the broker of the app."""
+        if connection is None or connection.as_uri() == self._app.connection_for_write().as_uri():
+            return
+        raise ConfigError(
+            f"the connection for the Celery task {name} is to {connection.as_uri()}, and the row "
+            "will be published to the broker of the app: call the task with durable_eta=False"
+        )
+
+    def _is_retry(self, call: CeleryCall, options: Mapping[str, Any]) -> bool:
+        """Return whether the running Celery task sends itself again."""
+        task = self._app.current_worker_task
+        return bool(options.get("retries")) and task is not None and task.request.id == call.task_id
+
+    def _delay_s(self, call: CeleryCall) -> float:
+        if call.countdown:
+            return float(call.countdown)
+        from delaytasks.durable_eta.etas import instant_of
+
+        return (instant_of(call.eta, self._app) - self._clock.certain_now()).total_seconds()
+
+    # -- publish ----------------------------------------------------------------------------------
+
+    def publish(self, bodies: Sequence[Any], tasks: Sequence[DelayTask]) -> list[Outcome]:
+        """Publish the messages of rows that are due; the processor of all `celery:` tags."""
+        from delaytasks.durable_eta.publisher import NotConfirmedError
+
+        outcomes: list[Outcome] = [Done()] * len(bodies)
+        numbers, messages = [], []
+        for number, (body, task) in enumerate(zip(bodies, tasks, strict=True)):
+            try:
+                messages.append(self._message(body, task))
+            except BodyRefusedError as error:
+                outcomes[number] = Fail(str(error))
+            except Exception as error:  # for example of a router that reads a database
+                outcomes[number] = Retry(reason=f"{type(error).__name__}: {error}")
+            else:
+                numbers.append(number)
+        outage = None
+        for number, reason in zip(numbers, self._publisher.publish(messages), strict=True):
+            if isinstance(reason, NotConfirmedError):
+                outcomes[number], outage = Snooze(OUTAGE_S), reason
+            elif reason is not None:
+                outcomes[number] = Retry(reason=f"{type(reason).__name__}: {reason}")
+        if outage is not None:
+            count = sum(isinstance(outcome, Snooze) for outcome in outcomes)
+            self._events.emit("celery_task.not_published", count, error=outage)
+        return outcomes
+
+    def _message(self, body: Any, task: DelayTask) -> StoredMessage:
+        """Return the message of a row. That of a recurring task is prepared now: its row has the
+        call, and the id of the Celery task is the id of the row."""
+        from delaytasks.durable_eta.stored_message import StoredMessage
+
+        name = called_task(body)
+        if name is None:
+            return StoredMessage.of_body(body)
+        from delaytasks.durable_eta.capture import CapturingProducer
+
+        id, prepared = str(task.id), list[StoredMessage]()
+        with self._app.producer_or_acquire() as producer:
+            options = {
+                **self._own_options(name),
+                **(body.get("options") or {}),
+                "task_id": id,
+                "producer": CapturingProducer(self._app, producer, prepared.append),
+                "event_dispatcher": _NoTaskSentEvents,
+                "add_to_parent": False,
+            }
+            self._app.send_task(name, body.get("args"), body.get("kwargs"), **options)
+        [message] = prepared
+        # Celery takes the task that publishes for the parent.
+        return message._replace(headers={**message.headers, "root_id": id, "parent_id": None})
+
+    def _own_options(self, name: str) -> dict[str, Any]:
+        """Return the options that `@app.task` gives to the messages of a task.
+
+        Before Celery 5.7, `send_task` does not read them.
+        """
+        if name not in self._app.tasks:
+            return {}
+        task = self._app.tasks[name]
+        own = extract_exec_options(task)
+        given = {option: value for option, value in own.items() if value is not None}
+        return {"ignore_result": task.ignore_result, **given}
+
+    @cached_property
+    def _publisher(self) -> MessagePublisher:
+        if self._own_publisher is not None:
+            return self._own_publisher  # type: ignore[no-any-return]
+        from delaytasks.durable_eta.publisher import MessagePublisher
+
+        # The publisher waits for the confirmations of many messages together.
+        connect = partial(
+            bounded_connection, self._app, PUBLISH_LIMIT_S, read_timeout=PUBLISH_LIMIT_S,
+            confirm_publish=False,
+        )  # fmt: skip
+        return MessagePublisher(
+            self._app, connect, PUBLISH_LIMIT_S, self._clock.now, REFUSES_ALL_WRITES
+        )
+
+    def close(self) -> None:
+        if "_publisher" in self.__dict__:  # otherwise nothing was published
+            self._publisher.close()
+
+
+class _NoTaskSentEvents:
+    """The event `task-sent` is not sent before the message is."""
+
+    @staticmethod
+    def publish(*args: Any, **options: Any) -> None: ...

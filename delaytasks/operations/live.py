@@ -1,0 +1,234 @@
+"""Counts the present tasks by queue, tag and worker, for `delaytasks top`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from typing import Any
+
+from delaytasks.core.errors import StoreError
+from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
+from delaytasks.routing.shard import Shard
+from delaytasks.storage.live_rows import Live, LiveRow, LiveRows
+from delaytasks.storage.stats import Stats
+
+
+@dataclass
+class LiveGroup:
+    """The tasks of one queue or tag."""
+
+    name: str
+    running: int = 0
+    #: Waiting tasks that are late by more than the grace period.
+    overdue: int = 0
+    oldest_overdue_s: float = 0.0
+    #: Tasks that are due within a minute.
+    soon: int = 0
+    held: int = 0
+    #: Tasks that were due within the last minute and have ended.
+    ended: int = 0
+    failed: int = 0
+    #: The latenesses of these tasks and of the running ones.
+    latenesses: list[float] = field(default_factory=list)
+    is_paused: bool = False
+    #: Live workers that serve the queue, or have a processor for the tag.
+    workers: int = 0
+
+    def lateness(self, share: float) -> float | None:
+        """Return the lateness that `share` of the runs do not exceed; None without runs."""
+        if not self.latenesses:
+            return None
+        ordered = sorted(self.latenesses)
+        return ordered[min(math.ceil(share * len(ordered)), len(ordered)) - 1]
+
+    def as_json(self) -> dict[str, Any]:
+        document = asdict(self)
+        del document["latenesses"]
+        for share in (50, 99):
+            late_s = self.lateness(share / 100)
+            document[f"lateness_p{share}_s"] = None if late_s is None else round(late_s, 4)
+        return {**document, "oldest_overdue_s": round(self.oldest_overdue_s, 3)}
+
+
+@dataclass(frozen=True)
+class LiveSnapshot:
+    """The counts of one time, of all databases."""
+
+    now: datetime
+    total: LiveGroup
+    queues: Sequence[LiveGroup]
+    tags: Sequence[LiveGroup]
+    workers: Sequence[RegisteredWorker]
+    #: The tasks that the processes of each worker run, by the worker's name.
+    running_of: Mapping[str, int]
+    #: Seconds since the last sweep; None if there was none.
+    swept_s: float | None
+    is_sweep_late: bool
+    #: Whether there are more tasks than were read, so that the counts are too small.
+    is_capped: bool
+    #: The errors of databases that do not answer, by shard.
+    down: dict[int, str]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "now": self.now.isoformat(),
+            **{name: value for name, value in self.total.as_json().items() if name != "name"},
+            "queues": [group.as_json() for group in self.queues],
+            "tags": [group.as_json() for group in self.tags],
+            "workers": [self._worker_json(worker) for worker in self.workers],
+            "swept_s": self.swept_s,
+            "is_sweep_late": self.is_sweep_late,
+            "is_capped": self.is_capped,
+            "down": {str(shard): error for shard, error in self.down.items()},
+        }
+
+    def _worker_json(self, worker: RegisteredWorker) -> dict[str, Any]:
+        return {
+            "name": worker.name,
+            "is_alive": worker.is_alive,
+            "age_s": round(worker.age_s, 3),
+            "pool": worker.pool,
+            "concurrency": worker.concurrency,
+            "queues": worker.queues,
+            "running": self.running_of.get(worker.name, 0),
+        }
+
+
+def snapshot(shards: Sequence[Shard], settings: Settings) -> LiveSnapshot:
+    """Read what happens now in all databases.
+
+    Raises
+    ------
+    StoreError
+        If no database answers.
+    """
+    reading = _Reading(settings)
+    down: dict[int, str] = {}
+    for shard in shards:
+        try:
+            reading.add(shard)
+        except StoreError as error:
+            down[shard.number] = str(error)
+            if len(down) == len(shards):
+                raise
+    return reading.snapshot(down)
+
+
+class _Reading:
+    """Adds the databases up."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._total = LiveGroup("")
+        self._queues: dict[str, LiveGroup] = {}
+        self._tags: dict[str, LiveGroup] = {}
+        self._running_of: dict[str, int] = {}
+        self._workers: dict[str, RegisteredWorker] = {}
+        self._swept: list[float | None] = []
+        self._is_capped = False
+        self._now: datetime | None = None
+
+    def add(self, shard: Shard) -> None:
+        store = shard.store
+        live = LiveRows(store.database, store.schema).read()
+        self._now = max(self._now or live.now, live.now)
+        self._is_capped |= live.is_capped
+        self._add_rows(live)
+        for policy in store.policies.read():
+            groups = self._tags if policy.kind == "tag" else self._queues
+            if policy.is_paused:
+                _of(groups, policy.name).is_paused = True
+        for worker in store.workers.registered(live.now, self._settings.silent_s):
+            self._workers[worker.name] = worker
+        for swept in Stats(store.database, store.schema).sweeps(self._settings.sweep_partitions):
+            self._swept.append(swept.age_s(live.now))
+
+    def _add_rows(self, live: Live) -> None:
+        for row in live.running:
+            self._count(row, _running)
+            process = row.worker or ""
+            worker = process.rpartition("/")[0] or process
+            self._running_of[worker] = self._running_of.get(worker, 0) + 1
+        grace_s, now = self._settings.grace_s, live.now
+        for row in live.waiting:
+            self._count(row, lambda group, row: _waiting(group, row, now, grace_s))
+        for row in live.held:
+            self._count(row, _held)
+        for row in live.ended:
+            self._count(row, _ended)
+
+    def _count(self, row: LiveRow, add: Callable[[LiveGroup, LiveRow], None]) -> None:
+        for group in (self._total, _of(self._queues, row.queue), _of(self._tags, row.tag)):
+            add(group, row)
+
+    def snapshot(self, down: dict[int, str]) -> LiveSnapshot:
+        assert self._now is not None
+        workers = [self._workers[name] for name in sorted(self._workers)]
+        alive = [worker for worker in workers if worker.is_alive]
+        for name in {queue for worker in alive for queue in worker.queues} - {ALL_QUEUES}:
+            _of(self._queues, name)  # a queue without tasks is shown as well
+        for group in self._queues.values():
+            group.workers = sum(worker.serves(group.name) for worker in alive)
+        for group in self._tags.values():
+            group.workers = sum(group.name in (worker.tags or ()) for worker in alive)
+        swept = [age_s for age_s in self._swept if age_s is not None]
+        swept_s = max(swept) if swept and len(swept) == len(self._swept) else None
+        return LiveSnapshot(
+            now=self._now,
+            total=self._total,
+            queues=_ordered(self._queues.values()),
+            tags=_ordered(self._tags.values()),
+            workers=workers,
+            running_of=self._running_of,
+            swept_s=swept_s,
+            is_sweep_late=swept_s is None or swept_s > self._settings.self_sweep_s,
+            is_capped=self._is_capped,
+            down=down,
+        )
+
+
+def _of(groups: dict[str, LiveGroup], name: str) -> LiveGroup:
+    return groups.setdefault(name, LiveGroup(name))
+
+
+def _ordered(groups: Iterable[LiveGroup]) -> list[LiveGroup]:
+    """Return the groups with overdue tasks first, and then those with the most to do."""
+    return sorted(
+        groups,
+        key=lambda one: (-one.overdue, -one.running, -one.ended - one.soon - one.held, one.name),
+    )
+
+
+def _running(group: LiveGroup, row: LiveRow) -> None:
+    group.running += 1
+    _late(group, row)
+
+
+def _waiting(group: LiveGroup, row: LiveRow, now: datetime, grace_s: float) -> None:
+    late_s = (now - row.due).total_seconds()
+    if late_s > grace_s:
+        group.overdue += 1
+        group.oldest_overdue_s = max(group.oldest_overdue_s, late_s)
+    else:
+        group.soon += 1
+
+
+def _held(group: LiveGroup, row: LiveRow) -> None:
+    group.held += 1
+
+
+def _ended(group: LiveGroup, row: LiveRow) -> None:
+    group.ended += 1
+    group.failed += row.status is Status.FAILED
+    if row.status is not Status.CANCELLED:
+        _late(group, row)
+
+
+def _late(group: LiveGroup, row: LiveRow) -> None:
+    if row.execution_time is not None:
+        group.latenesses.append(max((row.execution_time - row.due).total_seconds(), 0.0))

@@ -1,0 +1,59 @@
+"""Groups the overdue tasks of a database, and explains why they have not begun."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import NamedTuple
+
+from delaytasks.core.reasons import Reason
+from delaytasks.core.settings import Settings
+from delaytasks.core.why_late import why_late
+from delaytasks.routing.shard import Shard
+from delaytasks.storage.stats import Stats
+
+#: The groups with the most tasks.
+MAX_EXPLAINED_GROUPS = 20
+#: Late tasks with these reasons need no operator.
+_EXPECTED_CODES = ("due", "limit", "paused")
+
+
+class ExplainedGroup(NamedTuple):
+    """Overdue tasks of one queue and tag, and the reason why they have not begun."""
+
+    shard: int
+    queue: str
+    tag: str
+    tasks: int
+    oldest: datetime
+    #: The lateness of the oldest task.
+    late_s: float
+    reason: Reason
+
+    @property
+    def is_expected(self) -> bool:
+        """Whether the tasks wait for their turn, and not for an operator."""
+        return self.reason.code in _EXPECTED_CODES
+
+
+def explain_overdue(
+    shard: Shard, settings: Settings, limit: int = MAX_EXPLAINED_GROUPS
+) -> list[ExplainedGroup]:
+    """Return up to `limit` groups of overdue tasks, those with the most tasks first."""
+    store = shard.store
+    groups = Stats(store.database, store.schema).late(settings.grace_s, limit)
+    if not groups:
+        return []
+    now = store.tasks.now()
+    workers = store.workers.registered(now, settings.silent_s)
+    return [
+        ExplainedGroup(
+            shard.number,
+            group.queue,
+            group.tag,
+            group.tasks,
+            group.oldest,
+            max((now - group.oldest).total_seconds(), 0.0),
+            why_late(group, workers, store.policies.of(group.tag, group.queue)),
+        )
+        for group in groups
+    ]

@@ -1,0 +1,118 @@
+"""Cancels the waiting rows of Celery tasks that are revoked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.cancel_request import STOP
+from delaytasks.core.celery_calls import called_task
+from delaytasks.core.celery_tags import celery_key
+from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.ids import MAX_ID
+from delaytasks.core.interfaces import CallerConnection, Transaction, connection_of
+from delaytasks.core.task import DelayTask
+from delaytasks.operations.single_tasks import SingleTasks
+from delaytasks.operations.transactions import CallerTransactions
+
+if TYPE_CHECKING:
+    from delaytasks.durable_eta.stored_message import StoredMessage
+    from delaytasks.sharding.router import Router
+
+#: The rows that `revoke_by_stamped_headers` reads in one statement.
+STAMPS_PAGE = 500
+_ID = re.compile(r"[0-9]{1,19}")
+
+
+class Revocations:
+    def __init__(
+        self,
+        celery_app: Any,
+        router: Router,
+        transactions: CallerTransactions,
+        single: SingleTasks,
+    ) -> None:
+        self._app = celery_app
+        self._router = router
+        self._transactions = transactions
+        self._single = single
+
+    def revoke(self, task_ids: Iterable[str]) -> None:
+        """Cancel the waiting rows of these Celery tasks, and store the state REVOKED of each.
+
+        A row that is being published is asked to stop. If its worker dies before it has published
+        the message, no other worker publishes it.
+        """
+        names = [str(task_id) for task_id in task_ids]
+        keys = [celery_key(name) for name in names]
+        # The id of a recurring Celery task is the id of its row.
+        ids = [int(name) for name in names if _ID.fullmatch(name) and int(name) <= MAX_ID]
+        with self._transactions.guard(None) as transaction:
+            on = self._connection(transaction)
+            for shard in self._router.shards:
+                rows = shard.store.celery_rows
+                self._cancel(rows.live(keys, on), transaction)
+                recurring = (row for row in rows.live_of_ids(ids, on) if self._called_task(row))
+                self._cancel(recurring, transaction)
+
+    def revoke_by_stamped_headers(self, headers: Mapping[str, Any] | Iterable[str]) -> None:
+        """Cancel the waiting rows of Celery tasks with one of these stamps.
+
+        This reads all waiting rows of Celery tasks, since stamps are parts of bodies.
+        """
+        from delaytasks.durable_eta.revoking import has_stamp, stamps_of
+
+        stamps = stamps_of(headers)
+        with self._transactions.guard(None) as transaction:
+            on = self._connection(transaction)
+            for shard in self._router.shards:
+                rows = shard.store.celery_rows
+                page = rows.page(0, STAMPS_PAGE, on)
+                while page:
+                    read = ((task, self._readable(task)) for task in page)
+                    named = [
+                        task for task, message in read if message and has_stamp(message, stamps)
+                    ]
+                    self._cancel(named, transaction)
+                    page = rows.page(page[-1].id, STAMPS_PAGE, on)
+
+    def _cancel(self, live: Iterable[DelayTask], transaction: Transaction | None) -> None:
+        cancelled = [
+            task
+            for task in live
+            if self._single.cancel(task.id, None, None, None, False, STOP, None)
+        ]
+        if cancelled and transaction is not None:
+            transaction.after_commit(cancelled, self._store_revoked)
+        else:
+            self._store_revoked(cancelled)
+
+    def _store_revoked(self, tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+        from delaytasks.durable_eta.revoking import store_revoked
+
+        for task in tasks:
+            if message := self._readable(task):
+                store_revoked(self._app, message)
+
+    def _readable(self, task: DelayTask) -> StoredMessage | None:
+        """Return the message of a row; None if another program wrote it, or without its key."""
+        from delaytasks.durable_eta.stored_message import StoredMessage
+
+        if name := self._called_task(task):
+            return StoredMessage.of_call(name, str(task.id))
+        try:
+            return StoredMessage.of_body(task.body)
+        except (DelayTaskError, ValueError):
+            return None
+
+    def _called_task(self, task: DelayTask) -> str | None:
+        """Return the Celery task that a row of a recurring schedule will call, else None."""
+        try:
+            return called_task(task.body)
+        except (DelayTaskError, ValueError):
+            return None
+
+    def _connection(self, transaction: Transaction | None) -> CallerConnection | None:
+        """Return the caller's connection, which sees its own rows, if there is one database."""
+        return connection_of(transaction) if len(self._router.shards) == 1 else None

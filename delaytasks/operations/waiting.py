@@ -1,0 +1,102 @@
+"""Waits until a task has ended: by notices of PostgreSQL, or else by reading its row again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.durations import Delay
+from delaytasks.core.errors import WaitTimeoutError
+from delaytasks.core.inputs import check_wait
+from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
+from delaytasks.core.task import DelayTask
+from delaytasks.routing.named_task import name_of
+from delaytasks.storage.end_notices import EndNotices
+
+if TYPE_CHECKING:
+    from delaytasks.routing.shard import Shard
+    from delaytasks.sharding.router import Router
+
+#: The first and the longest time between two reads of the row, and the longest one with notices. A
+#: notice may be lost, and not every end sends one.
+FIRST_S, LONGEST_S, NOTIFIED_S = 0.02, 0.5, 1.0
+GROWTH = 1.5
+#: Reads a task, as `DelayTasks.aget` does.
+Get = Callable[..., Awaitable[DelayTask]]
+
+
+class Waiting:
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._notices: dict[int, EndNotices] = {}
+
+    def wait(
+        self, task: object, timeout: Delay | None, tag: str | None, key: str | None
+    ) -> DelayTask:
+        """Return the task when it has ended. Each read is a transaction of its own."""
+        limit = _Limit(timeout)
+        named = self._router.named(name_of(task, tag, key), None)
+        shard, found = named.read(lambda at, on: (at, at.store.tasks.read(named.id, on)))
+        if found.is_finished:
+            return found
+        with self._notices_of(shard).about(found.id) as notices:
+            pause_s = FIRST_S
+            while not (found := shard.store.tasks.read(found.id)).is_finished:
+                step_s = limit.within(pause_s, found)
+                if not notices.wait(step_s):
+                    time.sleep(step_s)
+                longest_s = NOTIFIED_S if notices.is_listening else LONGEST_S
+                pause_s = min(pause_s * GROWTH, longest_s)
+        return found
+
+    async def wait_async(
+        self, get: Get, task: object, timeout: Delay | None, tag: str | None, key: str | None
+    ) -> DelayTask:
+        """Return the task when it has ended. No thread is occupied between two reads by `get`."""
+        import asyncio
+
+        limit, pause_s = _Limit(timeout), FIRST_S
+        found = await get(task, tag=tag, key=key)
+        while not found.is_finished:
+            await asyncio.sleep(limit.within(pause_s, found))
+            pause_s = min(pause_s * GROWTH, LONGEST_S)
+            found = await get(found.id)
+        return found
+
+    def _notices_of(self, shard: Shard) -> EndNotices:
+        return self._notices.setdefault(shard.number, EndNotices(shard.store.end_channel))
+
+    def close(self) -> None:
+        for notices in self._notices.values():
+            notices.close()
+
+
+class _Limit:
+    """The longest time to wait; None means that there is no limit."""
+
+    def __init__(self, timeout: Delay | None) -> None:
+        self._ends_at = self._limit_s = None
+        if timeout is not None:
+            self._limit_s = check_wait(timeout, MAX_RETRY_DELAY_S, "a timeout")
+            self._ends_at = monotonic() + self._limit_s
+
+    def within(self, seconds: float, task: DelayTask) -> float:
+        """Return `seconds`, or the time that is left if that is less.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If no time is left.
+        """
+        if self._ends_at is None:
+            return seconds
+        left_s = self._ends_at - monotonic()
+        if left_s <= 0:
+            raise WaitTimeoutError(
+                f"task {task.id} ({task.tag}) is {task.status.name} after {self._limit_s:g} s: "
+                "wait longer, or look at it later",
+                task.id,
+            )
+        return min(seconds, left_s)

@@ -1,0 +1,288 @@
+"""When a schedule is due: cron expressions, intervals, and positions of the sun.
+
+A timing is stored as text. `parse_timing` reads these forms:
+
+==============================  ===================================================================
+`0 9 * * mon-fri`               a cron expression of five fields, or of six with seconds first
+`crontab 0 9 13 * 5`            the same, but the day of the month and the weekday must both match,
+                                as in Celery's `crontab`
+`every 300`                     every 300 seconds
+`solar sunset 52.5 13.4`        an event of Celery's `solar`, with latitude and longitude
+==============================  ===================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import lru_cache
+from typing import Any, Protocol
+from zoneinfo import ZoneInfo
+
+from cronsim import CronSim, CronSimError
+
+from delaytasks.core.clock import UTC
+from delaytasks.core.errors import InvalidTimingError
+from delaytasks.core.text import shown
+
+SECOND, MINUTE, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)
+#: An expression that matches no day in this time never matches.
+MOST_YEARS = 50
+#: The longest interval, so that the next occurrence is always an instant that databases can store.
+MAX_INTERVAL_S = 366 * 86_400 * 10
+#: A start for the check of a timing.
+ANY_START = datetime(2000, 1, 1, tzinfo=UTC)
+CRONTAB, EVERY, SOLAR = "crontab", "every", "solar"
+
+
+class Timing(Protocol):
+    def after(self, instant: datetime) -> datetime | None:
+        """Return the first occurrence after `instant`, in UTC; None after the last one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Every:
+    """Occurrences at `start` and then after each `interval`, whatever wall clocks show."""
+
+    interval: timedelta
+    start: datetime
+
+    def after(self, instant: datetime) -> datetime | None:
+        if instant < self.start:
+            return self.start
+        count = (instant - self.start) // self.interval + 1
+        return self.start + count * self.interval
+
+
+@dataclass(frozen=True)
+class Solar:
+    """An event of the sun at a place, as Celery's `solar` computes it."""
+
+    event: str
+    latitude: float
+    longitude: float
+
+    def after(self, instant: datetime) -> datetime | None:
+        from celery.schedules import solar
+
+        try:
+            sun = solar(self.event, self.latitude, self.longitude)
+        except ImportError:
+            raise InvalidTimingError(
+                "a solar schedule needs the package ephem: pip install 'delaytasks[solar]'"
+            ) from None
+        except ValueError as error:
+            raise InvalidTimingError(f"solar: {error}") from None
+        found = self._first_after(sun, instant)
+        # Occurrences are whole seconds, so the event of `instant` itself may be a little later.
+        return found if found > instant else self._first_after(sun, instant + MINUTE)
+
+    @staticmethod
+    def _first_after(sun: Any, instant: datetime) -> datetime:
+        sun.nowfun = lambda: instant
+        found: datetime = instant + sun.remaining_estimate(instant)
+        return found.replace(microsecond=0)
+
+
+class Cron:
+    """Occurrences of a cron expression on the wall clock of a time zone.
+
+    `cronsim` reads the expression and finds the matching wall times. This class maps them to
+    instants. In an hour that the clocks skip or repeat, the rules of Debian's cron apply:
+
+    - An expression with fixed times, whose minute and hour fields do not begin with `*`, is due
+      once for each matching wall time. A time that the clocks skip is due when the skipped period
+      ends. A time that they show twice is due the first time.
+    - Any other expression is due whenever a clock on the wall shows a matching time. It is not due
+      at times that the clocks skip, and twice at times that they show twice.
+
+    Parameters
+    ----------
+    expression
+        The fields of the expression.
+    zone
+        The time zone.
+    start
+        No occurrence is earlier. None means that there is no such bound.
+    days
+        Additional days of the month, one of which must match. Celery's `crontab` needs them.
+    """
+
+    def __init__(
+        self,
+        expression: str,
+        zone: ZoneInfo,
+        start: datetime | None = None,
+        days: frozenset[int] | None = None,
+    ) -> None:
+        self._zone = zone
+        self._start = start
+        self._days = days
+        self._parsed = CronSim(expression, datetime(2000, 1, 1))  # noqa: DTZ001
+        minute, hour = self._parsed.parts[1:3]
+        self._has_fixed_times = not (minute.startswith("*") or hour.startswith("*"))
+
+    def after(self, instant: datetime) -> datetime | None:
+        if self._start is not None:
+            instant = max(instant, self._start - SECOND)
+        return self._after(instant.replace(microsecond=0))
+
+    # Schedules with the same timing, such as those of many tenants, share this cache.
+    @lru_cache(maxsize=4096)  # noqa: B019 - `parse_timing` keeps as many timings
+    def _after(self, instant: datetime) -> datetime | None:
+        return self._fixed_after(instant) if self._has_fixed_times else self._shown_after(instant)
+
+    def _fixed_after(self, instant: datetime) -> datetime | None:
+        for wall in self._walls_after(instant.astimezone(self._zone).replace(tzinfo=None)):
+            found = self._first_instant(wall)
+            if found > instant:  # otherwise the clocks show the time for the second time
+                return found
+        return None
+
+    def _shown_after(self, instant: datetime) -> datetime | None:
+        offset = self._offset(instant)
+        wall = next(self._walls_after((instant + offset).replace(tzinfo=None)), None)
+        while wall is not None:
+            found = wall.replace(tzinfo=UTC) - offset
+            change = self._first_change(instant, found, offset)
+            if change is None:
+                return found
+            # From here on the clocks show other times than the offset says. Continue there.
+            offset, instant = self._offset(change), change
+            wall = next(self._walls_after((change + offset - SECOND).replace(tzinfo=None)), None)
+        return None
+
+    def _walls_after(self, wall: datetime) -> Iterator[datetime]:
+        """Yield the matching wall times after `wall`."""
+        matches = copy(self._parsed)  # to read the expression again would take longer
+        matches.dt = wall
+        for found in matches:
+            if found.year > wall.year + MOST_YEARS:
+                return
+            if self._days is None or found.day in self._days:
+                yield found
+
+    def _first_instant(self, wall: datetime) -> datetime:
+        """Return when the clocks first show a wall time, or skip it."""
+        found = wall.replace(tzinfo=self._zone).astimezone(UTC)
+        if found.astimezone(self._zone).replace(tzinfo=None) == wall:
+            return found
+        before = wall.replace(tzinfo=self._zone, fold=1).astimezone(UTC)
+        change = self._first_change(before, found, self._offset(before))
+        assert change is not None, "clocks that skip a time change their offset"
+        return change
+
+    def _offset(self, instant: datetime) -> timedelta:
+        offset = instant.astimezone(self._zone).utcoffset()
+        assert offset is not None, "a ZoneInfo has an offset for each instant"
+        return offset
+
+    def _first_change(self, since: datetime, until: datetime, offset: timedelta) -> datetime | None:
+        """Return the first instant in (since, until] at which the offset is another one."""
+        while since < until:
+            step = min(since + DAY, until)
+            if self._offset(step) != offset:
+                break
+            since = step
+        else:
+            return None
+        while step - since > SECOND:
+            middle = since + (step - since) // 2 // SECOND * SECOND
+            if self._offset(middle) == offset:
+                since = middle
+            else:
+                step = middle
+        return step
+
+
+@lru_cache(maxsize=4096)
+def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
+    """Return the timing of a stored text.
+
+    Parameters
+    ----------
+    text
+        A text in one of the forms that the documentation of this module lists.
+    tz
+        The name of the time zone of a cron expression.
+    start
+        The first occurrence of an interval; for a cron expression, the earliest one.
+
+    Raises
+    ------
+    InvalidTimingError
+        If the text is no timing, or there is no such time zone.
+    """
+    zone = zone_of(tz)
+    kind, _, rest = text.partition(" ")
+    if kind == EVERY:
+        if start is None:
+            raise InvalidTimingError(f"{shown(text)} has no start")
+        return Every(_interval(rest), start)
+    if kind == SOLAR:
+        return _solar(rest)
+    if kind == CRONTAB:
+        return _crontab(rest, zone, start)
+    return _cron(text, zone, start)
+
+
+def zone_of(name: str) -> ZoneInfo:
+    try:
+        return ZoneInfo(name)
+    except (ValueError, OSError, LookupError):
+        raise InvalidTimingError(
+            f"there is no time zone {shown(name)}; write it as Europe/Berlin or UTC"
+        ) from None
+
+
+def _interval(text: str) -> timedelta:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_INTERVAL_S):
+        raise InvalidTimingError(
+            f"an interval is a whole number of seconds from 1 to {MAX_INTERVAL_S}, not "
+            f"{shown(text)}"
+        )
+    return timedelta(seconds=int(text))
+
+
+def _solar(text: str) -> Solar:
+    try:
+        event, latitude, longitude = text.split()
+        made = Solar(event, float(latitude), float(longitude))
+    except ValueError:
+        raise InvalidTimingError(
+            f"a solar timing is an event, a latitude and a longitude, not {shown(text)}"
+        ) from None
+    made.after(ANY_START)  # raises the error of a wrong event or place
+    return made
+
+
+def _cron(
+    text: str, zone: ZoneInfo, start: datetime | None, days: frozenset[int] | None = None
+) -> Cron:
+    try:
+        made = Cron(text, zone, start, days)
+    except (CronSimError, ValueError) as error:
+        raise InvalidTimingError(
+            f"{shown(text)} is no cron expression ({error}); write minute, hour, day of the month, "
+            "month and weekday, as in '0 9 * * mon-fri'"
+        ) from None
+    if made.after(start or ANY_START) is None:
+        raise InvalidTimingError(f"{shown(text)} never matches a day")
+    return made
+
+
+def _crontab(text: str, zone: ZoneInfo, start: datetime | None) -> Cron:
+    fields = text.split()
+    if len(fields) != 5:
+        raise InvalidTimingError(f"a crontab has five fields, not {shown(text)}")
+    minute, hour, days, month, weekday = fields
+    try:
+        allowed = frozenset(map(int, days.split(",")))
+    except ValueError:
+        raise InvalidTimingError(
+            f"the days of the month of a crontab are numbers, not {shown(days)}"
+        ) from None
+    return _cron(f"{minute} {hour} * {month} {weekday}", zone, start, allowed)

@@ -1,0 +1,268 @@
+"""`delays.statistics`: reads what workers have run."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.durations import Delay
+from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.inputs import check_page_limit, check_tag
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.statistics.async_twins import AsyncStatisticsTwins
+from delaytasks.statistics.reading import (
+    Since,
+    StepRange,
+    checked_tags,
+    failure_groups,
+    gauge_means,
+    run_counts,
+)
+from delaytasks.statistics.results import FailureGroup, GaugePoint, OnTime, RunTotals, SeriesPoint
+
+if TYPE_CHECKING:
+    from delaytasks.core.clock import Clock
+    from delaytasks.processors.registry import Registry
+    from delaytasks.routing.shard import Shard
+
+
+class Statistics(AsyncStatisticsTwins):
+    """The statistics of a `DelayTasks`, as `delays.statistics`.
+
+    Workers write what they have run once a minute, so the last minute or two are incomplete. Each
+    method reads the tables, and has an asynchronous twin for coroutines, such as `aseries` for
+    `series`.
+
+    `since` is an instant, or a duration before now such as `"1h"`, and `until` is an instant, or
+    None for now. Steps are whole minutes and begin at multiples of their length since 1970 in UTC.
+    Counts that are older than two days have the resolution of an hour, and counts that are older
+    than a year are deleted.
+
+    Examples
+    --------
+    >>> for point in delays.statistics.series(since="1h", step="5m"):
+    ...     print(point.start, point.total.done, point.total.lateness_quantile(0.99))
+    """
+
+    def __init__(
+        self,
+        shards: Callable[[], Sequence[Shard]],
+        registry: Registry,
+        run_async: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._get_shards = shards
+        self._registry = registry
+        self._run_async = run_async
+
+    def series(
+        self,
+        *,
+        since: Since = "1h",
+        until: datetime | None = None,
+        step: Delay = "1m",
+        tags: Sequence[str] | None = None,
+    ) -> list[SeriesPoint]:
+        """Return what ended in each step of a range, the steps without runs included.
+
+        Parameters
+        ----------
+        since, until
+            The range.
+        step
+            The length of a step, a number of whole minutes.
+        tags
+            Only these tags; None means all.
+
+        Returns
+        -------
+        list of SeriesPoint
+            In the order of time.
+
+        Raises
+        ------
+        InvalidQueryError
+            If the range is empty, or if it has too many steps.
+        StoreUnavailableError
+            If a database cannot be reached.
+
+        Examples
+        --------
+        >>> points = delays.statistics.series(since="1d", step="1h", tags=["mail.send"])
+        """
+        steps = StepRange.of(self._clock.now(), since, until, step)
+        found = run_counts(self._shards, steps, checked_tags(tags))
+        return [_point(start, found.get(start, {})) for start in steps.starts()]
+
+    def totals(
+        self,
+        *,
+        since: Since = "1h",
+        until: datetime | None = None,
+        tags: Sequence[str] | None = None,
+    ) -> dict[str, RunTotals]:
+        """Return what ended in a range, by tag.
+
+        Parameters
+        ----------
+        since, until
+            The range, whose beginning is rounded down to a minute.
+        tags
+            Only these tags; None means all.
+
+        Returns
+        -------
+        dict
+            The totals of each tag that has any.
+
+        Raises
+        ------
+        InvalidQueryError
+            If the range is empty.
+        StoreUnavailableError
+            If a database cannot be reached.
+
+        Examples
+        --------
+        >>> delays.statistics.totals(since="1d")["mail.send"].done
+        """
+        return {tag: RunTotals.of(counts) for tag, counts in self._counts(since, until, tags)}
+
+    def on_time(
+        self,
+        *,
+        since: Since = "1d",
+        until: datetime | None = None,
+        tags: Sequence[str] | None = None,
+        target: float = 0.99,
+    ) -> list[OnTime]:
+        """Return how many tasks began in the time that their processors promise with `on_time`.
+
+        Parameters
+        ----------
+        since, until
+            The range, whose beginning is rounded down to a minute.
+        tags
+            Only these tags; None means all.
+        target
+            The share of tasks that should be on time, below 1. It determines the error budget.
+
+        Returns
+        -------
+        list of OnTime
+            By tag, for the tags that have such counts.
+
+        Raises
+        ------
+        InvalidQueryError
+            If the range is empty, or if the target is no share.
+        StoreUnavailableError
+            If a database cannot be reached.
+
+        Examples
+        --------
+        >>> [one.budget_left for one in delays.statistics.on_time(since="7d", target=0.999)]
+        """
+        if not 0 < target < 1:
+            raise InvalidQueryError(f"target={target!r}: it is a share between 0 and 1, as 0.99")
+        found = []
+        for tag, counts in self._counts(since, until, tags):
+            if counts.on_time or counts.late:
+                processor = self._registry.get(tag)
+                promised_s = None if processor is None else processor.on_time_s
+                found.append(OnTime(tag, promised_s, counts.on_time, counts.late, target))
+        return found
+
+    def failures(
+        self, *, tag: str | None = None, since: datetime | None = None, limit: int = 100
+    ) -> list[FailureGroup]:
+        """Return groups of failures with the same error, beginning with the one that failed last.
+
+        Parameters
+        ----------
+        tag
+            Only the groups of this tag.
+        since
+            Only the groups that failed at this instant or later.
+        limit
+            The most groups.
+
+        Returns
+        -------
+        list of FailureGroup
+            `filters` of a group selects its tasks in `find` and in the bulk functions.
+
+        Raises
+        ------
+        StoreUnavailableError
+            If a database cannot be reached.
+
+        Examples
+        --------
+        >>> group = delays.statistics.failures()[0]
+        >>> delays.rerun_many(**group.filters)
+        """
+        check_page_limit(limit)
+        return failure_groups(self._shards, None if tag is None else check_tag(tag), since, limit)
+
+    def gauges(
+        self, *, since: Since = "1h", until: datetime | None = None, step: Delay = "1m"
+    ) -> list[GaugePoint]:
+        """Return how many tasks waited, ran and so on, as sweeps have counted once a minute.
+
+        Parameters
+        ----------
+        since, until
+            The range.
+        step
+            The length of a step, a number of whole minutes.
+
+        Returns
+        -------
+        list of GaugePoint
+            In the order of time, for the steps in which a sweep has counted.
+
+        Raises
+        ------
+        InvalidQueryError
+            If the range is empty, or if it has too many steps.
+        StoreUnavailableError
+            If a database cannot be reached.
+
+        Examples
+        --------
+        >>> [point.gauges.overdue for point in delays.statistics.gauges(since="1d", step="1h")]
+        """
+        steps = StepRange.of(self._clock.now(), since, until, step)
+        return [GaugePoint(*each) for each in gauge_means(self._shards, steps).items()]
+
+    # -- private ----------------------------------------------------------------------------------
+
+    @property
+    def _shards(self) -> Sequence[Shard]:
+        return self._get_shards()
+
+    @property
+    def _clock(self) -> Clock:
+        return self._shards[0].clock
+
+    def _counts(
+        self, since: Since, until: datetime | None, tags: Sequence[str] | None
+    ) -> list[tuple[str, RunCounts]]:
+        minutes = StepRange.of(self._clock.now(), since, until, "1m", is_series=False)
+        found: dict[str, RunCounts] = {}
+        for by_tag in run_counts(self._shards, minutes, checked_tags(tags)).values():
+            for tag, counts in by_tag.items():
+                found.setdefault(tag, RunCounts()).add(counts)
+        return sorted(found.items())
+
+    async def _call_async(self, name: str, /, *arguments: Any, **options: Any) -> Any:
+        return await self._run_async(getattr(self, name), *arguments, **options)
+
+
+def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:
+    total = RunCounts()
+    for counts in by_tag.values():
+        total.add(counts)
+    tags = {tag: RunTotals.of(counts) for tag, counts in sorted(by_tag.items())}
+    return SeriesPoint(start, RunTotals.of(total), tags)

@@ -1,0 +1,321 @@
+"""The SQL of statistics."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from sqlalchemy import and_, bindparam, delete, func, select, union_all, update
+
+from delaytasks.core.batches import batches
+from delaytasks.core.clock import from_us
+from delaytasks.core.json_text import dump_json
+from delaytasks.core.run_counts import FailureCount, RunCounts
+from delaytasks.statistics.gauges import Gauges, packed_gauges, unpacked_gauges
+from delaytasks.statistics.periods import DAY, GAUGES, LONGER, MINUTE, Longer, counts_in, gauges_in
+from delaytasks.statistics.stored_counts import (
+    counts_of,
+    minute_text,
+    packed_counts,
+    unpacked_counts,
+)
+from delaytasks.statistics.worker_counts import MINUTE_US, Unwritten
+from delaytasks.storage.database import Database
+from delaytasks.storage.inserts import skipping_insert
+from delaytasks.storage.row_counts import check_row_count
+from delaytasks.storage.schema import FINGERPRINT_LENGTH, Schema
+
+#: Rows of one transaction, so that another worker waits only briefly for their locks.
+ROWS_PER_WRITE = 200
+#: The hours of a failure group that are kept for its sparkline.
+KEPT_HOURS = 48
+#: The most groups that one call writes: those with the most failures.
+MAX_GROUPS_PER_WRITE = 100
+#: The most groups in the table. The sweep deletes the oldest ones.
+MAX_STORED_GROUPS = 1000
+
+
+class StatisticsTable:
+    """The statistics of one database."""
+
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._s = s = schema.statistics
+        self._f = f = schema.failures
+        # MySQL would keep a shared lock on a row that exists, with which two workers deadlock.
+        skipping = skipping_insert(database)
+        if skipping is not None:
+            self._insert = skipping(s).on_conflict_do_nothing()
+            self._insert_failure = skipping(f).on_conflict_do_nothing()
+        else:
+            mysql = import_module("sqlalchemy.dialects.mysql")
+            self._insert = mysql.insert(s).on_duplicate_key_update(tag=s.c.tag)
+            self._insert_failure = mysql.insert(f).on_duplicate_key_update(tag=f.c.tag)
+        named = (
+            s.c.period == bindparam("of_period"),
+            s.c.start == bindparam("of_start", type_=s.c.start.type),
+            s.c.tag == bindparam("of_tag"),
+        )
+        self._update_counts = update(s).where(*named).values(counts=bindparam("new"))
+        self._update_parts = update(s).where(*named).values(parts=bindparam("new"))
+        self._update_failure = (
+            update(f)
+            .where(f.c.tag == bindparam("of_tag"), f.c.fingerprint == bindparam("of_fingerprint"))
+            .values(
+                {
+                    name: bindparam(f"new_{name}", type_=f.c[name].type)
+                    for name in ("task_id", "sample", "runs", "last_at", "hours")
+                }
+            )
+        )
+
+    # -- what a worker writes ---------------------------------------------------------------------
+
+    def add(self, on: Any, unwritten: Unwritten, now: datetime) -> None:
+        """Add the counts of a worker to the rows of their minutes and to the failure groups."""
+        by_start: dict[datetime, dict[str, RunCounts]] = {}
+        for (minute, tag), counts in unwritten.runs.items():
+            by_start.setdefault(from_us(minute * MINUTE_US), {})[tag] = counts
+        for start, by_tag in sorted(by_start.items()):
+            self._add_minute(on, start, by_tag)
+        if unwritten.failures:
+            self._add_failures(on, unwritten.failures, now)
+
+    def _add_minute(self, on: Any, start: datetime, by_tag: Mapping[str, RunCounts]) -> None:
+        s, tags = self._s, sorted(by_tag)
+        on.execute(self._insert, [{"period": MINUTE, "start": start, "tag": tag} for tag in tags])
+        found = self._locked(on, MINUTE, start, tags, s.c.counts)
+        check_row_count(len(found), len(tags), "rows of statistics")
+        rows = []
+        for tag in tags:
+            counts = counts_of(found[tag]) if found[tag] else RunCounts()
+            counts.add(by_tag[tag])
+            rows.append(_row(MINUTE, start, tag, minute_text(counts)))
+        on.execute(self._update_counts, rows)
+
+    def _locked(
+        self, on: Any, period: str, start: datetime, tags: Sequence[str], column: Any
+    ) -> dict[str, Any]:
+        """Lock rows, in the same order in every process, and return the values of a column."""
+        s = self._s
+        query = (
+            select(s.c.tag, column)
+            .where(s.c.period == period, s.c.start == start, s.c.tag.in_(tags))
+            .order_by(s.c.tag)
+            .with_for_update()
+        )
+        return dict(on.execute(query).all())
+
+    def _add_failures(
+        self, on: Any, failures: Mapping[tuple[int, str, str], FailureCount], now: datetime
+    ) -> None:
+        f, groups = self._f, dict[tuple[str, str], list[tuple[int, FailureCount]]]()
+        most = sorted(failures.items(), key=lambda each: -each[1].runs)[:MAX_GROUPS_PER_WRITE]
+        for (hour, tag, pattern), failure in most:
+            groups.setdefault((tag, fingerprint_of(pattern)), []).append((hour, failure))
+        keys = sorted(groups)
+        on.execute(
+            self._insert_failure,
+            [_new_group(key, groups[key][0][1], now) for key in keys],
+        )
+        for tag, fingerprint in keys:
+            mine = and_(f.c.tag == tag, f.c.fingerprint == fingerprint)
+            query = select(f.c.runs, f.c.hours).where(mine).with_for_update()
+            runs, hours = on.execute(query).one()
+            counted = hour_counts_of(hours)
+            for hour, failure in groups[tag, fingerprint]:
+                counted[hour] = counted.get(hour, 0) + failure.runs
+                runs += failure.runs
+            last = groups[tag, fingerprint][-1][1]
+            changes = {
+                "new_task_id": last.task_id,
+                "new_sample": last.error,
+                "new_runs": runs,
+                "new_last_at": now,
+                "new_hours": dump_json(dict(sorted(counted.items())[-KEPT_HOURS:])),
+            }
+            on.execute(
+                self._update_failure,
+                {"of_tag": tag, "of_fingerprint": fingerprint, **changes},
+            )
+
+    # -- what a sweep writes ----------------------------------------------------------------------
+
+    def write_gauges(self, start: datetime, gauges: Gauges) -> bool:
+        """Write the gauges of a minute; return False if another sweep has written them."""
+        s, text = self._s, gauges.as_text()
+
+        def work(connection: Any) -> bool:
+            key = {"period": MINUTE, "start": start, "tag": GAUGES}
+            connection.execute(self._insert, [key])
+            where = and_(s.c.period == MINUTE, s.c.start == start, s.c.tag == GAUGES)
+            is_empty = and_(where, s.c.counts.is_(None))
+            return bool(connection.execute(update(s).where(is_empty).values(counts=text)).rowcount)
+
+        return self._db.transaction(work)
+
+    def has_gauges(self, start: datetime) -> bool:
+        s = self._s
+        mine = and_(s.c.period == MINUTE, s.c.start == start, s.c.tag == GAUGES)
+        return bool(self._db.rows(select(s.c.tag).where(mine)))
+
+    def pack(self, period: str, before: datetime) -> int:
+        """Add the oldest rows of a period to the rows of the next longer one, and delete them.
+
+        One call packs the minutes of one hour, or the hours of one day, and only those that begin
+        before `before`.
+
+        Returns
+        -------
+        int
+            The number of rows that were packed; 0 if there is none.
+        """
+        return self._db.transaction(lambda c: self._pack(c, period, before))
+
+    def _pack(self, on: Any, period: str, before: datetime) -> int:
+        s = self._s
+        if self._db.can.begins_late:  # what is read must belong to the transaction
+            on.execute(delete(s).where(s.c.period == "none"))
+        oldest = select(func.min(s.c.start)).where(s.c.period == period, s.c.start < before)
+        first = on.execute(oldest).scalar()
+        if first is None:
+            return 0
+        longer = LONGER[period]
+        start = longer.start_of(first)
+        mine = and_(
+            s.c.period == period,
+            s.c.start >= start,
+            s.c.start < min(start + longer.length, before),
+        )
+        query = select(s.c.start, s.c.tag, s.c.counts, s.c.parts).where(mine)
+        rows = on.execute(query.order_by(s.c.start, s.c.tag).with_for_update()).all()
+        runs: dict[str, dict[int, RunCounts]] = {}
+        gauges: dict[int, list[Gauges]] = {}
+        for at, tag, counts, parts in rows:
+            number = longer.part_of(at)
+            if tag == GAUGES:
+                gauges.setdefault(number, []).extend(gauges_in(counts, parts).values())
+            else:
+                known = runs.setdefault(tag, {}).setdefault(number, RunCounts())
+                for one in counts_in(counts, parts).values():
+                    known.add(one)
+        self._add_parts(on, longer, start, runs, gauges)
+        check_row_count(on.execute(delete(s).where(mine)).rowcount, len(rows), "statistics")
+        return len(rows)
+
+    def _add_parts(
+        self,
+        on: Any,
+        longer: Longer,
+        start: datetime,
+        runs: Mapping[str, Mapping[int, RunCounts]],
+        gauges: Mapping[int, Sequence[Gauges]],
+    ) -> None:
+        tags = sorted([*runs, *([GAUGES] if gauges else [])])
+        keys = [{"period": longer.period, "start": start, "tag": tag} for tag in tags]
+        on.execute(self._insert, keys)
+        found = self._locked(on, longer.period, start, tags, self._s.c.parts)
+        rows = []
+        for tag in tags:
+            stored = found[tag] or b""
+            if tag == GAUGES:
+                means = unpacked_gauges(stored)
+                for number, many in gauges.items():
+                    # What was packed before counts as one more value.
+                    earlier = [means[number]] if number in means else []
+                    means[number] = Gauges.mean([*many, *earlier])
+                packed = packed_gauges(means)
+            else:
+                parts = unpacked_counts(stored)
+                for number, counts in runs[tag].items():
+                    parts.setdefault(number, RunCounts()).add(counts)
+                packed = packed_counts(parts, longer.size)
+            rows.append(_row(longer.period, start, tag, packed))
+        on.execute(self._update_parts, rows)
+
+    def purge(self, before: datetime) -> int:
+        """Delete the days before `before`, and the failure groups that are as old or too many."""
+        s, f = self._s, self._f
+
+        def work(connection: Any) -> int:
+            days = delete(s).where(s.c.period == DAY, s.c.start < before)
+            purged = int(connection.execute(days).rowcount)
+            newest = select(f.c.last_at).order_by(f.c.last_at.desc())
+            bound = connection.execute(newest.offset(MAX_STORED_GROUPS).limit(1)).scalar()
+            groups = delete(f).where(f.c.last_at <= max(before, bound or before))
+            return purged + int(connection.execute(groups).rowcount)
+
+        return self._db.alone(work)
+
+    # -- reading ----------------------------------------------------------------------------------
+
+    def read(
+        self, since: datetime, until: datetime, tags: Sequence[str] | None
+    ) -> Iterator[tuple[str, datetime, str, str | None, bytes | None]]:
+        """Yield (period, start, tag, counts, parts) of all periods that have a part in a range.
+
+        One statement reads all of them, since a sweep may pack some meanwhile. If `tags` is None,
+        all tags are read, but no gauges.
+        """
+        s = self._s
+        starts = {MINUTE: since, **{one.period: one.start_of(since) for one in LONGER.values()}}
+        columns = (s.c.period, s.c.start, s.c.tag, s.c.counts, s.c.parts)
+        for some in [None] if tags is None else batches(tags, ROWS_PER_WRITE):
+            mine = s.c.tag != GAUGES if some is None else s.c.tag.in_(list(some))
+            selects = [
+                select(*columns).where(
+                    s.c.period == period, s.c.start >= start, s.c.start < until, mine
+                )
+                for period, start in starts.items()
+            ]
+            yield from self._db.alone(partial(_all_rows, union_all(*selects)))
+
+    def failures(self, tag: str | None, since: datetime | None, limit: int) -> Sequence[Any]:
+        """Return the groups, beginning with the one that failed last."""
+        f = self._f
+        query = select(f).order_by(f.c.last_at.desc(), f.c.tag, f.c.fingerprint).limit(limit)
+        if tag is not None:
+            query = query.where(f.c.tag == tag)
+        if since is not None:
+            query = query.where(f.c.last_at >= since)
+        return self._db.rows(query)
+
+
+def _all_rows(query: Any, connection: Any) -> Sequence[Any]:
+    return connection.execute(query).all()  # type: ignore[no-any-return]
+
+
+def fingerprint_of(pattern: str) -> str:
+    return hashlib.sha256(pattern.encode()).hexdigest()[:FINGERPRINT_LENGTH]
+
+
+def hour_counts_of(text: str) -> dict[int, int]:
+    """Return the number of failures by the hour since 1970."""
+    try:
+        return {int(hour): int(count) for hour, count in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _new_group(key: tuple[str, str], failure: FailureCount, now: datetime) -> dict[str, Any]:
+    tag, fingerprint = key
+    return {
+        "tag": tag,
+        "fingerprint": fingerprint,
+        "pattern": failure.pattern,
+        "task_id": failure.task_id,
+        "sample": failure.error,
+        "runs": 0,
+        "first_at": now,
+        "last_at": now,
+        "hours": "{}",
+    }
+
+
+def _row(period: str, start: datetime, tag: str, new: str | bytes) -> dict[str, Any]:
+    return {"of_period": period, "of_start": start, "of_tag": tag, "new": new}

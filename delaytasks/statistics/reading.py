@@ -1,0 +1,182 @@
+"""Reads statistics of all databases, and adds them up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, NamedTuple
+
+from delaytasks.core.clock import EPOCH, from_us
+from delaytasks.core.durations import Delay
+from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.inputs import check_instant, check_tag, check_wait
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.statistics.gauges import Gauges
+from delaytasks.statistics.periods import (
+    GAUGES,
+    PART_OF,
+    PARTS_OF_ROW,
+    counts_in,
+    gauges_in,
+    total_in,
+)
+from delaytasks.statistics.queries import StatisticsTable, hour_counts_of
+from delaytasks.statistics.results import FailureGroup
+
+if TYPE_CHECKING:
+    from delaytasks.routing.shard import Shard
+
+#: The most steps of one series.
+MAX_STEPS = 10_000
+#: The longest range, since older hours are purged.
+MAX_RANGE_S = 400 * 86_400.0
+_HOUR = timedelta(hours=1)
+
+Since = datetime | Delay
+
+
+class StepRange(NamedTuple):
+    """The steps of a series, which are aligned to 1970 in UTC; or a range that is one step."""
+
+    since: datetime
+    until: datetime
+    length: timedelta
+    is_series: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        now: datetime,
+        since: Since,
+        until: datetime | None,
+        step: Delay,
+        is_series: bool = True,
+    ) -> StepRange:
+        """Check a range and a step. `since` may be a duration before now.
+
+        If it is no series, `since` is rounded down to a multiple of the step all the same.
+        """
+        step_s = check_wait(step, MAX_RANGE_S, "step")
+        if step_s < 60 or step_s % 60:
+            raise InvalidQueryError(f"a step is a number of whole minutes, not {step_s:g} s")
+        length = timedelta(seconds=step_s)
+        if isinstance(since, datetime):
+            start = check_instant(since)
+        else:
+            start = now - timedelta(seconds=check_wait(since, MAX_RANGE_S, "since"))
+        end = now if until is None else check_instant(until)
+        steps = cls(_floor(start, length), end, length, is_series)
+        if start >= end:
+            raise InvalidQueryError("the range is empty: `since` is before `until`")
+        if is_series and (end - steps.since) / length > MAX_STEPS:
+            raise InvalidQueryError(f"more than {MAX_STEPS} steps: choose a longer step")
+        return steps
+
+    def starts(self) -> Iterator[datetime]:
+        start = self.since
+        while start < self.until:
+            yield start
+            start += self.length
+
+    def step_of(self, start: datetime, period: str, part: int) -> datetime | None:
+        """Return the step of a part of a stored period; None if the part is not in the range."""
+        instant = start + part * PART_OF[period]
+        if instant + PART_OF[period] <= self.since or instant >= self.until:
+            return None
+        if not self.is_series:
+            return self.since
+        return max(_floor(instant, self.length), self.since)
+
+    def only_step_of(self, start: datetime, period: str) -> datetime | None:
+        """Return the step that contains all parts of a stored period; None if there is none."""
+        first = self.step_of(start, period, 0)
+        return first if first == self.step_of(start, period, PARTS_OF_ROW[period] - 1) else None
+
+
+def run_counts(
+    shards: Sequence[Shard], steps: StepRange, tags: Sequence[str] | None
+) -> dict[datetime, dict[str, RunCounts]]:
+    """Return the counts by step and tag, for the steps that have any."""
+    found: dict[datetime, dict[str, RunCounts]] = {}
+    for shard in shards:
+        for period, start, tag, counts, parts in _table(shard).read(*steps[:2], tags):
+            if (step := steps.only_step_of(start, period)) is not None:
+                # Adding numbers first is much faster than adding the counts of each part.
+                if (total := total_in(counts, parts)) is not None:
+                    found.setdefault(step, {}).setdefault(tag, RunCounts()).add(total)
+                continue
+            for number, one in counts_in(counts, parts).items():
+                if (step := steps.step_of(start, period, number)) is not None:
+                    found.setdefault(step, {}).setdefault(tag, RunCounts()).add(one)
+    return found
+
+
+def gauge_means(shards: Sequence[Shard], steps: StepRange) -> dict[datetime, Gauges]:
+    """Return the mean gauges of each step that has any, of all databases together."""
+    found: dict[datetime, list[Gauges]] = {}
+    for shard in shards:
+        of_shard: dict[datetime, list[Gauges]] = {}
+        for period, start, _, counts, parts in _table(shard).read(*steps[:2], [GAUGES]):
+            for number, one in gauges_in(counts, parts).items():
+                if (step := steps.step_of(start, period, number)) is not None:
+                    of_shard.setdefault(step, []).append(one)
+        for step, many in of_shard.items():
+            found.setdefault(step, []).append(Gauges.mean(many))
+    return {step: Gauges.total(many) for step, many in sorted(found.items())}
+
+
+def failure_groups(
+    shards: Sequence[Shard], tag: str | None, since: datetime | None, limit: int
+) -> list[FailureGroup]:
+    """Return the groups that failed last, of all databases together."""
+    found: dict[tuple[str, str], FailureGroup] = {}
+    for shard in shards:
+        for row in _table(shard).failures(tag, since, limit):
+            hours = {EPOCH + h * _HOUR: n for h, n in hour_counts_of(row.hours).items()}
+            group = FailureGroup(
+                row.tag,
+                row.pattern,
+                row.fingerprint,
+                row.runs,
+                row.first_at,
+                row.last_at,
+                row.task_id,
+                row.sample,
+                hours,
+            )
+            key = group.tag, group.fingerprint
+            found[key] = _together(found[key], group) if key in found else group
+    return sorted(found.values(), key=lambda group: group.last_at, reverse=True)[:limit]
+
+
+def checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
+    if isinstance(tags, str):
+        raise InvalidQueryError(f"tags is a list of tags: [{tags!r}]")
+    return None if tags is None else [check_tag(tag) for tag in tags]
+
+
+def _table(shard: Shard) -> StatisticsTable:
+    return StatisticsTable(shard.store.database, shard.store.schema)
+
+
+def _together(a: FailureGroup, b: FailureGroup) -> FailureGroup:
+    last = a if a.last_at >= b.last_at else b
+    hours: Mapping[datetime, int] = {
+        hour: a.hours.get(hour, 0) + b.hours.get(hour, 0) for hour in sorted({*a.hours, *b.hours})
+    }
+    return FailureGroup(
+        a.tag,
+        a.pattern,
+        a.fingerprint,
+        a.runs + b.runs,
+        min(a.first_at, b.first_at),
+        last.last_at,
+        last.task_id,
+        last.error,
+        hours,
+    )
+
+
+def _floor(instant: datetime, step: timedelta) -> datetime:
+    step_us = int(step.total_seconds()) * 1_000_000
+    return from_us((instant - EPOCH) // timedelta(microseconds=1) // step_us * step_us)

@@ -1,0 +1,11 @@
+"""The testing kit: runs delayed tasks in a test, without a broker and without waiting.
+
+See docs/testing.md. pytest finds the fixtures of the package `pytest_delaytasks` by itself.
+"""
+
+from delaytasks.testing.expectations import ANY
+from delaytasks.testing.runs import Run
+from delaytasks.testing.senders import SentTask
+from delaytasks.testing.tester import DelaysTester
+
+__all__ = ["ANY", "DelaysTester", "Run", "SentTask"]

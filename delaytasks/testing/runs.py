@@ -1,0 +1,225 @@
+"""Runs what is due, in the thread of the test, with the code that workers run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.clock import LATEST, from_us
+from delaytasks.core.errors import UnknownTagError
+from delaytasks.core.interfaces import Settlement
+from delaytasks.core.task import DelayTask
+from delaytasks.maintenance.pause_sweeper import PauseSweeper
+from delaytasks.maintenance.recurring_stage import lead_s
+from delaytasks.processors.registry import ProcessorSpec, Registry
+
+if TYPE_CHECKING:
+    from delaytasks.execution.runner import Runner
+    from delaytasks.routing.shard import Shard
+    from delaytasks.testing.clock import SettableTime
+    from delaytasks.wiring import Wiring
+    from delaytasks.worker.processes import Processes
+
+#: The most tasks that one chunk claims.
+CHUNK_ROWS = 100
+#: One call runs no more tasks than this: a task that schedules itself would never let it end.
+MAX_RUNS = 10_000
+PRIORITIES = range(10)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a task.
+
+    Attributes
+    ----------
+    task
+        The task as it was when the run began.
+    outcome
+        What became of the task: `"succeed"`, `"fail"`, `"schedule_retry"`, `"snooze"`,
+        `"withdraw"` (cancelled), `"expire"`, or `"give_back"` if it could not run.
+    at
+        The time of the run by the test's clock.
+    error
+        The exception that the processor raised, or None.
+    """
+
+    task: DelayTask
+    outcome: str
+    at: datetime
+    error: BaseException | None = None
+
+
+class SequentialRegistry:
+    """The registered processors, none of which runs its tasks in threads of its own.
+
+    A test has one connection, and its transaction belongs to one thread.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+
+    def get(self, tag: str) -> ProcessorSpec | None:
+        found = self._registry.get(tag)
+        return found if found is None else replace(found, in_flight=None)
+
+    def __iter__(self) -> Iterator[ProcessorSpec]:
+        return iter(self._registry)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._registry, name)
+
+
+class RunRecorder:
+    """The watcher of the runners: keeps each run."""
+
+    def __init__(self, time: SettableTime) -> None:
+        self._time = time
+        self.runs: list[Run] = []
+
+    def started(self, task: DelayTask, claimed: datetime, began: datetime) -> None: ...
+
+    def ended(self, ending: Settlement, ended: datetime, error: BaseException | None) -> None:
+        self.runs.append(Run(ending.task, ending.move, self._time.now(), error))
+
+    def expired(self, ending: Settlement, claimed: datetime) -> None:
+        self.runs.append(Run(ending.task, ending.move, self._time.now()))
+
+    def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
+        self.runs.append(Run(task, "give_back", self._time.now(), UnknownTagError(why)))
+
+    def flush(self) -> None: ...
+
+
+class TestRunner:
+    """Sweeps and runs, for one tester."""
+
+    __test__ = False
+
+    def __init__(self, wiring: Wiring, processes: Processes, time: SettableTime) -> None:
+        self._wiring = wiring
+        self._time = time
+        self._recorder = RunRecorder(time)
+        registry: Any = SequentialRegistry(wiring.registry)
+        self._runners: list[Runner] = [
+            processes.build_runner(shard.number, lambda: self._recorder, registry)
+            for shard in wiring.shards
+        ]
+        self._pauses = [
+            PauseSweeper(
+                wiring.settings,
+                shard.policies,
+                shard.store.policies,
+                shard.store.paused_rows,
+                shard.clock,
+                wiring.timer,
+                wiring.events,
+            )
+            for shard in wiring.shards
+        ]
+        self._swept_us = float("-inf")
+        #: When to look again at the waitlists of limited tags.
+        self._recheck_us = float("inf")
+        #: How many of the recorder's runs have been reported.
+        self._reported = 0
+
+    @property
+    def runs(self) -> list[Run]:
+        return self._recorder.runs
+
+    def run_due(self) -> None:
+        """Run what is due now, until nothing is left."""
+        self._sweep()
+        began = len(self.runs)
+        while any(self._pass(shard) for shard in self._wiring.shards):
+            self._check_number(began)
+
+    def fast_forward(self, until: datetime) -> None:
+        """Run everything that falls due up to `until`, each at its due time, and end there."""
+        began = len(self.runs)
+        self.run_due()
+        while (at := self._next_due(until)) is not None:
+            self._time.move_to(at)
+            self.run_due()
+            self._check_number(began)
+            if any(run.outcome == "give_back" for run in self.runs[self._reported :]):
+                return
+        if self._time.now() < until:
+            self._time.move_to(until)
+            self.run_due()
+
+    def run_all(self) -> None:
+        """Run every task that waits, each at the time when it would be due."""
+        began = len(self.runs)
+        self.run_due()
+        while (at := self._next_task(LATEST)) is not None:
+            ran = len(self.runs)
+            with self._time.moved_to(at):
+                self.run_due()
+            if len(self.runs) == ran:
+                return  # it is paused or has no processor
+            self._check_number(began)
+
+    def take_new(self) -> list[Run]:
+        """Return the runs since the last call."""
+        new = self.runs[self._reported :]
+        self._reported = len(self.runs)
+        return new
+
+    def _sweep(self) -> None:
+        """Apply pauses now, and sweep as often as beat does."""
+        interval_us = self._wiring.settings.sweep_s * 1e6
+        for pauses in self._pauses:
+            pauses.walk(pauses.policies(), lambda: None)
+        if self._time.now_us() < self._swept_us + interval_us:
+            return
+        self._swept_us = self._time.now_us()
+        for shard in self._wiring.shards:
+            shard.sweeper.sweep(0)
+
+    def _pass(self, shard: Shard) -> bool:
+        """Run a chunk of each queue; return whether a task ran or was held."""
+        runner, ran = self._runners[shard.number], len(self.runs)
+        self._recheck_us = float("inf")
+        for queue in sorted({level.queue for level in shard.store.sweeps.levels(0)}):
+            report = runner.run_due(queue, PRIORITIES, CHUNK_ROWS)
+            for waitlist in report.waitlists:
+                if not waitlist.open:
+                    recheck_us = self._time.now_us() + waitlist.recheck_s * 1e6
+                    self._recheck_us = min(self._recheck_us, recheck_us)
+        return len(self.runs) > ran
+
+    def _next_due(self, until: datetime) -> datetime | None:
+        """Return the next time at which something is to do, up to `until`."""
+        now = self._time.now()
+        next_task = self._next_task(until)
+        times = [] if next_task is None else [next_task]
+        for shard in self._wiring.shards:
+            next_occurrence = shard.store.due_schedules.first_at()
+            if next_occurrence is not None:
+                made_at = next_occurrence - timedelta(seconds=lead_s(self._wiring.settings))
+                times.append(max(made_at, self._next_sweep(), now))
+        if self._recheck_us < float("inf"):
+            times.append(from_us(int(self._recheck_us)))
+        times = [at for at in times if at <= until]
+        return min(times) if times else None
+
+    def _next_task(self, until: datetime) -> datetime | None:
+        """Return the next due time of a waiting task."""
+        now, times = self._time.now(), list[datetime]()
+        for shard in self._wiring.shards:
+            if first := shard.store.sweeps.first_due_between(now, until, 1):
+                times.append(from_us(first[0].due_us))
+        return min(times) if times else None
+
+    def _check_number(self, began: int) -> None:
+        if len(self.runs) - began > MAX_RUNS:
+            raise AssertionError(
+                f"more than {MAX_RUNS:,} tasks ran in one call, and more are due: does a processor "
+                "schedule its own task again? Otherwise go forward in smaller steps"
+            )
+
+    def _next_sweep(self) -> datetime:
+        return from_us(int(self._swept_us + self._wiring.settings.sweep_s * 1e6))

@@ -1,0 +1,48 @@
+"""Processors that run until they are cancelled, found by Celery's `imports`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from delaytasks import DelayTask, TaskCancelledError, processor
+from tests.project import note
+
+MOST_S = 60.0
+STEP_S = 0.05
+
+
+def wait_for_cancel(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "began")
+    for _ in range(int(MOST_S / STEP_S)):
+        time.sleep(STEP_S)
+        task.check_lease()
+
+
+@processor("cancel.checks", retries="1s")
+def checks(body: dict[str, Any], task: DelayTask) -> None:
+    wait_for_cancel(body, task)
+
+
+@processor("cancel.threads", in_flight=5)
+def threads(body: dict[str, Any], task: DelayTask) -> None:
+    wait_for_cancel(body, task)
+
+
+@processor("cancel.coroutine")
+async def coroutine(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "began")
+    for _ in range(int(MOST_S / STEP_S)):
+        await asyncio.sleep(STEP_S)
+        task.check_lease()
+
+
+@processor("cancel.deaf", retries="1s")
+def deaf(body: dict[str, Any], task: DelayTask) -> None:
+    note(body, task.id, "began")
+    try:
+        time.sleep(MOST_S)
+    except TaskCancelledError:
+        note(body, task.id, "interrupted")
+        raise

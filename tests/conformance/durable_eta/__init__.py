@@ -1,0 +1,1 @@
+"""Celery tasks whose messages wait as rows, on each database."""

@@ -1,0 +1,245 @@
+"""`delays.statistics` on each database: series, totals, on-time shares, failures and gauges."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTasks, InvalidQueryError
+from delaytasks.core.run_counts import FailureCount, RunCounts
+from delaytasks.statistics import reading
+from delaytasks.statistics.gauges import Gauges
+from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.reading import StepRange, run_counts
+from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.storage.store import Store
+
+NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
+MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+
+
+@pytest.fixture
+def table(store: Store) -> StatisticsTable:
+    return StatisticsTable(store.database, store.schema)
+
+
+def write(table: StatisticsTable, store: Store, at: datetime, tag: str, *latenesses: float) -> None:
+    counts = RunCounts()
+    counts.add_outcome("done", len(latenesses))
+    for lateness_s in latenesses:
+        counts.add_run(lateness_s, 0.2, 5.0 if tag == "prompt" else None)
+    unwritten = Unwritten()
+    unwritten.add_run(int(at.timestamp()) // 60, tag, counts)
+    store.database.transaction(lambda c: table.add(c, unwritten, at))
+
+
+def test_a_series_has_every_step_and_adds_the_tags_up(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    write(table, store, NOON, "a", 0.1, 0.1)
+    write(table, store, NOON + 4 * MINUTE, "b", 0.1)
+    write(table, store, NOON + 12 * MINUTE, "a", 0.1)
+    points = delays.statistics.series(since=NOON, until=NOON + 15 * MINUTE, step="5m")
+    assert [(one.start, one.total.done) for one in points] == [
+        (NOON, 3),
+        (NOON + 5 * MINUTE, 0),
+        (NOON + 10 * MINUTE, 1),
+    ]
+    assert {tag: one.started for tag, one in points[0].tags.items()} == {"a": 2, "b": 1}
+    only = delays.statistics.series(since=NOON, until=NOON + 5 * MINUTE, step="5m", tags=["b"])
+    assert [one.total.done for one in only] == [1]
+
+
+def test_the_end_of_a_range_is_exclusive_and_its_beginning_is_rounded_down(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    for offset in (-1, 0, 9, 10):
+        write(table, store, NOON + offset * MINUTE, "a", 0.1)
+    since = NOON + timedelta(seconds=30)
+    points = delays.statistics.series(since=since, until=NOON + 10 * MINUTE, step="10m")
+    assert [(one.start, one.total.done) for one in points] == [(NOON, 2)]
+    assert delays.statistics.totals(since=since, until=NOON + 10 * MINUTE)["a"].done == 2
+
+
+def test_rolling_up_does_not_change_what_is_read_by_the_hour(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    midnight = NOON.replace(hour=0)
+    for minutes in range(-180, 181, 20):
+        write(table, store, midnight + minutes * MINUTE, "a", abs(minutes) / 8)
+    span: dict[str, Any] = {"since": midnight - 3 * HOUR, "until": midnight + 4 * HOUR}
+    before = delays.statistics.series(**span, step="1h")
+    totals = delays.statistics.totals(**span)
+    assert sum(one.total.done for one in before) == totals["a"].done == 19
+    packs = 0
+    for period in ("minute", "hour"):
+        while table.pack(period, midnight + HOUR):  # some are packed, and some are not yet
+            assert delays.statistics.series(**span, step="1h") == before
+            assert delays.statistics.totals(**span) == totals
+            packs += 1
+    assert packs == 4 + 2
+    by_day = delays.statistics.series(since=midnight - DAY, until=midnight + DAY, step="1d")
+    assert [(one.start, one.total.done) for one in by_day] == [
+        (midnight - DAY, 9),
+        (midnight, 10),
+    ]
+
+
+def test_the_totals_of_a_range_need_one_count_for_each_tag(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    for minute in (0, 5, 59):
+        write(table, store, NOON + minute * MINUTE, "a", 0.1)
+        write(table, store, NOON + minute * MINUTE, "b", 0.1)
+    until = NOON + 50 * MINUTE
+    for _ in range(2):  # as minutes, and as parts of an hour
+        steps = StepRange.of(until, NOON, until, "1m", is_series=False)
+        [by_tag] = run_counts(delays.shards, steps, None).values()
+        assert {tag: counts.started for tag, counts in by_tag.items()} == {"a": 2, "b": 2}
+        table.pack("minute", NOON + HOUR)
+
+
+def test_hours_that_lie_in_one_step_are_not_split_into_minutes(
+    delays: DelayTasks, store: Store, table: StatisticsTable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for minute in (0, 5, 59):
+        write(table, store, NOON + minute * MINUTE, "prompt", 0.1, 7.0)
+    span: dict[str, Any] = {"since": NOON, "until": NOON + HOUR}
+    totals = delays.statistics.totals(**span)
+    assert table.pack("minute", NOON + HOUR)
+    split: list[bytes | None] = []
+
+    def note(_: str | None, parts: bytes | None) -> dict[int, RunCounts]:
+        split.append(parts)
+        return {}
+
+    monkeypatch.setattr(reading, "counts_in", note)
+    assert delays.statistics.totals(**span) == totals
+    assert [one.tags for one in delays.statistics.series(**span, step="1h")] == [totals]
+    assert split == []
+    delays.statistics.totals(since=NOON, until=NOON + 30 * MINUTE)
+    assert len(split) == 1
+
+
+def test_minutes_of_a_packed_hour_are_read_one_by_one(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    for minute in (0, 5, 59):
+        write(table, store, NOON + minute * MINUTE, "a", 0.1)
+    assert table.pack("minute", NOON + HOUR)
+    points = delays.statistics.series(since=NOON + 5 * MINUTE, until=NOON + 59 * MINUTE)
+    assert [point.start for point in points if point.total.done] == [NOON + 5 * MINUTE]
+
+
+def test_a_range_is_the_same_in_every_time_zone(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    write(table, store, NOON, "a", 0.1)
+    east = timezone(timedelta(hours=9))
+    points = delays.statistics.series(
+        since=NOON.astimezone(east), until=(NOON + HOUR).astimezone(east), step="1h"
+    )
+    assert [(one.start, one.total.done) for one in points] == [(NOON, 1)]
+    assert points[0].start.tzinfo is timezone.utc
+
+
+def test_a_duration_is_a_range_before_now(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    now = store.tasks.now()
+    write(table, store, now - 10 * MINUTE, "a", 0.1)
+    write(table, store, now - 2 * HOUR, "a", 0.1)
+    assert delays.statistics.totals()["a"].done == 1
+    assert delays.statistics.totals(since="3h")["a"].done == 2
+    assert sum(one.total.done for one in delays.statistics.series(since="3h")) == 2
+
+
+def test_quantiles_come_from_the_histograms_of_the_range(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    write(table, store, NOON, "a", *[0.02] * 98)
+    write(table, store, NOON + MINUTE, "a", 50, 50)
+    total = delays.statistics.totals(since=NOON, until=NOON + HOUR)["a"]
+    assert 0.01 <= (total.lateness_quantile(0.5) or 0) <= 0.025
+    assert 30 <= (total.lateness_quantile(0.99) or 0) <= 60
+    assert 0.1 <= (total.duration_quantile(0.5) or 0) <= 0.25
+    assert total.lateness_s == pytest.approx(98 * 0.02 + 100)
+    assert total.on_time_share is None
+
+
+def test_the_share_on_time_is_exact_though_the_bounds_of_the_histogram_are_not(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    delays.processor("prompt", on_time="5s")(lambda body: None)
+    write(table, store, NOON, "prompt", *[4.999] * 997, 5.001, 5.002, 9)
+    write(table, store, NOON, "other", 1)
+    span: dict[str, Any] = {"since": NOON, "until": NOON + HOUR}
+    [one] = delays.statistics.on_time(**span, target=0.99)
+    assert (one.tag, one.promised_s, one.on_time, one.late) == ("prompt", 5, 997, 3)
+    assert one.share == 0.997
+    assert one.budget == pytest.approx(10)
+    assert one.budget_left == pytest.approx(0.7)
+    [strict] = delays.statistics.on_time(**span, target=0.999)
+    assert strict.budget_left == pytest.approx(-2)
+    with pytest.raises(InvalidQueryError, match="target"):
+        delays.statistics.on_time(target=1)
+
+
+def test_failure_groups_are_read_and_select_their_tasks(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    group = Unwritten()
+    hour = int(NOON.timestamp()) // 3600
+    pattern = "* in charge\n*ValueError: order * not found*"
+    group.add_failure(hour, FailureCount("a", pattern, 3, 17, "the error"))
+    store.database.transaction(lambda c: table.add(c, group, NOON))
+    [found] = delays.statistics.failures(tag="a")
+    assert (found.runs, found.task_id, found.error) == (3, 17, "the error")
+    assert found.hours == {NOON: 3}
+    assert found.first_at == found.last_at == NOON
+    assert found.filters == {"tag": "a", "error": pattern}
+    assert delays.statistics.failures(tag="b") == []
+    assert delays.statistics.failures(since=NOON + MINUTE) == []
+
+
+def test_gauges_are_means_of_their_step(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    table.write_gauges(NOON, Gauges(pending=10, overdue=4))
+    table.write_gauges(NOON + MINUTE, Gauges(pending=20))
+    span: dict[str, Any] = {"since": NOON, "until": NOON + HOUR}
+    assert [one.gauges.pending for one in delays.statistics.gauges(**span)] == [10, 20]
+    [hour] = delays.statistics.gauges(**span, step="1h")
+    assert (hour.start, hour.gauges) == (NOON, Gauges(pending=15, overdue=2))
+    for period in ("minute", "hour"):
+        assert table.pack(period, NOON + HOUR)
+        assert delays.statistics.gauges(**span, step="1h") == [hour]
+    assert delays.statistics.gauges(**span, step="1h") == [hour]
+    assert delays.statistics.totals(**span) == {}, "gauges are no tag"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"step": "90s"}, "whole minutes"),
+        ({"step": 0}, "whole minutes"),
+        ({"since": NOON, "until": NOON}, "empty"),
+        ({"since": "300d", "step": "1m"}, "longer step"),
+        ({"tags": "mail"}, "list"),
+    ],
+)
+def test_a_wrong_range_is_refused(delays: DelayTasks, options: Any, reason: str) -> None:
+    with pytest.raises(InvalidQueryError, match=reason):
+        delays.statistics.series(**options)
+
+
+def test_coroutines_have_twins(delays: DelayTasks, store: Store, table: StatisticsTable) -> None:
+    write(table, store, NOON, "a", 0.1)
+
+    async def read() -> int:
+        return (await delays.statistics.atotals(since=NOON, until=NOON + HOUR))["a"].done
+
+    assert asyncio.run(read()) == 1

@@ -1,0 +1,104 @@
+"""A write that fails is repeated if it was certainly not committed, and otherwise given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from sqlalchemy.exc import NoResultFound
+
+from delaytasks import DelayTasks
+from delaytasks.core.errors import StoreError, StoreUnavailableError
+from delaytasks.core.events import Events
+from delaytasks.core.run_counts import RunCounts, RunStatistics
+from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.worker_counts import WorkerCounts
+from delaytasks.statistics.writer import WRITE_S, StatisticsWriter
+from delaytasks.storage.store import Store
+
+
+@pytest.fixture
+def counts(store: Store, delays: DelayTasks) -> WorkerCounts:
+    made = WorkerCounts([delays.shards[0].clock], 10)
+    run = RunCounts()
+    run.add_outcome("done")
+    made.add(0, RunStatistics((("a", run.as_list()),)))
+    return made
+
+
+def written(delays: DelayTasks) -> int:
+    found = delays.statistics.totals(since="2h").get("a")
+    return 0 if found is None else found.done
+
+
+def refuse(*_: Any) -> None:
+    raise StoreUnavailableError("down")
+
+
+def test_counts_are_written_once(delays: DelayTasks, counts: WorkerCounts) -> None:
+    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    writer.write()
+    writer.write()
+    assert written(delays) == 1
+
+
+def test_counts_whose_write_failed_before_the_commit_are_written_later(
+    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    with monkeypatch.context() as patch:
+        patch.setattr(StatisticsTable, "add", refuse)
+        with pytest.raises(StoreError):
+            writer.write()
+    assert written(delays) == 0
+    writer.write()
+    assert written(delays) == 1
+
+
+def test_counts_whose_commit_had_no_answer_are_not_written_twice(
+    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    database = delays.shards[0].store.database
+    begin: Callable[[], Any] = database.begin
+
+    @contextmanager
+    def lost() -> Any:
+        with begin() as connection:
+            yield connection
+        refuse()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "begin", lost)
+        with pytest.raises(StoreError):
+            writer.write()
+    writer.write()
+    assert written(delays) == 1
+
+
+def test_after_a_failed_write_the_loop_rests_as_long_as_after_another(
+    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events()
+    writer = StatisticsWriter(delays.shards[0], counts, events)
+    writer._turn()
+    monkeypatch.setattr(StatisticsTable, "add", refuse)
+    assert writer._turn() == WRITE_S
+    assert events.counts["loop.failed"] == 1
+
+
+def test_counts_are_kept_after_an_error_that_is_not_of_the_database(
+    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_group(*_: Any) -> None:
+        raise NoResultFound
+
+    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    with monkeypatch.context() as patch:
+        patch.setattr(StatisticsTable, "add", lose_group)
+        with pytest.raises(NoResultFound):
+            writer.write()
+    writer.write()
+    assert written(delays) == 1

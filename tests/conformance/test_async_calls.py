@@ -1,0 +1,210 @@
+"""The asynchronous twins in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.operations.single_tasks import SingleTasks
+from delaytasks.wiring import wiring_of
+from tests.event_loops import (
+    LIMIT_S,
+    MOST_BLOCKED_S,
+    WaitingTimer,
+    let_arm,
+    own_threads,
+    run,
+    run_timed,
+)
+from tests.recording import RecordingTimer, delays_on, run_now
+from tests.waiting import wait_until
+
+
+def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_event_loop(
+    delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = wiring_of(delays).store.database
+    used, most_used = set[int](), [0]
+
+    def take(link: Any, *_: Any) -> None:
+        used.add(id(link))
+        most_used[0] = max(most_used[0], len(used))
+
+    for engine in (database.auto, database.tx):
+        event.listen(engine, "checkout", take)
+        event.listen(engine, "checkin", lambda link, *_: used.discard(id(link)))
+    seen = own_threads(delays)
+
+    async def go(took: list[float]) -> list[DelayTask]:
+        calls = (delays.aschedule_delay("mail", {"n": n}, 5) for n in range(500))
+        return await asyncio.gather(*calls)
+
+    tasks, longest_s = run_timed(monkeypatch, go)
+    assert len({task.id for task in tasks}) % 500 == 0
+    assert sorted(timer.ids) == sorted(task.id for task in tasks)
+    assert most_used[0] <= delays.settings.pool_size
+    assert threading.get_ident() not in seen
+    assert longest_s < MOST_BLOCKED_S
+
+
+def test_the_first_call_reads_the_settings_in_a_thread(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
+    make = DelayTasks._make_wiring
+
+    def recorded(self: DelayTasks) -> Any:
+        threads.add(threading.get_ident())
+        return make(self)
+
+    monkeypatch.setattr(DelayTasks, "_make_wiring", recorded)
+
+    async def go() -> None:
+        await asyncio.gather(delays.afind(), delays.afind())
+        await delays.aclose()
+
+    run(go())
+    assert threads - {threading.get_ident()} == threads != set()
+
+
+def test_the_event_loop_goes_on_while_a_call_in_a_thread_waits(
+    delays: DelayTasks, waiting_timer: WaitingTimer
+) -> None:
+    task = run(let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
+    assert waiting_timer.ids == [task.id]
+
+
+def test_the_thread_has_the_context_variables_of_the_caller(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    tenant, seen = ContextVar("tenant", default="none"), list[str]()
+    delays.events.subscribe(lambda name, fields: seen.append(tenant.get()))
+
+    async def go(name: str) -> None:
+        tenant.set(name)
+        await delays.aschedule_delay("mail", {}, 5)
+
+    async def both() -> None:
+        await asyncio.gather(go("acme"), go("umbrella"))
+
+    run(both())
+    assert sorted(seen) == ["acme", "umbrella"]
+
+
+class BlockedCancellations:
+    """Let the cancellations of tasks wait for an event, after which they fail."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.started = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.started += 1
+        assert self.goes_on.wait(LIMIT_S)
+        raise ZeroDivisionError
+
+    async def have_started(self, count: int) -> None:
+        while self.started < count:
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def blocked(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedCancellations]:
+    cancellations = BlockedCancellations()
+    monkeypatch.setattr(SingleTasks, "cancel", cancellations)
+    yield cancellations
+    cancellations.goes_on.set()
+
+
+def test_a_call_that_is_cancelled_before_its_start_is_not_made(
+    delays: DelayTasks, blocked: BlockedCancellations
+) -> None:
+    async def go() -> None:
+        size = delays.settings.pool_size
+        others = [asyncio.create_task(delays.acancel(1)) for _ in range(size)]
+        await blocked.have_started(size)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(delays.aschedule_delay("mail", {}, 5), 0.05)
+        blocked.goes_on.set()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert len(await delays.afind()) == 0
+
+    run(go())
+
+
+def test_a_call_that_is_cancelled_later_goes_on(
+    delays: DelayTasks, waiting_timer: WaitingTimer
+) -> None:
+    async def go() -> None:
+        call = asyncio.create_task(delays.aschedule_delay("mail", {}, 5))
+        while not waiting_timer.is_arming.is_set():
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(await delays.afind()) == 1
+        waiting_timer.loop_goes_on.set()
+
+    run(go())
+    wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
+
+
+def test_the_error_of_a_call_whose_caller_was_cancelled_is_logged(
+    delays: DelayTasks, blocked: BlockedCancellations
+) -> None:
+    failed: list[Any] = []
+    delays.events.subscribe(
+        lambda name, fields: failed.append(fields["error"]) if name == "async.failed" else None
+    )
+
+    async def go() -> None:
+        call = asyncio.create_task(delays.acancel(1))
+        await blocked.have_started(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    run(go())
+    blocked.goes_on.set()
+    wait_until(lambda: failed, LIMIT_S, "the error to be logged")
+    assert isinstance(failed[0], ZeroDivisionError)
+
+
+def test_an_iterator_is_read_with_async_for(delays: DelayTasks, timer: RecordingTimer) -> None:
+    async def go() -> list[str]:
+        delays.processor("known")(lambda body: None)
+        await delays.aschedule_many([("gone", {}, 5), ("lost", {}, 5), ("known", {}, 5)])
+        async for finding in delays.acheck():
+            assert finding.tag in ("gone", "lost")
+            break  # the rest is not read
+        return [finding.tag async for finding in delays.acheck()]
+
+    assert sorted(run(go())) == ["gone", "lost"]
+
+
+def test_an_asynchronous_processor_awaits_the_twins(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    async def follow_up(body: Any) -> None:
+        await delays.aschedule_delay("second", body, 60)
+
+    delays.processor("first")(follow_up)
+    assert run_now(delays, delays.schedule_delay("first", {"n": 1}, 0)).status is Status.DONE
+    assert [task.body for task in delays.find(tag="second")] == [{"n": 1}]
+
+
+def test_several_event_loops_share_an_instance(delays: DelayTasks, timer: RecordingTimer) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        many = [
+            threads.submit(run, delays.aschedule_many([("mail", {}, 5)] * 10)) for _ in range(3)
+        ]
+        assert [each.result() for each in many] == [10] * 3
+    assert len(delays.find()) == 30

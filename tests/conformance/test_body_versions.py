@@ -1,0 +1,136 @@
+"""Rows of an older version are upgraded when they run, and newer ones wait for newer code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from delaytasks import BodyRefusedError, DelayTask, DelayTasks, InvalidScheduleError, Status
+from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
+from tests.recording import run_now
+from tests.runner_harness import RunnerHarness
+
+UPGRADES = {
+    1: lambda body: {"order": body["nr"]},
+    2: lambda body: {**body, "currency": "EUR"},
+}
+OLD, NEW = {"nr": 7}, {"order": 7, "currency": "EUR"}
+
+
+@pytest.fixture
+def bench(store: Store) -> RunnerHarness:
+    return RunnerHarness(store)
+
+
+def takes(bench: RunnerHarness, **options: Any) -> list[Any]:
+    got: list[Any] = []
+    bench.registry.processor("pay", **options)(got.append)
+    return got
+
+
+def test_bodies_of_all_versions_run_as_the_newest(bench: RunnerHarness) -> None:
+    old = bench.schedule("pay", OLD)
+    second = bench.schedule("pay", {"order": 7}, body_version=2)
+    got = takes(bench, version=3, upgrades=UPGRADES)
+    new = bench.schedule("pay", NEW)
+    assert [bench.now(task).body_version for task in (old, second, new)] == [1, 2, 3]
+    bench.run(old, second, new)
+    assert got == [NEW, NEW, NEW]
+    assert bench.now(old).body == OLD, "the row keeps what was stored"
+
+
+def test_batches_and_schemas_get_upgraded_bodies(bench: RunnerHarness) -> None:
+    tasks = [bench.schedule("pay", OLD), bench.schedule("pay", {"wrong": 1})]
+    got: list[Any] = []
+
+    @bench.registry.processor("pay", version=3, upgrades=UPGRADES, batch=5, schema=dict)
+    def work(bodies: list[Any], tasks: list[DelayTask]) -> None:
+        got.extend(bodies)
+
+    bench.run(*tasks)
+    assert (got, bench.statuses(tasks)) == ([NEW], ["DONE", "FAILED"])
+    assert "KeyError" in str(bench.now(tasks[1]).error)
+
+
+def test_a_version_without_an_upgrade_fails_without_retries(bench: RunnerHarness) -> None:
+    task = bench.schedule("pay", OLD)
+    got = takes(bench, version=3, upgrades={2: UPGRADES[2]}, retries="1s 1s")
+    bench.run(task)
+    failed = bench.now(task)
+    assert (failed.status, got) == (Status.FAILED, [])
+    assert "has version 1" in str(failed.error)
+    assert "no upgrade from 1" in str(failed.error)
+
+
+def test_a_newer_body_waits_for_newer_code(bench: RunnerHarness) -> None:
+    got = takes(bench, version=2)
+    task = bench.schedule("pay", NEW, body_version=3)
+    bench.run(task)
+    waits = bench.now(task)
+    assert (waits.status, waits.attempts, got) == (Status.NOT_COMPLETE, 0, [])
+    assert waits.due == task.due
+    assert bench.named("task.newer_body")
+    takes_new: list[Any] = []
+    bench.registry._processors.clear()  # as in a process with the new code
+    bench.registry.processor("pay", version=3)(takes_new.append)
+    bench.change(task, expected_time=task.expected_time)
+    bench.run(bench.now(task))
+    assert takes_new == [NEW]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"version": 0}, "integer from 1"),
+        ({"version": True}, "integer from 1"),
+        ({"version": 3, "upgrades": {1: OLD.get}}, "none from version 2"),
+        ({"version": 3, "upgrades": {3: OLD.get, 2: OLD.get}}, "3 is no version before"),
+        ({"upgrades": {1: OLD.get}}, "no version: say version"),
+    ],
+)
+def test_upgrades_lead_to_the_version(bench: RunnerHarness, options: Any, error: str) -> None:
+    with pytest.raises(ValueError, match=error):
+        bench.registry.processor("pay", **options)
+
+
+def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:
+    def schema(body: dict[str, Any]) -> dict[str, Any]:
+        assert "currency" in body
+        return body
+
+    delays.processor("pay", version=3, upgrades=UPGRADES, schema=schema)(lambda body: None)
+    assert delays.schedule_delay("pay", NEW, 60).body_version == 3
+    assert delays.schedule_delay("pay", OLD, 60, body_version=1).body_version == 1
+    assert delays.schedule_delay("pay", "any", 60, body_version=4).body_version == 4
+    with pytest.raises(BodyRefusedError):
+        delays.schedule_delay("pay", OLD, 60)
+    for version in (0, "2", True, 1.0):
+        with pytest.raises(InvalidScheduleError, match="version of a body"):
+            delays.schedule_delay("pay", NEW, 60, body_version=version)
+
+
+def test_check_reports_what_nobody_can_upgrade(delays: DelayTasks) -> None:
+    ids = {
+        name: delays.schedule_delay("pay", body, 60, body_version=version).id
+        for name, body, version in (
+            ("first", OLD, 1),
+            ("second", {"order": 7}, 2),
+            ("odd", {"order": None}, 2),
+            ("newest", NEW, 3),
+            ("newer", NEW, 4),
+        )
+    }
+
+    def fail(body: Any) -> Any:
+        raise LookupError("no such order")
+
+    upgrade = lambda body: body if body["order"] else fail(body)  # noqa: E731
+    delays.processor("pay", version=3, upgrades={2: upgrade})(lambda body: None)
+    [finding] = delays.check()
+    assert set(finding.ids) == {ids["first"], ids["odd"], ids["newer"]}
+    assert finding.problem.startswith("the body of a task of tag 'pay' has version 1")
+    waits = delays.get(ids["second"])
+    assert run_now(delays, waits).status is Status.DONE
+    assert wiring_of(delays).registry.get("pay") is not None

@@ -1,0 +1,141 @@
+"""The metrics of a database, as Prometheus gets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from sqlalchemy import delete, update
+
+from delaytasks import DelayTasks
+from delaytasks.metrics.prometheus import exporter_app, registry_of
+from delaytasks.metrics.shard_snapshot import MAX_GROUPS
+from delaytasks.metrics.snapshot import DatabaseMetrics
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
+from tests.recording import delays_on
+
+
+def scraped(delays: DelayTasks) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return the values that a scrape of a new exporter finds."""
+    app = exporter_app(delays)
+    request = {"REQUEST_METHOD": "GET", "PATH_INFO": "/metrics", "QUERY_STRING": ""}
+    body = b"".join(app(request, lambda *_: None))
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
+
+
+class Values:
+    def __init__(self, delays: DelayTasks) -> None:
+        self._values = scraped(delays)
+
+    def of(self, name: str, **labels: str) -> float | None:
+        """Return a value of shard 0."""
+        return self._values.get((f"delaytasks_{name}", frozenset({"shard": "0", **labels}.items())))
+
+    def all(self, name: str) -> Iterator[Mapping[str, str]]:
+        return (dict(labels) for found, labels in self._values if found == f"delaytasks_{name}")
+
+
+def make_late(store: Store, seconds: float) -> None:
+    """Make all waiting tasks late by this time."""
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(update(t).values(expected_time=db_now_plus(-seconds)))
+
+
+def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(
+    delays: DelayTasks, store: Store, claims: Claims
+) -> None:
+    for _ in range(3):
+        delays.schedule_delay("mail", {}, 0, queue="letters")
+    make_late(store, 90)
+    claims.claim_due("letters", [0], 1)
+    delays.schedule_delay("mail", {}, 3600)
+    values = Values(delays)
+    assert values.of("tasks", status="NOT_COMPLETE") == 3
+    assert values.of("tasks", status="RUNNING") == 1
+    assert values.of("tasks", status="FAILED") == 0
+    assert values.of("overdue_tasks") == 2
+    assert 90 <= (values.of("oldest_overdue_seconds") or 0) < 300
+    assert values.of("overdue_tasks_by_tag", queue="letters", tag="mail") == 2
+    assert values.of("queue_workers", queue="letters") == 0
+    assert values.of("database_up") == 1
+    assert values.of("partitions_end_seconds") is None
+
+
+def test_without_overdue_tasks_their_age_is_zero(delays: DelayTasks) -> None:
+    delays.schedule_delay("mail", {}, 60)
+    values = Values(delays)
+    assert values.of("oldest_overdue_seconds") == 0
+    assert values.of("overdue_tasks") == 0
+    assert list(values.all("overdue_tasks_by_tag")) == []
+
+
+def test_the_number_of_tags_with_a_label_is_bounded(delays: DelayTasks, store: Store) -> None:
+    delays.schedule_many((f"t{n}", {}, 0) for n in range(MAX_GROUPS + 5))
+    make_late(store, 90)
+    assert len(list(Values(delays).all("overdue_tasks_by_tag"))) == MAX_GROUPS
+
+
+def test_a_worker_that_does_not_report_is_not_counted(delays: DelayTasks, store: Store) -> None:
+    store.workers.report("quiet", ["default"], "prefork", 2, 0)
+    store.workers.report("alive", ["default", "mail"], "prefork", 2, 250_000)
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        connection.execute(update(w).where(w.c.name == "quiet").values(seen_at=db_now_plus(-1000)))
+    values = Values(delays)
+    assert values.of("workers") == 1
+    assert values.of("queue_workers", queue="default") == 1
+    assert values.of("queue_workers", queue="mail") == 1
+    assert (values.of("worker_seen_seconds", worker="quiet") or 0) >= 1000
+    assert values.of("worker_clock_offset_seconds", worker="alive") == 0.25
+
+
+def test_a_sweep_sets_its_age(delays: DelayTasks, store: Store) -> None:
+    with store.database.begin() as connection:
+        connection.execute(delete(store.schema.sweeps))
+    assert Values(delays).of("sweep_age_seconds", sweep_partition="0") == float("inf")
+    delays.shards[0].sweeper.sweep(0)
+    age_s = Values(delays).of("sweep_age_seconds", sweep_partition="0")
+    assert age_s is not None
+    assert age_s < 600
+
+
+def test_a_lease_that_has_ended_is_counted(
+    delays: DelayTasks, store: Store, claims: Claims
+) -> None:
+    delays.schedule_delay("mail", {}, 0)
+    make_late(store, 10)
+    claims.claim_due("default", [0], 1)
+    assert Values(delays).of("expired_leases") == 0
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(update(t).values(lease_until=db_now_plus(-600)))
+    assert Values(delays).of("expired_leases") == 1
+
+
+def test_scrapes_within_the_rest_read_the_database_once(delays: DelayTasks) -> None:
+    source = DatabaseMetrics(wiring_of(delays), rest_s=timedelta(hours=1).total_seconds())
+    registry = registry_of(source)
+    before = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})
+    delays.schedule_delay("mail", {}, 60)
+    after = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})
+    assert before == after == 0
+
+
+@pytest.mark.quick
+def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("nothing")
+    delays = delays_on(f"sqlite:///{folder / 'empty.sqlite3'}")
+    values = Values(delays)
+    assert values.of("database_up") == 0
+    assert values.of("workers") is None
+    delays.close()

@@ -1,0 +1,104 @@
+"""`wait` returns when a task has ended, on each database."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
+from delaytasks.core.interfaces import Entry
+from delaytasks.operations import waiting
+from delaytasks.storage.store import Store
+from tests.waiting import wait_until
+
+#: The connections whose last statement began to listen for ends of tasks in this test's table.
+LISTENING = text(
+    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+    """AND query LIKE 'LISTEN "delaytasks.ended.s_yb%'"""
+)
+
+
+def begin_wait(pool: ThreadPoolExecutor, delays: DelayTasks, task: DelayTask) -> Future[DelayTask]:
+    future = pool.submit(delays.wait, task, 20)
+    wait_until(future.running, 5, "the thread to wait")
+    return future
+
+
+def run(delays: DelayTasks, *tasks: DelayTask) -> None:
+    delays.runner().run([Entry.of(task) for task in tasks])
+
+
+def test_several_threads_wait_for_results(delays: DelayTasks) -> None:
+    delays.processor("sum", keep_result=True)(sum)
+    delays.processor("fails")(lambda body: Fail("no"))
+    tasks = [delays.schedule_delay("sum", [n, 1], 0) for n in range(3)]
+    fails = delays.schedule_delay("fails", None, 0)
+    with ThreadPoolExecutor(5) as pool:
+        futures = [begin_wait(pool, delays, task) for task in [*tasks, tasks[0], fails]]
+        run(delays, *tasks, fails)
+        ended = [future.result(20) for future in futures]
+    assert [task.result for task in ended] == [1, 2, 3, 1, None]
+    assert ended[-1].status is Status.FAILED
+    assert delays.wait(tasks[0].id, 0).result == 1, "it has ended before"
+
+
+def test_a_cancelled_task_has_ended(delays: DelayTasks) -> None:
+    task = delays.schedule_delay("mail", {}, 60, key="k")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(delays.wait, tag="mail", key="k", timeout="20s")
+        wait_until(future.running, 5, "the thread to wait")
+        delays.cancel(task)
+        assert future.result(20).is_cancelled
+
+
+def test_a_task_that_does_not_end_in_time_is_a_timeout(delays: DelayTasks) -> None:
+    task = delays.schedule_delay("mail", {}, 60)
+    for timeout in (0, 0.05, "50ms"):
+        with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
+            delays.wait(task, timeout)
+        assert caught.value.id == task.id
+        assert isinstance(caught.value, TimeoutError)
+    with pytest.raises(TaskNotFoundError):
+        delays.wait(7, 1)
+
+
+def test_a_notice_ends_the_wait_where_the_database_has_notices(
+    store: Store, delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not store.database.can.notify:
+        return  # the row is read in short steps
+    monkeypatch.setattr(waiting, "NOTIFIED_S", 60)
+    heard: list[Any] = []
+    delays.processor("sum", keep_result=True)(sum)
+    task = delays.schedule_delay("sum", [1], 0)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [begin_wait(pool, delays, task) for _ in range(2)]
+        store_of_caller = delays.shards[0].store
+
+        def listeners() -> int:
+            rows = store_of_caller.database.rows(LISTENING)
+            return int(rows[0][0])
+
+        wait_until(lambda: listeners() == 1, 10, "one connection that listens for both threads")
+        run(delays, task)
+        heard += [future.result(10).result for future in futures]
+    assert heard == [1, 1]
+    wait_until(lambda: listeners() == 0, 10, "the connection to be closed")
+
+
+def test_without_notices_the_row_is_read(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise ConnectionError("a pooler refuses LISTEN")
+
+    monkeypatch.setattr(delays.shards[0].store.end_channel, "listen", refuse)
+    delays.processor("sum", keep_result=True)(sum)
+    task = delays.schedule_delay("sum", [1], 0)
+    with ThreadPoolExecutor(1) as pool:
+        future = begin_wait(pool, delays, task)
+        run(delays, task)
+        assert future.result(20).result == 1

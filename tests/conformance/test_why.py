@@ -1,0 +1,123 @@
+"""The explanation of a task names what the database, the broker and the timer report."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+from celery import Celery
+
+from delaytasks import DelayTask, DelayTasks
+from delaytasks.core.reasons import Explanation
+from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
+from tests.conformance.test_shards import SHARDS, schedule_at
+from tests.recording import delays_on
+from tests.runner_harness import RunnerHarness
+from tests.services import free_port
+from tests.several import Several
+
+
+def explain(delays: DelayTasks, task: DelayTask | int) -> Explanation:
+    explanation = wiring_of(delays).explanations().of(task)
+    assert json.loads(json.dumps(explanation.as_json()))["reasons"], "the result is JSON"
+    return explanation
+
+
+def codes(delays: DelayTasks, task: DelayTask) -> list[str]:
+    return [reason.code for reason in explain(delays, task).reasons]
+
+
+def serve(store: Store) -> None:
+    store.workers.report("w1", ["*"], "prefork", 2, 0)
+    store.sweeps.begin_sweep(0, 1, 4.0)
+
+
+def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: DelayTasks) -> None:
+    by_ann, by_bob = delays.schedule_delay("a", {}, 60), delays.schedule_delay("b", {}, 60)
+    [run] = delays.cancel_many(tag="a", actor="ann").runs
+    delays.cancel_many(tag="b", actor="bob")
+    [reason] = explain(delays, by_ann).reasons
+    assert f"by ann (delaytasks audit, entry {run})" in reason.sentence
+    assert reason.facts["actor"] == "ann"
+    assert explain(delays, by_bob).reasons[0].facts["actor"] == "bob"
+
+
+def test_a_task_that_was_cancelled_alone_has_no_actor(delays: DelayTasks) -> None:
+    task = delays.schedule_delay("a", {}, 60)
+    delays.cancel(task)
+    [reason] = explain(delays, task).reasons
+    assert (reason.code, reason.facts["actor"]) == ("cancelled", None)
+
+
+def test_the_task_of_a_recurring_schedule_names_the_schedule(
+    delays: DelayTasks, store: Store
+) -> None:
+    serve(store)
+    delays.recurring.set("nightly", "report.send", cron="0 2 * * *")
+    task = delays.recurring.run("nightly")
+    assert codes(delays, task) == ["due", "recurring"]
+    reason = explain(delays, task).reasons[-1]
+    assert reason.sentence.startswith("It is a task of the recurring schedule nightly (0 2 * * *)")
+    delays.recurring.pause("nightly")
+    assert explain(delays, task).reasons[-1].sentence.endswith("it is paused.")
+    other = delays.schedule_delay("report.send", {}, 60, key="weekly@2030-01-01T00:00:00Z")
+    assert codes(delays, other) == ["future"], "the key looks like that of an unknown schedule"
+
+
+def test_a_broker_that_is_down_is_named_for_a_task_that_is_due_soon(
+    store: Store, database_url: str
+) -> None:
+    serve(store)
+    broker = f"redis://127.0.0.1:{free_port()}/0"
+    app = Celery("test", broker=broker, set_as_current=False)
+    delays = DelayTasks(app, database_url, table_prefix="s_", arm="inline")
+    assert codes(delays, delays.schedule_delay("a", {}, 5)) == ["future", "broker_down"]
+    assert codes(delays, delays.schedule_delay("a", {}, 3600)) == ["future"], "it is not needed yet"
+    delays.close()
+
+
+def test_a_redis_timer_that_is_down_is_named(store: Store, database_url: str) -> None:
+    serve(store)
+    redis = f"redis://127.0.0.1:{free_port()}/0"
+    options = {"timer": "redis", "redis_url": redis, "arm": "inline"}
+    delays = delays_on(database_url, table_prefix="s_", **options)
+    assert codes(delays, delays.schedule_delay("a", {}, 5)) == ["future", "timer_down"]
+    delays.close()
+
+
+def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, store: Store) -> None:
+    serve(store)
+    delays.set_policy(tag="mail", concurrency=1)
+    delays.processor("mail")(lambda body: None)
+    tasks = [delays.schedule_delay("mail", {}, 0) for _ in range(4)]
+    harness = RunnerHarness(store)
+    harness.claims.claim([harness.entry(task) for task in tasks])
+    held = [task for task in tasks if delays.get(task).status.name == "HELD"]
+    [reason] = explain(delays, held[0]).reasons
+    assert (reason.facts["running"], reason.facts["waitlist_tasks"]) == (1, 3)
+    assert "1 may run at the same time, and 1 do. In its waitlist are 3 tasks." in reason.sentence
+
+
+def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, store: Store) -> None:
+    serve(store)
+    task = delays.schedule_delay("a", {}, 0, expires=0.001)
+    with store.database.begin() as connection:
+        t = store.schema.tasks
+        due = task.expected_time - timedelta(minutes=1)
+        connection.execute(t.update().where(t.c.id == task.id).values(expected_time=due))
+    assert codes(delays, task) == ["due", "expired"]
+
+
+def test_a_shard_that_is_down_is_the_reason(shard_urls: list[str]) -> None:
+    shards = Several(shard_urls)
+    task = schedule_at(shards.delays(), 1)
+    url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
+    urls = [url if shard == 1 else shards.urls[shard] for shard in SHARDS]
+    delays = delays_on(urls, table_prefix=shards.prefix)
+    explanation = explain(delays, task.id)
+    [reason] = explanation.reasons
+    assert (reason.code, reason.facts["shard"], explanation.task) == ("unreachable", 1, None)
+    assert explanation.id == task.id
+    delays.close()
+    shards.close()

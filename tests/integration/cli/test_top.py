@@ -1,0 +1,115 @@
+"""`top` shows what happens by queue, tag and worker."""
+
+from __future__ import annotations
+
+import io
+from datetime import timedelta
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks.cli.top import view
+from delaytasks.core.interfaces import Entry
+from delaytasks.operations.live import LiveSnapshot, snapshot
+from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
+from tests.integration.cli.project import HOSTILE, Project
+
+
+def read(shop: Project) -> LiveSnapshot:
+    return snapshot(shop.delays.shards, shop.delays.settings)
+
+
+@pytest.fixture
+def busy(shop: Project) -> Project:
+    """Return a project with tasks of each kind, and a worker."""
+    store = wiring_of(shop.delays).store
+    store.workers.report("w1@host", ["default", "letters"], "prefork", 4, 0, ["ok", "bad"])
+    done, failed = shop.schedule("ok"), shop.schedule("bad")
+    shop.delays.runner().run([Entry(done.id, 0, 0), Entry(failed.id, 0, 0)])
+    overdue, running = shop.schedule("mail"), shop.schedule("ok")
+    shop.schedule("ok", delay=30)
+    shop.schedule("ok", delay=3600)
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(
+            update(t).where(t.c.id == overdue.id).values(expected_time=db_now_plus(-90))
+        )
+        values = {"status": 3, "worker": "w1@host/77-ab", "execution_time": db_now_plus(0)}
+        connection.execute(update(t).where(t.c.id == running.id).values(**values))
+    return shop
+
+
+def test_the_document_counts_by_queue_tag_and_worker(busy: Project) -> None:
+    found = busy.json("top")
+    assert (found["running"], found["overdue"], found["soon"], found["ended"]) == (1, 1, 1, 2)
+    assert found["failed"] == 1
+    tags = {tag["name"]: tag for tag in found["tags"]}
+    assert next(iter(tags)) == "mail", "the overdue tag is the first"
+    assert 89 < tags["mail"]["oldest_overdue_s"] < 120
+    assert (tags["ok"]["running"], tags["ok"]["workers"], tags["mail"]["workers"]) == (1, 1, 0)
+    assert 0 <= tags["bad"]["lateness_p99_s"] < 60
+    queues = {queue["name"]: queue for queue in found["queues"]}
+    assert (queues["letters"]["overdue"], queues["letters"]["workers"]) == (1, 1)
+    [worker] = found["workers"]
+    assert (worker["name"], worker["running"], worker["is_alive"]) == ("w1@host", 1, True)
+    assert found["is_sweep_late"], "there was no sweep"
+
+
+def test_a_paused_tag_is_marked(busy: Project) -> None:
+    busy("pause", "--tag", "mail")
+    assert "mail paused" in busy("top", "--once").stdout
+
+
+@pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
+def test_the_view_fits_each_width(busy: Project, width: int) -> None:
+    from rich.console import Console
+
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(view(read(busy), width, None))
+    lines = console.export_text().splitlines()
+    assert max(map(len, lines)) <= width
+    assert any(line.startswith("mail ") for line in lines)
+    assert any("overdue" in line for line in lines), "the most important column stays"
+
+
+def test_the_view_fits_the_height_of_the_terminal(shop: Project) -> None:
+    from rich.console import Console
+
+    for number in range(60):
+        shop.schedule(f"tag-{number}", queue=f"queue-{number}")
+    console = Console(width=100, height=24, record=True, file=io.StringIO())
+    console.print(view(read(shop), 100, 24))
+    lines = console.export_text().splitlines()
+    assert len(lines) <= 24
+    assert sum("more" in line for line in lines) == 2
+
+
+def test_untrusted_names_do_no_harm(shop: Project) -> None:
+    task, store = shop.schedule("ok"), wiring_of(shop.delays).store
+    with store.database.begin() as connection:
+        t = store.schema.tasks
+        connection.execute(update(t).where(t.c.id == task.id).values(tag=HOSTILE[:100]))
+    said = shop("top", "--once").stdout
+    assert "\x1b" not in said
+    assert "[red]" in said, "markup is shown as it is"
+
+
+def test_counts_that_are_too_small_are_said_to_be(
+    busy: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not read(busy).is_capped
+    monkeypatch.setattr("delaytasks.storage.live_rows.MOST_LIVE_ROWS", 1)
+    assert read(busy).is_capped
+    assert "minima" in busy("top", "--once").stdout
+
+
+def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
+    store = wiring_of(busy.delays).store
+    w = store.schema.workers
+    seen_at = store.tasks.now() - timedelta(minutes=5)
+    with store.database.begin() as connection:
+        connection.execute(update(w).values(seen_at=seen_at))
+    [worker] = busy.json("top")["workers"]
+    assert not worker["is_alive"]
+    assert "workers 0 of 1" in busy("top", "--once").stdout

@@ -1,0 +1,103 @@
+"""Tests of the testing kit inside the project `examples/django_shop`.
+
+`test_django_shop.py` runs them with `manage.py test` on each database.
+"""
+
+from datetime import timedelta
+
+from django.db import IntegrityError, connection
+from django.test import TestCase, TransactionTestCase
+from orders.models import Order  # type: ignore[import-not-found]
+
+from delaytasks import aschedule_delay, processor, schedule_delay, schedule_many, set_policy
+from delaytasks.contrib.django.models import DelayTaskRow
+from delaytasks.testing import DelaysTester
+
+
+@processor("order.name")
+def name_order(body: dict[str, int]) -> None:
+    """A processor whose statement fails, outside an atomic block."""
+    Order.objects.create(pk=body["order"], item="twice")
+
+
+@processor("order.aname")
+async def aname_order(body: dict[str, int]) -> None:
+    await Order.objects.filter(pk=body["order"]).aupdate(item="by a coroutine")
+
+
+class TestCaseTest(TestCase):
+    def setUp(self) -> None:
+        self.delays = DelaysTester().start()
+        self.addCleanup(self.delays.stop)
+
+    def test_the_error_of_a_processor_reaches_the_test_and_its_transaction_goes_on(self) -> None:
+        order = Order.objects.create(item="a hat")
+        schedule_delay("order.name", {"order": order.pk}, 60)
+        with self.assertRaises(IntegrityError):
+            self.delays.fast_forward("1m")
+        order.refresh_from_db()
+        assert order.item == "a hat"
+        assert len(self.delays.scheduled("order.name", status="FAILED")) == 1
+
+    def test_a_coroutine_uses_the_connection_of_the_test(self) -> None:
+        order = Order.objects.create(item="a hat")
+        schedule_delay("order.aname", {"order": order.pk}, 60)
+        self.delays.fast_forward("1m")
+        order.refresh_from_db()
+        assert order.item == "by a coroutine"
+
+    def test_the_time_of_the_test_is_that_of_the_rows(self) -> None:
+        self.delays.travel_to(self.delays.now + timedelta(days=400))
+        order = Order.objects.create(item="a hat")
+        task = schedule_delay("order.close", {"order": order.pk}, 60)
+        row = DelayTaskRow.objects.get(id=task.id)
+        assert row.update_time > self.delays.now - timedelta(minutes=5)
+        self.delays.fast_forward("1m")
+        order.refresh_from_db()
+        assert order.status == "closed"
+
+    def test_limits_apply(self) -> None:
+        set_policy(tag="order.close", concurrency=1)
+        orders = [Order.objects.create(item="a hat") for _ in range(3)]
+        for order in orders:
+            schedule_delay("order.close", {"order": order.pk}, 0)
+        self.delays.run_due()
+        assert Order.objects.filter(status="closed").count() == 3
+
+    def test_keys_retries_and_many_rows_work(self) -> None:
+        orders = [Order.objects.create(item="a hat") for _ in range(3)]
+        schedule_many(("order.close", {"order": order.pk}, 60) for order in orders)
+        schedule_delay("order.close", {"order": 0}, 60, key="a")
+        schedule_delay("order.close", {"order": 0}, 30, key="a", on_conflict="replace")
+        schedule_delay("order.name", {"order": orders[0].pk}, 0, retries="1m 1m")
+        runs = self.delays.fast_forward("10m", raises=False)
+        outcomes = [run.outcome for run in runs if run.task.tag == "order.name"]
+        assert outcomes == ["schedule_retry", "schedule_retry", "fail"]
+        assert Order.objects.filter(status="closed").count() == 3
+
+    async def test_an_asynchronous_test_awaits_the_kit(self) -> None:
+        order = await Order.objects.acreate(item="a hat")
+        await aschedule_delay("order.aname", {"order": order.pk}, 60)
+        await self.delays.aassert_scheduled("order.aname", within="1m")
+        await self.delays.afast_forward("1m")
+        await order.arefresh_from_db()
+        assert order.item == "by a coroutine"
+
+
+class TransactionTestCaseTest(TransactionTestCase):
+    def setUp(self) -> None:
+        self.delays = DelaysTester().start()
+        self.addCleanup(self.delays.stop)
+        self.delays.clear()
+
+    def test_tasks_are_committed(self) -> None:
+        order = Order.objects.create(item="a hat")
+        schedule_delay("order.close", {"order": order.pk}, 60)
+        schedule_delay("order.name", {"order": order.pk}, 120)
+        assert not connection.in_atomic_block
+        with self.assertRaises(IntegrityError):
+            self.delays.fast_forward("2m")
+        assert Order.objects.get(pk=order.pk).status == "closed"
+
+    def test_clear_has_deleted_the_tasks(self) -> None:
+        assert self.delays.scheduled(status=["NOT_COMPLETE", "DONE", "FAILED"]) == []

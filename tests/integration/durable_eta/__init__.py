@@ -1,0 +1,1 @@
+"""Tests of Celery tasks whose messages wait as rows."""

@@ -1,0 +1,336 @@
+"""Each way to call a Celery task with a delay writes a row, and the task runs as usual."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import celery
+import pytest
+from celery import chain, chord, group, signature
+from celery.exceptions import TaskRevokedError
+
+from delaytasks import Status
+from tests.durable_tasks import OrderModel
+from tests.integration.durable_eta.conftest import Shop
+from tests.waiting import wait_until
+
+pytestmark = [
+    pytest.mark.slow,
+    # Celery's result backend calls a method that redis-py has deprecated.
+    pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
+]
+WAIT_S = 30
+SOON_S = 0.2
+
+
+def keys(project: Shop, name: str) -> set[str]:
+    return {row.key for row in project.rows(name)}
+
+
+def wait_for_done(project: Shop, name: str, task_id: str, rows: int = 1) -> None:
+    """Wait until all rows of a task are DONE, which is after the broker's confirmation."""
+
+    def are_done() -> bool:
+        found = [row for row in project.rows(name) if row.key == task_id]
+        return len(found) == rows and all(row.status is Status.DONE for row in found)
+
+    wait_until(are_done, WAIT_S, lambda: f"{rows} rows of {name}: {project.rows(name)}")
+
+
+@pytest.mark.quick
+def test_apply_async_with_a_countdown_runs_the_task_once_its_row_is_due(
+    project: Shop,
+) -> None:
+    began = datetime.now(timezone.utc)
+
+    result = project.task("add").apply_async((1, 2), countdown=1)
+
+    (row,) = [row for row in project.rows("add") if row.key == result.id]
+    assert row.status is Status.NOT_COMPLETE
+    assert result.get(timeout=WAIT_S) == 3
+    assert datetime.now(timezone.utc) - began >= timedelta(seconds=1)
+    wait_for_done(project, "add", result.id)
+
+
+def test_an_eta_with_a_time_zone_without_one_and_as_text_is_the_due_time(
+    project: Shop,
+) -> None:
+    due = (datetime.now(timezone.utc) + timedelta(hours=1)).replace(microsecond=7)
+    add = project.task("add")
+    etas = (
+        due,
+        due.replace(tzinfo=None),
+        due.isoformat(),
+        due.astimezone(timezone(timedelta(hours=3))),
+    )
+
+    results = [add.apply_async((1, 2), eta=eta) for eta in etas]
+
+    found = {row.key: row.due for row in project.rows("add")}
+    assert [found[result.id] for result in results] == [due] * len(etas)
+    project.app.control.revoke([result.id for result in results])
+
+
+def test_signatures_and_send_task_become_rows(project: Shop) -> None:
+    add = project.task("add")
+
+    results = [
+        add.s(1, 2).apply_async(countdown=SOON_S),
+        add.s(1).set(countdown=SOON_S).apply_async((2,)),
+        signature("durable.add", (1, 2), app=project.app).apply_async(countdown=SOON_S),
+        project.app.send_task("durable.add", (1, 2), countdown=SOON_S),
+    ]
+
+    assert {result.id for result in results} <= keys(project, "add")
+    assert [result.get(timeout=WAIT_S) for result in results] == [3] * 4
+
+
+def test_calls_without_a_delay_go_to_the_broker(project: Shop) -> None:
+    add = project.task("add")
+
+    results = [add.delay(1, 2), add.apply_async((1, 2)), add.apply_async((1, 2), countdown=0)]
+
+    assert [result.get(timeout=WAIT_S) for result in results] == [3] * 3
+    assert not {result.id for result in results} & keys(project, "add")
+
+
+def test_an_option_of_the_call_goes_before_the_option_of_the_task(project: Shop) -> None:
+    add = project.task("add")
+    result = add.apply_async((1, 2), countdown=SOON_S, durable_eta=False)
+
+    assert result.get(timeout=WAIT_S) == 3
+    assert result.id not in keys(project, "add")
+
+
+def test_each_retry_is_a_row_with_the_id_of_the_task(project: Shop) -> None:
+    result = project.task("persist").apply_async((2,), {"countdown": SOON_S}, countdown=SOON_S)
+
+    assert result.get(timeout=WAIT_S) == [2, result.id]
+    wait_for_done(project, "persist", result.id, rows=3)
+
+
+def test_a_retry_at_an_instant_with_other_arguments_is_a_row(project: Shop) -> None:
+    result = project.task("persist").delay(1, countdown=SOON_S, args=(1,), kwargs={})
+
+    assert result.get(timeout=WAIT_S) == [1, result.id]
+    wait_for_done(project, "persist", result.id, rows=1)
+
+
+def test_automatic_retries_with_backoff_are_rows(project: Shop) -> None:
+    result = project.task("autoretry").delay()
+
+    assert result.get(timeout=WAIT_S) == 2
+    wait_for_done(project, "autoretry", result.id, rows=2)
+
+
+def test_a_task_class_of_the_project_is_used(project: Shop) -> None:
+    result = project.task("greet").apply_async(("ada",), countdown=SOON_S)
+
+    assert result.get(timeout=WAIT_S) == "hello ada"
+    assert result.id in keys(project, "greet")
+
+
+@pytest.mark.skipif(
+    celery.VERSION < (5, 6), reason="Celery 5.5 reads no annotations that are strings"
+)
+def test_a_model_of_pydantic_is_an_argument(project: Shop) -> None:
+    task, order = project.task("order"), OrderModel(id=7, words=["a", "b"])
+
+    results = [
+        task.apply_async(({"id": 7, "words": ["a", "b"]},), countdown=SOON_S),
+        task.apply_async((), {"order": order.model_dump()}, countdown=SOON_S),
+    ]
+
+    assert [result.get(timeout=WAIT_S) for result in results] == ["OrderModel 7 a b"] * 2
+
+
+def test_pickled_values_keep_their_type(project: Shop) -> None:
+    value = {1, 2}
+
+    result = project.task("kind").apply_async((value,), serializer="pickle", countdown=SOON_S)
+
+    assert result.get(timeout=WAIT_S) == "set"
+
+
+def test_links_are_called_with_the_result_and_the_error(project: Shop, tmp_path: Any) -> None:
+    file = tmp_path / "words"
+    file.touch()
+    note, fail = project.task("note"), project.task("fail")
+
+    project.task("add").apply_async(
+        (1, 2), countdown=SOON_S, link=note.si(str(file), "linked")
+    ).get(timeout=WAIT_S)
+    fail.apply_async(countdown=SOON_S, link_error=note.si(str(file), "failed"))
+
+    wait_until(
+        lambda: sorted(file.read_text().split()) == ["failed", "linked"], WAIT_S, "both callbacks"
+    )
+
+
+def test_two_calls_with_one_id_both_run_as_with_bare_celery(project: Shop, tmp_path: Any) -> None:
+    file = tmp_path / "words"
+    file.touch()
+    note = project.task("note")
+
+    for word in ("first", "second"):
+        note.apply_async((str(file), word), countdown=SOON_S, task_id=f"one-{tmp_path}")
+
+    wait_until(
+        lambda: sorted(file.read_text().split()) == ["first", "second"], WAIT_S, "both tasks"
+    )
+
+
+# -- canvas ------------------------------------------------------------------------------------
+
+
+def test_a_chain_with_a_countdown_begins_with_a_row(project: Shop) -> None:
+    add = project.task("add")
+
+    result = chain(add.s(1, 2), add.s(3), add.s(4)).apply_async(countdown=SOON_S)
+
+    assert result.get(timeout=WAIT_S) == 10
+    assert result.parent.parent.id in keys(project, "add")
+
+
+def test_a_later_link_of_a_chain_with_a_countdown_is_a_row(project: Shop) -> None:
+    add = project.task("add")
+
+    result = chain(add.s(1, 2), add.s(3).set(countdown=SOON_S)).apply_async()
+
+    assert result.get(timeout=WAIT_S) == 6
+    assert result.id in keys(project, "add")
+
+
+def test_each_task_of_a_group_with_a_countdown_is_a_row(project: Shop) -> None:
+    add = project.task("add")
+
+    result = group(add.s(number, 1) for number in range(3)).apply_async(countdown=SOON_S)
+
+    assert result.get(timeout=WAIT_S) == [1, 2, 3]
+    assert {each.id for each in result} <= keys(project, "add")
+
+
+def test_each_header_task_of_a_chord_with_a_countdown_is_a_row(project: Shop) -> None:
+    add, total = project.task("add"), project.task("total")
+    header = group(add.s(number, 1).set(countdown=SOON_S) for number in range(3))
+
+    result = chord(header)(total.s())
+
+    assert result.get(timeout=WAIT_S) == 6
+    assert {each.id for each in result.parent} <= keys(project, "add")
+
+
+def test_a_chord_that_is_called_with_a_countdown_runs(project: Shop) -> None:
+    add, total = project.task("add"), project.task("total")
+
+    result = chord([add.s(1, 1), add.s(2, 2)], total.s()).apply_async(countdown=SOON_S)
+
+    assert result.get(timeout=WAIT_S) == 6
+
+
+def test_starmap_and_chunks_with_a_countdown_are_rows(project: Shop) -> None:
+    add = project.task("add")
+
+    starmap = add.starmap([(1, 2), (3, 4)]).apply_async(countdown=SOON_S)
+    chunks = add.chunks([(1, 2), (3, 4)], 1).group().apply_async(countdown=SOON_S)
+
+    assert starmap.get(timeout=WAIT_S) == [3, 7]
+    assert chunks.get(timeout=WAIT_S) == [[3], [7]]
+    found = {row.key for row in project.delays.find(tag="celery:celery.starmap", limit=1000)}
+    assert {starmap.id, *(each.id for each in chunks)} <= found
+
+
+# -- revoke ------------------------------------------------------------------------------------
+
+
+def test_revoking_a_waiting_task_cancels_its_row_and_stores_its_state(
+    project: Shop,
+) -> None:
+    result = project.task("add").apply_async((1, 2), countdown=3600)
+
+    result.revoke()
+
+    (row,) = [row for row in project.rows("add") if row.key == result.id]
+    assert row.status is Status.CANCELLED
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=WAIT_S)
+
+
+def test_a_list_of_tasks_and_a_group_are_revoked_together(project: Shop) -> None:
+    add = project.task("add")
+    listed = [add.apply_async((1, 2), countdown=3600).id for _ in range(3)]
+    grouped = group(add.s(1, 2) for _ in range(2)).apply_async(countdown=3600)
+
+    project.app.control.revoke(listed, terminate=True)
+    grouped.revoke()
+
+    revoked = {*listed, *(each.id for each in grouped)}
+    states = {row.status for row in project.rows("add") if row.key in revoked}
+    assert states == {Status.CANCELLED}
+
+
+def test_revoking_by_a_stamp_cancels_the_rows_with_this_stamp_only(project: Shop) -> None:
+    add = project.task("add")
+
+    def stamped(tenant: str) -> str:
+        options = {"stamped_headers": ["tenant"], "tenant": tenant}
+        return str(add.apply_async((1, 2), countdown=3600, **options).id)
+
+    ours, others = [stamped("acme"), stamped("acme")], [stamped("other")]
+
+    project.app.control.revoke_by_stamped_headers({"tenant": ["acme", "nobody"]})
+
+    found = {row.key: row.status for row in project.rows("add")}
+    assert [found[id] for id in ours] == [Status.CANCELLED] * 2
+    assert [found[id] for id in others] == [Status.NOT_COMPLETE]
+    project.app.control.revoke(others)
+
+
+def test_a_chord_fails_when_a_waiting_task_of_its_header_is_revoked(project: Shop) -> None:
+    add, total = project.task("add"), project.task("total")
+    slow = add.s(1, 2).set(countdown=3600)
+    result = chord([add.s(1, 1), slow])(total.s())
+    waiting = next(each for each in result.parent if each.id in keys(project, "add"))
+
+    waiting.revoke()
+
+    with pytest.raises(Exception, match="revoked"):
+        result.get(timeout=WAIT_S)
+
+
+def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(
+    project: Shop,
+) -> None:
+    result = project.task("add").apply_async((1, 2), countdown=1, expires=0.5)
+
+    with pytest.raises(TaskRevokedError):
+        result.get(timeout=WAIT_S)
+
+
+# -- operate -----------------------------------------------------------------------------------
+
+
+def test_a_paused_task_name_waits_until_it_is_resumed(project: Shop) -> None:
+    tag = "celery:durable.total"
+    project.delays.pause(tag=tag)
+    result = project.task("total").apply_async(([1, 2],), countdown=3)
+    wait_until(
+        lambda: project.delays.get(tag=tag, key=result.id).status is Status.HELD,
+        WAIT_S,
+        "the row to be held",
+    )
+
+    project.delays.resume(tag=tag)
+
+    assert result.get(timeout=WAIT_S) == 3
+
+
+def test_a_row_is_found_and_moved_by_the_name_and_the_id_of_the_task(
+    project: Shop,
+) -> None:
+    result = project.task("add").apply_async((1, 2), countdown=3600)
+
+    project.delays.reschedule(tag="celery:durable.add", key=result.id, delay=0)
+
+    assert result.get(timeout=WAIT_S) == 3

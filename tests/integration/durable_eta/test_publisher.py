@@ -1,0 +1,205 @@
+"""Many messages are published together, and each one has its own result."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from delaytasks.durable_eta.confirms import RefusedByBrokerError
+from delaytasks.durable_eta.publisher import MessagePublisher, NotConfirmedError
+from delaytasks.durable_eta.stored_message import StoredMessage, new_task
+from delaytasks.timers.broker_link import bounded_connection
+from tests.proxy import Proxy, proxy_to
+from tests.rabbitmq_server import RabbitServer
+from tests.waiting import wait_until
+
+LIMIT_S = 3.0
+
+
+class PublisherHarness:
+    """A publisher, and the queue to which its messages go."""
+
+    def __init__(self, url: str) -> None:
+        self.queue = "dt_test_" + secrets.token_hex(4)
+        self.app = Celery(self.queue, broker=url, set_as_current=False)
+
+        def connect() -> Any:
+            options = {"read_timeout": LIMIT_S, "confirm_publish": False}
+            return bounded_connection(self.app, LIMIT_S, **options)
+
+        self.publisher = MessagePublisher(
+            self.app, connect, LIMIT_S, lambda: datetime.now(timezone.utc)
+        )
+
+    def message(self, number: int, **changes: Any) -> StoredMessage:
+        made = StoredMessage(
+            f"{number}",
+            "application/json",
+            "utf-8",
+            {"task": "any", "id": str(number)},
+            {"correlation_id": str(number), "delivery_mode": 2, "priority": 0},
+            "",
+            self.queue,
+            self.queue,
+        )
+        return made._replace(**changes)
+
+    def arrived(self) -> list[int]:
+        """Return the numbers of the messages in the queue, which removes them."""
+        found = []
+        with self.app.connection_for_read() as connection:
+            queue = self.app.amqp.queues[self.queue](connection.default_channel)
+            queue.declare()
+            while (message := queue.get(no_ack=True)) is not None:
+                found.append(message.payload)
+        return found
+
+    def close(self) -> None:
+        self.publisher.close()
+        with self.app.connection_for_write() as connection:
+            self.app.amqp.queues[self.queue](connection.default_channel).delete()
+        self.app.close()
+
+
+Make = Callable[[str], PublisherHarness]
+
+
+@pytest.fixture
+def proxies() -> Iterator[Callable[[str], Proxy]]:
+    """Make proxies, which are closed after the publishers that use them."""
+    made: list[Proxy] = []
+
+    def make(url: str) -> Proxy:
+        made.append(proxy_to(url))
+        return made[-1]
+
+    yield make
+    for proxy in made:
+        proxy.close()
+
+
+@pytest.fixture
+def make_post(proxies: Callable[[str], Proxy]) -> Iterator[Make]:
+    made: list[PublisherHarness] = []
+
+    def make(url: str) -> PublisherHarness:
+        made.append(PublisherHarness(url))
+        return made[-1]
+
+    yield make
+    for post in made:
+        post.close()
+
+
+@pytest.fixture(params=["redis", "rabbitmq"])
+def broker_url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+def test_a_batch_arrives_complete_and_in_its_order(make_post: Make, broker_url: str) -> None:
+    post = make_post(broker_url)
+
+    for first in (0, 600):
+        numbers = range(first, first + 600)
+        assert post.publisher.publish([*map(post.message, numbers)]) == [None] * 600
+        assert post.arrived() == [*numbers]
+
+
+def test_a_broker_that_was_lost_is_used_again_when_it_is_back(
+    make_post: Make, proxies: Callable[[str], Proxy], broker_url: str
+) -> None:
+    proxy = proxies(broker_url)
+    post = make_post(proxy.url(broker_url))
+    assert post.publisher.publish([post.message(1)]) == [None]
+    proxy.refuse()
+
+    lost = post.publisher.publish([post.message(2), post.message(3)])
+    assert [type(result) for result in lost] == [NotConfirmedError] * 2
+
+    proxy.heal()
+    assert post.publisher.publish([post.message(4)]) == [None]
+    assert post.arrived() == [1, 4]
+
+
+def test_a_message_that_rabbitmq_refuses_does_not_keep_the_others_back(
+    make_post: Make, rabbitmq_url: str
+) -> None:
+    post = make_post(rabbitmq_url)
+    nowhere = post.message(1, exchange="dt_test_no_such_exchange", queue=None)
+    lost = post.message(2, routing_key=f"{post.queue}.no_such_queue", queue=None)
+
+    results = post.publisher.publish([post.message(0), nowhere, lost, post.message(3)])
+
+    assert (results[0], results[3]) == (None, None)
+    assert "no exchange" in str(results[1])
+    assert isinstance(results[2], RefusedByBrokerError)
+    assert "no queue" in str(results[2])
+    assert sorted(set(post.arrived())) == [0, 3]
+
+
+def test_a_message_that_waits_in_redis_becomes_a_row_and_the_same_message_again(
+    make_post: Make, redis_url: str
+) -> None:
+    post = make_post(redis_url)
+    post.app.conf.task_default_queue = post.queue
+    instant = datetime(2031, 1, 1, tzinfo=timezone.utc)
+    options = {"headers": {"tenant": "acme"}, "expires": 600, "priority": 3, "serializer": "pickle"}
+    post.app.send_task("remind", ({7},), {"word": "é"}, eta=instant, **options)
+    with post.app.connection_for_write() as connection:
+        client = connection.default_channel.client
+        key = next(key for key in client.scan_iter(f"{post.queue}*"))
+        raw = json.loads(client.lpop(key))
+
+    found = StoredMessage.of_virtual(raw)
+    new = new_task("remind", raw["headers"]["id"], found, when=instant)
+    assert post.publisher.publish([StoredMessage.of_body(json.loads(json.dumps(new.body)))])
+    with post.app.connection_for_write() as connection:
+        again = json.loads(connection.default_channel.client.lpop(key))
+
+    raw["headers"]["eta"] = None
+    for message in (raw, again):
+        message["properties"].pop("delivery_tag")
+        message["properties"].pop("expiration")
+    assert again == raw
+
+
+@pytest.mark.slow
+def test_while_rabbitmq_blocks_publishers_each_message_is_sent_to_it_once(
+    make_post: Make, own_rabbitmq: RabbitServer
+) -> None:
+    post = make_post(own_rabbitmq.url)
+    assert post.publisher.publish([post.message(0)]) == [None]
+    own_rabbitmq.alarm(True)
+    try:
+        for _ in range(3):
+            (result,) = post.publisher.publish([post.message(1)])
+            assert "blocks publishers" in str(result)
+    finally:
+        own_rabbitmq.alarm(False)
+
+    wait_until(lambda: post.publisher.publish([post.message(2)]) == [None], 10, "RabbitMQ")
+    assert post.arrived() == [0, 1, 2]
+
+
+def test_a_key_in_redis_that_is_not_a_list_keeps_back_its_own_messages_only(
+    make_post: Make, redis_url: str
+) -> None:
+    post, other = make_post(redis_url), make_post(redis_url)
+    with post.app.connection_for_write() as connection:
+        client = connection.default_channel.client
+        client.set(other.queue, "text")
+        strange = post.message(1, routing_key=other.queue, queue=other.queue)
+
+        results = post.publisher.publish([post.message(0), strange, post.message(2)])
+        client.delete(other.queue)
+
+    assert (results[0], results[2]) == (None, None)
+    assert "WRONGTYPE" in str(results[1])
+    assert sorted(set(post.arrived())) == [0, 2]

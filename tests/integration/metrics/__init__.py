@@ -1,0 +1,1 @@
+"""Metrics, traces and error reports, with the real libraries and programs."""

@@ -1,0 +1,212 @@
+"""Spans and metrics of workers with the real SDK of OpenTelemetry."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from tests.running import Deployment
+from tests.waiting import wait_until
+
+pytest.importorskip("opentelemetry.sdk")
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from delaytasks.contrib import opentelemetry
+
+pytestmark = pytest.mark.slow
+pools = pytest.mark.parametrize(
+    "pool", [pytest.param("prefork", marks=pytest.mark.quick), "threads"]
+)
+
+
+class TracedSite:
+    def __init__(self, folder: Path, database_url: str, redis_url: str) -> None:
+        self.folder = folder
+        conf = {"imports": ["tests.project", "tests.otel_project"]}
+        self.deployment = Deployment(folder, database_url, redis_url, conf)
+        self.spans_here = InMemorySpanExporter()
+        self.metrics_here = InMemoryMetricReader()
+        provider = TracerProvider()
+        provider.add_span_processor(SimpleSpanProcessor(self.spans_here))
+        self.tracer = provider.get_tracer("shop")
+        opentelemetry.instrument(provider, MeterProvider([self.metrics_here]))
+
+    def worker(self, pool: str) -> None:
+        self.deployment.worker(pool=pool, DELAYTASKS_TEST_TELEMETRY=str(self.folder))
+
+    def wait_for(self, *tasks: DelayTask) -> None:
+        def have_ended() -> bool:
+            found = [self.deployment.delays.get(task.id).status for task in tasks]
+            return all(status in (Status.DONE, Status.FAILED) for status in found)
+
+        wait_until(have_ended, 30, self.deployment.logs, every_s=0.05)
+
+    def spans(self, name: str, count: int = 1) -> list[dict[str, Any]]:
+        """Return the worker's spans of this name as soon as there are `count`."""
+        file = self.folder / "spans.jsonl"
+
+        def read() -> list[dict[str, Any]]:
+            lines = file.read_text().splitlines() if file.exists() else []
+            return [span for span in map(json.loads, lines) if span["name"] == name]
+
+        wait_until(lambda: len(read()) >= count, 20, f"{count} spans {name}", every_s=0.05)
+        return read()
+
+    def measured(self, name: str) -> list[dict[str, Any]]:
+        """Return the last data points of a metric from each of the worker's processes."""
+        found = []
+        for file in self.folder.glob("metrics-*.jsonl"):
+            document = json.loads(file.read_text().splitlines()[-1])
+            for resource in document["resource_metrics"]:
+                for scope in resource["scope_metrics"]:
+                    for metric in scope["metrics"]:
+                        if metric["name"] == name:
+                            found += metric["data"]["data_points"]
+        return found
+
+
+@pytest.fixture
+def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[TracedSite]:
+    made = TracedSite(tmp_path, postgresql_url, redis_url)
+    yield made
+    opentelemetry.uninstrument()
+    made.deployment.close()
+
+
+def points(reader: InMemoryMetricReader) -> dict[str, list[Any]]:
+    """Return the data points of each metric of this process."""
+    data = reader.get_metrics_data()
+    assert data is not None
+    return {
+        metric.name: list(metric.data.data_points)
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+    }
+
+
+@pools
+def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
+    site: TracedSite, pool: str
+) -> None:
+    site.worker(pool)
+    with site.tracer.start_as_current_span("POST /orders") as request:
+        task = site.deployment.schedule("otel.works", key="order-7", queue="mail")
+    site.wait_for(task)
+    created, _ = site.spans_here.get_finished_spans()
+    assert created.name == "schedule otel.works"
+    assert created.kind.name == "PRODUCER"
+    assert created.parent is not None
+    assert created.parent.span_id == request.get_span_context().span_id
+    [run] = site.spans("process otel.works")
+    assert run["kind"] == "SpanKind.CONSUMER"
+    assert run["parent_id"] is None
+    [link] = run["links"]
+    assert int(link["context"]["span_id"], 16) == created.context.span_id
+    assert int(link["context"]["trace_id"], 16) == created.context.trace_id
+    assert run["context"]["trace_id"] != link["context"]["trace_id"]
+    assert run["attributes"] == {
+        "messaging.system": "delaytasks",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": "mail",
+        "messaging.message.id": str(task.id),
+        "delaytasks.tag": "otel.works",
+        "delaytasks.key": "order-7",
+        "delaytasks.attempt": 1,
+        "delaytasks.outcome": "done",
+    }
+    [inside] = site.spans("inside")
+    assert inside["parent_id"] == run["context"]["span_id"]
+    assert run["status"]["status_code"] == "UNSET"
+
+
+@pools
+def test_a_failed_run_has_its_exception(site: TracedSite, pool: str) -> None:
+    site.worker(pool)
+    site.wait_for(site.deployment.schedule("otel.fails"))
+    [run] = site.spans("process otel.fails")
+    assert run["status"]["status_code"] == "ERROR"
+    assert run["attributes"]["error.type"] == "ValueError"
+    [event] = run["events"]
+    assert event["name"] == "exception"
+    assert event["attributes"]["exception.message"] == "no order"
+    assert "in fails" in event["attributes"]["exception.stacktrace"]
+
+
+def test_a_coroutine_runs_within_the_span_of_its_task(site: TracedSite) -> None:
+    site.worker("prefork")
+    site.wait_for(site.deployment.schedule("otel.async"))
+    [run], [inside] = site.spans("process otel.async"), site.spans("in the loop")
+    assert inside["parent_id"] == run["context"]["span_id"]
+
+
+def test_a_batch_has_a_link_to_each_scheduling_call(site: TracedSite) -> None:
+    body = {"file": str(site.deployment.file)}
+    tasks = [
+        site.deployment.delays.schedule_delay("otel.batch", {**body, "number": n}, 3)
+        for n in range(4)
+    ]
+    site.worker("prefork")
+    site.wait_for(*tasks)
+    runs = site.spans("process otel.batch")
+    links = {link["context"]["span_id"] for run in runs for link in run["links"]}
+    created = site.spans_here.get_finished_spans()
+    assert links == {f"0x{span.context.span_id:016x}" for span in created}
+    assert len(links) == 4
+
+
+def test_one_call_for_many_tasks_is_one_span(site: TracedSite) -> None:
+    items: list[Any] = [("otel.works", {}, 3600), ("otel.fails", {}, 3600)] * 50
+    site.deployment.delays.schedule_many(items)
+    spans = {span.name: span for span in site.spans_here.get_finished_spans()}
+    assert sorted(spans) == ["schedule otel.fails", "schedule otel.works"]
+    attributes = spans["schedule otel.works"].attributes
+    assert attributes is not None
+    assert attributes["messaging.batch.message_count"] == 50
+    sent = points(site.metrics_here)["messaging.client.sent.messages"]
+    assert sum(point.value for point in sent) == 100
+
+
+@pools
+def test_metrics_count_runs_and_measure_their_times(site: TracedSite, pool: str) -> None:
+    site.worker(pool)
+    tasks = [site.deployment.schedule("otel.works") for _ in range(6)]
+    tasks += [site.deployment.schedule("otel.fails") for _ in range(3)]
+    site.wait_for(*tasks)
+
+    def counted() -> Counter[tuple[str, str]]:
+        counts: Counter[tuple[str, str]] = Counter()
+        for point in site.measured("messaging.client.consumed.messages"):
+            attributes = point["attributes"]
+            key = attributes["delaytasks.tag"], attributes["delaytasks.outcome"]
+            counts[key] += point["value"]
+        return counts
+
+    wanted = {("otel.works", "done"): 6, ("otel.fails", "failed"): 3}
+    wait_until(lambda: counted() == wanted, 20, lambda: f"{wanted}, not {counted()}", every_s=0.1)
+    for name in ("messaging.process.duration", "delaytasks.lateness"):
+        assert sum(point["count"] for point in site.measured(name)) == 9
+        assert sum(point["sum"] for point in site.measured(name)) > 0
+
+
+def test_gauges_show_what_the_database_contains(site: TracedSite) -> None:
+    reader = InMemoryMetricReader()
+    opentelemetry.observe(site.deployment.delays, MeterProvider([reader]))
+    site.deployment.schedule("otel.works", 3600)
+    found = points(reader)
+    tasks = {p.attributes["delaytasks.status"]: p.value for p in found["delaytasks.tasks"]}
+    assert tasks["NOT_COMPLETE"] == 1
+    assert tasks["DONE"] == 0
+    assert [point.value for point in found["delaytasks.oldest_overdue"]] == [0.0]
+    assert [point.value for point in found["delaytasks.broker_up"]] == [1.0]

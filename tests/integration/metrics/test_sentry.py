@@ -1,0 +1,210 @@
+"""What Sentry gets from workers with the real SDK, whose transport writes to a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from tests.running import Deployment, Process
+from tests.waiting import wait_until
+
+pytest.importorskip("sentry_sdk")
+pytestmark = pytest.mark.slow
+IMPORTS = {"imports": ["tests.project", "tests.sentry_project"]}
+
+
+class ReportingSite:
+    def __init__(self, folder: Path, database_url: str, redis_url: str) -> None:
+        self.file = folder / "envelopes.jsonl"
+        self.file.touch()
+        self.deployment = Deployment(folder, database_url, redis_url, IMPORTS)
+
+    def worker(self, pool: str, **more: str) -> Process:
+        more = {"DELAYTASKS_TEST_ENVELOPES": str(self.file), **more}
+        return self.deployment.worker(pool=pool, **more)
+
+    def run(self, *tags: str, **body: Any) -> list[DelayTask]:
+        """Run a task of each tag, and return the tasks when all have ended."""
+        tasks = [
+            self.deployment.schedule(tag, body={"word": "pear", "number": n, **body})
+            for n, tag in enumerate(tags)
+        ]
+        for task in tasks:
+            wait_until(
+                lambda id=task.id: (
+                    self.deployment.delays.get(id).status  # type: ignore[misc]
+                    in (Status.DONE, Status.FAILED)
+                ),
+                30,
+                lambda: f"the tasks to end\n{self.deployment.logs()}",
+                every_s=0.05,
+            )
+        return tasks
+
+    def items(self, kind: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in self.file.read_text().splitlines()]
+        return [line for line in lines if line["item"] == kind]
+
+    def events(self, count: int) -> list[dict[str, Any]]:
+        """Return the errors as soon as there are this many."""
+        wait_until(lambda: len(self.items("event")) >= count, 20, f"{count} events", every_s=0.05)
+        return self.items("event")
+
+
+@pytest.fixture
+def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[ReportingSite]:
+    made = ReportingSite(tmp_path, postgresql_url, redis_url)
+    yield made
+    made.deployment.close()
+
+
+pools = pytest.mark.parametrize(
+    "pool", [pytest.param("prefork", marks=pytest.mark.quick), "threads"]
+)
+
+
+@pools
+def test_a_failed_task_is_one_event_with_its_exception_tag_id_key_and_attempt(
+    site: ReportingSite, pool: str
+) -> None:
+    worker = site.worker(pool)
+    task = site.deployment.schedule("sentry.fails", body={"word": "pear"}, key="order-7")
+    [event] = site.events(1)
+    [error] = event["exception"]["values"]
+    assert error["type"] == "OrderError"
+    assert error["value"] == f"order {task.id} is broken"
+    assert error["stacktrace"]["frames"][-1]["function"] == "fails"
+    assert error["mechanism"] == {"type": "delaytasks", "handled": False}
+    tags = event["tags"]
+    assert tags["delaytasks.tag"] == "sentry.fails"
+    assert tags["delaytasks.id"] == str(task.id)
+    assert tags["delaytasks.key"] == "order-7"
+    assert tags["delaytasks.attempt"] == "1"
+    assert tags["from_processor"] == "pear"
+    assert event["fingerprint"] == ["{{ default }}", "sentry.fails"]
+    assert event["transaction"] == "sentry.fails"
+    assert "pear" not in json.dumps(event["contexts"]["delaytasks"]), "the body is not sent"
+    # The worker's log has the exception, too.
+    log = worker.log()
+    assert f"task.failed id={task.id}" in log
+    assert "tests.sentry_project.OrderError: order" in log
+    assert "in fails" in log
+
+
+@pools
+def test_tasks_of_different_tags_are_different_issues(site: ReportingSite, pool: str) -> None:
+    site.worker(pool)
+    site.run("sentry.fails", "sentry.also_fails", "sentry.fails")
+    events = site.events(3)
+    assert len(events) == 3
+    assert sorted(event["fingerprint"][1] for event in events) == [
+        "sentry.also_fails",
+        "sentry.fails",
+        "sentry.fails",
+    ]
+
+
+@pools
+def test_each_kind_of_failure_is_reported_once_and_retries_are_not(
+    site: ReportingSite, pool: str
+) -> None:
+    site.worker(pool)
+    site.run("sentry.fails_twice", "sentry.returns_fail", "sentry.retries", "sentry.async")
+    events = {event["tags"]["delaytasks.tag"]: event for event in site.events(3)}
+    assert len(site.items("event")) == 3, site.items("event")
+    assert sorted(events) == ["sentry.async", "sentry.fails_twice", "sentry.returns_fail"]
+    assert events["sentry.fails_twice"]["tags"]["delaytasks.attempt"] == "2"
+    [declined] = events["sentry.returns_fail"]["exception"]["values"]
+    assert declined["type"] == "TaskFailedError"
+    assert "the card was declined" in declined["value"]
+    [in_loop] = events["sentry.async"]["exception"]["values"]
+    assert in_loop["stacktrace"]["frames"][-1]["function"] == "fails_on_the_loop"
+
+
+def test_each_failed_task_of_a_batch_is_an_event(site: ReportingSite) -> None:
+    site.worker("prefork")
+    tasks = site.run(*["sentry.batch"] * 6)
+    odd = {str(task.id) for n, task in enumerate(tasks) if n % 2}
+    assert {event["tags"]["delaytasks.id"] for event in site.events(3)} == odd
+
+
+@pools
+def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite, pool: str) -> None:
+    import sentry_sdk
+    from sentry_sdk.transport import Transport
+
+    from delaytasks.contrib.sentry import DelayTasksIntegration
+
+    class Nowhere(Transport):
+        def capture_envelope(self, envelope: Any) -> None: ...
+
+    site.worker(pool)
+    sentry_sdk.init(
+        "http://key@127.0.0.1/1",
+        transport=Nowhere,
+        traces_sample_rate=1.0,
+        integrations=[DelayTasksIntegration()],
+        default_integrations=False,
+    )
+    try:
+        with sentry_sdk.start_transaction(name="POST /orders") as request:
+            task, _ = site.run("sentry.fails", "sentry.quiet")
+    finally:
+        sentry_sdk.init()  # without a client, the integration does nothing
+    assert task.meta["sentry-trace"].startswith(request.trace_id)
+    [event] = site.events(1)
+    assert event["contexts"]["trace"]["trace_id"] == request.trace_id
+    wait_until(lambda: len(site.items("transaction")) >= 2, 20, "the runs to be sent")
+    runs = {run["transaction"]: run["contexts"]["trace"] for run in site.items("transaction")}
+    for tag, status in (("sentry.fails", "internal_error"), ("sentry.quiet", "ok")):
+        assert runs[tag]["trace_id"] == request.trace_id
+        assert runs[tag]["op"] == "queue.process"
+        assert runs[tag]["status"] == status
+    assert runs["sentry.fails"]["parent_span_id"] == task.meta["sentry-trace"].split("-")[1]
+    assert runs["sentry.fails"]["data"]["messaging.message.id"] == str(task.id)
+    assert site.deployment.schedule("sentry.quiet").meta == {}
+
+
+def test_a_recurring_schedule_checks_in_with_its_monitor(site: ReportingSite) -> None:
+    site.worker("prefork")
+    recurring = site.deployment.delays.recurring
+    recurring.set("Daily Report", "sentry.quiet", {}, cron="0 9 * * mon-fri", tz="Europe/Berlin")
+    recurring.set("broken", "sentry.returns_fail", {}, every="5m")
+    for name in ("Daily Report", "broken"):
+        recurring.run(name)
+    site.run("sentry.quiet")  # no schedule made this task
+    wait_until(lambda: len(site.items("check_in")) >= 4, 20, site.deployment.logs)
+    found: dict[str, list[Any]] = {}
+    for item in site.items("check_in"):
+        found.setdefault(item["monitor_slug"], []).append(item)
+    assert {slug: [item["status"] for item in items] for slug, items in found.items()} == {
+        "daily-report": ["in_progress", "ok"],
+        "broken": ["in_progress", "error"],
+    }
+    config = found["daily-report"][0]["monitor_config"]
+    assert config["schedule"] == {"type": "crontab", "value": "0 9 * * mon-fri"}
+    assert config["timezone"] == "Europe/Berlin"
+    assert found["broken"][0]["monitor_config"]["schedule"] == {
+        "type": "interval",
+        "value": 5,
+        "unit": "minute",
+    }
+    assert len({item["check_in_id"] for item in found["broken"]}) == 1
+
+
+@pools
+def test_without_the_integration_a_failure_is_reported_with_its_exception(
+    site: ReportingSite, pool: str
+) -> None:
+    worker = site.worker(pool, DELAYTASKS_TEST_SENTRY="default")
+    [task] = site.run("sentry.fails")
+    [event] = site.events(1)
+    [error] = event["exception"]["values"]
+    assert error["value"] == f"order {task.id} is broken"
+    assert error["stacktrace"]["frames"][-1]["function"] == "fails"
+    assert "in fails" in worker.log()

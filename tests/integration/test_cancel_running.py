@@ -1,0 +1,90 @@
+"""Real workers pass the request to cancel a running task to the process that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from delaytasks import DelayTask, Status
+from tests.running import BROKERS, Deployment
+from tests.waiting import SLACK_S, wait_until
+
+pytestmark = pytest.mark.slow
+
+#: The policies and the number of the requests are read once a second.
+HEARD_S = 2
+Deploy = Callable[..., Deployment]
+
+
+@pytest.fixture
+def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def make(database: str) -> Deployment:
+        url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
+        if database != "sqlite":
+            url = request.getfixturevalue(f"{database}_url")
+        broker_url = request.getfixturevalue(BROKERS["redis"][0])
+        conf = {"imports": ["tests.project", "tests.cancel_project"]}
+        # A lease that is renewed after 10 s: the request must not wait for that.
+        made.append(Deployment(tmp_path, url, broker_url, conf, lease_s=30))
+        return made[-1]
+
+    yield make
+    for deployment in made:
+        deployment.close()
+
+
+def begun(d: Deployment, tag: str) -> DelayTask:
+    """Return a task of this tag that runs."""
+    task = d.schedule(tag)
+    wait_until(lambda: [str(task.id), "began"] in d.runs(), 20, f"{tag} to run")
+    return task
+
+
+@pytest.mark.parametrize(
+    ("database", "pool"),
+    [
+        pytest.param("postgresql", "prefork", marks=pytest.mark.quick),
+        ("mysql", "prefork"),
+        ("sqlite", "threads"),
+    ],
+)
+def test_a_running_task_hears_of_its_cancellation_and_is_not_retried(
+    deploy: Deploy, database: str, pool: str
+) -> None:
+    d = deploy(database)
+    d.worker(pool=pool)
+    for tag in ("cancel.checks", "cancel.threads", "cancel.coroutine"):
+        task, other = begun(d, tag), begun(d, tag)
+        assert d.delays.cancel(task, running=True).is_requested
+        wait_until(
+            lambda task=task: d.delays.get(task).is_finished,  # type: ignore[misc]
+            HEARD_S + SLACK_S,
+            f"{tag} to be cancelled",
+        )
+        assert d.delays.get(task).status is Status.CANCELLED
+        assert d.delays.get(other).status is Status.RUNNING
+        d.delays.cancel(other, running=True)
+        d.wait_for([other], Status.CANCELLED)
+
+
+def test_terminate_interrupts_a_processor_that_checks_nothing(deploy: Deploy) -> None:
+    d = deploy("postgresql")
+    worker = d.worker(concurrency=2)
+    task, other = begun(d, "cancel.deaf"), begun(d, "cancel.deaf")
+    assert d.delays.cancel(task, terminate=True).is_requested
+    d.wait_for([task], Status.CANCELLED)
+    assert [run for run in d.runs() if run[0] == str(task.id)] == [
+        [str(task.id), "began"],
+        [str(task.id), "interrupted"],
+    ]
+    assert d.delays.get(other).status is Status.RUNNING
+    note = d.schedule("test.note")
+    d.wait_for([note])
+    assert d.delays.get(note).worker == d.delays.get(task).worker, "its process lives on"
+    d.delays.cancel(other, terminate=True)
+    d.wait_for([other], Status.CANCELLED)
+    assert "Traceback" not in worker.log()

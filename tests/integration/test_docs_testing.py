@@ -1,0 +1,109 @@
+"""The projects of docs/testing.md: a reader who copies the blocks has tests that pass.
+
+The first line of a block names its file. The blocks of Django and Flask belong to the examples.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import make_url
+
+from tests.event_loops import DRIVERS
+from tests.integration.shops import new_database
+from tests.running import ROOT
+from tests.unit.test_docs import blocks
+
+PAGE = ROOT / "docs" / "testing.md"
+
+
+@pytest.fixture(
+    params=[
+        "sqlite",
+        pytest.param("postgresql", marks=pytest.mark.slow),
+        pytest.param("mysql", marks=pytest.mark.slow),
+    ]
+)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """Create an empty database."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'kit.sqlite3'}"
+        return
+    made, drop = new_database(request.getfixturevalue(f"{request.param}_url"))
+    yield made
+    drop()
+
+
+def write_files(heading: str, folder: Path) -> None:
+    """Write the files of a section."""
+    lines = PAGE.read_text().splitlines()
+    begins = lines.index(f"## {heading}")
+    ends = next(
+        (n for n, line in enumerate(lines) if n > begins and line.startswith("## ")), len(lines)
+    )
+    for block in blocks(PAGE):
+        named = re.match(r"# ([\w/]+\.py)\n", block.text)
+        if begins < block.line < ends and named is not None:
+            path = folder / named[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+
+
+def run(folder: Path, url: str, *arguments: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if not _is_ours(name)}
+    # A section takes minutes as its delay; the examples read theirs from the environment.
+    ours = {
+        "PYTHONPATH": str(ROOT), "DATABASE_URL": url, "SHOP_DATABASE_URL": url,
+        "CELERY_BROKER_URL": "amqp://localhost:1//", "SHOP_PAY_WITHIN_S": "1800",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder, env={**kept, **ours}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith(("DELAYTASKS_", "PYTEST_"))
+
+
+def run_pytest(folder: Path, url: str, *options: str) -> str:
+    (folder / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    return run(folder, url, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options)
+
+
+def test_celery_and_sqlalchemy(url: str, tmp_path: Path) -> None:
+    write_files("Celery and SQLAlchemy", tmp_path)
+    assert "4 passed" in run_pytest(tmp_path, url)
+    assert "4 passed" in run_pytest(tmp_path, url)  # the first run has left no rows
+
+
+def test_django(url: str, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples" / "django_shop", project)
+    write_files("Django", project)
+    assert "Ran 2 tests" in run(project, url, "-W", "ignore", "manage.py", "test")
+    assert "3 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
+
+
+def test_flask_sqlalchemy(url: str, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples" / "flask_shop", project)
+    write_files("Flask-SQLAlchemy", project)
+    assert "1 passed" in run_pytest(project, url, "test_orders.py")
+
+
+def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
+    write_files("FastAPI and asyncio", tmp_path)
+    place = make_url(url)
+    driver = DRIVERS[place.get_driver_name()]
+    asynchronous = place.set(drivername=f"{place.get_backend_name()}+{driver}")
+    assert "1 passed" in run_pytest(tmp_path, asynchronous.render_as_string(hide_password=False))

@@ -1,0 +1,186 @@
+"""The pytest plugin, in test runs of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.running import ROOT
+
+CONFTEST = """
+    import pytest
+    from celery import Celery
+    from sqlalchemy import create_engine
+
+    from delaytasks import DelayTasks
+
+    app = DelayTasks(Celery("shop", broker="amqp://localhost:1//"), "sqlite:///shop.sqlite3")
+    closed = []
+    app.processor("order.close")(closed.append)
+
+    @pytest.fixture(scope="session", autouse=True)
+    def tables():
+        engine = create_engine("sqlite:///shop.sqlite3")
+        with engine.begin() as connection:
+            app.create_tables(connection)
+        engine.dispose()
+"""
+
+
+def run_pytest(folder: Path, tests: str, *options: str, conftest: str = CONFTEST) -> str:
+    """Run tests in an empty folder as a user does, and return the output."""
+    (folder / "conftest.py").write_text(textwrap.dedent(conftest))
+    (folder / "test_shop.py").write_text(textwrap.dedent(tests))
+    (folder / "pytest.ini").write_text("[pytest]\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name in [name for name in environment if name.startswith(("DELAYTASKS_", "PYTEST_"))]:
+        del environment[name]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.stdout + done.stderr
+
+
+def test_the_fixture_finds_the_instance_of_the_current_celery_app(tmp_path: Path) -> None:
+    output = run_pytest(
+        tmp_path,
+        """
+        from conftest import app, closed
+
+        def test_it(delays):
+            app.schedule_delay("order.close", 7, "30m", key="7")
+            delays.assert_scheduled("order.close", key="7", within="30m")
+            delays.fast_forward("30m")
+            assert closed == [7]
+
+        def test_inline(inline_delays):
+            app.schedule_delay("order.close", 8, "30m")
+            assert closed == [7, 8]
+        """,
+    )
+    assert "2 passed" in output, output
+
+
+def test_a_failed_assertion_shows_the_line_of_the_test_and_the_difference(tmp_path: Path) -> None:
+    output = run_pytest(
+        tmp_path,
+        """
+        from conftest import app
+
+        def test_it(delays):
+            app.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+            delays.assert_scheduled("order.close", key="7", body={"order": 8})
+        """,
+    )
+    assert ">       delays.assert_scheduled(" in output, output
+    assert "E           body['order']: expected 8, got 7" in output
+    assert "tester.py" not in output.partition("short test summary")[0].partition("Captured")[0]
+
+
+def test_the_error_of_a_processor_shows_its_own_line(tmp_path: Path) -> None:
+    output = run_pytest(
+        tmp_path,
+        """
+        from conftest import app
+
+        @app.processor("order.fail")
+        def fail(body):
+            raise ValueError("no money")
+
+        def test_it(delays):
+            app.schedule_delay("order.fail", 7, 0)
+            delays.run_due()
+        """,
+    )
+    assert '>       raise ValueError("no money")' in output, output
+    assert "E       raised by the processor of task" in output or sys.version_info < (3, 11)
+
+
+def test_a_run_without_the_fixtures_imports_nothing_of_delaytasks(tmp_path: Path) -> None:
+    output = run_pytest(
+        tmp_path,
+        """
+        import sys
+
+        def test_it():
+            names = {name.partition(".")[0] for name in sys.modules}
+            assert not names & {"delaytasks", "celery", "kombu", "sqlalchemy"}
+        """,
+        conftest="",
+    )
+    assert "1 passed" in output, output
+
+
+@pytest.mark.parametrize(("name", "bind"), [("delays_instance", "None"), ("delays_bind", "None")])
+def test_each_fixture_can_be_overridden(tmp_path: Path, name: str, bind: str) -> None:
+    output = run_pytest(
+        tmp_path,
+        f"""
+        import pytest
+        from conftest import app
+
+        seen = []
+
+        @pytest.fixture
+        def {name}():
+            seen.append(1)
+            return app if {name!r} == "delays_instance" else {bind}
+
+        def test_it(delays):
+            assert delays.scheduled() == []
+            assert seen == [1]
+        """,
+    )
+    assert "1 passed" in output, output
+
+
+def test_pytest_django_rolls_the_tasks_of_a_test_back(tmp_path: Path) -> None:
+    """The marks and fixtures of pytest-django, with the project of an example."""
+    pytest.importorskip("pytest_django")
+    output = run_pytest(
+        tmp_path,
+        """
+        import pytest
+        from delaytasks import schedule_delay
+        from orders.models import Order
+
+        def place():
+            order = Order.objects.create(item="a pen")
+            schedule_delay("order.close", {"order": order.pk}, "30m", key="7")
+            return order
+
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_it(db, delays, number):
+            order = place()
+            delays.assert_scheduled("order.close", key="7", within="30m")
+            delays.fast_forward("30m")
+            order.refresh_from_db()
+            assert order.status == "closed"
+
+        @pytest.mark.parametrize("number", [1, 2])
+        def test_committed(transactional_db, delays, number):
+            delays.clear()
+            test_it(None, delays, number)
+
+        def test_inline(db, inline_delays, django_capture_on_commit_callbacks):
+            with django_capture_on_commit_callbacks(execute=True):
+                order = place()
+            order.refresh_from_db()
+            assert order.status == "closed"
+
+        def test_without_db(delays):
+            with pytest.raises(RuntimeError, match="Database access not allowed"):
+                delays.scheduled()
+        """,
+        "--ds=shop.settings",
+        "-o",
+        f"pythonpath={ROOT / 'examples' / 'django_shop'}",
+        conftest="",
+    )
+    assert "6 passed" in output, output

@@ -1,0 +1,246 @@
+"""Occurrences of cron expressions against a search of every minute with `zoneinfo`.
+
+The search knows nothing of `cronsim`: it reads the fields itself, and asks for each minute what the
+clocks of the zone show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from functools import cache
+from zoneinfo import ZoneInfo, available_timezones
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from delaytasks.core.clock import UTC
+from delaytasks.recurrence.timing import Every, parse_timing
+
+MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+ZONES = sorted(available_timezones() - {"localtime", "Factory"})
+YEAR = datetime(2027, 1, 1, tzinfo=UTC)
+
+
+@cache
+def transitions(zone: str) -> list[datetime]:
+    """Return the hours of 2027 and 2028 in which the zone changes its offset."""
+
+    def differs(at: datetime, step: timedelta) -> bool:
+        return at.astimezone(tz).utcoffset() != (at + step).astimezone(tz).utcoffset()
+
+    tz = ZoneInfo(zone)
+    days = [YEAR + n * DAY for n in range(2 * 366)]
+    hours = [day + n * HOUR for day in days if differs(day, DAY) for n in range(24)]
+    return [hour for hour in hours if differs(hour, HOUR)]
+
+
+CHANGING = [zone for zone in ZONES if transitions(zone)]
+
+
+def numbers(field: str, least: int, most: int) -> set[int]:
+    """Return the numbers that a field of the generated expressions names."""
+    found: set[int] = set()
+    for part in field.split(","):
+        span, _, step = part.partition("/")
+        first, _, last = span.partition("-")
+        if first == "*":
+            begin, end = least, most
+        else:
+            begin, end = int(first), int(last or (most if step else first))
+        found.update(range(begin, end + 1, int(step or 1)))
+    return found
+
+
+class Expected:
+    """The occurrences of an expression, found minute by minute."""
+
+    def __init__(self, expression: str, zone: str) -> None:
+        minute, hour, day, month, weekday = expression.split()
+        self._minutes, self._hours = numbers(minute, 0, 59), numbers(hour, 0, 23)
+        self._days, self._months = numbers(day, 1, 31), numbers(month, 1, 12)
+        self._weekdays = numbers(weekday, 0, 6)
+        self._is_either = not (day.startswith("*") or weekday.startswith("*"))
+        self._is_fixed = not (minute.startswith("*") or hour.startswith("*"))
+        self._zone = ZoneInfo(zone)
+
+    def between(self, since: datetime, until: datetime) -> Iterator[datetime]:
+        """Yield the occurrences after `since`, up to `until`. Both are whole minutes."""
+        at = since
+        # What the clocks have shown in the day before does not count again.
+        shown = {self._wall(at - n * MINUTE) for n in range(24 * 60)} if self._is_fixed else set()
+        previous = self._wall(at)
+        while at < until:
+            at += MINUTE
+            wall = self._wall(at)
+            if not self._is_fixed:
+                is_due = self._matches(wall)
+            else:
+                is_due = self._matches(wall) and wall not in shown
+                missing = previous + MINUTE
+                while missing < wall:  # the clocks have skipped these times
+                    is_due = is_due or (self._matches(missing) and missing not in shown)
+                    missing += MINUTE
+                shown.add(wall)
+                previous = wall if wall > previous else previous
+            if is_due:
+                yield at
+
+    def _wall(self, at: datetime) -> datetime:
+        return at.astimezone(self._zone).replace(tzinfo=None, fold=0)
+
+    def _matches(self, wall: datetime) -> bool:
+        has_day, has_weekday = wall.day in self._days, wall.isoweekday() % 7 in self._weekdays
+        return (
+            wall.minute in self._minutes
+            and wall.hour in self._hours
+            and wall.month in self._months
+            and (has_day or has_weekday if self._is_either else has_day and has_weekday)
+        )
+
+
+def field(least: int, most: int, wild: int = 1) -> st.SearchStrategy[str]:
+    number = st.integers(least, most)
+    return st.one_of(
+        *[st.just("*")] * wild,
+        number.map(str),
+        st.lists(number, min_size=2, max_size=4, unique=True).map(
+            lambda some: ",".join(map(str, sorted(some)))
+        ),
+        st.sampled_from([2, 5, 7, 15]).map(lambda step: f"*/{step}"),
+        st.tuples(number, number).map(lambda two: f"{min(two)}-{max(two)}"),
+    )
+
+
+days = st.one_of(*[st.just("*")] * 8, field(1, 31))
+weekdays = st.one_of(*[st.just("*")] * 8, field(0, 6))
+expressions = st.tuples(field(0, 59), field(0, 5, 2), days, st.just("*"), weekdays).map(" ".join)
+
+
+def occurrences(expression: str, zone: str, since: datetime, until: datetime) -> list[datetime]:
+    timing = parse_timing(expression, zone)
+    found, at = list[datetime](), timing.after(since)
+    while at is not None and at <= until:
+        found.append(at)
+        at = timing.after(at)
+    return found
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(CHANGING), st.integers(0, 100), expressions, st.integers(-1800, 300))
+@example("Europe/Berlin", 0, "30 2 * * *", -600)
+@example("Europe/Berlin", 1, "30 2 * * *", -600)
+@example("Australia/Lord_Howe", 0, "*/15 2 * * *", -60)
+@example("Australia/Lord_Howe", 1, "0,30 1,2 * * *", -60)
+@example("America/Havana", 0, "0,30 0 * * *", -120)
+@example("Antarctica/Troll", 0, "*/30 1-3 * * *", -120)
+def test_occurrences_around_a_change_of_the_clocks(
+    zone: str, number: int, expression: str, minutes: int
+) -> None:
+    around = transitions(zone)
+    since = around[number % len(around)] + minutes * MINUTE
+    expected = [*Expected(expression, zone).between(since, since + 2 * DAY)]
+    assert occurrences(expression, zone, since, since + 2 * DAY) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zone", CHANGING)
+@pytest.mark.parametrize(
+    "expression", ["30 2 * * *", "*/20 * * * *", "0,45 0-3 * * *", "*/30 1-2 * * *"]
+)
+def test_occurrences_at_each_change_of_each_zone(zone: str, expression: str) -> None:
+    for change in transitions(zone):
+        since, until = change - 6 * 60 * MINUTE, change + 30 * 60 * MINUTE
+        expected = [*Expected(expression, zone).between(since, until)]
+        assert occurrences(expression, zone, since, until) == expected, change
+
+
+@pytest.mark.parametrize(
+    ("expression", "zone", "since", "expected"),
+    [
+        # The clocks go from 2:00 to 3:00 on 28 March, and from 3:00 to 2:00 on 31 October.
+        (
+            "30 2 * * *",
+            "Europe/Berlin",
+            "2027-03-27T12:00Z",
+            ["2027-03-28T01:00Z", "2027-03-29T00:30Z"],
+        ),
+        (
+            "30 2 * * *",
+            "Europe/Berlin",
+            "2027-10-30T12:00Z",
+            ["2027-10-31T00:30Z", "2027-11-01T01:30Z"],
+        ),
+        (
+            "30 * * * *",
+            "Europe/Berlin",
+            "2027-03-28T00:00Z",
+            ["2027-03-28T00:30Z", "2027-03-28T01:30Z"],
+        ),
+        (
+            "30 * * * *",
+            "Europe/Berlin",
+            "2027-10-31T00:00Z",
+            ["2027-10-31T00:30Z", "2027-10-31T01:30Z"],
+        ),
+        (
+            "0 9 * * mon-fri",
+            "Asia/Tokyo",
+            "2027-01-01T12:00Z",
+            ["2027-01-04T00:00Z", "2027-01-05T00:00Z"],
+        ),
+        ("0 0 l * *", "UTC", "2028-02-01T00:00Z", ["2028-02-29T00:00Z", "2028-03-31T00:00Z"]),
+        ("0 0 29 2 *", "UTC", "2028-03-01T00:00Z", ["2032-02-29T00:00Z", "2036-02-29T00:00Z"]),
+        (
+            "*/20 0 9 * * *",
+            "UTC",
+            "2027-01-01T09:00:05Z",
+            ["2027-01-01T09:00:20Z", "2027-01-01T09:00:40Z"],
+        ),
+        (
+            "crontab 0 0 13 * 5",
+            "UTC",
+            "2027-01-01T00:00Z",
+            ["2027-08-13T00:00Z", "2028-10-13T00:00Z"],
+        ),
+    ],
+)
+def test_known_occurrences(expression: str, zone: str, since: str, expected: list[str]) -> None:
+    timing, at = parse_timing(expression, zone), read(since)
+    for each in expected:
+        following = timing.after(at)
+        assert following == read(each)
+        at = following
+
+
+def read(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+@given(
+    st.integers(1, 10**7),
+    st.datetimes(datetime(2020, 1, 1), datetime(2040, 1, 1)),
+    st.integers(-100, 10**9),
+)
+def test_an_interval_has_the_next_multiple_after_its_start(
+    seconds: int, start: datetime, later: int
+) -> None:
+    begin = start.replace(tzinfo=UTC, microsecond=0)
+    instant = begin + timedelta(seconds=later)
+    found = Every(timedelta(seconds=seconds), begin).after(instant)
+    assert found is not None
+    assert found > instant
+    assert (found - begin) % timedelta(seconds=seconds) == timedelta()
+    assert found == begin or found - timedelta(seconds=seconds) <= instant
+
+
+def test_a_solar_event_is_the_one_of_celery() -> None:
+    pytest.importorskip("ephem")
+    timing = parse_timing("solar sunset 52.5 13.4", "UTC")
+    at = timing.after(read("2027-06-21T12:00Z"))
+    assert at is not None
+    assert read("2027-06-21T19:25Z") < at < read("2027-06-21T19:45Z")
+    following = timing.after(at)
+    assert following is not None
+    assert timedelta(hours=23) < following - at < timedelta(hours=25)

@@ -1,0 +1,141 @@
+"""Random sweeps, deaths, pauses and runs: no occurrence has two tasks, and none is left out."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from delaytasks import DelayTask, Status
+from tests.conformance.recurring.recurring_harness import RecurringHarness
+from tests.conformance.recurring.test_kills import Killer
+from tests.conftest import empty, open_store
+
+EVERY_S = 10
+
+
+class Schedules(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self._folder = tempfile.TemporaryDirectory()
+        url = f"sqlite:///{Path(self._folder.name) / 'test.sqlite3'}"
+        self._store = open_store(url, table_prefix="s_")
+        self._harness = RecurringHarness(url, self._store)
+        [shard] = self._harness.delays.shards
+        object.__setattr__(shard, "clock", self._harness.clock)
+
+    @initialize(overlap=st.sampled_from(["allow", "skip"]), jitter=st.sampled_from([0, 7]))
+    def begin(self, overlap: Any, jitter: int) -> None:
+        empty(self._store)
+        harness = self._harness
+        self.now_s, self.since_s = 0.0, 0.0
+        self.is_paused, self.is_alone = False, overlap == "skip"
+        harness.recurring.set(
+            "r",
+            "report",
+            every=EVERY_S,
+            start=harness.at(EVERY_S),
+            missed="all",
+            most_missed=1000,
+            overlap=overlap,
+            jitter=jitter,
+        )
+
+    @rule(seconds=st.sampled_from([0.0, 1.0, 5.0, 10.0, 33.0, 200.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now_s += seconds
+        self._set_clock()
+
+    @rule()
+    def sweep(self) -> None:
+        self._harness.sweep(self.now_s)
+        if not self.is_paused and not self.is_alone:
+            first_s = self.since_s // EVERY_S * EVERY_S + EVERY_S
+            expected = {
+                self._harness.at(first_s + n * EVERY_S)
+                for n in range(int((self.now_s - first_s) // EVERY_S) + 1)
+            }
+            assert expected <= self._occurrences().keys(), "occurrences without a task"
+
+    @rule(step=st.integers(1, 20))
+    def die(self, step: int) -> None:
+        Killer(self._harness, step).sweep(self.now_s)
+
+    @rule()
+    def finish_what_is_due(self) -> None:
+        now = self._harness.at(self.now_s)
+        self._harness.finish([task for task in self._waiting() if task.expected_time <= now])
+
+    @precondition(lambda self: not self.is_paused)
+    @rule()
+    def pause(self) -> None:
+        self._harness.recurring.pause("r")
+        self.is_paused = True
+        now, jitter = self._harness.at(self.now_s), timedelta(seconds=7)
+        later = [task for task in self._waiting() if task.expected_time > now + jitter]
+        assert not later, "a paused schedule runs"
+
+    @precondition(lambda self: self.is_paused)
+    @rule()
+    def resume(self) -> None:
+        self._harness.recurring.resume("r")
+        self.is_paused, self.since_s = False, self.now_s
+
+    @rule()
+    def run_now(self) -> None:
+        self.now_s += 0.01  # two runs in one millisecond would have one key
+        self._set_clock()
+        self._harness.recurring.run("r")
+
+    @invariant()
+    def no_occurrence_has_two_tasks(self) -> None:
+        assert [at for at, count in self._occurrences().items() if count > 1] == []
+
+    @invariant()
+    def tasks_of_a_schedule_without_overlap_wait_alone(self) -> None:
+        if self.is_alone:
+            made = [task for task in self._waiting() if "." not in (task.key or "")]
+            assert len(made) <= 1
+
+    def _occurrences(self) -> Counter[Any]:
+        """Return how many tasks each occurrence has, without those that a pause has cancelled."""
+        keys = Counter(
+            task.key
+            for task in self._harness.tasks()
+            if task.status is not Status.CANCELLED and "." not in (task.key or "")
+        )
+        harness = self._harness
+        schedule = harness.recurring.get("r")
+        known = {
+            schedule.key_of(harness.at(n * EVERY_S)): harness.at(n * EVERY_S)
+            for n in range(int(self.now_s // EVERY_S) + 30)
+        }
+        return Counter({known[key or ""]: count for key, count in keys.items()})
+
+    def _waiting(self) -> list[DelayTask]:
+        return [task for task in self._harness.tasks() if not task.is_finished]
+
+    def _set_clock(self) -> None:
+        clock = self._harness.clock
+        clock.advance((self._harness.at(self.now_s) - clock.now()).total_seconds())
+
+    def teardown(self) -> None:
+        self._harness.close()
+        self._store.close()
+        self._folder.cleanup()
+
+
+TestSchedules = pytest.mark.slow(Schedules.TestCase)
+TestSchedules.settings = settings(
+    max_examples=15,
+    stateful_step_count=25,
+    deadline=None,
+    phases=[Phase.explicit, Phase.reuse, Phase.generate],  # a step takes too long to shrink many
+)

@@ -1,0 +1,177 @@
+"""A deployment with tasks in all states, its console, and viewers with each role."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from celery import Celery
+from flask import Flask
+from flask.testing import FlaskClient
+from sqlalchemy import update
+
+from delaytasks import DelayTasks, Retry
+from delaytasks.console.application import make_console
+from delaytasks.console.server import make_server
+from delaytasks.console.viewers import HostAccess, Role, Viewer
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
+
+#: What other users may write into tags, keys, bodies and errors.
+HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">'\"{{7*7}}"
+SECRET = "card 4111-secret"
+
+
+def make_delays(url: str, **settings: Any) -> DelayTasks:
+    """Return a `DelayTasks` with empty tables and a few processors."""
+    delays = DelayTasks(
+        Celery("shop", broker="memory://"), url, timer="direct", strict_tags=False, **settings
+    )
+
+    @delays.processor("pay.notify")
+    def notify(body: Any) -> None:
+        raise ConnectionError(
+            f"HTTPSConnectionPool(host='pay.example', port={body['port']}): timed out"
+        )
+
+    @delays.processor("report.build")
+    def build(body: Any) -> None:
+        raise ValueError(f"no template for order {body['order']}")
+
+    @delays.processor("order.close", keep_result=True)
+    def close(body: Any) -> Any:
+        return {"closed": body["order"]}
+
+    @delays.processor("stock.sync")
+    def sync(body: Any) -> Any:
+        return Retry(reason="the warehouse answers 503")
+
+    @delays.processor("hostile")
+    def hostile(body: Any) -> None:
+        raise ValueError(HOSTILE)
+
+    store = wiring_of(delays).store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+        store.schema.metadata.create_all(connection)
+    return delays
+
+
+def fill(delays: DelayTasks) -> None:
+    """Add tasks in all states, workers, policies, schedules and sweeps."""
+    store = wiring_of(delays).store
+    for number in range(9):
+        delays.schedule_delay("report.build", {"order": 900 + number}, 0, key=f"report-{number}")
+    for number in range(4):
+        body = {"port": 440 + number, "card": SECRET, "big": 2**60 + 1}
+        delays.schedule_delay("pay.notify", body, 0, meta={"tenant": "acme"})
+    for number in range(30):
+        delays.schedule_delay("order.close", {"order": number}, 0, key=f"order-{number}")
+    delays.schedule_delay("pay.notify", {"port": 8443}, 0, key="retrying", retries="5m 1h")
+    delays.schedule_delay("hostile", {"text": HOSTILE}, 0, key=HOSTILE[:60])
+    runner = delays.runner()
+    while runner.run_due("default", range(10), limit=100).ran:
+        pass  # on a slow machine, the budget of one chunk ends before all have run
+    for number in range(160):
+        delay = 40 + number * 9 + (number % 7) * 13 + (number // 40) * 60
+        delays.schedule_delay(
+            "order.close" if number % 3 else "mail.send", {"order": number}, delay, key=f"o{number}"
+        )
+    for number in range(12):
+        delays.schedule_delay(
+            "feed.read", {"feed": number}, 3600 * 24 * (number + 1), queue="feeds"
+        )
+    delays.pause(tag="mail.send", actor="maria")
+    delays.set_policy(tag="pay.notify", concurrency=10, rate="100/s", actor="maria")
+    delays.recurring.set("report-nightly", "report.build", {}, cron="0 2 * * *", tz="Europe/Berlin")
+    delays.recurring.set("feeds", "feed.read", {"feed": 1}, every="5m", overlap="skip")
+    delays.recurring.pause("feeds", actor="maria")
+    delays.cancel_many(
+        tag="feed.read", since=wiring_of(delays).clock.now() + timedelta(days=9), actor="maria"
+    )
+    for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
+        store.workers.report(name, queues, "prefork", 8, 1400, ["order.close", "pay.notify"])
+    wiring_of(delays).sweeper.sweep(0)
+    spread_failures(delays)
+    write_statistics(delays)
+
+
+def write_statistics(delays: DelayTasks) -> None:
+    """Write what workers would have counted in the last hour."""
+    store, now = wiring_of(delays).store, wiring_of(delays).clock.now()
+    unwritten = Unwritten()
+    for ago in range(60):
+        counts = RunCounts()
+        runs = int(220 + 90 * math.sin(ago / 9) + 17 * (ago % 5)) - ago
+        counts.add_outcome("done", runs)
+        counts.add_outcome("failed", max(6 - ago // 3, 0))
+        counts.add_outcome("retried", ago % 4)
+        for number in range(runs):
+            slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
+            counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, None)
+        unwritten.add_run(int(now.timestamp()) // 60 - ago, "order.close", counts)
+    table = StatisticsTable(store.database, store.schema)
+    with store.database.begin() as connection:
+        table.add(connection, unwritten, now)
+
+
+def spread_failures(delays: DelayTasks) -> None:
+    """Let the failed tasks have failed one after the other, within some hours."""
+    store = wiring_of(delays).store
+    t = store.schema.tasks
+    for number, task in enumerate(delays.find(status="FAILED", tag="report.build")):
+        ago = -(number**2) * 900.0
+        with store.database.begin() as connection:
+            statement = update(t).where(t.c.id == task.id)
+            connection.execute(statement.values(update_time=db_now_plus(ago)))
+
+
+class Site:
+    """A console whose viewer the test chooses."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self.delays = delays
+        self.viewer: Viewer | None = Viewer("maria", Role.ADMIN)
+        self.app: Flask = make_console(delays, HostAccess(lambda environ: self.viewer))
+
+    def client(self, role: Role | None = Role.ADMIN) -> FlaskClient:
+        self.viewer = None if role is None else Viewer("maria", role)
+        return self.app.test_client()
+
+
+def token_of(client: FlaskClient, path: str = "/") -> str:
+    """Return the CSRF token of a page's forms."""
+    found = re.search(r'name="csrf" value="([^"]+)"', client.get(path).text)
+    assert found is not None
+    return found[1]
+
+
+def post(client: FlaskClient, path: str, **fields: Any) -> Any:
+    """Send a form as a browser does, and return the answer."""
+    return client.post(path, data={"csrf": token_of(client), **fields})
+
+
+@contextmanager
+def served(app: Any, trusted_proxy: str | None = None) -> Iterator[str]:
+    """Serve a WSGI application, and yield its address."""
+    server = make_server(app, "127.0.0.1", 0, "", trusted_proxy)
+
+    def run() -> None:
+        with suppress(OSError):  # the socket that it waits for is closed below
+            server.run()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.effective_port}"
+    finally:
+        server.close()
+        thread.join(10)

@@ -1,0 +1,282 @@
+"""Who may open which page of the console, and do which action."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from werkzeug.routing import Rule
+
+from delaytasks.console import requests
+from delaytasks.console.application import make_console
+from delaytasks.console.login_limit import MOST_FAILURES, MOST_OF_ADDRESS, LoginLimit
+from delaytasks.console.requests import SESSION_S
+from delaytasks.console.users import FIRST_USER, UserFile
+from delaytasks.console.viewers import HostAccess, ProxyAccess, Role, Viewer
+from delaytasks.core.errors import ConfigError
+from delaytasks.wiring import wiring_of
+from tests.ui.console_site import SECRET, Site, post, token_of
+
+#: The least role of each page and action. A new route needs a line here.
+ROLES = {
+    "GET": {
+        Role.VIEW: "overview tasks task failures failure queues workers policies recurring audit",
+        Role.OPERATE: "bulk bulk_run",
+    },
+    "POST": {
+        Role.VIEW: "log_out preferences",
+        Role.OPERATE: (
+            "cancel_task rerun_task reschedule_task run_task_now pause resume start_bulk stop_bulk "
+            "undo_bulk undo_entry pause_recurring resume_recurring run_recurring"
+        ),
+        Role.ADMIN: "set_limits clear_policy set_recurring remove_recurring",
+    },
+}
+LEAST = {
+    (method, endpoint): role
+    for method, by_role in ROLES.items()
+    for role, names in by_role.items()
+    for endpoint in names.split()
+}
+#: Without a viewer, these answer: they are part of the login page.
+OPEN = {("GET", "static"), ("GET", "login"), ("POST", "log_in")}
+
+
+def routes(site: Site) -> list[tuple[str, Rule]]:
+    return [
+        (method, rule)
+        for rule in site.app.url_map.iter_rules()
+        for method in sorted((rule.methods or set()) & {"GET", "POST", "PUT", "PATCH", "DELETE"})
+    ]
+
+
+def path_of(site: Site, rule: Rule) -> str:
+    values: dict[str, Any] = {"id": "123456789", "name": "nothing", "filename": "console.css"}
+    with site.app.test_request_context():
+        return site.app.url_for(rule.endpoint, **{name: values[name] for name in rule.arguments})
+
+
+def test_each_route_has_a_role(site: Site) -> None:
+    known = {(method, rule.endpoint) for method, rule in routes(site)}
+    assert known == LEAST.keys() | OPEN
+
+
+@pytest.mark.parametrize("role", [None, *Role])
+def test_each_route_is_refused_below_its_role(own_site: Site, role: Role | None) -> None:
+    for method, rule in routes(own_site):
+        if (method, rule.endpoint) in OPEN:
+            continue
+        client = own_site.client(Role.VIEW)
+        token = token_of(client)
+        own_site.client(role)
+        answer = client.open(path_of(own_site, rule), method=method, data={"csrf": token})
+        where = f"{method} {rule.rule} as {role}: {answer.status}"
+        if role is None:
+            assert answer.status_code == 401, where
+        elif role < LEAST[method, rule.endpoint]:
+            assert answer.status_code == 403, where
+        else:
+            assert answer.status_code not in (401, 403, 500), where
+
+
+@pytest.mark.parametrize("token", [None, "", "wrong"])
+def test_each_action_needs_the_token_of_the_session(site: Site, token: str | None) -> None:
+    client = site.client()
+    token_of(client)
+    for method, rule in routes(site):
+        if method == "POST":
+            data = {} if token is None else {"csrf": token}
+            assert client.post(path_of(site, rule), data=data).status_code == 403, rule.rule
+
+
+def test_a_form_of_another_site_is_refused_even_with_the_token(site: Site) -> None:
+    client = site.client()
+    data = {"csrf": token_of(client), "theme": "dark"}
+    foreign = {"Origin": "https://evil.example"}
+    assert client.post("/preferences", data=data, headers=foreign).status_code == 403
+    cross = {"Sec-Fetch-Site": "cross-site"}
+    assert client.post("/preferences", data=data, headers=cross).status_code == 403
+    own = {"Origin": "http://localhost", "Sec-Fetch-Site": "same-origin"}
+    assert client.post("/preferences", data=data, headers=own).status_code == 303
+
+
+def test_answers_allow_no_inline_code_and_no_other_host(site: Site) -> None:
+    client = site.client()
+    for path in ("/", "/tasks", "/nothing", "/static/console.css"):
+        with client.get(path) as answer:
+            headers = answer.headers
+        policy = headers["Content-Security-Policy"]
+        assert "unsafe" not in policy
+        assert "default-src 'none'" in policy
+        assert "frame-ancestors 'none'" in policy
+        assert headers["X-Content-Type-Options"] == "nosniff"
+    for path in ("/", "/tasks", "/failures", "/policies", "/recurring", "/queues", "/workers"):
+        text = client.get(path).text
+        assert not re.search(r"<[^>]+\s(style|on\w+)=", text), path
+        assert not re.search(r"<script(?![^>]* src=)", text), path
+        assert not re.search(r'(src|href|action)="(https?:)?//', text), path
+
+
+def test_an_error_of_the_access_rule_has_an_error_page(site: Site) -> None:
+    def broken(environ: Any) -> Viewer | None:
+        raise LookupError("the users of the host cannot be read")
+
+    client = make_console(site.delays, HostAccess(broken)).test_client()
+    answer = client.get("/tasks")
+    assert answer.status_code == 500
+    assert "This page failed" in answer.text
+    with client.get("/static/console.css") as style:
+        assert style.status_code == 200, "the error page needs its style"
+
+
+def test_only_operators_see_bodies_and_meta(site: Site) -> None:
+    task = site.delays.find(tag="pay.notify", status="FAILED").tasks[0]
+    hidden = site.client(Role.VIEW).get(f"/tasks/{task.id}").text
+    assert SECRET not in hidden
+    assert "acme" not in hidden
+    refused = site.client(Role.VIEW).get("/tasks?meta=tenant%3Dacme").text
+    assert "cannot search by meta" in refused
+    assert "<tr data-row>" not in refused
+    shown = site.client(Role.OPERATE).get(f"/tasks/{task.id}").text
+    assert SECRET in shown
+    assert "tenant=acme" in shown
+    assert str(2**60 + 1) in shown
+
+
+# -- the login page -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> UserFile:
+    made = UserFile(tmp_path / "users.json")
+    made.set("ann", "a long password", Role.OPERATE)
+    return made
+
+
+def log_in(client: Any, name: str = "ann", password: str = "a long password", **more: str) -> Any:
+    data = {"csrf": token_of(client, "/login"), "name": name, "password": password, **more}
+    return client.post("/login", data=data)
+
+
+def test_a_user_logs_in_and_returns_to_the_page(site: Site, users: UserFile) -> None:
+    client = make_console(site.delays, users).test_client()
+    answer = client.get("/tasks?status=FAILED")
+    assert answer.status_code == 303
+    assert answer.location == "/login?next=/tasks?status%3DFAILED"
+    answer = log_in(client, next="/tasks?status=FAILED")
+    assert (answer.status_code, answer.location) == (303, "/tasks?status=FAILED")
+    cookie = answer.headers["Set-Cookie"]
+    assert "HttpOnly" in cookie
+    assert "SameSite=Lax" in cookie
+    assert client.get("/tasks").status_code == 200
+    assert post(client, "/logout").status_code == 303
+    assert client.get("/tasks").status_code == 303
+
+
+def test_cookies_are_secure_behind_https(site: Site, users: UserFile) -> None:
+    client = make_console(site.delays, users).test_client()
+    answer = client.get("/login", base_url="https://ops.example/")
+    assert "Secure" in answer.headers["Set-Cookie"]
+
+
+@pytest.mark.parametrize(
+    "target", ["https://evil.example", "//evil.example", "/\\evil.example", "javascript:alert(1)"]
+)
+def test_a_login_leads_to_no_other_site(site: Site, users: UserFile, target: str) -> None:
+    client = make_console(site.delays, users).test_client()
+    assert log_in(client, next=target).location == "/"
+
+
+@pytest.mark.parametrize(("name", "password"), [("ann", "wrong"), ("nobody", "a long password")])
+def test_wrong_logins_are_refused_and_soon_limited(
+    site: Site, users: UserFile, name: str, password: str
+) -> None:
+    client = make_console(site.delays, users).test_client()
+    for _ in range(MOST_FAILURES):
+        assert log_in(client, name, password).status_code == 401
+    answer = log_in(client, name, "a long password")
+    assert answer.status_code == 429, "the right password is refused too, for a while"
+    assert client.get("/tasks").status_code == 303
+
+
+def test_failed_logins_lock_neither_a_name_elsewhere_nor_others_at_the_address(
+    site: Site, users: UserFile
+) -> None:
+    users.set("bob", "a long password", Role.VIEW)
+    console = make_console(site.delays, users)
+    for _ in range(MOST_FAILURES):
+        assert log_in(console.test_client(), "ann", "wrong").status_code == 401
+    assert log_in(console.test_client(), "ann").status_code == 429
+    assert log_in(console.test_client(), "bob").status_code == 303
+    elsewhere = console.test_client()
+    elsewhere.environ_base["REMOTE_ADDR"] = "192.0.2.7"
+    assert log_in(elsewhere, "ann").status_code == 303
+
+
+def test_an_address_cannot_try_passwords_of_many_names() -> None:
+    limit = LoginLimit()
+    for number in range(MOST_OF_ADDRESS):
+        assert limit.wait_s(f"user-{number}", "192.0.2.7") == 0
+        limit.failed(f"user-{number}", "192.0.2.7")
+        limit.succeeded("ann", "192.0.2.7")
+    assert limit.wait_s("ann", "192.0.2.7") > 0
+    assert limit.wait_s("ann", "192.0.2.8") == 0
+
+
+def test_a_session_ends_with_the_user_the_role_and_the_password(
+    site: Site, users: UserFile
+) -> None:
+    client = make_console(site.delays, users).test_client()
+    log_in(client)
+    assert client.get("/bulk?action=cancel&tag=x").status_code == 200
+    users.set("ann", "a long password", Role.VIEW)
+    assert client.get("/bulk?action=cancel&tag=x").status_code == 303, "the hash has changed"
+    log_in(client)
+    assert client.get("/bulk?action=cancel&tag=x").status_code == 403
+    users.remove("ann")
+    assert client.get("/").status_code == 303
+
+
+def test_a_session_ends_although_it_is_used(
+    site: Site, users: UserFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = make_console(site.delays, users).test_client()
+    log_in(client)
+    start = now = wiring_of(site.delays).clock.now().timestamp()
+    monkeypatch.setattr(requests, "now_s", lambda: now)
+    while now - start < SESSION_S - 3600:
+        now += 3600
+        assert client.get("/tasks").status_code == 200
+    now += 3700
+    assert client.get("/tasks").status_code == 303
+
+
+def test_the_file_has_hashes_only_and_belongs_to_its_owner(tmp_path: Path) -> None:
+    users = UserFile(tmp_path / "data" / "users.json")
+    password = users.make_first()
+    assert password is not None
+    assert password not in users.path.read_text()
+    assert users.path.stat().st_mode & 0o077 == 0
+    assert users.make_first() is None, "the password is generated once"
+    assert users.check(FIRST_USER, password) is not None
+    with pytest.raises(ConfigError, match="at least 10 characters"):
+        users.set("bob", "short", Role.VIEW)
+
+
+# -- a proxy --------------------------------------------------------------------------------------
+
+
+def test_the_header_of_a_proxy_counts_only_from_its_address(site: Site) -> None:
+    access = ProxyAccess("X-Forwarded-User", ["10.0.0.0/8"], Role.VIEW, {"ann": Role.ADMIN}.get)
+    console = make_console(site.delays, access).test_client()
+    named = {"X-Forwarded-User": "ann"}
+    trusted, foreign = {"REMOTE_ADDR": "10.1.2.3"}, {"REMOTE_ADDR": "192.0.2.1"}
+    answer = console.get("/", headers=named, environ_base=trusted)
+    assert (answer.status_code, '<span class="chip">admin</span>' in answer.text) == (200, True)
+    assert console.get("/", headers=named, environ_base=foreign).status_code == 401
+    assert console.get("/", environ_base=trusted).status_code == 401
+    assert console.get("/login", environ_base=trusted).status_code == 401
+    viewer = access.viewer({"HTTP_X_FORWARDED_USER": "bob", "REMOTE_ADDR": "10.0.0.1"}, {})
+    assert viewer == Viewer("bob", Role.VIEW)

@@ -1,0 +1,149 @@
+"""Each page of the console in Chromium: in light, dark and phone width, and with axe-core."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ui.console_site import HOSTILE, Site, served
+
+pytestmark = pytest.mark.slow
+
+AXE = Path(__file__).parent / "axe/axe-4.14.1.min.js"
+#: The rules of WCAG 2.0 to 2.2, levels A and AA, and axe-core's best practices.
+RUN_AXE = """() => axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa",
+    "wcag22aa", "best-practice"]})"""
+NAMES = (
+    "overview tasks task failures failure recurring policies queues workers audit bulk missing"
+).split()
+MODES: dict[str, dict[str, Any]] = {
+    "light": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "light"},
+    "dark": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "dark"},
+    "phone": {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"},
+}
+
+
+def paths_of(site: Site) -> dict[str, str]:
+    client = site.client()
+    task = site.delays.find(status="FAILED", tag="pay.notify").tasks[0]
+    group = re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)[0]
+    special = {
+        "overview": "/",
+        "task": f"/tasks/{task.id}",
+        "failure": group,
+        "bulk": "/bulk?action=cancel&tag=order.close",
+        "missing": "/nothing",
+    }
+    return {name: special.get(name, f"/{name}") for name in NAMES}
+
+
+@pytest.fixture(params=MODES)
+def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
+    """A tab whose errors, refused scripts and requests to other hosts fail the test."""
+    context = browser.new_context(**MODES[request.param], reduced_motion="reduce")
+    opened, problems = context.new_page(), []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on(
+        "console",
+        lambda message: (
+            problems.append(message.text)
+            if message.type == "error" and "404" not in message.text
+            else None
+        ),
+    )
+    opened.on(
+        "request",
+        lambda sent: problems.append(sent.url) if "//127.0.0.1:" not in sent.url else None,
+    )
+    yield opened
+    context.close()
+    assert problems == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_page_is_accessible_and_fits_its_window(
+    site: Site, address: str, page: Any, name: str
+) -> None:
+    page.goto(address + paths_of(site)[name])
+    # axe-core is loaded by the test, past the policy of the page.
+    page.evaluate(AXE.read_text())
+    found = page.evaluate(RUN_AXE)
+    assert len(found["passes"]) > 10
+    violations = [
+        (each["id"], [node["html"][:200] for node in each["nodes"]][:3])
+        for each in found["violations"]
+    ]
+    assert violations == []
+    too_wide = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(too_wide) <= 0
+    assert page.title() != "owned"
+
+
+@pytest.fixture
+def tab(browser: Any, address: str) -> Iterator[Any]:
+    context = browser.new_context(**MODES["light"])
+    opened = context.new_page()
+    opened.goto(address)
+    yield opened
+    context.close()
+
+
+def test_the_keyboard_opens_pages_the_palette_and_rows(tab: Any) -> None:
+    tab.keyboard.press("g")
+    tab.keyboard.press("t")
+    tab.wait_for_url("**/tasks")
+    tab.keyboard.press("j")
+    assert tab.locator("tr.chosen").count() == 1
+    tab.keyboard.press("Enter")
+    tab.wait_for_url(re.compile(r"/tasks/\d+$"))
+    tab.keyboard.press("Control+k")
+    tab.keyboard.type("audit")
+    tab.keyboard.press("Enter")
+    tab.wait_for_url("**/audit")
+    tab.keyboard.press("?")
+    assert tab.locator("#keys").is_visible()
+
+
+def test_a_dangerous_action_is_confirmed_first(tab: Any, site: Site, address: str) -> None:
+    task = site.delays.find(tag="order.close", status="NOT_COMPLETE").tasks[-1]
+    tab.goto(f"{address}/tasks/{task.id}")
+    tab.get_by_role("button", name="Cancel", exact=True).click()
+    tab.locator("#confirm").get_by_role("button", name="No").click()
+    assert site.delays.get(task.id).status.name == "NOT_COMPLETE"
+    tab.get_by_role("button", name="Cancel", exact=True).click()
+    tab.locator("#confirm").get_by_role("button", name="Yes").click()
+    tab.get_by_text("The task is cancelled.").wait_for()
+    assert site.delays.get(task.id).status.name == "CANCELLED"
+
+
+def test_a_page_follows_what_happens(tab: Any, site: Site, address: str) -> None:
+    task = site.delays.schedule_delay("order.close", {"order": 1}, 3600)
+    tab.goto(f"{address}/tasks/{task.id}")
+    tab.locator("h1 .status.waiting").wait_for()
+    site.delays.cancel(task)
+    tab.locator("h1 .status.cancelled").wait_for(timeout=20_000)
+
+
+def test_hostile_text_runs_no_script(tab: Any, site: Site, address: str) -> None:
+    task = site.delays.find(tag="hostile").tasks[0]
+    for path in ("/failures", f"/tasks/{task.id}"):
+        tab.goto(address + path)
+        assert HOSTILE[:20] in tab.locator("main").inner_text()
+        assert "owned" not in tab.title()
+        assert tab.locator("main img[src=x]").count() == 0
+
+
+def test_actions_work_without_scripts(browser: Any, own_site: Site) -> None:
+    task = own_site.delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
+    with served(own_site.app) as address:
+        context = browser.new_context(java_script_enabled=False)
+        opened = context.new_page()
+        opened.goto(f"{address}/tasks/{task.id}")
+        opened.get_by_role("button", name="Cancel", exact=True).click()
+        opened.get_by_text("The task is cancelled.").wait_for()
+        context.close()
+    assert own_site.delays.get(task.id).status.name == "CANCELLED"

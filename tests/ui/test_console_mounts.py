@@ -1,0 +1,198 @@
+"""The console in Flask, Django and FastAPI applications, and as a server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import a2wsgi
+import fastapi
+import httpx
+import pytest
+from click.testing import CliRunner
+from flask import Flask
+
+from delaytasks import DelayTasks
+from delaytasks.cli.main import main
+from delaytasks.console.application import make_console
+from delaytasks.console.server import make_server, standalone
+from delaytasks.console.users import FIRST_USER
+from delaytasks.console.viewers import HostAccess, Role, Viewer
+from delaytasks.contrib.flask_console import mount_console
+from delaytasks.core.errors import ConfigError
+from tests.integration.django_settings import configured
+from tests.ui.console_site import make_delays, served, token_of
+
+
+@pytest.fixture
+def delays(tmp_path: Path) -> Iterator[DelayTasks]:
+    url = f"sqlite:///{tmp_path / 'mounts.sqlite3'}"
+    made = make_delays(url)
+    yield made
+    made.close()
+
+
+def check_console(client: Any, delays: DelayTasks, get_text: Any) -> None:
+    """Open a page below /delays, follow a link to a style sheet, and pause a tag."""
+    text = get_text(client.get("/delays/tasks"))
+    assert "<title>Tasks" in text
+    assert 'hx-get="/delays/tasks"' in text, "the live view asks for this page again"
+    style = re.search(r'href="(/delays/static/console\.css[^"]*)"', text)
+    assert style is not None
+    assert "--ground" in get_text(client.get(style[1]))
+    token = re.search(r'name="csrf" value="([^"]+)"', text)
+    assert token is not None
+    data = {"csrf": token[1], "kind": "tag", "name": "mail", "next": "/policies"}
+    answer = client.post("/delays/policies/pause", data=data, follow_redirects=False)
+    assert answer.status_code == 303
+    assert answer.headers["Location"] == "/delays/policies"
+    assert delays.policies(tag="mail")[0].updated_by == "ann"
+    data["csrf"] = "wrong"
+    assert client.post("/delays/policies/resume", data=data).status_code == 403
+
+
+def test_in_flask_the_users_of_the_app_are_the_viewers(delays: DelayTasks) -> None:
+    app = Flask("shop")
+    app.secret_key = "a secret of the shop"
+    viewers = [Viewer("ann", Role.OPERATE)]
+    mount_console(app, "/delays", lambda: viewers[0] if viewers else None, delays)
+
+    @app.get("/own")
+    def own() -> str:
+        return "the shop"
+
+    client = app.test_client()
+
+    def text_of(answer: Any) -> str:
+        with answer:  # a file of the package stays open until then
+            text: str = answer.get_data(as_text=True)
+            return text
+
+    check_console(client, delays, text_of)
+    assert client.get("/own").text == "the shop"
+    viewers.clear()
+    assert client.get("/delays/").status_code == 401
+    app.secret_key = None
+    with pytest.raises(ConfigError, match="secret key"):
+        mount_console(app, "/other", lambda: None, delays)
+
+
+def test_in_django_staff_are_the_viewers(delays: DelayTasks) -> None:
+    with configured():
+        from django.test import Client, override_settings
+        from django.urls import include, path
+
+        people: dict[str, Any] = {}
+
+        def viewer(request: Any) -> Viewer | None:
+            found: Viewer | None = people.get("viewer")
+            return found
+
+        people["viewer"] = Viewer("ann", Role.OPERATE)
+        with override_settings(ALLOWED_HOSTS=["testserver"]):
+            from delaytasks.contrib.django.console import console_urls
+
+            class Urls:
+                urlpatterns = [path("delays/", include(console_urls(viewer, delays)))]
+
+            override = override_settings(ROOT_URLCONF=Urls)
+            override.enable()
+            client = Client(enforce_csrf_checks=True)
+            check_console(client, delays, lambda answer: answer.content.decode())
+            people.clear()
+            assert client.get("/delays/").status_code == 401
+            override.disable()
+
+
+class AsgiClient:
+    """A client of an ASGI application, with cookies."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._cookies = httpx.Cookies()
+
+    def get(self, path: str) -> httpx.Response:
+        return self._send("GET", path)
+
+    def post(self, path: str, data: Any = None, follow_redirects: bool = False) -> httpx.Response:
+        return self._send("POST", path, data=data)
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self._app)
+            async with httpx.AsyncClient(
+                transport=transport, base_url="http://shop", cookies=self._cookies
+            ) as client:
+                answer = await client.request(method, path, **options)
+                self._cookies.update(client.cookies)
+                return answer
+
+        return asyncio.run(send())
+
+
+def test_fastapi_mounts_it_as_a_wsgi_application(delays: DelayTasks) -> None:
+    app = fastapi.FastAPI()
+    console: Any = make_console(delays, HostAccess(lambda environ: Viewer("ann", Role.OPERATE)))
+    mounted: Any = a2wsgi.WSGIMiddleware(console)
+    app.mount("/delays", mounted)
+    check_console(AsgiClient(app), delays, lambda answer: answer.text)
+
+
+def test_the_first_start_prints_a_password_once(delays: DelayTasks, tmp_path: Path) -> None:
+    delays._rewire(data_dir=str(tmp_path / "data"))
+    said: list[str] = []
+    client = standalone(delays, said.append, None, []).test_client()
+    password = re.search(r"password (\S+)$", said[0])
+    assert password is not None
+    data = {"csrf": token_of(client, "/login"), "name": FIRST_USER, "password": password[1]}
+    assert client.post("/login", data=data).status_code == 303
+    assert client.get("/").status_code == 200
+    said.clear()
+    again = standalone(delays, said.append, None, [])
+    assert said == []
+    assert again.secret_key == client.application.secret_key, "sessions survive a restart"
+
+
+def test_a_command_adds_and_removes_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+    url = {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'cli.sqlite3'}"}
+    assert runner.invoke(main, ["db", "upgrade"], env=url).exit_code == 0
+    add = ["console-user", "ann", "--role", "operate", "--password", "a long password"]
+    added = runner.invoke(main, add, env=url)
+    assert added.output == "stored the user ann with the role operate\n"
+    removed = runner.invoke(main, ["console-user", "ann", "--remove"], env=url)
+    assert removed.exit_code == 0
+    assert runner.invoke(main, ["console-user", "ann", "--remove"], env=url).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("proxy", "seen"),
+    [("127.0.0.1", "https 192.0.2.7"), ("127.0.0.2", "http 127.0.0.1"), (None, "http 127.0.0.1")],
+)
+def test_a_trusted_proxy_names_the_address_and_the_scheme_of_the_browser(
+    proxy: str | None, seen: str
+) -> None:
+    def app(environ: Any, start_response: Any) -> list[bytes]:
+        start_response("200 OK", [])
+        return [f"{environ['wsgi.url_scheme']} {environ['REMOTE_ADDR']}".encode()]
+
+    headers = {"X-Forwarded-For": "192.0.2.7", "X-Forwarded-Proto": "https"}
+    with served(app, proxy) as url:
+        assert httpx.get(url, headers=headers).text == seen
+
+
+def test_a_trusted_proxy_is_an_address_and_names_no_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is an IP address"):
+        make_server(None, "127.0.0.1", 0, "", "proxy.example")
+    url = {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'cli.sqlite3'}"}
+    both = ["console", "--trusted-proxy", "127.0.0.1", "--proxy-header", "X-Forwarded-User"]
+    refused = CliRunner().invoke(main, both, env=url)
+    assert refused.exit_code == 2
+    assert "cannot be combined" in refused.output

@@ -1,0 +1,378 @@
+"""What the pages of the console show, and what their forms do."""
+
+from __future__ import annotations
+
+import html
+import re
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks import Status
+from delaytasks.console.queries import ConsoleQueries
+from delaytasks.console.snapshot import take_snapshot
+from delaytasks.console.task_filters import error_matcher
+from delaytasks.console.verdict import verdict_of
+from delaytasks.console.viewers import Role
+from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
+from tests.conformance.query_plans import plans
+from tests.ui.console_site import HOSTILE, Site, fill, make_delays, post
+from tests.waiting import wait_until
+
+PAGES = "/ /tasks /failures /recurring /policies /queues /workers /audit".split()
+
+
+def heading(text: str) -> str:
+    found = re.search(r"<h1>(.*?)</h1>", text, re.DOTALL)
+    assert found is not None
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", "", found[1]))).strip()
+
+
+# -- the verdict ----------------------------------------------------------------------------------
+
+
+def test_the_verdict_names_what_fails(site: Site) -> None:
+    verdict = verdict_of(take_snapshot(site.delays))
+    assert verdict.headline == "On time, but 14 tasks failed."
+    assert verdict.level == "bad"
+    text = "\n".join(problem.text for problem in verdict.problems)
+    assert re.search(r"^9 tasks of report\.build have failed since .*no template", text, re.M)
+    assert re.search(r"^The tag mail\.send is paused by maria", text, re.M)
+    assert heading(site.client().get("/").text) == f"! {verdict.headline}"
+
+
+def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
+    delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
+    wiring = wiring_of(delays)
+    assert verdict_of(take_snapshot(delays)).headline.startswith("Idle.")
+    delays.schedule_delay("order.close", {"order": 1}, 60)
+    assert verdict_of(take_snapshot(delays)).headline == "Stopped. No worker is alive."
+    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
+    wiring.sweeper.sweep(0)
+    verdict = verdict_of(take_snapshot(delays))
+    assert (verdict.level, verdict.headline, verdict.problems) == ("good", "On time.", [])
+    delays.close()
+
+
+def test_the_verdict_says_how_late_and_why(tmp_path: Any) -> None:
+    delays = make_delays(f"sqlite:///{tmp_path / 'late.sqlite3'}")
+    wiring = wiring_of(delays)
+    wiring.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
+    wiring.sweeper.sweep(0)
+    delays.schedule_delay("order.close", {}, 60)
+    rows = wiring.store.schema.tasks
+    with wiring.store.database.begin() as connection:
+        connection.execute(update(rows).values(expected_time=db_now_plus(-430)))
+    verdict = verdict_of(take_snapshot(delays))
+    assert re.match(r"Late\. 1 task is overdue, the oldest by 7m", verdict.headline)
+    assert "No live worker serves the queue default" in verdict.problems[0].text
+    delays.close()
+
+
+# -- pages ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_each_page_is_complete_without_scripts(site: Site, path: str) -> None:
+    answer = site.client().get(path)
+    assert answer.status_code == 200
+    assert answer.text.count("<h1") == 1
+    assert answer.text.rstrip().endswith("</html>")
+
+
+def test_all_pages_work_on_each_database(database_url: str) -> None:
+    site = Site(make_delays(database_url, table_prefix="console_"))
+    fill(site.delays)
+    client = site.client()
+    task = site.delays.find(status="FAILED").tasks[0]
+    for path in (*PAGES, f"/tasks/{task.id}", "/tasks?error=template", "/?period=week"):
+        answer = client.get(path)
+        assert answer.status_code == 200, path
+        assert "cannot be read" not in answer.text, path
+    assert "9 tasks of report.build have failed since" in client.get("/").text
+    store = wiring_of(site.delays).store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    site.delays.close()
+
+
+def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any) -> None:
+    """Without a priority, the database reads all waiting tasks of the queue."""
+    delays = make_delays(f"sqlite:///{tmp_path / 'queues.sqlite3'}")
+    store, now = wiring_of(delays).store, wiring_of(delays).clock.now()
+    rows = store.schema.tasks
+    for priority in (0, 3, 9):
+        delays.schedule_delay("order.close", {}, 60, priority=priority)
+        late = delays.schedule_delay("order.close", {}, 60, priority=priority)
+        with store.database.begin() as connection:
+            is_late = rows.c.id == late.id
+            connection.execute(update(rows).where(is_late).values(expected_time=db_now_plus(-430)))
+    shown: list[str] = []
+
+    def count() -> None:
+        [counts] = ConsoleQueries(store).queues(now, ["default"])
+        shown.append(f"{counts.waiting} {counts.overdue}")
+
+    # SQLite names the columns with which it searches the index.
+    searches = re.findall(r"\(.*expected_time<.*\)", plans(store, count))
+    assert shown == ["6 3"]
+    assert len(searches) == 3
+    assert all("priority=?" in each for each in searches), searches
+    delays.close()
+
+
+def test_tasks_are_filtered_and_paged_by_the_address(site: Site) -> None:
+    client = site.client()
+    text = client.get("/tasks?status=FAILED&tag=report.build").text
+    assert len(re.findall("<tr data-row>", text)) == 9
+    seen: list[str] = []
+    path: str | None = "/tasks?tag=order.close&order=oldest"
+    while path is not None:
+        text = client.get(path).text
+        seen += re.findall(r'href="/tasks/(\d+)"', text)
+        following = re.search(r'<a rel="next" href="([^"]+)"', text)
+        path = None if following is None else html.unescape(following[1])
+    wanted = [str(task.id) for task in site.delays.find(tag="order.close", limit=1000)]
+    assert seen == wanted
+
+
+@pytest.mark.parametrize(
+    ("query", "count"),
+    [
+        ("error=TEMPLATE+FOR+ORDER+904", 1),
+        ("error=*no template for order*", 9),
+        ("error=nothing like this", 0),
+        ("key=order-7", 1),
+        ("key_prefix=report-", 9),
+        ("meta=tenant%3Dacme", 4),
+        ("queue=feeds&status=CANCELLED", 3),
+    ],
+)
+def test_tasks_are_found_by_each_filter(site: Site, query: str, count: int) -> None:
+    text = site.client().get(f"/tasks?{query}").text
+    assert len(re.findall("<tr data-row>", text)) == count
+
+
+@pytest.mark.parametrize(
+    "query", ["since=yesterday", "status=ASLEEP", "cursor=%00", "meta=x", "tag=" + "x" * 200]
+)
+def test_a_wrong_filter_is_explained(site: Site, query: str) -> None:
+    answer = site.client().get(f"/tasks?{query}")
+    assert answer.status_code == 200
+    assert 'role="alert"' in answer.text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "error", "is_match"),
+    [
+        ("ab*ba", "ab and ba", True),
+        ("ab*ba", "aba", False),
+        ("*b*c*", "c b", False),
+        ("*b*c*", "a\nB\nC", True),
+        ("B*", "ab", False),
+        ("*b", "ba", False),
+        # A regular expression with `.*` for each star would never end.
+        ("*a" * 60 + "*b", "a" * 3000, False),
+    ],
+)
+def test_a_pattern_of_an_error_matches_in_one_pass(
+    pattern: str, error: str, is_match: bool
+) -> None:
+    assert error_matcher(pattern)(error) is is_match
+
+
+def test_times_are_in_the_zone_of_the_viewer(site: Site) -> None:
+    client = site.client()
+    task = site.delays.find(tag="order.close", status="DONE").tasks[0]
+    assert f"{task.due:%Y-%m-%d %H:%M:%S} UTC" in client.get(f"/tasks/{task.id}").text
+    post(client, "/preferences", zone="Asia/Tokyo")
+    local = task.due + timedelta(hours=9)
+    assert f"{local:%Y-%m-%d %H:%M:%S} JST" in client.get(f"/tasks/{task.id}").text
+    post(client, "/preferences", zone="Nowhere/At_All")
+    assert "times are in Asia/Tokyo" in client.get("/").text
+
+
+def test_hostile_text_is_shown_as_text(site: Site) -> None:
+    client = site.client()
+    task = site.delays.find(tag="hostile").tasks[0]
+    paths = [*PAGES, f"/tasks/{task.id}", "/tasks?error=" + HOSTILE[:20], f"/nope{HOSTILE}"]
+    paths += re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)
+    for path in paths:
+        text = client.get(path).text
+        assert "<img src=x" not in text, path
+        assert "{49}" not in text, path
+    assert html.escape(HOSTILE[:9]) in client.get(f"/tasks/{task.id}").text
+
+
+def test_viewers_share_what_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fifty open consoles read the state of the database as often as one."""
+    state = site.app.extensions["delaytasks_console"]
+    state.cache.forget()
+    reads, read = [], site.delays.policies
+
+    def counting(**options: Any) -> Any:
+        reads.append(options)
+        return read(**options)
+
+    monkeypatch.setattr(site.delays, "policies", counting)
+    for _ in range(10):
+        assert site.client().get("/").status_code == 200
+    # The number depends on how long ten pages take; without the cache it is 10.
+    assert len(reads) < 10
+
+
+# -- actions --------------------------------------------------------------------------------------
+
+
+def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
+    client, delays = own_site.client(Role.OPERATE), own_site.delays
+    task = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
+    page = f"/tasks/{task.id}"
+
+    def do(action: str, **fields: Any) -> Any:
+        version = delays.get(task.id).version
+        return post(client, f"{page}/{action}", version=version, next=page, **fields)
+
+    answer = do("cancel")
+    assert (answer.status_code, answer.location) == (303, page)
+    assert "The task is cancelled." in client.get(page).text
+    assert delays.get(task.id).status is Status.CANCELLED
+    do("rerun")
+    assert delays.get(task.id).status is Status.NOT_COMPLETE
+    do("reschedule", when="2h")
+    due = delays.get(task.id).due - wiring_of(delays).clock.now()
+    assert timedelta(minutes=119) < due <= timedelta(hours=2)
+    do("run")
+    assert delays.get(task.id).due <= wiring_of(delays).clock.now()
+    actions = [entry.action for entry in delays.audit() if entry.filter.get("id") == str(task.id)]
+    assert actions == ["run_task", "reschedule_task", "rerun_task", "cancel_task"]
+    assert {entry.actor for entry in delays.audit()} == {"maria"}
+
+
+def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:
+    client, delays = own_site.client(), own_site.delays
+    task = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0]
+    delays.reschedule(task, 5000)
+    post(client, f"/tasks/{task.id}/cancel", version=task.version)
+    assert delays.get(task.id).status is Status.NOT_COMPLETE
+    assert delays.audit()[0].state == "failed"
+    assert 'class="notice bad"' in client.get("/").text
+
+
+def finish(client: Any, location: str) -> str:
+    def ended() -> str | None:
+        text: str = client.get(location).text
+        return None if ">running</span>" in text else text
+
+    return wait_until(ended, 30, "the bulk run") or ""
+
+
+def test_a_group_of_failures_runs_again_after_a_count(own_site: Site) -> None:
+    client, delays = own_site.client(Role.OPERATE), own_site.delays
+    links = re.findall(r'href="(/bulk\?action=rerun[^"]*)"', client.get("/failures").text)
+    [link] = [html.unescape(each) for each in links if "report.build" in each]
+    text = client.get(link).text
+    assert heading(text) == "Run again 9 tasks?"
+    found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', text)
+    # Browsers send the line ends of a form like this.
+    fields = {name: html.unescape(value).replace("\n", "\r\n") for name, value in found}
+    answer = client.post("/bulk", data=fields)
+    text = finish(client, answer.location)
+    counts = re.search(r"<progress.*?</p>", text, re.DOTALL)
+    assert "9 changed, 0 left as they were" in text, counts and counts[0]
+    assert len(delays.find(tag="report.build", status="NOT_COMPLETE")) == 9
+    assert len(delays.find(tag="pay.notify", status="FAILED")) == 4, "other groups stay"
+
+
+def test_a_bulk_cancel_is_undone_from_its_page(own_site: Site) -> None:
+    client, delays = own_site.client(Role.OPERATE), own_site.delays
+    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
+    answer = post(client, "/bulk", action="cancel", tag="order.close", expected=before)
+    finish(client, answer.location)
+    assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
+    answer = post(client, f"{answer.location}/undo")
+    finish(client, answer.location)
+    assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
+
+
+def test_a_bulk_action_without_a_filter_is_refused(own_site: Site) -> None:
+    client = own_site.client()
+    assert client.get("/bulk?action=cancel").status_code == 400
+    assert post(client, "/bulk", action="cancel").status_code == 400
+    assert own_site.delays.find(status="CANCELLED", tag="order.close").tasks == []
+
+
+def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site: Site) -> None:
+    client, delays = own_site.client(Role.OPERATE), own_site.delays
+    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
+    chosen = {"action": "cancel", "tag": "order.close", "status": ["NOT_COMPLETE", "DONE"]}
+    assert heading(client.get("/bulk", query_string=chosen).text) == f"Cancel {before} tasks?"
+    answer = post(client, "/bulk", **chosen)
+    assert answer.status_code == 303, answer.text
+    finish(client, answer.location)
+    assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
+
+
+def test_the_count_before_a_bulk_action_reads_small_pages(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits, find = [], site.delays.find
+
+    def finding(**options: Any) -> Any:
+        limits.append(options["limit"])
+        return find(**options)
+
+    monkeypatch.setattr(site.delays, "find", finding)
+    text = site.client().get("/bulk?action=cancel&queue=default").text
+    assert int(re.findall(r"\d+", heading(text))[0]) > 100
+    assert len(limits) > 1
+    assert max(limits) <= 100, "a page contains the bodies"
+
+
+@pytest.mark.parametrize("number", ["\N{SUPERSCRIPT TWO}", "1" * 5000, "x", "-1"])
+def test_a_text_that_is_no_number_is_refused(site: Site, number: str) -> None:
+    client = site.client()
+    assert client.get(f"/tasks/{number}").status_code == 400
+    assert client.get("/tasks", query_string={"id": number}).status_code == 200
+    assert post(client, f"/audit/{number}/undo").status_code == 404
+    answer = post(client, "/bulk", action="cancel", tag="nothing", expected=number)
+    assert answer.status_code == 400
+    for fields in ({"version": number}, {}):
+        assert post(client, f"/tasks/{number}/cancel", **fields).status_code == 303
+
+
+def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
+    client, delays = own_site.client(Role.ADMIN), own_site.delays
+
+    def policy() -> Any:
+        return next(iter(delays.policies(tag="order.close")), None)
+
+    post(client, "/policies/pause", kind="tag", name="order.close")
+    assert policy().is_paused
+    assert policy().updated_by == "maria"
+    post(client, "/policies/resume", kind="tag", name="order.close")
+    post(client, "/policies/limits", kind="tag", name="order.close", concurrency="3", rate="5/s")
+    assert (policy().concurrency, policy().rate_text) == (3, "5/s")
+    post(client, "/policies/limits", kind="tag", name="order.close", concurrency="many")
+    assert policy().concurrency == 3
+    post(client, "/policies/clear", kind="tag", name="order.close")
+    assert policy() is None
+
+
+def test_recurring_schedules_are_changed(own_site: Site) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    fields = {"name": "hourly", "tag": "order.close", "cron": "0 * * * *", "body": '{"order": 1}'}
+    post(client, "/recurring", **fields)
+    assert recurring.get("hourly").body == {"order": 1}
+    post(client, "/recurring/pause", name="hourly")
+    assert recurring.get("hourly").is_paused
+    post(client, "/recurring/run", name="hourly")
+    post(client, "/recurring/remove", name="hourly")
+    assert "hourly" not in {each.name for each in recurring.list()}
+    actions = [entry.action for entry in own_site.delays.audit(limit=4)]
+    assert actions == ["remove_recurring", "run_recurring", "pause_recurring", "set_recurring"]
+    post(client, "/recurring", **{**fields, "body": "{"})
+    assert "not JSON" in html.unescape(client.get("/recurring").text)

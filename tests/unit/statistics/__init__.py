@@ -1,0 +1,1 @@
+"""Counts, histograms and error patterns."""

@@ -1,0 +1,144 @@
+"""Each alert fires if what it is about happens, and stays silent if all is well."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks.metrics.files import NAMES, read_file
+
+#: The state of a deployment without problems: series and their values, one each minute.
+HEALTHY = {
+    'delaytasks_database_up{shard="0"}': "1x120",
+    "delaytasks_broker_up": "1x120",
+    'delaytasks_oldest_overdue_seconds{shard="0"}': "0x20 45 0x99",
+    'delaytasks_expired_leases{shard="0"}': "0x10 3 0x109",
+    'delaytasks_workers{shard="0"}': "2x120",
+    'delaytasks_queue_workers{shard="0",queue="mail"}': "2x120",
+    'delaytasks_overdue_tasks_by_tag{shard="0",queue="mail",tag="mail.send"}': "7x120",
+    'delaytasks_sweep_age_seconds{shard="0",sweep_partition="0"}': "4x120",
+    'delaytasks_partitions_end_seconds{shard="0"}': "864000x120",
+    'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="done"}': "0+100x120",
+    'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+1x120",
+    'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="lease_lost"}': "0x120",
+    'delaytasks_runs_total{instance="w1",tag="rare",outcome="failed"}': "0x50 1x69",
+    'delaytasks_runs_on_time_total{instance="w1",tag="mail.send"}': "0+1000x120",
+    'delaytasks_runs_late_total{instance="w1",tag="mail.send"}': "0+5x120",
+    'delaytasks_timer_up{instance="w1"}': "1x120",
+    'delaytasks_loop_alive{instance="w1",loop="sweep"}': "1x120",
+}
+#: What is different, for each alert, and the labels with which the alert fires.
+PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "DelayTasksLate": ({'delaytasks_oldest_overdue_seconds{shard="0"}': "61+60x120"}, {}),
+    "DelayTasksStuck": ({'delaytasks_expired_leases{shard="0"}': "3x120"}, {"shard": "0"}),
+    "DelayTasksNoWorker": ({'delaytasks_workers{shard="0"}': "0x120"}, {}),
+    "DelayTasksQueueWithoutWorker": (
+        {'delaytasks_queue_workers{shard="0",queue="mail"}': "0x120"},
+        {"queue": "mail"},
+    ),
+    "DelayTasksSweepOld": (
+        {'delaytasks_sweep_age_seconds{shard="0",sweep_partition="0"}': "3600x120"},
+        {"shard": "0", "sweep_partition": "0"},
+    ),
+    "DelayTasksPartitionFull": (
+        {'delaytasks_partitions_end_seconds{shard="0"}': "604799x120"},
+        {"shard": "0"},
+    ),
+    "DelayTasksDatabaseDown": ({'delaytasks_database_up{shard="0"}': "0x120"}, {"shard": "0"}),
+    "DelayTasksBrokerDown": ({"delaytasks_broker_up": "0x120"}, {}),
+    "DelayTasksFailing": (
+        {'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+20x120"},
+        {"tag": "mail.send"},
+    ),
+    "DelayTasksLeasesLost": (
+        {'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="lease_lost"}': "0x60 2x60"},
+        {"tag": "mail.send"},
+    ),
+    "DelayTasksOnTimeBudgetBurns": (
+        {'delaytasks_runs_late_total{instance="w1",tag="mail.send"}': "0+200x120"},
+        {"tag": "mail.send"},
+    ),
+    "DelayTasksTimerDown": ({'delaytasks_timer_up{instance="w1"}': "0x120"}, {"instance": "w1"}),
+    "DelayTasksLoopDead": (
+        {'delaytasks_loop_alive{instance="w1",loop="sweep"}': "0x120"},
+        {"instance": "w1", "loop": "sweep"},
+    ),
+}
+
+
+def promtool(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("needs promtool, which the package prometheus contains")
+    return subprocess.run(
+        [program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=120
+    )
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    (tmp_path / NAMES["rules"]).write_text(read_file("rules"))
+    return tmp_path
+
+
+def alert_names() -> list[str]:
+    return re.findall(r"- alert: (\w+)", read_file("rules"))
+
+
+def fired(rules: Path, changes: dict[str, str]) -> tuple[list[str], str]:
+    """Return the names of the alerts that fire within the two hours, and what promtool prints.
+
+    promtool compares the alerts with those that a test expects, and prints the difference. The
+    files are JSON, which is YAML, too.
+    """
+    series = [{"series": name, "values": text} for name, text in {**HEALTHY, **changes}.items()]
+    tests: list[dict[str, Any]] = [
+        {"eval_time": f"{minute}m", "alertname": name, "exp_alerts": []}
+        for name in alert_names()
+        for minute in (65, 70, 90)
+    ]
+    document = {
+        "rule_files": [NAMES["rules"]],
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": tests}],
+    }
+    (rules / "test.json").write_text(json.dumps(document))
+    run = promtool("test", "rules", "test.json", cwd=rules)
+    found = set(re.findall(r"alertname: (\w+),", run.stdout + run.stderr))
+    assert bool(found) == bool(run.returncode), run.stdout + run.stderr
+    return sorted(found), run.stdout + run.stderr
+
+
+def test_the_rules_are_valid(rules: Path) -> None:
+    run = promtool("check", "rules", NAMES["rules"], cwd=rules)
+    assert run.returncode == 0, run.stderr
+    assert f"{len(alert_names())} rules found" in run.stdout
+
+
+def test_no_alert_fires_while_all_is_well(rules: Path) -> None:
+    assert fired(rules, {})[0] == []
+
+
+def test_every_alert_has_a_problem_in_this_test() -> None:
+    assert sorted(PROBLEMS) == sorted(alert_names())
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_an_alert_fires_for_its_problem_and_no_other_one(rules: Path, name: str) -> None:
+    changes, labels = PROBLEMS[name]
+    names, shown = fired(rules, changes)
+    assert names == [name]
+    severity = re.search(rf"alert: {name}\n.*?severity: (\w+)", read_file("rules"), re.DOTALL)
+    assert severity is not None
+    for label, value in {**labels, "severity": severity[1]}.items():
+        assert f'{label}="{value}"' in shown
+    for annotation in ("summary", "remedy"):
+        text = re.search(rf'{annotation}="([^"]+)', shown)
+        assert text is not None
+        assert "<no value>" not in text[1]

@@ -1,0 +1,143 @@
+"""The asynchronous twins agree with the synchronous methods, and the parts that run them work."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import threading
+from collections.abc import Generator
+
+import pytest
+
+import delaytasks
+from delaytasks import DelayTasks
+from delaytasks.core.events import Events
+from delaytasks.core.loop_turns import STARTS_PER_TURN, LoopTurns
+from delaytasks.core.thread_pool import ThreadPool
+from delaytasks.operations.async_calls import AsyncCalls
+from delaytasks.recurrence.api import Recurring
+from delaytasks.recurrence.async_twins import AsyncRecurringTwins
+from tests.async_twins import (
+    COMMAND,
+    PACKAGE,
+    WITHOUT_TWIN,
+    WRITTEN_BY_HAND,
+    modules,
+    twin_name,
+)
+
+
+@pytest.mark.parametrize(("name", "text"), modules().items())
+def test_the_twins_are_those_of_the_methods_as_they_are_now(name: str, text: str) -> None:
+    written = (PACKAGE / f"{name}.py").read_text()
+    assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(text)), f"run: {COMMAND}"
+
+
+def test_each_method_of_recurring_schedules_has_a_twin() -> None:
+    names = {name for name in vars(Recurring) if not name.startswith("_")}
+    twins = {name for name in vars(AsyncRecurringTwins) if not name.startswith("_")}
+    assert twins == set(map(twin_name, names))
+    for name in twins:
+        assert inspect.iscoroutinefunction(getattr(Recurring, name)), name
+
+
+def test_each_method_has_a_twin_or_a_reason_to_have_none() -> None:
+    names = {name for name in dir(DelayTasks) if not name.startswith("_")}
+    twins = {twin_name(name) for name in names} & names
+    properties = {name for name in names if isinstance(getattr(DelayTasks, name), property)}
+    alone = {name for name in names - twins - properties if twin_name(name) not in names}
+    assert alone == {name for name in WITHOUT_TWIN if twin_name(name) not in WRITTEN_BY_HAND}
+    for name in twins - {"acheck"}:
+        assert inspect.iscoroutinefunction(getattr(DelayTasks, name)), name
+
+
+def test_the_module_has_each_function_in_both_forms() -> None:
+    names = set(map(twin_name, set(delaytasks.api.__all__) - WITHOUT_TWIN.keys()))
+    by_hand = set(map(twin_name, delaytasks.api.__all__)).intersection(WRITTEN_BY_HAND)
+    assert set(delaytasks.async_api.__all__) == names | by_hand
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    pool = ThreadPool(1, "test")
+    assert pool.submit(os.getpid).result(10) == os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if pool.submit(os.getpid).result(10) == os.getpid() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.close()
+
+
+def test_a_pool_that_was_closed_starts_threads_again() -> None:
+    pool = ThreadPool(1, "test")
+    for _ in range(2):
+        assert pool.submit(os.getpid).result(10) == os.getpid()
+        pool.close()
+
+
+def test_many_calls_start_in_their_order_a_few_in_each_turn() -> None:
+    started: list[int] = []
+    turns: list[int] = []
+
+    async def start(turn: LoopTurns, number: int) -> None:
+        await turn.wait()
+        started.append(number)
+
+    async def go() -> None:
+        turn = LoopTurns()
+        calls = [asyncio.create_task(start(turn, number)) for number in range(100)]
+        calls[50].cancel()
+        while len(started) < 99:
+            before = len(started)
+            await asyncio.sleep(0)
+            turns.append(len(started) - before)
+        await start(turn, 100)
+
+    asyncio.run(go())
+    assert started == [*range(50), *range(51, 101)]
+    assert max(turns) <= STARTS_PER_TURN
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_an_iterator_is_closed_when_its_reader_is_cancelled(threads: int) -> None:
+    """The reader is cancelled while a thread makes the next item."""
+    is_making, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def items() -> Generator[int, None, None]:
+        try:
+            yield 1
+            is_making.set()
+            assert goes_on.wait(10)
+            yield 2
+        finally:
+            is_closed.set()
+
+    iterator = items()  # kept, so that the garbage collector does not close it
+    failed: list[object] = []
+    events = Events()
+    events.subscribe(lambda name, fields: failed.append(fields))
+    pool = ThreadPool(threads, "test")
+    calls = AsyncCalls(pool, [], events, lambda call: None, lambda: None)
+
+    async def read() -> None:
+        async for _ in calls.iterate(lambda: iterator):
+            pass
+
+    async def go() -> None:
+        reader = asyncio.create_task(read())
+        while not is_making.is_set():
+            await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert not is_closed.is_set(), "the reader does not wait for the item"
+        goes_on.set()
+
+    asyncio.run(go())
+    assert is_closed.wait(10)
+    pool.close()
+    assert failed == []

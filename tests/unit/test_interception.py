@@ -1,0 +1,95 @@
+"""A Celery app with delaytasks keeps its own classes and signatures."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.app.control import Control
+
+from delaytasks import DelayTasks
+from delaytasks.core.errors import StoreError
+from delaytasks.wiring import wiring_of
+
+
+class OwnControl(Control):
+    """A control class of the project."""
+
+    greeting = "hello"
+
+
+@pytest.fixture
+def revoked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments with which rows are revoked; nothing is broadcast."""
+    seen: list[Any] = []
+    revocations = "delaytasks.operations.revocations.Revocations"
+    monkeypatch.setattr(f"{revocations}.revoke", lambda self, ids: seen.append(ids))
+    monkeypatch.setattr(
+        f"{revocations}.revoke_by_stamped_headers", lambda self, headers: seen.append(headers)
+    )
+    monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: command)
+    return seen
+
+
+def app_with(tmp_path: Path, **options: Any) -> Celery:
+    app = Celery("shop", broker="memory://", set_as_current=False, **options)
+    DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3", durable_eta=True)
+    return app
+
+
+@pytest.mark.parametrize("control", [None, OwnControl, f"{__name__}:OwnControl"])
+def test_each_way_to_revoke_tasks_cancels_their_rows(
+    tmp_path: Path, revoked: list[Any], control: Any
+) -> None:
+    app = app_with(tmp_path, control=control)
+
+    assert app.control.revoke("a", terminate=True) == "revoke"
+    app.control.revoke(["b", "c"])
+    app.control.terminate("d")
+    app.AsyncResult("e").revoke()
+    app.control.broadcast("revoke", task_id=["f"])
+    app.control.ping()
+    app.control.broadcast("revoke_by_stamped_headers", {"headers": {"tenant": "acme"}})
+
+    assert revoked == [["a"], ["b", "c"], ["d"], ["e"], ["f"], {"tenant": "acme"}]
+    assert control is None or app.control.greeting == "hello"
+    wiring_of(app.delaytasks).close()
+
+
+def test_a_control_object_that_exists_already_is_replaced(
+    tmp_path: Path, revoked: list[Any]
+) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    assert app.control is not None
+    delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
+
+    app.control.revoke("a")
+
+    assert revoked == [["a"]]
+    delays.close()
+
+
+def test_workers_are_told_even_if_the_database_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: told.append(command))
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    DelayTasks(app, f"sqlite:///{tmp_path}/without_tables.sqlite3")
+
+    with pytest.raises(StoreError):
+        app.control.revoke("a")
+
+    assert told == ["revoke"]
+    wiring_of(app.delaytasks).close()
+
+
+def test_send_task_shows_celerys_signature(tmp_path: Path) -> None:
+    bare = Celery("bare", broker="memory://", set_as_current=False)
+
+    app = app_with(tmp_path)
+
+    assert inspect.signature(app.send_task) == inspect.signature(bare.send_task)

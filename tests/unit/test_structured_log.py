@@ -1,0 +1,160 @@
+"""Structured log lines have the fields of their tasks, and are sampled if they are very many."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, LogFormatter
+from delaytasks.core import event_sampling
+from delaytasks.core.event_sampling import MOST_LINES_PER_S, SAMPLED_ONE_OF, is_sampled
+from delaytasks.core.events import Events, logger
+from delaytasks.core.structured_log import StructuredLog
+
+NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
+TASK = DelayTask(
+    7, "mail", "{}", NOON, key="k 1", attempts=2, version=5, meta_json='{"tenant":"acme"}'
+)
+HOSTILE = 'a "quote", \x1b[31m and \n{"level":"forged"}'
+
+
+class Lines(logging.Handler):
+    def __init__(self, log_format: Any) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.setFormatter(LogFormatter(log_format))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+    @property
+    def documents(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.lines]
+
+
+@pytest.fixture
+def events() -> Events:
+    made = Events()
+    made.use_log(StructuredLog())
+    return made
+
+
+def _handler(log_format: str) -> Iterator[Lines]:
+    handler, level = Lines(log_format), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(level)
+
+
+@pytest.fixture
+def log() -> Iterator[Lines]:
+    yield from _handler("json")
+
+
+@pytest.fixture
+def logfmt() -> Iterator[Lines]:
+    yield from _handler("logfmt")
+
+
+def test_a_change_of_a_task_is_one_line_with_its_fields(log: Lines, events: Events) -> None:
+    events.emit("task.started", **TASK.event_fields, began=NOON + timedelta(seconds=1.5))
+    [line] = log.documents
+    assert line.pop("time").endswith("Z")
+    assert line == {
+        "level": "INFO",
+        "logger": "delaytasks",
+        "process": "MainProcess",
+        "event": "task.started",
+        "id": "7",
+        "tag": "mail",
+        "key": "k 1",
+        "queue": "default",
+        "attempt": 2,
+        "version": 5,
+        "late_s": 1.5,
+        "meta": {"tenant": "acme"},
+    }
+
+
+def test_an_error_has_its_text_and_its_traceback_in_the_same_line(
+    log: Lines, events: Events
+) -> None:
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError as error:
+        events.emit("task.failed", **TASK.event_fields, error=error)
+    assert "\x1b" not in log.lines[0]
+    assert "\n" not in log.lines[0]
+    [line] = log.documents
+    assert line["level"] == "ERROR"
+    assert line["error"] == f"ValueError: {HOSTILE}"
+    assert "test_structured_log.py" in line["traceback"]
+    assert line["traceback"].rstrip().endswith(HOSTILE)
+
+
+def test_logfmt_quotes_what_could_end_a_value(logfmt: Lines, events: Events) -> None:
+    events.emit("task.withdrawn", **TASK.event_fields, reason=HOSTILE)
+    [line] = logfmt.lines
+    assert ' event=task.withdrawn id=7 tag=mail key="k 1" queue=default attempt=2 ' in line
+    assert " meta.tenant=acme " in line
+    assert r'reason="a \"quote\", \u001b[31m and \n{\"level\":\"forged\"}"' in line
+    assert line.isprintable()
+
+
+def test_a_record_of_another_logger_has_its_message(log: Lines) -> None:
+    logger.warning("celery %s", "began")
+    assert log.documents[0]["message"] == "celery began"
+    assert log.documents[0]["level"] == "WARNING"
+
+
+def test_a_value_that_json_does_not_know_is_text(log: Lines, events: Events) -> None:
+    events.emit("wheel.late", seconds=float("inf"), big=10**30, other=object())
+    assert log.documents[0]["seconds"] == "inf"
+    assert log.documents[0]["big"] == 10**30
+    assert "other" not in log.documents[0]
+
+
+def test_other_formatters_print_the_line_for_people(log: Lines, events: Events) -> None:
+    log.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    events.emit("task.cancelled", **TASK.event_fields)
+    assert log.lines == ["INFO task.cancelled id=7 tag='mail'"]
+
+
+def test_the_text_log_has_no_line_for_each_change(log: Lines) -> None:
+    Events().emit("task.cancelled", **TASK.event_fields)
+    assert log.lines == []
+
+
+def test_very_many_lines_are_sampled_by_task(
+    log: Lines, events: Events, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(event_sampling, "monotonic", lambda: now[0])
+    ids = range(1, 100 * SAMPLED_ONE_OF)
+    for id in ids:
+        for name in ("task.started", "task.done"):
+            events.emit(name, **DelayTask(id, "mail", "{}", NOON).event_fields)
+    logged = {name: [] for name in ("task.started", "task.done")}  # type: dict[str, list[int]]
+    for line in log.documents:
+        logged[line["event"]].append(int(line["id"]))
+    assert logged["task.started"] == logged["task.done"], "a task has all of its lines, or none"
+    first, rest = set(ids[:MOST_LINES_PER_S]), ids[MOST_LINES_PER_S:]
+    assert set(logged["task.done"]) == first | {id for id in rest if is_sampled(id)}
+    assert 50 < len(logged["task.done"]) - MOST_LINES_PER_S < 150
+    now[0] += 1
+    events.emit("task.done", **DelayTask(1, "mail", "{}", NOON).event_fields)
+    lines = [line for line in log.documents if line["event"] == "task.done"]
+    assert sum(1 + line.get("left_out", 0) for line in lines) == len(ids) + 1, "none is uncounted"
+
+
+def test_failures_are_never_sampled(log: Lines, events: Events) -> None:
+    for id in range(1, 3 * MOST_LINES_PER_S):
+        events.emit("task.failed", **DelayTask(id, "mail", "{}", NOON).event_fields, error="no")
+    assert len(log.lines) == 3 * MOST_LINES_PER_S - 1
