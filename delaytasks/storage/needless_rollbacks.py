@@ -39,7 +39,8 @@ def _begin(connection: Connection) -> None:
 
 
 def _end(connection: Connection) -> None:
-    connection.info.pop(_IS_OPEN, None)
+    if not connection.invalidated:  # a connection that was lost has no info, and is not used again
+        connection.info.pop(_IS_OPEN, None)
 
 
 def _reset(connection: Any, record: Any, _state: object) -> None:
