@@ -69,6 +69,10 @@ def up(
 ) -> None:
     """Start everything here: tables, broker, worker, beat, console and Flower, with one log.
 
+    \b
+    delaytasks up
+    delaytasks -A shop up --concurrency 2 --no-flower
+
     If no database or broker is configured, SQLite and a private Redis are used, kept in
     .delaytasks/. A process that dies is started again. Ctrl-C stops everything.
     """

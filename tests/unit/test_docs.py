@@ -197,10 +197,10 @@ def test_each_command_shown_exists_with_its_options(name: str) -> None:
             for line in block.text.splitlines():
                 words = shlex.split(line, comments=True)
                 if words:
-                    _check_command(words, f"{name}: {line}")
+                    check_command(words, f"{name}: {line}")
 
 
-def _check_command(words: list[str], where: str) -> None:
+def check_command(words: list[str], where: str) -> None:
     from delaytasks.cli.main import main
 
     if words[0] == "./dev":

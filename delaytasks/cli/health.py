@@ -1,0 +1,106 @@
+"""`health`: the health of a deployment or of one of its processes, for probes and monitors."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from datetime import timedelta
+
+import click
+
+from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.output import BAD, GOOD, LONGEST, cell, print_json, print_table
+from delaytasks.cli.times import DURATION
+from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.timers.broker_status import broker_error
+from delaytasks.wiring import wiring_of
+
+_EXIT_CODES_OF_HEALTH = "Exit codes: 0 healthy; 1 not healthy; 2 wrong usage or settings."
+
+
+@click.command(cls=Command, epilog=_EXIT_CODES_OF_HEALTH)
+@click.argument(
+    "component", type=click.Choice(["deployment", "worker", "drain"]), default="deployment"
+)
+@click.option("--live", is_flag=True, help="Fail only if a restart of the process would help.")
+@click.option(
+    "--name",
+    metavar="NAME",
+    help="Only the worker of this name, as celery@shop1. [all of this host]",
+)
+@click.option(
+    "--max-overdue", type=click.IntRange(min=0), help="Most overdue tasks. [they are not counted]"
+)
+@click.option(
+    "--max-sweep-age",
+    type=DURATION,
+    help="Oldest sweep. [delaytasks_self_sweep_s + delaytasks_sweep_s]",
+)
+@click.option(
+    "--timeout",
+    type=DURATION,
+    default="5s",
+    show_default=True,
+    help="The time that the databases have to answer.",
+)
+@pass_cli
+def health(
+    cli: Cli,
+    component: str,
+    live: bool,
+    name: str | None,
+    max_overdue: int | None,
+    max_sweep_age: timedelta | None,
+    timeout: timedelta,
+) -> None:
+    """Check the deployment, or the workers or drains of this host.
+
+    \b
+    delaytasks health
+    delaytasks health --max-overdue 1000 --max-sweep-age 1m --json
+    delaytasks health worker --live
+    delaytasks health drain
+
+    The deployment is healthy if databases and broker answer, the tables have this version, a worker
+    lives, and a sweep was recent. A worker or drain is ready under the same conditions, if it has
+    reported itself. With --live it is unhealthy only if it has stopped reporting while a database
+    answers: a restart does not help against an outage.
+    """
+    if component == "deployment" and (live or name is not None):
+        raise click.UsageError("--live and --name require a component: worker or drain")
+    wiring = wiring_of(cli.delays)
+    settings = wiring.settings
+    question = HealthQuestion(
+        component,
+        socket.gethostname(),
+        name,
+        max_overdue,
+        None if max_sweep_age is None else max_sweep_age.total_seconds(),
+        timeout.total_seconds(),
+    )
+    queue = wiring.publisher.queue(settings.default_queue)
+    checks = HealthChecks(
+        wiring.shards,
+        settings,
+        lambda: broker_error(wiring.celery, queue, settings.publish_limit_s),
+    )
+    found = checks.live(question) if live else checks.ready(question)
+    is_healthy = all(check.is_ok for check in found)
+    if cli.is_json:
+        print_json(
+            {
+                "component": component,
+                "probe": "live" if live else "ready",
+                "is_healthy": is_healthy,
+                "checks": [check._asdict() for check in found],
+            }
+        )
+    else:
+        results = {True: ("ok", GOOD), False: ("failed", BAD)}
+        print_table(
+            ("check", "result", "facts"),
+            [(check.name, results[check.is_ok], cell(check.detail, LONGEST)) for check in found],
+            folded="facts",
+        )
+    if not is_healthy:
+        sys.exit(1)

@@ -1,0 +1,222 @@
+"""Health checks of a deployment and of its processes, for probes and monitors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from functools import partial
+from typing import NamedTuple
+
+from delaytasks.core.bounded_calls import all_within
+from delaytasks.core.durations import show_duration
+from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.settings import Settings
+from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
+from delaytasks.routing.shard import Shard
+from delaytasks.storage import migrations
+from delaytasks.storage.stats import Stats, Swept
+
+
+class HealthQuestion(NamedTuple):
+    """What to check, and the limits.
+
+    Attributes
+    ----------
+    component
+        `deployment`, or the processes of one kind on one host: `worker`, or `drain` for
+        `delaytasks drain --forever`.
+    host
+        The host of these processes.
+    name
+        The name of one worker, instead of all of the host.
+    max_overdue
+        More overdue tasks are unhealthy. With None they are not counted.
+    max_sweep_age_s
+        An older sweep is unhealthy. With None this is the time after which a worker would have
+        swept by itself, and one sweep interval more.
+    timeout_s
+        The time that the databases have to answer.
+    """
+
+    component: str = "deployment"
+    host: str = ""
+    name: str | None = None
+    max_overdue: int | None = None
+    max_sweep_age_s: float | None = None
+    timeout_s: float = 5.0
+
+    def is_about(self, worker: RegisteredWorker) -> bool:
+        """Return whether the question is about this worker."""
+        if worker.pool.startswith(ONLY_DRAINING_PREFIX):
+            return False
+        if self.component == "deployment":
+            return True
+        is_drain = worker.pool.startswith(POLLING_PREFIX)
+        if is_drain != (self.component == "drain"):
+            return False
+        return worker.name == self.name or (
+            self.name is None and worker.name.rpartition("@")[2] == self.host
+        )
+
+
+class HealthCheck(NamedTuple):
+    """The result of one check, with its facts in a sentence."""
+
+    name: str
+    is_ok: bool
+    detail: str
+
+
+class _Answer(NamedTuple):
+    """What one database says."""
+
+    now: datetime
+    workers: Sequence[RegisteredWorker]
+    swept: Sequence[Swept]
+    revision: str | None
+    overdue: int
+
+
+class HealthChecks:
+    """Checks a deployment.
+
+    Parameters
+    ----------
+    shards, settings
+        The databases and the settings of the deployment.
+    broker_error
+        Returns the error of the broker, or None if it answers.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], settings: Settings, broker_error: Callable[[], str | None]
+    ) -> None:
+        self._shards = shards
+        self._settings = settings
+        self._broker_error = broker_error
+
+    def live(self, question: HealthQuestion) -> list[HealthCheck]:
+        """Return a check that fails only if a restart of the process would help.
+
+        Without the databases it is unknown whether the process works. A restart would not bring
+        them back, so the check succeeds then.
+        """
+        answers, _ = self._ask(question._replace(max_overdue=None))
+        if not answers:
+            return [HealthCheck("worker", True, "unknown, because no database answers")]
+        return [_worker_check(answers, question)]
+
+    def ready(self, question: HealthQuestion) -> list[HealthCheck]:
+        """Return the checks that all succeed if tasks can run on time."""
+        return list(self._ready(question))
+
+    def _ready(self, question: HealthQuestion) -> Iterator[HealthCheck]:
+        answers, errors = self._ask(question)
+        yield _database_check(len(answers), errors)
+        if answers:
+            yield _revision_check(answers)
+            yield _worker_check(answers, question)
+        if self._settings.uses_broker and question.component != "drain":
+            error = self._broker_error()
+            yield HealthCheck("broker", error is None, error or "answers")
+        if answers:
+            yield self._sweep_check(answers, question)
+        if answers and question.max_overdue is not None:
+            overdue = sum(answer.overdue for answer in answers)
+            detail = f"{overdue:,} overdue, at most {question.max_overdue:,}"
+            yield HealthCheck("overdue", overdue <= question.max_overdue, detail)
+
+    def _ask(self, question: HealthQuestion) -> tuple[list[_Answer], dict[int, str]]:
+        """Return the answers of the databases, and the errors of the others by shard."""
+        answers: dict[int, _Answer] = {}
+        errors: dict[int, str] = {}
+
+        def ask(shard: Shard) -> None:
+            try:
+                answers[shard.number] = self._answer(shard, question)
+            except DelayTaskError as error:
+                errors[shard.number] = str(error)
+
+        all_within(question.timeout_s, [partial(ask, shard) for shard in self._shards])
+        for shard in self._shards:
+            if shard.number not in answers:
+                late = f"no answer within {show_duration(question.timeout_s)}"
+                errors.setdefault(shard.number, late)
+        return [answers[number] for number in sorted(answers) if number not in errors], errors
+
+    def _answer(self, shard: Shard, question: HealthQuestion) -> _Answer:
+        settings, store = self._settings, shard.store
+        stats, now = Stats(store.database, store.schema), store.tasks.now()
+        is_counted = question.max_overdue is not None
+        return _Answer(
+            now,
+            store.workers.registered(now, settings.silent_s),
+            stats.sweeps(settings.sweep_partitions),
+            migrations.current(
+                store.database, settings.table_prefix, settings.table_schema or None
+            ),
+            stats.overdue(settings.grace_s).tasks if is_counted else 0,
+        )
+
+    def _sweep_check(self, answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:
+        limit_s = question.max_sweep_age_s
+        if limit_s is None:
+            limit_s = self._settings.self_sweep_s + self._settings.sweep_s
+        ages = [one.age_s(answer.now) for answer in answers for one in answer.swept]
+        known = [age_s for age_s in ages if age_s is not None]
+        if len(known) < len(ages):
+            return HealthCheck("sweep", False, "there was no sweep yet")
+        oldest_s = max(known)
+        detail = f"{show_duration(oldest_s)} ago, at most {show_duration(limit_s)}"
+        return HealthCheck("sweep", oldest_s <= limit_s, detail)
+
+
+def _database_check(answered: int, errors: dict[int, str]) -> HealthCheck:
+    total = answered + len(errors)
+    if not errors:
+        return HealthCheck("database", True, "answers" if total == 1 else f"all {total} answer")
+    prefix = "shard {}: " if total > 1 else ""
+    details = [prefix.format(number) + error for number, error in sorted(errors.items())]
+    return HealthCheck("database", False, "; ".join(details))
+
+
+def _revision_check(answers: Sequence[_Answer]) -> HealthCheck:
+    """Compare the tables with this version, which also works with tables of a newer one.
+
+    Tables that Django's migrations have made have no revision.
+    """
+    head = migrations.head()
+    oldest = min((answer.revision for answer in answers if answer.revision), default=None)
+    is_ok = oldest is None or oldest >= head
+    found = "unknown" if oldest is None else oldest
+    return HealthCheck("tables", is_ok, f"revision {found}, this version has {head}")
+
+
+def _worker_check(answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:
+    """Check that a worker lives. On one host, all that are registered have to live.
+
+    Each worker reports to each database. One report suffices, since the worker needs only one
+    database to have something to do.
+    """
+    ages: dict[str, float] = {}
+    alive = set[str]()
+    for worker in (w for answer in answers for w in answer.workers if question.is_about(w)):
+        ages[worker.name] = min(worker.age_s, ages.get(worker.name, worker.age_s))
+        alive |= {worker.name} if worker.is_alive else set()
+    silent = sorted(ages.keys() - alive)
+    is_ok = bool(alive) and (question.component == "deployment" or not silent)
+    if not ages:
+        return HealthCheck("worker", False, f"none is registered{_place(question)}")
+    if is_ok:
+        newest = min(alive, key=ages.__getitem__)
+        more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
+        return HealthCheck("worker", True, f"{newest} ({show_duration(ages[newest])} ago){more}")
+    last = f"{silent[0]} has not reported for {show_duration(ages[silent[0]])}"
+    return HealthCheck("worker", False, last)
+
+
+def _place(question: HealthQuestion) -> str:
+    if question.component == "deployment":
+        return ""
+    return f" on {question.host}" if question.name is None else f" with the name {question.name}"

@@ -1,0 +1,154 @@
+"""`health` distinguishes healthy deployments and workers from others, also during outages."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks.cli import health
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.settings import Settings
+from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.storage import migrations
+from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
+from tests.integration.cli.project import Project
+
+HOST = socket.gethostname()
+
+
+def report(shop: Project, name: str = f"celery@{HOST}", pool: str = "prefork") -> None:
+    wiring_of(shop.delays).store.workers.report(name, ["default"], pool, 2, 0)
+
+
+def age(shop: Project, table: str, **columns: float) -> None:
+    """Set the times of a table's rows to this many seconds ago."""
+    store = wiring_of(shop.delays).store
+    values = {name: db_now_plus(-ago_s) for name, ago_s in columns.items()}
+    with store.database.begin() as connection:
+        connection.execute(update(getattr(store.schema, table)).values(**values))
+
+
+def failed(shop: Project, *arguments: str) -> list[str]:
+    """Return the names of the failed checks, with which the exit code agrees."""
+    result = shop("health", *arguments, "--json")
+    found = shop.json("health", *arguments, exit_code=result.exit_code)
+    names = [check["name"] for check in found["checks"] if not check["is_ok"]]
+    assert (found["is_healthy"], result.exit_code) == (not names, int(bool(names)))
+    return names
+
+
+@pytest.fixture
+def healthy(shop: Project) -> Project:
+    """Return a project with a worker on this host, whose tables were just swept."""
+    report(shop)
+    wiring_of(shop.delays).store.sweeps.begin_sweep(0, 1, 1)
+    return shop
+
+
+def test_a_deployment_is_healthy_if_all_of_its_parts_are(healthy: Project) -> None:
+    found = healthy.json("health", "--max-overdue", "0")
+    assert (found["component"], found["probe"]) == ("deployment", "ready")
+    names = [check["name"] for check in found["checks"]]
+    assert names == ["database", "tables", "worker", "broker", "sweep", "overdue"]
+    assert failed(healthy, "worker") == []
+    assert re.search(r"^database +ok +answers$", healthy("health").stdout, re.MULTILINE)
+
+
+def make_a_task_overdue(shop: Project) -> None:
+    shop.schedule("ok")
+    age(shop, "tasks", expected_time=90)
+
+
+@pytest.mark.parametrize(
+    ("check", "damage"),
+    [
+        ("worker", lambda shop: age(shop, "workers", seen_at=60)),
+        ("sweep", lambda shop: age(shop, "sweeps", swept_at=16)),
+        ("overdue", make_a_task_overdue),
+    ],
+)
+def test_each_fault_fails_its_own_check(
+    healthy: Project, check: str, damage: Callable[[Project], None]
+) -> None:
+    damage(healthy)
+    assert failed(healthy, "--max-overdue", "0") == [check]
+
+
+def test_limits_are_those_of_the_options(healthy: Project) -> None:
+    make_a_task_overdue(healthy)
+    age(healthy, "sweeps", swept_at=16)
+    assert failed(healthy, "--max-sweep-age", "1m", "--max-overdue", "1") == []
+
+
+@pytest.mark.parametrize(("head", "expected"), [("9999", ["tables"]), ("0001", [])])
+def test_tables_have_to_be_of_this_version_or_a_newer_one(
+    bare: Project, monkeypatch: pytest.MonkeyPatch, head: str, expected: list[str]
+) -> None:
+    bare("db", "upgrade")
+    report(bare)
+    wiring_of(bare.delays).store.sweeps.begin_sweep(0, 1, 1)
+    monkeypatch.setattr(migrations, "head", lambda: head)
+    assert failed(bare) == expected
+
+
+def test_a_broker_that_does_not_answer_stops_no_drain(
+    healthy: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report(healthy, f"drain7-ab@{HOST}", "direct/prefork")
+    monkeypatch.setattr(health, "broker_error", lambda *_: "refused")
+    assert failed(healthy, "worker") == ["broker"]
+    assert failed(healthy, "worker", "--live") == failed(healthy, "drain") == []
+
+
+def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) -> None:
+    report(healthy, "w1@elsewhere")
+    report(healthy, f"drain7-ab@{HOST}", "direct/prefork")
+    age(healthy, "workers", seen_at=60)
+    report(healthy)
+    assert failed(healthy, "worker", "--live") == []
+    assert failed(healthy, "worker", "--live", "--name", "w1@elsewhere") == ["worker"]
+    assert failed(healthy, "worker", "--live", "--name", "w2@elsewhere") == ["worker"]
+    assert failed(healthy, "drain", "--live") == ["worker"]
+
+
+def test_a_restart_is_not_asked_for_while_no_database_answers(
+    healthy: Project, tmp_path: Path
+) -> None:
+    healthy.delays.close()
+    (tmp_path / "shop.sqlite3").write_text("no database any more")
+    assert failed(healthy, "worker", "--live") == []
+    assert failed(healthy, "worker") == ["database"]
+
+
+def test_a_database_that_hangs_is_given_up_in_time() -> None:
+    may_end = threading.Event()
+
+    class Hanging:
+        number = 0
+
+        @property
+        def store(self) -> Any:
+            may_end.wait()
+            raise StoreUnavailableError("too late")
+
+    hanging: Any = Hanging()
+    checks = HealthChecks([hanging], Settings(), lambda: None)
+    [live] = checks.live(HealthQuestion("worker", HOST, timeout_s=0.05))
+    assert live.is_ok
+    database, broker = checks.ready(HealthQuestion(timeout_s=0.05))
+    assert not database.is_ok
+    assert database.detail == "no answer within 50ms"
+    assert broker.is_ok
+    may_end.set()
+
+
+def test_live_needs_a_component(shop: Project) -> None:
+    assert "require a component" in shop.error("health", "--live", exit_code=2)["error"]

@@ -1,0 +1,95 @@
+"""The examples of the help are valid, and shells complete the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import click
+import pytest
+from click.shell_completion import ShellComplete
+from click.testing import CliRunner
+
+from delaytasks.cli import context, times
+from delaytasks.cli.main import main
+from tests.running import ROOT
+from tests.unit.test_cli import NOON, commands
+
+COMMANDS = dict(commands(main))
+
+
+def examples(command: click.Command) -> list[list[str]]:
+    """Return the words of each example, without what a shell takes away."""
+    lines = (command.help or "").replace("\\\n", " ").splitlines()
+    found = [line.strip() for line in lines if line.strip().startswith(("delaytasks ", "celery "))]
+    return [shlex.split(line.partition(" > ")[0]) for line in found]
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_each_example_of_the_help_is_a_valid_call_of_its_command(
+    path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    called: list[str] = []
+    monkeypatch.setattr(COMMANDS[path], "callback", lambda **_: called.append(path))
+    monkeypatch.setattr(context.Cli, "delays", None)
+    clock = SimpleNamespace(now=lambda: NOON)
+    monkeypatch.setattr(times, "wiring_of", lambda _: SimpleNamespace(clock=clock))
+    monkeypatch.chdir(tmp_path)
+    found = examples(COMMANDS[path])
+    assert found
+    for program, *words in found:
+        if program == "celery":
+            words = words[words.index("delays") + 1 :]
+        called.clear()
+        result = CliRunner().invoke(main, words)
+        assert called == [path], f"{shlex.join(words)}\n{result.output}\n{result.exception}"
+
+
+def completed(*words: str) -> list[str]:
+    *before, incomplete = words
+    shell = ShellComplete(main, {}, "delaytasks", "_DELAYTASKS_COMPLETE")
+    return [item.value for item in shell.get_completions(before, incomplete)]
+
+
+def test_commands_options_and_values_are_completed() -> None:
+    assert completed("re") == ["recurring", "report", "rerun", "reschedule", "resume"]
+    assert completed("-A", "shop", "db", "up") == ["upgrade"]
+    assert completed("health", "--max-") == ["--max-overdue", "--max-sweep-age"]
+    [status] = completed("list", "--status", "FA")
+    assert status.upper() == "FAILED"
+
+
+@pytest.mark.parametrize("shell", ["bash", "fish", "zsh"])
+def test_each_shell_accepts_its_script(shell: str) -> None:
+    script = CliRunner().invoke(main, ["completion", shell]).stdout
+    assert "_DELAYTASKS_COMPLETE" in script
+    document = CliRunner().invoke(main, ["completion", shell, "--json"]).stdout
+    assert json.loads(document)["script"].strip() == script.strip()
+    if (program := shutil.which(shell)) is None:
+        return  # the text of the script is checked above
+    subprocess.run([program, "-n", "-c", script], check=True, timeout=30)
+
+
+def test_bash_completes_the_command(tmp_path: Path) -> None:
+    program = tmp_path / "delaytasks"
+    program.write_text(
+        f"#!{sys.executable}\nfrom delaytasks.cli.main import main\nmain(prog_name='delaytasks')\n"
+    )
+    program.chmod(0o755)
+    script = CliRunner().invoke(main, ["completion", "bash"]).stdout
+    asked = "COMP_WORDS=(delaytasks hea); COMP_CWORD=1; _delaytasks_completion delaytasks hea"
+    shown = subprocess.run(
+        ["bash", "-c", f'{script}\n{asked}\necho "${{COMPREPLY[@]}}"'],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert shown.stdout.strip() == "health", shown.stderr

@@ -1,0 +1,140 @@
+"""The files in deployment/ agree with their schemas and with the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.core.settings import load_settings
+from tests.running import ROOT
+from tests.unit.test_docs import check_command
+
+yaml = pytest.importorskip("yaml")
+
+FOLDER = ROOT / "deployment"
+UNITS = sorted((FOLDER / "systemd").glob("*.service"))
+MANIFESTS: dict[str, dict[str, Any]] = {
+    f"{path.name}-{document['kind']}": document
+    for path in sorted((FOLDER / "kubernetes").glob("*.yaml"))
+    if path.name != "kustomization.yaml"
+    for document in yaml.safe_load_all(path.read_text())
+}
+COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yml").read_text())
+#: The newest version of Kubernetes whose schemas are checked.
+KUBERNETES = "1.34"
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    """Return the specifications of the pods."""
+    for manifest in MANIFESTS.values():
+        template = manifest.get("spec", {}).get("template")
+        if template is not None:
+            yield template["spec"]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield the words of each command line, with the file that has it."""
+    for name, service in COMPOSE["services"].items():
+        yield f"compose.yml {name}", service.get("command", [])
+        yield f"compose.yml {name}", service.get("healthcheck", {}).get("test", ["CMD"])[1:]
+    for container in (each for pod in pods() for each in pod["containers"]):
+        yield container["name"], container["command"]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            yield container["name"], container.get(probe, {}).get("exec", {}).get("command", [])
+    for unit in UNITS:
+        line = re.search(r"^ExecStart=(.*)", unit.read_text(), re.MULTILINE)
+        assert line is not None
+        for found in re.findall(r"/bin/((?:celery|delaytasks) [^;']+)", line[1]):
+            yield unit.name, shlex.split(found)
+    line = re.search(r"^CMD (.*)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    assert line is not None
+    yield "Dockerfile", json.loads(line[1])
+
+
+def test_each_command_exists_with_its_options() -> None:
+    ours = [found for found in commands() if found[1][:1] in (["celery"], ["delaytasks"])]
+    assert len(ours) > 15
+    for where, words in ours:
+        check_command(words.copy(), where)
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_the_manifests_agree_with_the_schemas_of_kubernetes(name: str) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    kubernetes_validate.validate(MANIFESTS[name], KUBERNETES, strict=True)
+    wrong = json.loads(json.dumps(MANIFESTS[name]))
+    wrong["metadata"]["nmae"] = "typo"
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+def test_services_of_kubernetes_add_no_unknown_settings_to_the_pods() -> None:
+    with pytest.raises(ConfigError, match="exporter_port"):
+        load_settings({}, {"DELAYTASKS_EXPORTER_PORT": "tcp://10.0.0.1:9819"})
+    assert [pod["enableServiceLinks"] for pod in pods()] == [False] * len(list(pods()))
+
+
+def test_the_probes_of_a_worker_end_before_kubernetes_gives_them_up() -> None:
+    """A probe that is given up counts as a failure, even of liveness during an outage."""
+    [worker] = [c for pod in pods() for c in pod["containers"] if c["name"] == "worker"]
+    probes = [worker[f"{name}Probe"] for name in ("startup", "liveness", "readiness")]
+    assert all(probe["timeoutSeconds"] >= 15 for probe in probes)
+    assert ["--live" in probe["exec"]["command"] for probe in probes] == [True, True, False]
+
+
+def test_systemd_accepts_the_units(tmp_path: Path) -> None:
+    if (program := shutil.which("systemd-analyze")) is None:
+        pytest.skip("needs systemd-analyze, which is not available on this machine")
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for name in ("celery", "delaytasks"):
+        (bin_folder / name).symlink_to("/bin/true")
+    units = tmp_path / "units"
+    units.mkdir()
+    for path in (FOLDER / "systemd").glob("delaytasks*"):
+        name = path.name.replace("@.", "@w1.")
+        text = path.read_text().replace("/srv/delaytasks/.venv/bin", str(bin_folder))
+        (units / name).write_text(text)
+    names = sorted(map(str, units.iterdir()))
+    environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{units}:"}
+    checked = subprocess.run(
+        [program, "verify", "--man=no", *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_the_compose_file_agrees_with_the_schema_of_compose() -> None:
+    pytest.importorskip("check_jsonschema")
+    options = ["--builtin-schema", "vendor.compose-spec", str(FOLDER / "compose.yml")]
+    checked = subprocess.run(
+        [sys.executable, "-m", "check_jsonschema", *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert checked.returncode == 0, checked.stdout
+
+
+def test_compose_starts_each_process_of_a_deployment() -> None:
+    services = COMPOSE["services"]
+    assert set(services) == {
+        *("postgres", "redis", "migrate", "worker", "beat", "console", "exporter")
+    }
+    waits = {"condition": "service_completed_successfully"}
+    for name in ("worker", "beat", "console", "exporter"):
+        assert services[name]["depends_on"]["migrate"] == waits
