@@ -245,6 +245,8 @@ class CeleryTaskContext:
             "name": processor.tag,
             "run": staticmethod(processor.function),
             "__module__": processor.function.__module__,
+            # As in Celery's own tasks. Monitors show it.
+            "__name__": getattr(processor.function, "__name__", processor.tag),
             "processor": processor,
         }
         sender = type("DelayTaskRow", (CurrentTask, self._app.Task), body)()

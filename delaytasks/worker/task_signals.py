@@ -85,14 +85,27 @@ def send_end(sender: Any, request: Any, ended: RunResult, result: Any) -> None:
         einfo = _exception_info(result)
         signals.task_retry.send(sender=sender, request=request, reason=result, einfo=einfo)
     else:
-        einfo = _exception_info(result)  # first, since it may add the exception's traceback
+        _send_failure(sender, request, result)
+
+
+def _send_failure(sender: Any, request: Any, error: BaseException) -> None:
+    """Send the signal while the exception is handled, as Celery does.
+
+    Some receivers, such as that of Elastic APM, read the exception with `sys.exc_info()`.
+    """
+    einfo = _exception_info(error)  # first, since it may add the exception's traceback
+    traceback = error.__traceback__
+    try:
+        raise error
+    except BaseException:
+        error.__traceback__ = traceback  # without this function
         signals.task_failure.send(
             sender=sender,
             task_id=request.id,
-            exception=result,
+            exception=error,
             args=request.args,
             kwargs={},
-            traceback=result.__traceback__,
+            traceback=traceback,
             einfo=einfo,
         )
 

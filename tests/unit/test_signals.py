@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from traceback import extract_tb
 from typing import Any
 
 import pytest
@@ -117,6 +119,33 @@ STATES = {"success": "SUCCESS", "failure": "FAILURE", "retry": "RETRY", "revoked
 
 def exit_politely() -> None:
     raise SystemExit(3)
+
+
+@pytest.mark.parametrize("outcome", ["Fail", "raises, the last time"])
+def test_a_failure_is_reported_while_its_exception_is_handled(
+    bench: RunnerHarness, sent: Signals, outcome: str
+) -> None:
+    """Elastic APM calls `sys.exc_info()` in its receiver, and names the function of the task."""
+    seen = []
+
+    def look(sender: Any, exception: BaseException, traceback: Any, **_: Any) -> None:
+        names = [frame.name for frame in extract_tb(exception.__traceback__)]
+        seen.append((sys.exc_info()[1] is exception, traceback, names[-1], sender.__name__))
+
+    sent._connect(signals.task_failure, look)
+
+    def close_order(body: Any) -> Any:
+        return OUTCOMES[outcome][0]()
+
+    bench.registry.processor("one")(close_order)
+    bench.run(bench.schedule("one", 7))
+    [(is_handled, traceback, innermost, name)] = seen
+    assert is_handled
+    assert traceback is not None
+    assert (innermost == "climb") == (outcome != "Fail")
+    assert "_send_failure" not in {frame.name for frame in extract_tb(traceback)}
+    assert name == "close_order"
+    assert sys.exc_info() == (None, None, None)
 
 
 @pytest.mark.parametrize("mode", ["single", "batch", "in_flight"])
