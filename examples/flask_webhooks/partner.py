@@ -1,0 +1,26 @@
+"""The partner, which refuses the first two attempts, and verifies the signature of the third."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from flask import Flask, request
+
+from delaytasks.contrib.flask import verified
+from examples.flask_webhooks.shop import SECRET
+
+web = Flask("partner")
+attempts = count(1)
+#: A callback may arrive twice: store its id with its effect.
+seen: set[str] = set()
+
+
+@web.post("/paid")
+def paid() -> tuple[str, int]:
+    callback = verified(request, SECRET)
+    if next(attempts) <= 2:
+        return "come back later", 503
+    if callback.id not in seen:
+        seen.add(callback.id)
+        print(f"payment {callback.body['payment']} is booked", flush=True)
+    return "", 204

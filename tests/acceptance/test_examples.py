@@ -1,0 +1,39 @@
+"""Each example runs with one command."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.running import ROOT
+
+#: An example, and a line that it prints when it has reached its end.
+LAST_LINES = {
+    "flask_webhooks": "has booked the payment once",
+    "heartbeats": "98 devices are connected, and each has one row",
+    "moving_celery": "and so have the 5 adopted ones",
+    "tenants": "initech leaves; schedules: report-acme, report-globex",
+}
+#: These have commands and tests of their own.
+OTHERS = {"demo", "django_shop", "flask_shop"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name != "posix", reason="it starts a Redis on a Unix socket")
+@pytest.mark.parametrize("name", LAST_LINES)
+def test_an_example_runs_with_one_command(name: str) -> None:
+    environment = {**os.environ, "CELERY_BROKER_URL": "redis://nobody:1/0"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"examples.{name}"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert LAST_LINES[name] in done.stdout
+
+
+def test_each_example_is_tested() -> None:
+    found = {path.parent.name for path in ROOT.glob("examples/*/*.py")}
+    assert found == LAST_LINES.keys() | OTHERS
