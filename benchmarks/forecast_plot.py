@@ -16,7 +16,7 @@ from delaytasks.forecast.result import ForecastPool, ForecastStep
 from delaytasks.forecast.simulation import Service
 from delaytasks.forecast.steps import TimeSteps
 
-PICTURE = Path(__file__).parents[1] / "docs" / "img" / "forecast-peak.svg"
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "forecast-peak.svg"
 #: The peak, the tasks that are due in each second anyway, and the tasks that a process runs in a
 #: second.
 PEAK, STEADY, PER_PROCESS = 240_000, 50, 20

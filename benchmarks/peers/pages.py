@@ -16,7 +16,7 @@ from benchmarks.processes import ROOT
 from benchmarks.report import short, spread
 
 PAGE = ROOT / "docs" / "peers.md"
-PICTURES = ROOT / "docs" / "img"
+PICTURES = ROOT / "docs" / "images"
 
 
 class PageTable(NamedTuple):
@@ -98,7 +98,7 @@ def text(results: Results, pictures: Sequence[str]) -> str:
         )
     parts.append(facts)
     parts += [
-        f"![{name.removeprefix('peers-').removesuffix('.svg')}](img/{name})" for name in pictures
+        f"![{name.removeprefix('peers-').removesuffix('.svg')}](images/{name})" for name in pictures
     ]
     parts += [part for table in _TABLES for part in _table(table, results)]
     parts += _setups(results)

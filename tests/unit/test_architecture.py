@@ -1,6 +1,6 @@
 """docs/architecture.md shows the packages and the path of a task as they are in the code.
 
-`python -m tests.unit.test_architecture` redraws docs/img/architecture.svg from the import graph.
+`python -m tests.unit.test_architecture` redraws docs/images/architecture.svg from the import graph.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/architecture.md").read_text()
-PICTURE = ROOT / "docs/img/architecture.svg"
+PICTURE = ROOT / "docs/images/architecture.svg"
 BOX_WIDTH, BOX_HEIGHT, GAP_X, GAP_Y, MARGIN = 168, 46, 22, 44, 12
 #: No package of interest imports these packages of data files and entry points.
 LEFT_OUT = {"__main__", "py"}

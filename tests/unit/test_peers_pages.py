@@ -119,14 +119,14 @@ def test_early_tasks_and_values_beside_the_scale_stay_inside_the_picture() -> No
 def test_all_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     file.write_text(json.dumps(results().as_json()))
-    written = pages.write(file, tmp_path / "peers.md", tmp_path / "img")
+    written = pages.write(file, tmp_path / "peers.md", tmp_path / "images")
     assert [path.name for path in written] == ["peers.md", "peers-burst.svg", "peers-steady-50.svg"]
-    assert "![burst](img/peers-burst.svg)" in (tmp_path / "peers.md").read_text()
+    assert "![burst](images/peers-burst.svg)" in (tmp_path / "peers.md").read_text()
 
 
 def test_the_page_in_the_docs_is_that_of_its_values(tmp_path: Path) -> None:
     written: list[Any] = pages.write(
-        ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "img"
+        ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "images"
     )
     for path in written:
         shown = (pages.PAGE if path.suffix == ".md" else pages.PICTURES / path.name).read_text()
