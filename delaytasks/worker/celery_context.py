@@ -77,7 +77,8 @@ class RowRequest(Context):
 
     @cached_property
     def headers(self) -> dict[str, Any]:
-        return {}
+        """The meta, in which monitors find the trace of the caller."""
+        return dict(self.delay_task.meta)
 
     @cached_property
     def eta(self) -> str:

@@ -118,6 +118,14 @@ def test_a_request_tells_what_celerys_does(task_context: CeleryTaskContext) -> N
     assert first.as_execution_options()["headers"] == {}
 
 
+def test_the_headers_of_a_request_are_the_meta(task_context: CeleryTaskContext) -> None:
+    """Datadog finds the trace of the caller there."""
+    seen: list[Any] = []
+    work = processor("a", lambda body: seen.append(current_task.request.headers))
+    task_context(call(work, replace(task_of(1), meta_json='{"traceparent":"00-1"}')), end)
+    assert seen == [{"traceparent": "00-1"}]
+
+
 def test_rows_that_raise_leave_nothing_behind(task_context: CeleryTaskContext) -> None:
     def fail(body: Any) -> None:
         raise SystemExit
