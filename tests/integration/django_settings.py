@@ -24,6 +24,14 @@ def new_celery_app() -> Celery:
     return made
 
 
+BACKEND = "delaytasks.contrib.django.tasks_backend.DelayTasksBackend"
+
+
+def _framework() -> str:
+    """Return the package of the Tasks framework. Only the tests of our backend use it."""
+    return "django_tasks" if importlib.util.find_spec("django.tasks") is None else "django.tasks"
+
+
 #: The Celery app of the project that these settings configure.
 celery_app = new_celery_app()
 
@@ -58,6 +66,11 @@ def _set_up() -> None:
         DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
         INSTALLED_APPS=["delaytasks.contrib.django"],
         DELAYTASKS={"celery_app": f"{__name__}.celery_app"},
+        TASKS={
+            "default": {"BACKEND": BACKEND, "QUEUES": []},
+            "patient": {"BACKEND": BACKEND, "OPTIONS": {"retries": "1m 1m"}},
+            "other": {"BACKEND": f"{_framework()}.backends.dummy.DummyBackend"},
+        },
         USE_TZ=True,
         SECRET_KEY="a secret of the tests",
     )

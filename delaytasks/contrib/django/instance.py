@@ -31,6 +31,8 @@ from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
 if TYPE_CHECKING:
     from delaytasks.storage.borrowed_connections import ConnectionSource
 
+_TASKS_BACKEND = "delaytasks.contrib.django.tasks_backend."
+
 
 class DjangoDelays(DelayTasks):
     """Delayed tasks whose rows are written on a connection of Django's."""
@@ -53,8 +55,13 @@ class DjangoDelays(DelayTasks):
         super().__init__(celery_app, **options)
 
     def import_processors(self) -> None:
-        """Import `delays.py` of every installed app, and the entry points of installed packages."""
-        autodiscover_modules("delays")
+        """Import `delays.py` of every installed app, and the entry points of installed packages.
+
+        Tasks of Django's Tasks framework are in `tasks.py`.
+        """
+        backends = (getattr(settings, "TASKS", None) or {}).values()
+        has_tasks = any(str(each.get("BACKEND")).startswith(_TASKS_BACKEND) for each in backends)
+        autodiscover_modules("delays", *(["tasks"] if has_tasks else []))
         # While a worker sets Django up, Celery is already sending the signal for entry points.
         import_entry_points()
 

@@ -1,0 +1,115 @@
+"""Run the tests of Django's own task backends with our backend in place of them.
+
+    python tests/integration/django_task_suite.py FOLDER PACKAGE
+
+FOLDER contains PACKAGE: the folder `tests` of Django's sources contains `tasks`, and the sources of
+the package `django-tasks` contain `tests`. `./dev test-django` runs the tests of Django.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+from unittest import TestCase, TestSuite
+
+import django
+from celery import Celery
+from django.conf import settings
+
+#: Tests of what the two backends cannot do, or do in memory, and ours does otherwise.
+NOT_APPLICABLE = {
+    "DummyBackendTestCase.test_refresh_result": "changes the result in memory",
+    "DummyBackendTestCase.test_refresh_result_async": "changes the result in memory",
+    "ImmediateBackendTestCase.test_cannot_get_result": "our results can be read",
+    "ImmediateBackendTestCase.test_cannot_refresh_result": "our results can be read",
+    "ImmediateBackendTestCase.test_get_result_from_different_request": "our results can be read",
+    "ImmediateBackendTestCase.test_cannot_pass_run_after": "our tasks can wait",
+    "ImmediateBackendTestCase.test_throws_keyboard_interrupt": "only a worker is interrupted",
+}
+
+celery_app = Celery("suite", broker="memory://", set_as_current=False)
+
+
+def main(folder: str, package: str) -> int:
+    sys.path.insert(0, folder)
+    settings.configure(
+        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+        INSTALLED_APPS=["delaytasks.contrib.django", *_apps()],
+        DELAYTASKS={"celery_app": f"{__name__}.celery_app"},
+        ROOT_URLCONF=f"{package}.urls",
+        SECRET_KEY="a secret of the tests",
+        USE_TZ=True,
+    )
+    django.setup()
+    _replace_backends()
+    return _run(package)
+
+
+def _apps() -> list[str]:
+    return [] if importlib.util.find_spec("django.tasks") is not None else ["django_tasks"]
+
+
+def _replace_backends() -> None:
+    from delaytasks.contrib.django.task_framework import BaseTaskBackend, TaskResult
+    from delaytasks.contrib.django.tasks_backend import DelayTasksBackend
+    from delaytasks.testing import DelaysTester
+
+    class StoringBackend(DelayTasksBackend):
+        """Has the two names that tests use of the backend that only keeps tasks."""
+
+        @property
+        def results(self) -> list[TaskResult]:
+            with DelaysTester() as tester:
+                return [self.get_result(str(task.id)) for task in tester.scheduled()]
+
+        def clear(self) -> None:
+            with DelaysTester() as tester:
+                tester.clear()
+
+    class RunningBackend(DelayTasksBackend):
+        """Runs each task before `enqueue` returns."""
+
+        def enqueue(self, *arguments: Any, **options: Any) -> TaskResult:
+            with DelaysTester() as tester:
+                result = super().enqueue(*arguments, **options)
+                tester.run_due(raises=False)
+                result.refresh()
+            return result
+
+    backends = BaseTaskBackend.__module__.rpartition(".")[0]
+    importlib.import_module(f"{backends}.dummy").DummyBackend = StoringBackend
+    importlib.import_module(f"{backends}.immediate").ImmediateBackend = RunningBackend
+
+
+def _run(package: str) -> int:
+    from django.test import SimpleTestCase
+    from django.test.runner import DiscoverRunner
+
+    class Runner(DiscoverRunner):
+        def build_suite(self, *arguments: Any, **options: Any) -> TestSuite:
+            suite = super().build_suite(*arguments, **options)
+            return self.test_suite(test for test in _tests(suite) if _applies(test))
+
+    SimpleTestCase.databases = frozenset({"default"})
+    return int(Runner().run_tests([package]))
+
+
+def _tests(suite: TestSuite) -> Iterator[TestCase]:
+    for test in suite:
+        if isinstance(test, TestSuite):
+            yield from _tests(test)
+        elif isinstance(test, TestCase):
+            yield test
+
+
+def _applies(test: TestCase) -> bool:
+    name = ".".join(test.id().split(".")[-2:])
+    if name in NOT_APPLICABLE:
+        print(f"not applicable: {name} ({NOT_APPLICABLE[name]})")
+    return name not in NOT_APPLICABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

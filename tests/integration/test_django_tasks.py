@@ -1,0 +1,276 @@
+"""Test the backend of Django's Tasks framework: `django.tasks`, or the package `django-tasks`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("django")
+if find_spec("django.tasks") is None:
+    pytest.importorskip("django_tasks")
+
+from asgiref.sync import async_to_sync
+from django.core.management import call_command
+from django.db import transaction
+
+from delaytasks import Status
+from delaytasks.contrib.django.instance import project_delays
+from delaytasks.contrib.django.task_framework import (
+    InvalidTask,
+    TaskResultDoesNotExist,
+    TaskResultStatus,
+    task_finished,
+    task_started,
+)
+from delaytasks.testing import DelaysTester
+from tests.integration import django_settings, django_task_suite
+from tests.integration.shops import ExampleShop
+from tests.running import ROOT
+
+
+@pytest.fixture(scope="module")
+def declared() -> Iterator[Any]:
+    with django_settings.configured():
+        from tests.integration import django_declared_tasks
+
+        call_command("migrate", verbosity=0)
+        yield django_declared_tasks
+        call_command("migrate", "delaytasks", "zero", verbosity=0)
+
+
+@pytest.fixture
+def tester(declared: Any) -> Iterator[DelaysTester]:
+    with DelaysTester(project_delays()) as tester:
+        declared.noted.clear()
+        yield tester
+        tester.clear()
+
+
+def test_a_task_runs_and_its_result_has_what_it_returned(
+    declared: Any, tester: DelaysTester
+) -> None:
+    enqueued = declared.add.enqueue(2, second=3)
+    assert enqueued.status == TaskResultStatus.READY
+    assert declared.add.get_result(enqueued.id) == enqueued
+    [task] = tester.scheduled()
+    assert (task.tag, task.queue) == (declared.add.module_path, "sums")
+    tester.run_due()
+    result = declared.add.get_result(enqueued.id)
+    assert (result.status, result.return_value) == (TaskResultStatus.SUCCESSFUL, 5)
+    assert (result.args, result.kwargs, result.attempts) == ([2], {"second": 3}, 1)
+    assert enqueued.enqueued_at <= result.started_at <= result.finished_at
+    assert not result.errors
+
+
+def test_a_coroutine_is_enqueued_and_awaited(declared: Any, tester: DelaysTester) -> None:
+    enqueued = async_to_sync(declared.aadd.aenqueue)(2, 3)
+    tester.run_due()
+    assert async_to_sync(declared.aadd.aget_result)(enqueued.id).return_value == 5
+
+
+def test_a_task_belongs_to_the_transaction_that_enqueues_it(
+    declared: Any, tester: DelaysTester
+) -> None:
+    with transaction.atomic():
+        enqueued = declared.note.enqueue("never")
+        transaction.set_rollback(True)
+    with pytest.raises(TaskResultDoesNotExist):
+        declared.note.get_result(enqueued.id)
+    tester.run_due()
+    assert not declared.noted
+
+
+def test_a_task_waits_until_run_after(declared: Any, tester: DelaysTester) -> None:
+    later = declared.note.using(run_after=tester.now + timedelta(hours=1))
+    enqueued = later.enqueue("late")
+    assert declared.note.get_result(enqueued.id).task == later
+    tester.fast_forward("59m")
+    assert not declared.noted
+    tester.fast_forward("1m")
+    assert declared.noted == ["late"]
+
+
+def test_tasks_with_a_higher_priority_run_first(declared: Any, tester: DelaysTester) -> None:
+    for priority in (-100, 0, 100, -20, 50):
+        enqueued = declared.note.using(priority=priority).enqueue(priority)
+        assert declared.note.get_result(enqueued.id).task.priority == priority
+    tester.run_due()
+    assert declared.noted == [100, 50, 0, -20, -100]
+
+
+def test_a_failed_task_is_retried_and_has_the_error_of_each_attempt(
+    declared: Any, tester: DelaysTester
+) -> None:
+    sent: list[tuple[str, int, int]] = []
+
+    def note_signal(signal: Any, task_result: Any, **_: Any) -> None:
+        sent.append((str(task_result.status), task_result.attempts, len(task_result.errors)))
+
+    for signal in (task_started, task_finished):
+        signal.connect(note_signal)
+    result = declared.fail.enqueue("no paper")
+    tester.run_due(raises=False)
+    result.refresh()
+    assert (result.status, result.attempts, len(result.errors)) == (TaskResultStatus.READY, 1, 1)
+    tester.fast_forward("5m", raises=False)
+    for signal in (task_started, task_finished):
+        signal.disconnect(note_signal)
+    result.refresh()
+    assert (result.status, result.attempts) == (TaskResultStatus.FAILED, 3)
+    assert [error.exception_class for error in result.errors] == [ValueError] * 3
+    assert all(error.traceback.endswith("ValueError: no paper\n") for error in result.errors)
+    assert sent == [("RUNNING", 1, 0), ("RUNNING", 2, 1), ("RUNNING", 3, 2), ("FAILED", 3, 3)]
+
+
+def test_the_context_has_the_result_and_the_attempt(declared: Any, tester: DelaysTester) -> None:
+    result = declared.tell.enqueue()
+    tester.run_due()
+    result.refresh()
+    assert result.return_value == [result.id, 1]
+
+
+def test_a_result_that_json_cannot_express_fails_the_task(
+    declared: Any, tester: DelaysTester
+) -> None:
+    result = declared.answer_with_an_object.enqueue()
+    tester.run_due(raises=False)
+    result.refresh()
+    assert result.errors[0].exception_class is TypeError
+
+
+def test_a_cancelled_task_has_failed(declared: Any, tester: DelaysTester) -> None:
+    result = declared.note.enqueue("never")
+    project_delays().cancel(result.id)
+    result.refresh()
+    assert result.status == TaskResultStatus.FAILED
+    assert result.errors[0].exception_class.__name__ == "TaskCancelledError"
+
+
+@pytest.mark.parametrize("id", ["7", "", "1 OR 1=1", "9" * 40])
+def test_an_unknown_id_has_no_result(declared: Any, tester: DelaysTester, id: str) -> None:
+    with pytest.raises(TaskResultDoesNotExist):
+        declared.note.get_result(id)
+
+
+def test_a_row_that_is_no_django_task_has_no_result(declared: Any, tester: DelaysTester) -> None:
+    delays = project_delays()
+    delays.processor("order.close")(declared.noted.append)
+    with pytest.raises(TaskResultDoesNotExist, match="no Django task"):
+        declared.note.get_result(str(delays.schedule_delay("order.close", {}, 60).id))
+
+
+@pytest.mark.parametrize("change", ['{"args": 7}', '["os.system"]', '"text"'])
+def test_a_body_that_another_program_wrote_fails_the_task(
+    declared: Any, tester: DelaysTester, change: str
+) -> None:
+    from django.db import connection
+
+    result = declared.note.enqueue("never")
+    with connection.cursor() as cursor:
+        cursor.execute("UPDATE yb_delay_task_message SET message_body = %s", [change])
+    [run] = tester.run_due(raises=False)
+    assert "refuses the body" in str(run.error)
+    assert project_delays().get(result.id).status is Status.FAILED
+
+
+def test_workers_must_be_able_to_find_a_task(declared: Any, tester: DelaysTester) -> None:
+    with pytest.raises(InvalidTask, match=r"declare it with @task\(backend='default'\)"):
+        declared.of_another_backend.using(backend="default").enqueue()
+    hidden = type(declared.note)(func=_undecorated)
+    with pytest.raises(InvalidTask, match="decorate the function where it is defined"):
+        hidden.enqueue()
+    assert not tester.scheduled()
+
+
+def _undecorated() -> None: ...
+
+
+@pytest.mark.slow
+def test_the_tests_of_djangos_own_backends_pass() -> None:
+    sources = os.environ.get("DELAYTASKS_TEST_DJANGO_SOURCES")
+    if sources is None:
+        pytest.skip("needs the sources of Django, which `./dev test-django` downloads")
+    suite = Path(django_task_suite.__file__)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(suite), str(ROOT / sources / "tests"), "tasks"],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not applicable" in done.stdout
+
+
+SETTINGS = """
+from shop.settings import *
+INSTALLED_APPS += ["receipts"]
+TASKS = {"default": {"BACKEND": "delaytasks.contrib.django.tasks_backend.DelayTasksBackend"}}
+"""
+TASKS = """
+try:
+    from django.tasks import task
+except ModuleNotFoundError:
+    from django_tasks import task
+from orders.models import Order
+
+@task
+def write(item):
+    return Order.objects.create(item=item).pk
+
+@task(takes_context=True)
+async def count(context):
+    return [await Order.objects.acount(), context.attempt]
+
+@task
+def fail():
+    raise ValueError("no paper")
+"""
+CALLS = """
+import json
+from delaytasks import wait
+from django.db import transaction
+from receipts.tasks import count, fail, write
+
+def ended(result):
+    wait(result.id, 30)
+    result.refresh()
+    return result
+
+with transaction.atomic():
+    written, failed = write.enqueue("a book"), fail.enqueue()
+results = [ended(each) for each in (written, failed, count.enqueue())]
+print(json.dumps([
+    [str(r.status), r.status == "SUCCESSFUL" and r.return_value, len(r.worker_ids), r.worker_ids[0]]
+    for r in results
+]))
+"""
+
+
+@pytest.mark.slow
+def test_a_worker_runs_the_tasks_of_installed_apps(tmp_path: Path, redis_url: str) -> None:
+    app = tmp_path / "receipts"
+    app.mkdir()
+    (app / "__init__.py").touch()
+    (app / "tasks.py").write_text(TASKS)
+    (tmp_path / "shop_with_tasks.py").write_text(SETTINGS)
+    shop = ExampleShop("django_shop", tmp_path, f"sqlite:///{tmp_path / 'shop'}", redis_url)
+    shop.environment["PYTHONPATH"] += f":{tmp_path}"
+    shop.environment["DJANGO_SETTINGS_MODULE"] = "shop_with_tasks"
+    try:
+        shop.command("manage.py", "migrate")
+        shop.work()
+        output = shop.command("manage.py", "shell", "-c", CALLS)
+    finally:
+        shop.close()
+    (written, failed, counted) = json.loads(output.strip().splitlines()[-1])
+    assert written[:3] == ["SUCCESSFUL", 1, 1]
+    assert failed[:3] == ["FAILED", False, 1]
+    assert counted[:3] == ["SUCCESSFUL", [1, 1], 1]
+    assert "@shop/" in written[3]
