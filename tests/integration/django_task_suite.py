@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 from unittest import TestCase, TestSuite
 
@@ -48,7 +49,7 @@ def main(folder: str, package: str) -> int:
 
 
 def _apps() -> list[str]:
-    return [] if importlib.util.find_spec("django.tasks") is not None else ["django_tasks"]
+    return [] if find_spec("django.tasks") is not None else ["django_tasks"]
 
 
 def _replace_backends() -> None:
@@ -79,8 +80,9 @@ def _replace_backends() -> None:
             return result
 
     backends = BaseTaskBackend.__module__.rpartition(".")[0]
-    importlib.import_module(f"{backends}.dummy").DummyBackend = StoringBackend
-    importlib.import_module(f"{backends}.immediate").ImmediateBackend = RunningBackend
+    dummy: Any = importlib.import_module(f"{backends}.dummy")
+    immediate: Any = importlib.import_module(f"{backends}.immediate")
+    dummy.DummyBackend, immediate.ImmediateBackend = StoringBackend, RunningBackend
 
 
 def _run(package: str) -> int:

@@ -50,7 +50,7 @@ class DelayTasksBackend(BaseTaskBackend):
         """Check a task, and register its processor. Django calls this when a task is declared."""
         super().validate_task(task)
         if _processor_of(task.module_path) is None:
-            options = {"queue": task.queue_name, "keep_result": True, "schema": TaskCall}
+            options: Any = {"queue": task.queue_name, "keep_result": True, "schema": TaskCall}
             function: Any = arun_task if iscoroutinefunction(task.func) else run_task
             project_delays().processor(task.module_path, **options, **self.options)(function)
 
