@@ -245,7 +245,7 @@ def ended(result):
 
 with transaction.atomic():
     written, failed = write.enqueue("a book"), fail.enqueue()
-results = [ended(each) for each in (written, failed, count.enqueue())]
+results = [ended(written), ended(failed), ended(count.enqueue())]
 print(json.dumps([
     [str(r.status), r.status == "SUCCESSFUL" and r.return_value, len(r.worker_ids), r.worker_ids[0]]
     for r in results

@@ -93,8 +93,8 @@ class DelayTasksBackend(BaseTaskBackend):
                 f"{result_id}: this process has no Django task {row.tag!r}; import its module"
             )
         call = processor.checked(processor.body_of(row))
-        has_failed = row.attempts > 1 or row.status is Status.FAILED
-        attempts = delays.attempts(row) if has_failed else []
+        failed = row.attempts - (row.status in (Status.RUNNING, Status.DONE))
+        attempts = delays.attempts(row) if failed else []
         return result_of_row(call.task(row), call, row, attempts)
 
     def check(self, **kwargs: Any) -> Iterable[checks.CheckMessage]:
