@@ -9,6 +9,7 @@ the package `django-tasks` contain `tests`. `./dev test-django` runs the tests o
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -30,16 +31,21 @@ NOT_APPLICABLE = {
     "ImmediateBackendTestCase.test_throws_keyboard_interrupt": "only a worker is interrupted",
 }
 
+#: Django's tests of its tasks have no URLs.
+urlpatterns: list[Any] = []
 celery_app = Celery("suite", broker="memory://", set_as_current=False)
 
 
 def main(folder: str, package: str) -> int:
+    # Coroutines of these tests call synchronous methods, since backends in memory allow it.
+    os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
     sys.path.insert(0, folder)
+    urls = f"{package}.urls"
     settings.configure(
         DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
         INSTALLED_APPS=["delaytasks.contrib.django", *_apps()],
         DELAYTASKS={"celery_app": f"{__name__}.celery_app"},
-        ROOT_URLCONF=f"{package}.urls",
+        ROOT_URLCONF=urls if find_spec(urls) else __name__,
         SECRET_KEY="a secret of the tests",
         USE_TZ=True,
     )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -185,7 +186,7 @@ def test_a_body_that_another_program_wrote_fails_the_task(
 def test_workers_must_be_able_to_find_a_task(declared: Any, tester: DelaysTester) -> None:
     with pytest.raises(InvalidTask, match=r"declare it with @task\(backend='default'\)"):
         declared.of_another_backend.using(backend="default").enqueue()
-    hidden = type(declared.note)(func=_undecorated)
+    hidden = replace(declared.note, func=_undecorated)
     with pytest.raises(InvalidTask, match="decorate the function where it is defined"):
         hidden.enqueue()
     assert not tester.scheduled()

@@ -5,7 +5,7 @@ Django's tests roll a transaction back, so its connection is the only one that s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -25,9 +25,13 @@ def source_at(alias: str) -> ConnectionSource:
         partial(_connect, alias),
         partial(_around_processor, alias),
         partial(_rewriting, alias),
-        lambda coroutine: async_to_sync(lambda: coroutine)(),
+        async_to_sync(_awaited),
         lambda call: sync_to_async(call, thread_sensitive=True)(),
     )
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 @contextmanager
