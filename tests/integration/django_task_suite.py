@@ -98,7 +98,8 @@ def _run(package: str) -> int:
     class Runner(DiscoverRunner):
         def build_suite(self, *arguments: Any, **options: Any) -> TestSuite:
             suite = super().build_suite(*arguments, **options)
-            return self.test_suite(test for test in _tests(suite) if _applies(test))
+            applicable: TestSuite = self.test_suite(filter(_applies, _tests(suite)))
+            return applicable
 
     SimpleTestCase.databases = frozenset({"default"})
     return int(Runner().run_tests([package]))
