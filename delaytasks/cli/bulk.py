@@ -122,7 +122,7 @@ def move_each(
                 break  # the next id would wait as long, for the same answer
     if cli.is_json:
         failed = [
-            {"id": str(id), "error": str(error), "type": type(error).__name__}
+            {"id": str(id), "error": cli.hints.rewrite(str(error)), "type": type(error).__name__}
             for id, error in failures
         ]
         print_json({**moved(), "failed": failed})
@@ -158,7 +158,7 @@ def move_many(
     if many.dry_run:
         _report(cli, found, would, "dry run")
         return
-    running = f" ({found.refused:,} run now, and are left alone)" if found.refused else ""
+    running = f" (without {count(found.refused, 'running task')})" if found.refused else ""
     cli.confirm(many.yes, f"{would}{running}. Go on?")
     result, is_stopped = _moved(cli, done, found, move)
     if is_stopped:

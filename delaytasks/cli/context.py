@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
-import shlex
-import shutil
 import sys
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
-from delaytasks.cli.output import Failure, print_json, say, sentence, shards_text, task_json
+from delaytasks.cli.celery_app import import_errors
+from delaytasks.cli.hints import Hints
+from delaytasks.cli.output import (
+    WANTS_JSON,
+    Failure,
+    is_json,
+    print_json,
+    say,
+    sentence,
+    shards_text,
+    task_json,
+)
 from delaytasks.core.bounded_calls import wait_for_unfinished
-from delaytasks.core.errors import ConfigError, DelayTaskError
+from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
 from delaytasks.core.masking import mask_url
 from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
+    from delaytasks.core.reasons import Explanation
     from delaytasks.core.task import DelayTask
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
 
 R = TypeVar("R")
-_JSON = "delaytasks.json"
+DEFAULT_APP = "delaytasks.celery"
 EXIT_CODES = (
     "Exit codes: 0 it worked; 1 it did not (no such task, too late, database unavailable); "
     "2 wrong usage or settings."
@@ -40,13 +47,22 @@ class Cli:
     """One call of the command line, on one Celery app."""
 
     def __init__(
-        self, ctx: click.Context, find: Callable[[], Any], command: str, app_origin: str
+        self,
+        ctx: click.Context,
+        find: Callable[[], Any],
+        command: str,
+        app_name: str,
+        app_origin: str,
     ) -> None:
         self._ctx = ctx
         self._find = find
+        #: The app as `celery -A` takes it, for the processes that a command starts.
+        self.app_name = app_name
         self.app_origin = app_origin
         #: The beginning of a command line that the user can copy from a hint.
         self.command = command
+        names = ctx.command.list_commands(ctx) if isinstance(ctx.command, click.Group) else ()
+        self.hints = Hints(command, names, None if app_origin == "default" else app_name)
         self.is_json = is_json(ctx)
         if self.is_json:
             # stderr is for one JSON document, so the log must not be printed there.
@@ -101,7 +117,7 @@ class Cli:
         """
         modules: set[str] = set()
         with (
-            _import_errors("what the app's imports and include name", modules),
+            import_errors("what the app's imports and include name", modules),
             self.guarded_stdout(),
         ):
             modules.update(self.app.loader.default_modules)  # this reads the app's configuration
@@ -131,6 +147,33 @@ class Cli:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
         self.answer(task_json(task), sentence(task, done, wiring_of(self.delays).clock.now()))
 
+    def explain(
+        self, task: DelayTask | str | None, tag: str | None = None, key: str | None = None
+    ) -> Explanation:
+        """Explain why a task has not run, or how it ended. The key may be that of an ended task."""
+        explain = wiring_of(self.delays).explanations().of
+        try:
+            explanation = explain(task, tag, key)
+        except TaskNotFoundError as error:
+            explanation = explain(self._ended(tag, key, error))
+        return self.hints.in_explanation(explanation)
+
+    def get(self, id: str | None, tag: str | None, key: str | None) -> DelayTask:
+        """Read a task. The key may be that of an ended task."""
+        try:
+            return self.delays.get(id, tag=tag, key=key)
+        except TaskNotFoundError as error:
+            return self._ended(tag, key, error)
+
+    def _ended(self, tag: str | None, key: str | None, error: TaskNotFoundError) -> DelayTask:
+        """Return the last task that was scheduled with the key, or raise `error`."""
+        if tag is None or key is None:
+            raise error
+        found = self.delays.find(tag=tag, key=key, limit=100, newest_first=True).tasks
+        if not found:
+            raise error
+        return max(found, key=lambda task: (task.create_time or task.expected_time, task.id))
+
     def note(self, text: str) -> None:
         """Print a line on stderr, unless JSON is asked for."""
         if not self.is_json:
@@ -157,56 +200,15 @@ def shown_url(store: Store) -> str:
     return mask_url(store.database.url.render_as_string(hide_password=True))
 
 
-def is_json(ctx: click.Context) -> bool:
-    return bool(ctx.meta.get(_JSON))
-
-
-def find_app(name: str) -> Any:
-    """Return the Celery app that `celery -A name` finds."""
-    from celery import Celery
-    from celery.app.utils import find_app as find
-
-    # Like `celery`, find modules in the current folder.
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    with _import_errors(f"the app {name!r}", [name.partition(":")[0]]):
-        try:
-            found = find(name)
-        except AttributeError as error:
-            raise ConfigError(
-                f"{name!r} has no Celery app: {error}; name it, as -A package.module:app"
-            ) from None
-    if not isinstance(found, Celery):
-        kind = type(found).__name__
-        raise ConfigError(
-            f"{name!r} is no Celery app but a {kind}; name it, as -A package.module:app"
-        )
-    return found
-
-
-@contextmanager
-def _import_errors(what: str, modules: Iterable[str]) -> Iterator[None]:
-    """Report an error in a module of the user as a `ConfigError`, with its traceback."""
-    try:
-        yield
-    except DelayTaskError:
-        raise
-    except Exception as error:
-        message = f"importing {what} failed: {type(error).__name__}: {error}"
-        # If the name of the module or of its package is mistyped, a traceback adds nothing.
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
-        details = "" if is_name_wrong else traceback.format_exc()
-        ctx = click.get_current_context()
-        raise Failure(ConfigError(message), is_json(ctx), details) from error
-
-
 class Command(click.Command):
     """A command with the option --json, whose help ends with its exit codes."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EXIT_CODES, **options})
         self.params.append(_json_option())
+
+    def get_help(self, ctx: click.Context) -> str:
+        return _rewritten(ctx, super().get_help(ctx))
 
 
 class Group(click.Group):
@@ -216,6 +218,9 @@ class Group(click.Group):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"epilog": EXIT_CODES, **options})
+
+    def get_help(self, ctx: click.Context) -> str:
+        return _rewritten(ctx, super().get_help(ctx))
 
 
 class RootGroup(Group):
@@ -227,7 +232,7 @@ class RootGroup(Group):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         # An error may come before click has read the options of the command.
-        ctx.meta[_JSON] = "--json" in (args[: args.index("--")] if "--" in args else args)
+        ctx.meta[WANTS_JSON] = "--json" in (args[: args.index("--")] if "--" in args else args)
         with _reported_errors(ctx):
             return super().parse_args(ctx, args)
 
@@ -245,7 +250,14 @@ def _reported_errors(ctx: click.Context) -> Iterator[None]:
             raise
         raise Failure(error, True) from error
     except DelayTaskError as error:
-        raise Failure(error, is_json(ctx)) from error
+        failure = Failure(error, is_json(ctx))
+        failure.message = _rewritten(ctx, failure.message)
+        raise failure from error
+
+
+def _rewritten(ctx: click.Context, message: str) -> str:
+    cli = ctx.find_object(Cli)
+    return message if cli is None else cli.hints.rewrite(message)
 
 
 def _json_option() -> click.Option:
@@ -257,36 +269,3 @@ def _json_option() -> click.Option:
 def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
     """Pass the `Cli` to a command as its first argument."""
     return click.make_pass_decorator(Cli)(command)
-
-
-_ORIGINS: dict[ParameterSource | None, str] = {
-    ParameterSource.COMMANDLINE: "command line",
-    ParameterSource.ENVIRONMENT: "environment",
-}
-
-
-def _program() -> str:
-    """Return this program's name, or its path if the shell would not find the name on the PATH."""
-    path = sys.argv[0]
-    if os.path.basename(path) != "delaytasks":  # a test, or `python -m delaytasks`
-        return "delaytasks"
-    found = shutil.which("delaytasks")
-    is_on_path = found is not None and os.path.samefile(found, path)
-    return "delaytasks" if is_on_path else shlex.quote(path)
-
-
-def open_cli(ctx: click.Context, app: str) -> None:
-    """Prepare `delaytasks -A app …`."""
-    origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
-    command = f"{_program()} -A {shlex.quote(app)}" if origin == "command line" else _program()
-    ctx.obj = Cli(ctx, lambda: find_app(app), command, origin)
-
-
-def open_cli_under_celery(ctx: click.Context) -> None:
-    """Prepare `celery -A proj delays …`, for which Celery has found the app."""
-    if ctx.obj.no_color:
-        ctx.color = False
-    app = ctx.obj.app
-    name = ctx.parent.params.get("app") if ctx.parent is not None else None
-    command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
-    ctx.obj = Cli(ctx, lambda: app, command, "celery")

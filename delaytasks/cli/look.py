@@ -116,19 +116,20 @@ INSTANTS = ("due_time expected_time execution_time create_time update_time lease
 
 @click.command(cls=Command)
 @click.argument("id", required=False)
-@click.option("--tag", help="With --key: the task of this tag that has the key.")
-@click.option("--key", help="With --tag: the task that has this key.")
+@click.option("--tag", help="With --key: the tag of the task.")
+@click.option("--key", help="With --tag: the live task with this key, or else the last one.")
 @pass_cli
 def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """Show one task: its fields, body and error, its possible moves, and why it has not run.
 
     \b
     delaytasks show 2305843009213693952
+    delaytasks show --tag order.close --key order-7
     """
-    task = cli.delays.get(id, tag=tag, key=key)
+    task = cli.get(id, tag, key)
     moves, document = moves_from(task.status), task_json(task)
     attempts = cli.delays.attempts(task)
-    explanation = wiring_of(cli.delays).explanations().of(task)
+    explanation = cli.explain(task)
     if cli.is_json:
         failed_attempts = [one.as_json() for one in attempts]
         reasons = explanation.as_json()["reasons"]

@@ -23,9 +23,12 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import count as count
 from delaytasks.core.text import last_line, one_line
 
 LONGEST = 10_000
+#: The key of click's `Context.meta` under which the root group notes whether --json is given.
+WANTS_JSON = "delaytasks.json"
 BAD, GOOD = "red", "green"
 _STATUS_COLOURS = {
     "DONE": GOOD,
@@ -64,6 +67,10 @@ class Failure(click.ClickException):
 # -- JSON -----------------------------------------------------------------------------------------
 
 
+def is_json(ctx: click.Context) -> bool:
+    return bool(ctx.meta.get(WANTS_JSON))
+
+
 def print_json(document: Any) -> None:
     click.echo(json.dumps(document, indent=2, allow_nan=False))
 
@@ -92,10 +99,6 @@ def say(text: str, **style: Any) -> None:
 def reason(error: str | None) -> str:
     """Return the line of a traceback that names the error."""
     return last_line(error, 80) or NOTHING
-
-
-def count(number: int, noun: str, plural: str | None = None) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
 
 
 def shards_text(numbers: Sequence[int]) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.hints import Hints
 from delaytasks.cli.on_time import print_on_time
 from delaytasks.cli.output import (
     BAD,
@@ -42,12 +43,12 @@ def stats(cli: Cli) -> None:
     if cli.is_json:
         print_json(found)
     else:
-        _print(found, cli.command)
+        _print(found, cli.hints)
     if any(database["error"] for database in found["databases"]):
         sys.exit(1)
 
 
-def _print(found: dict[str, Any], command: str) -> None:
+def _print(found: dict[str, Any], hints: Hints) -> None:
     about = dict.fromkeys(found["estimated"], "about ")
     print_table(
         ("status", "tasks"),
@@ -58,7 +59,7 @@ def _print(found: dict[str, Any], command: str) -> None:
         right=["tasks"],
     )
     say("")
-    print_fields(_fields(found, command))
+    print_fields(_fields(found, hints))
     say("")
     if found["late"]:
         print_late(found["late"])
@@ -72,23 +73,23 @@ def _print(found: dict[str, Any], command: str) -> None:
         _print_workers(found["workers"])
     else:
         is_direct = found["timer"]["name"] == "direct"
-        how = f"{command} drain --forever" if is_direct else "celery -A … worker"
-        say(f"no workers; start one with: {how}", fg="yellow")
+        how = "delaytasks drain --forever" if is_direct else "celery -A … worker"
+        say(hints.rewrite(f"no workers; start one with: {how}"), fg="yellow")
 
 
 def _alarm(text: str, is_bad: object) -> Cell:
     return (text, BAD if is_bad else "")
 
 
-def _fields(found: dict[str, Any], command: str) -> Iterator[tuple[str, Cell]]:
+def _fields(found: dict[str, Any], hints: Hints) -> Iterator[tuple[str, Cell]]:
     """Yield the lines between the tables."""
     expired = found["expired_leases"]
     yield "overdue", _overdue_cell(found["overdue"])
     yield "lease over", _alarm(f"{expired:,}", expired)
-    if paused := _paused_text(found):
+    if paused := _paused_text(found, hints):
         yield "paused", (paused, "yellow")
     for database in found["databases"]:
-        yield "database", _database_cell(database, command)
+        yield "database", _database_cell(database, hints)
     yield "broker", _broker_cell(found["broker"])
     yield "timer", _timer_cell(found["timer"])
     yield "versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())
@@ -102,22 +103,22 @@ def _overdue_cell(overdue: dict[str, Any]) -> Cell:
     return _alarm(late, overdue["count"])
 
 
-def _paused_text(found: dict[str, Any]) -> str:
+def _paused_text(found: dict[str, Any], hints: Hints) -> str:
     paused = [each for each in found["policies"] if each["is_paused"]][:NAMED]
     names = [f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused]
     more = found["policy_counts"]["paused"] - len(paused)
     if more:
-        names.append(f"and {more:,} more; delaytasks policy list shows them")
+        names.append(f"and {more:,} more; {hints.command} policy list shows them")
     return ", ".join(names)
 
 
-def _database_cell(database: dict[str, Any], command: str) -> Cell:
+def _database_cell(database: dict[str, Any], hints: Hints) -> Cell:
     url, replication = database["url"], database["replication"]
     if database["error"]:
         return _alarm(f"{url}: down ({cell(database['error'])})", True)
     text = f"{url} ({database['server']}), revision {database['revision'] or 'unknown'}"
     if database["revision"] != database["head"]:
-        text += f", this version has {database['head']}; run: {command} db upgrade"
+        text += f", this version has {database['head']}; run: {hints.command} db upgrade"
     problem = replication and replication["problem"]
     if replication and (replication["mode"] != "none" or problem):
         text += f"; replication {replication['mode']} ({replication['facts']})"

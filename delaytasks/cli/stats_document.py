@@ -9,6 +9,7 @@ from typing import Any
 
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import Cli, shown_url
+from delaytasks.cli.hints import Hints
 from delaytasks.cli.on_time import gather_on_time
 from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
@@ -35,7 +36,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         database = _database(shard)
         databases.append(database)
         try:
-            found.append(_numbers(delays, shard))
+            found.append(_numbers(delays, shard, cli.hints))
             database |= _answers(cli, shard)
         except StoreError as error:
             if len(delays.shards) == 1:
@@ -102,7 +103,7 @@ def _overdue(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {**oldest, "count": sum(each["count"] for each in overdue)}
 
 
-def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
+def _numbers(delays: DelayTasks, shard: Shard, hints: Hints) -> dict[str, Any]:
     """Return the counts, workers and sweeps of one database."""
     settings, store = delays.settings, shard.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
@@ -114,7 +115,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
     overdue = numbers.overdue(settings.grace_s)
     return {
         "counts": numbers.counts(),
-        "late": [late_json(group) for group in explain_overdue(shard, settings)]
+        "late": [late_json(group, hints) for group in explain_overdue(shard, settings)]
         if overdue.tasks
         else [],
         "overdue": {

@@ -9,13 +9,12 @@ import click
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import LONGEST, cell, coloured, print_json, say
 from delaytasks.core.reasons import Explanation
-from delaytasks.wiring import wiring_of
 
 
 @click.command(cls=Command)
 @click.argument("id", required=False)
-@click.option("--tag", help="With --key: the task of this tag that has the key.")
-@click.option("--key", help="With --tag: the task that has this key.")
+@click.option("--tag", help="With --key: the tag of the task.")
+@click.option("--key", help="With --tag: the live task with this key, or else the last one.")
 @pass_cli
 def why(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """Explain why a task has not run yet, or how it ended, and what to do about it.
@@ -27,7 +26,7 @@ def why(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     delaytasks why 2305843009213693952
     delaytasks why --tag order.close --key order-7
     """
-    explanation = wiring_of(cli.delays).explanations().of(id, tag, key)
+    explanation = cli.explain(id, tag, key)
     if cli.is_json:
         print_json(explanation.as_json())
     else:

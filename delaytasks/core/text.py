@@ -93,6 +93,11 @@ def one_line(text: str, longest: int = 200) -> str:
     return shown if len(text) <= longest else shown + "…"
 
 
+def count(number: int, noun: str, plural: str | None = None) -> str:
+    """Return a number with its noun, such as "1 task" or "1,200 tasks"."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {plural or noun + 's'}"
+
+
 def first_names(names: Collection[str], most: int = 5) -> str:
     """Return the first names for one log line or sentence."""
     return ", ".join(islice(names, most))

@@ -11,7 +11,7 @@ from delaytasks.core.reasons import Facts, Reason, instant_text
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.task_json import iso
-from delaytasks.core.text import last_line
+from delaytasks.core.text import count, last_line
 from delaytasks.core.why_waiting import why_waiting
 
 #: A clock offset up to this many seconds is not mentioned.
@@ -47,7 +47,7 @@ def _done(facts: Facts) -> Reason:
 
 def _failed(facts: Facts) -> Reason:
     task, error = facts.task, last_line(facts.task.error)
-    times = f" after {task.attempts} attempts" if task.attempts > 1 else ""
+    times = f" after {count(task.attempts, 'attempt')}" if task.attempts > 1 else ""
     at = "" if task.update_time is None else f" at {instant_text(task.update_time)}"
     return Reason(
         "failed",
@@ -60,7 +60,7 @@ def _failed(facts: Facts) -> Reason:
 def _cancelled(facts: Facts) -> Reason:
     task, audit = facts.task, facts.cancelled_by
     at = instant_text(task.update_time)
-    by = f" by {audit.actor} (delaytasks audit, entry {audit.id})" if audit else ""
+    by = f" by {audit.actor} (entry {audit.id} of the audit)" if audit else ""
     cause = f": {last_line(task.error)}" if task.error else ""
     return Reason(
         "cancelled",

@@ -38,7 +38,7 @@ def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: Del
     [run] = delays.cancel_many(tag="a", actor="ann").runs
     delays.cancel_many(tag="b", actor="bob")
     [reason] = explain(delays, by_ann).reasons
-    assert f"by ann (delaytasks audit, entry {run})" in reason.sentence
+    assert f"by ann (entry {run} of the audit)" in reason.sentence
     assert reason.facts["actor"] == "ann"
     assert explain(delays, by_bob).reasons[0].facts["actor"] == "bob"
 
@@ -96,7 +96,7 @@ def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, store: St
     held = [task for task in tasks if delays.get(task).status.name == "HELD"]
     [reason] = explain(delays, held[0]).reasons
     assert (reason.facts["running"], reason.facts["waitlist_tasks"]) == (1, 3)
-    assert "1 may run at the same time, and 1 do. In its waitlist are 3 tasks." in reason.sentence
+    assert "1 may run at the same time, and 1 do. Its waitlist has 3 tasks." in reason.sentence
 
 
 def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, store: Store) -> None:

@@ -16,10 +16,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from delaytasks.cli import context, output
+from delaytasks.cli import opening, output
+from delaytasks.cli.hints import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.core import errors
 from delaytasks.core.task import DelayTask
+from delaytasks.storage.driver_errors import REMEDY
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
@@ -374,6 +376,22 @@ def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("To run it again: delaytasks rerun 7", "To run it again: celery -A shop delays rerun 7"),
+        (
+            "its status, which delaytasks does not know",
+            "its status, which delaytasks does not know",
+        ),
+        ("Start a worker: celery -A … worker", "Start a worker: celery -A shop worker"),
+        (f"missing; {REMEDY}", "missing; run: celery -A shop delays db upgrade"),
+    ],
+)
+def test_a_hint_names_commands_as_the_user_called_them(message: str, said: str) -> None:
+    assert Hints("celery -A shop delays", ["db", "rerun"], "shop").rewrite(message) == said
+
+
+@pytest.mark.parametrize(
     ("is_on_path", "program"), [(True, "delaytasks"), (False, ".venv/bin/delaytasks")]
 )
 def test_hints_name_a_command_that_the_shell_finds(
@@ -388,4 +406,4 @@ def test_hints_name_a_command_that_the_shell_finds(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [".venv/bin/delaytasks", "up"])
     monkeypatch.setenv("PATH", str(folder) if is_on_path else str(tmp_path))
-    assert context._program() == program
+    assert opening._program() == program

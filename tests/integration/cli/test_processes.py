@@ -27,6 +27,10 @@ def test_celery_has_the_same_commands_with_its_own_app(
         "-m", "celery", "-A", shop.name, "delays", "list", "--limit", "1"
     ).communicate(timeout=30)
     assert f"More: celery -A {shop.name} delays list --limit 1 --cursor " in err
+    out, err = process("-m", "celery", "-A", shop.name, "delays", "why", ids[0]).communicate(
+        timeout=30
+    )
+    assert f"Start a worker: celery -A {shop.name} worker" in out, err
     failing = process("-m", "celery", "-A", shop.name, "delays", "show", "5", "--json")
     out, err = failing.communicate(timeout=30)
     assert (failing.returncode, out, json.loads(err)["type"]) == (1, "", "TaskNotFoundError")

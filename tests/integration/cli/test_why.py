@@ -44,7 +44,8 @@ def test_show_says_why_in_words_and_in_json(shop: Project) -> None:
         "paused",
         "no_worker",
     ]
-    assert "To resume it: delaytasks resume --tag ok" in shop("show", str(task.id)).stdout
+    remedy = f"To resume it: delaytasks -A {shop.name} resume --tag ok"
+    assert remedy in shop("show", str(task.id)).stdout
 
 
 def test_why_prints_each_reason_with_its_remedy(shop: Project) -> None:
@@ -53,11 +54,37 @@ def test_why_prints_each_reason_with_its_remedy(shop: Project) -> None:
     said = shop("why", str(task.id)).stdout.splitlines()
     assert said[0] == f"task {task.id} (ok): NOT_COMPLETE"
     assert said[1].startswith("The tag ok is paused by ann since 20")
-    assert said[2] == "  → To resume it: delaytasks resume --tag ok"
+    assert said[2] == f"  → To resume it: delaytasks -A {shop.name} resume --tag ok"
     assert said[3].startswith("No live worker serves the queue default")
     found = shop.json("why", "--tag", "ok", "--key", "k1")
     assert (found["id"], found["code"], found["facts"]["actor"]) == (str(task.id), "paused", "ann")
     assert [each["code"] for each in found["reasons"]] == ["paused", "no_worker"]
+
+
+def test_a_key_of_no_live_task_names_the_last_task_that_had_it(shop: Project) -> None:
+    older = shop.schedule(key="k1", delay=3600)
+    shop.delays.cancel(older)
+    newer = shop.schedule(key="k1", delay=60)
+    shop.delays.cancel(newer)
+    for command in ("why", "show"):
+        found = shop.json(command, "--tag", "ok", "--key", "k1")
+        assert (found["id"], found["status"]) == (str(newer.id), "CANCELLED")
+        error = shop.error(command, "--tag", "ok", "--key", "k2", exit_code=1)
+        assert error["type"] == "TaskNotFoundError"
+    live = shop.schedule(key="k1", delay=30)
+    assert shop.json("why", "--tag", "ok", "--key", "k1")["id"] == str(live.id)
+
+
+def test_each_hint_repeats_how_the_user_called(shop: Project) -> None:
+    task = overdue(shop)
+    worker = f"celery -A {shop.name} worker"
+    assert shop.json("why", str(task.id))["remedy"] == f"Start a worker: {worker}"
+    assert f"start one with: {worker}" in shop("stats").stdout
+    assert f"delaytasks -A {shop.name} why 2305843009213693952" in shop("why", "--help").stdout
+    store = wiring_of(shop.delays).store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    assert f"run: delaytasks -A {shop.name} db upgrade\n" in shop("list").stderr
 
 
 def test_why_of_a_task_that_does_not_exist_is_an_error(shop: Project) -> None:
@@ -126,9 +153,9 @@ def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> Non
     found = shop.json("check")
     [warning] = found["warnings"]
     assert warning.startswith(
-        "1 late tasks of the tag mail in the queue letters: No live worker serves the queue"
+        "1 late task of the tag mail in the queue letters: No live worker serves the queue"
     )
-    assert "warning: 1 late tasks of the tag mail" in shop("check").stdout
+    assert "warning: 1 late task of the tag mail" in shop("check").stdout
     deferred(shop)
     [finding] = shop.json("check", exit_code=1)["findings"]
     assert (finding["tag"], finding["queues"], finding["problem"]) == (
