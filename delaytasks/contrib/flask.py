@@ -27,6 +27,7 @@ from delaytasks.core.interfaces import Transaction
 from delaytasks.core.masking import Secret
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import count
 from delaytasks.storage.transactions import _PENDING, transaction_of
 from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
 
@@ -156,9 +157,9 @@ class FlaskDelays(DelayTasks):
             uncommitted = _uncommitted()
             if uncommitted:
                 raise SessionUnusableError(
-                    f"the processor of {task.tag!r} scheduled {uncommitted} task(s) in db.session "
-                    "and ended without db.session.commit(), so they are rolled back; commit, or "
-                    "roll back yourself"
+                    f"the processor of {task.tag!r} scheduled {count(uncommitted, 'task')} in "
+                    "db.session and ended without db.session.commit(), so the transaction is "
+                    "rolled back; commit, or roll back yourself"
                 )
 
 
@@ -249,7 +250,6 @@ def _warn_of_uncommitted(error: BaseException | None) -> None:
     uncommitted = 0 if error is not None else _uncommitted()
     if uncommitted:
         current_app.logger.warning(
-            "%d delayed task(s) scheduled in db.session, which was not committed: they are rolled "
-            "back",
-            uncommitted,
+            "%s scheduled in db.session, which was not committed and is rolled back",
+            count(uncommitted, "delayed task"),
         )

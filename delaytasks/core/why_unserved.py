@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
+from shlex import quote
 
 from delaytasks.core.celery_tags import processor_tag
 from delaytasks.core.durations import show_duration
@@ -47,12 +49,18 @@ def _no_worker(
     return Reason(
         "no_worker",
         f"{sentence}.",
-        # With -Q a worker serves no other queues, not even those of the app's own tasks.
-        f"Start one more worker for it: celery -A … worker -Q {queue}"
-        if live_queues
-        else "Start a worker: celery -A … worker",
+        one_more_worker([queue]) if live_queues else "Start a worker: celery -A … worker",
         {"queue": queue, "live_queues": live_queues, "last_seen": _last_seen(serving)},
     )
+
+
+def one_more_worker(queues: Collection[str]) -> str:
+    """Return the remedy for queues that no worker serves, while other workers run.
+
+    With -Q a worker serves no other queues, not even those of the app's own tasks.
+    """
+    names = quote(",".join(islice(queues, MOST_NAMES)))
+    return f"Start one more worker: celery -A … worker -Q {names}"
 
 
 def _last_seen(serving: Sequence[RegisteredWorker]) -> dict[str, float]:

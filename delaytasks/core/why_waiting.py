@@ -13,7 +13,7 @@ from delaytasks.core.policies import Policy, is_limit
 from delaytasks.core.reasons import Facts, Reason, instant_text
 from delaytasks.core.states import Status
 from delaytasks.core.task_json import iso
-from delaytasks.core.text import DEFERRALS, last_line
+from delaytasks.core.text import DEFERRALS, count, last_line
 from delaytasks.core.why_unserved import unserved
 
 _REMEDIES = {
@@ -82,7 +82,7 @@ def _limit(facts: Facts, policy: Policy | None) -> Reason:
         )
     sentence = f"It waits for the limit of the tag {task.tag}: {_limits(policy, facts)}"
     if facts.waitlist_tasks:
-        sentence += f". In its waitlist are {facts.waitlist_tasks:,} tasks"
+        sentence += f". Its waitlist has {count(facts.waitlist_tasks, 'task')}"
     values: dict[str, Any] = {
         "tag": task.tag,
         "concurrency": policy.concurrency,
@@ -185,9 +185,8 @@ def _due(facts: Facts) -> Reason:
     }
     lost = ""
     if task.lapses:
-        lost = (
-            f"; {task.lapses} times in a row the worker died or lost its lease while the task ran"
-        )
+        times = count(task.lapses, "time")
+        lost = f"; {times} in a row the worker died or lost its lease while the task ran"
     is_swept = facts.swept_s is not None and facts.swept_s <= facts.self_sweep_s
     if facts.late_s > facts.grace_s and not is_swept:
         swept = "there was no sweep yet"

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from delaytasks.core.errors import InvalidOutcomesError, NotRunningError
 from delaytasks.core.outcomes import Outcome
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import shown
+from delaytasks.core.text import count, shown
 from delaytasks.execution.task_run import TaskRun
 from delaytasks.processors.event_loop import awaited
 from delaytasks.processors.registry import ProcessorSpec
@@ -95,8 +95,8 @@ def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
         unknown = value.keys() - set(ids)
         if unknown:
             raise InvalidOutcomesError(
-                f"the batch's processor returned outcomes for {len(unknown)} ids that are not in "
-                f"the batch, such as {shown(next(iter(unknown)))}: the keys are task.id"
+                f"the batch's processor returned outcomes for {count(len(unknown), 'unknown id')}, "
+                f"such as {shown(next(iter(unknown)))}: the keys are task.id"
             )
         return [value.get(id) for id in ids]
     if not isinstance(value, (list, tuple)):
@@ -106,7 +106,8 @@ def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
         )
     if len(value) != len(ids):
         raise InvalidOutcomesError(
-            f"the batch's processor returned {len(value)} outcomes for {len(ids)} tasks: one for "
-            "each, in their order, or a dict of outcomes by task.id"
+            f"the batch's processor returned {count(len(value), 'outcome')} for "
+            f"{count(len(ids), 'task')}: return one for each, in their order, or a dict of "
+            "outcomes by task.id"
         )
     return list(value)

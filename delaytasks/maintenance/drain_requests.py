@@ -11,6 +11,7 @@ from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import first_names
+from delaytasks.core.why_unserved import one_more_worker
 from delaytasks.maintenance.overdue_queues import OnStep, OverdueLevels, OverdueQueues
 
 if TYPE_CHECKING:
@@ -58,10 +59,11 @@ class DrainRequests:
         if serving[ALL_QUEUES]:
             self._send(others, serving, on_step, start_drain)
         elif others:  # no worker would receive the messages, and they would accumulate
-            prefix = self._settings.namespace
-            remedy = f"start one more worker for it: celery -A … worker -Q {prefix}.QUEUE"
             self._events.emit(
-                "queue.unserved", count=len(others), queue=first_names(others), remedy=remedy
+                "queue.unserved",
+                count=len(others),
+                queue=first_names(others),
+                remedy=one_more_worker(others),
             )
 
     def start_own(

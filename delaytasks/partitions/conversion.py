@@ -9,6 +9,7 @@ from sqlalchemy import Connection, func, select, text
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.ids import first_id
+from delaytasks.core.text import count
 from delaytasks.partitions.periods import edge_after, periods
 from delaytasks.partitions.table import DEFAULT, FIRST, Partitions
 
@@ -99,8 +100,9 @@ def _check_convertible(partitions: Partitions, below: int) -> None:
     )
     if beyond:
         raise ConfigError(
-            f"table {table.fullname} has {beyond} ids that are not in the order of time, {below} "
-            "or above: another program made them, and partitions by time do not work with them"
+            f"table {table.fullname} has {count(beyond, 'id')} outside of the order of time, "
+            f"{below} or above: another program made them, and partitions by time do "
+            "not work with them"
         )
 
 

@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
 
 from delaytasks.core.interfaces import Level, Recovered
 from delaytasks.core.states import MOVES, Status
+from delaytasks.core.text import count
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
 from delaytasks.storage.row_counts import check_row_count
@@ -25,7 +26,7 @@ from delaytasks.storage.types import db_now, db_now_plus
 
 LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
 TOO_MANY_LOST_LEASES = (
-    "gave up: the worker died or lost its lease {n} times in a row while this task ran"
+    "gave up: the worker died or lost its lease {times} in a row while this task ran"
 )
 #: Appended to both texts if the time limit of the task's tag was over.
 TIMED_OUT = "; its time limit of {s:g} s was over"
@@ -129,7 +130,7 @@ def recover_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Upd
     MySQL assigns from left to right, so `lapses` comes last: the other columns use its old value.
     """
     is_last = tasks.c.lapses >= max_lost_leases - 1
-    error = TOO_MANY_LOST_LEASES.format(n=max_lost_leases) + reason
+    error = TOO_MANY_LOST_LEASES.format(times=count(max_lost_leases, "time")) + reason
     failed, waiting = int(MOVES["fail_worker_lost"].target), int(MOVES["recover"].target)
     return update(tasks).ordered_values(
         (tasks.c.status, case((is_last, failed), else_=waiting)),

@@ -10,6 +10,7 @@ from alembic.operations import Operations
 from sqlalchemy import Column, Connection, MetaData, Table, func, inspect, or_, select
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.text import count
 from delaytasks.storage.adopted_table import on_mysql, on_postgresql, on_sqlite
 from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.ddl import tables
@@ -83,9 +84,9 @@ def _check(connection: Connection, table: Table) -> None:
             f"the primary key of {name} is ({', '.join(key)}); make it (id), then migrate again"
         )
     wrong = or_(table.c.tag.is_(None), func.length(table.c.tag) > 128)
-    count = connection.execute(select(func.count()).select_from(table).where(wrong)).scalar()
-    if count:
+    wrong_rows = connection.execute(select(func.count()).select_from(table).where(wrong)).scalar()
+    if wrong_rows:
         raise ConfigError(
-            f"{name} has {count} rows whose tag is NULL or longer than 128; "
-            "correct or move them, then migrate again"
+            f"{name} has {count(wrong_rows, 'row')} whose tag is NULL or longer than 128; "
+            "correct or move each, then migrate again"
         )

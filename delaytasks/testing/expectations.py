@@ -12,6 +12,7 @@ from typing import Any
 from delaytasks.core.durations import Delay, show_duration
 from delaytasks.core.inputs import check_delay
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import count
 
 #: How far a due time may be from the expected one: some time passes between call and assertion.
 TOLERANCE = timedelta(seconds=1)
@@ -118,7 +119,7 @@ def line_of(task: DelayTask, now: datetime) -> str:
 
 
 def _count(tasks: Sequence[DelayTask]) -> str:
-    return "1 task is waiting" if len(tasks) == 1 else f"{len(tasks):,} tasks are waiting"
+    return f"{count(len(tasks), 'task')} {'is' if len(tasks) == 1 else 'are'} waiting"
 
 
 def _away(away: timedelta) -> str:

@@ -14,6 +14,7 @@ from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.ids import MAX_SHARDS, check_id
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.interfaces import Entry, by_queue
+from delaytasks.core.text import count
 from delaytasks.timers.publisher import Publisher
 
 RUN = "delaytasks.run"
@@ -65,7 +66,7 @@ class EtaTimer:
 def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]]:
     entries.sort(key=lambda entry: entry.due_us)
     for some in batches(entries, ENTRIES_PER_MESSAGE):
-        options = {"eta": from_us(some[0].due_us), "repr": f"({len(some)} tasks)"}
+        options = {"eta": from_us(some[0].due_us), "repr": f"({count(len(some), 'task')})"}
         yield [[entry.as_list() for entry in some]], options
 
 

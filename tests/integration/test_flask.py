@@ -214,7 +214,7 @@ def test_a_request_that_forgets_to_commit_is_told_of_in_the_log(
         app.test_client().get("/commits")
         assert "not committed" not in caplog.text
         app.test_client().get("/forgets")
-    assert "1 delayed task(s) scheduled in db.session, which was not committed" in caplog.text
+    assert "1 delayed task scheduled in db.session, which was not committed" in caplog.text
     assert count(project) == 1
 
 

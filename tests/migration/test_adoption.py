@@ -95,7 +95,7 @@ def test_downgrade_leaves_an_adopted_table_to_its_owner(
         (
             "tag (text|varchar.100.) NOT NULL",
             "tag varchar(200)",
-            "1 rows whose tag is NULL or longer than 128",
+            "1 row whose tag is NULL or longer than 128",
         ),
         (
             " PRIMARY KEY( AUTOINCREMENT)?(.*tag)",

@@ -237,7 +237,7 @@ def test_properties_that_a_conversion_would_lose_are_named(
 
 def test_ids_that_do_not_ascend_with_time_are_refused(tables: MigratedTables) -> None:
     add(tables.store, id=2**62)
-    with pytest.raises(ConfigError, match=r"1 ids that are not in the order of time"):
+    with pytest.raises(ConfigError, match=r"1 id outside of the order of time"):
         tables.convert()
     assert tables.differences() == []
 

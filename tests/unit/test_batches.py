@@ -166,9 +166,9 @@ def test_one_outcome_is_for_all(bench: RunnerHarness) -> None:
 
 
 WRONG = {
-    "too few": (lambda tasks: [None], "returned 1 outcomes for 4 tasks"),
+    "too few": (lambda tasks: [None], "returned 1 outcome for 4 tasks"),
     "too many": (lambda tasks: [None] * 5, "returned 5 outcomes for 4 tasks"),
-    "a stranger": (lambda tasks: {7: Done()}, "that are not in the batch, such as 7"),
+    "a stranger": (lambda tasks: {7: Done()}, "for 1 unknown id, such as 7"),
     "ids as text": (lambda tasks: {str(tasks[0].id): Done()}, "the keys are task.id"),
     "a number": (lambda tasks: 4, "returned a int"),
     "a generator": (lambda tasks: (None for _ in tasks), "returned a generator"),

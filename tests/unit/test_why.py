@@ -82,8 +82,9 @@ def test_a_row_that_nothing_holds_any_more_is_released_soon() -> None:
 def test_an_unserved_queue_names_the_queues_that_workers_serve() -> None:
     found = facts(workers=[WORKER._replace(queues=["default", "reports"])])
     assert codes(found) == ["no_worker"]
-    assert "No live worker serves the queue letters; live workers serve default, reports" in text(
-        found
+    assert text(found) == (
+        "No live worker serves the queue letters; live workers serve default, reports. "
+        "Start one more worker: celery -A … worker -Q letters"
     )
 
 
