@@ -82,15 +82,15 @@ def run_pytest(folder: Path, url: str, *options: str) -> str:
 
 def test_celery_and_sqlalchemy(url: str, tmp_path: Path) -> None:
     write_files("Celery and SQLAlchemy", tmp_path)
-    assert "4 passed" in run_pytest(tmp_path, url)
-    assert "4 passed" in run_pytest(tmp_path, url)  # the first run has left no rows
+    assert "6 passed" in run_pytest(tmp_path, url)
+    assert "6 passed" in run_pytest(tmp_path, url)  # the first run has left no rows
 
 
 def test_django(url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "django_shop", project)
     write_files("Django", project)
-    assert "Ran 2 tests" in run(project, url, "-W", "ignore", "manage.py", "test")
+    assert "Ran 3 tests" in run(project, url, "-W", "ignore", "manage.py", "test")
     assert "3 passed" in run_pytest(project, url, "--ds=shop.settings", "tests")
 
 
@@ -98,7 +98,7 @@ def test_flask_sqlalchemy(url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "flask_shop", project)
     write_files("Flask-SQLAlchemy", project)
-    assert "1 passed" in run_pytest(project, url, "test_orders.py")
+    assert "2 passed" in run_pytest(project, url, "test_orders.py")
 
 
 def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
@@ -107,3 +107,9 @@ def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
     driver = DRIVERS[place.get_driver_name()]
     asynchronous = place.set(drivername=f"{place.get_backend_name()}+{driver}")
     assert "1 passed" in run_pytest(tmp_path, asynchronous.render_as_string(hide_password=False))
+
+
+def test_fastapi_with_synchronous_sessions(url: str, tmp_path: Path) -> None:
+    write_files("Celery and SQLAlchemy", tmp_path)
+    write_files("FastAPI with synchronous sessions", tmp_path)
+    assert "1 passed" in run_pytest(tmp_path, url, "test_shop_api.py")
