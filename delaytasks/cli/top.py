@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import print_json
+from delaytasks.cli.output import BAD, GOOD, print_json
 from delaytasks.cli.table import NOTHING, cell
 from delaytasks.cli.times import DURATION, show_instant
 from delaytasks.core.durations import show_duration, show_measured
@@ -37,9 +37,9 @@ _GROUP_COLUMNS = {
 }
 #: The columns of workers.
 _WORKER_COLUMNS = {"seen": 0, "runs": 0, "processes": 60, "pool": 80, "queues": 70}
-BAD, WARNING, GOOD = "red", "yellow", "green"
+WARNING = "yellow"
 #: A lateness from which a number is marked.
-LATE_S = 1.0
+MARKED_LATE_S = 1.0
 
 
 @click.command(cls=Command)
@@ -215,7 +215,7 @@ def _lateness(late_s: float | None) -> Text:
 
     if late_s is None:
         return Text(NOTHING, "dim")
-    return Text(show_measured(late_s), BAD if late_s >= LATE_S else GOOD)
+    return Text(show_measured(late_s), BAD if late_s >= MARKED_LATE_S else GOOD)
 
 
 def _workers(

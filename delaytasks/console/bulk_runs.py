@@ -15,7 +15,7 @@ from delaytasks.core.errors import DelayTaskError
 
 logger = logging.getLogger(__name__)
 #: Runs that are remembered, and the most that are active simultaneously.
-MOST_REMEMBERED, MOST_ACTIVE = 100, 4
+MOST_RUNS_REMEMBERED, MOST_ACTIVE = 100, 4
 State = Literal["running", "done", "stopped", "failed"]
 #: Reports the counts so far. It raises `KeyboardInterrupt` if the run was asked to stop.
 ReportProgress = Callable[[BulkResult], None]
@@ -67,7 +67,7 @@ class BulkRuns:
             if sum(each.state == "running" for each in self._runs.values()) >= MOST_ACTIVE:
                 return False
             self._runs[run.id] = run
-            while len(self._runs) > MOST_REMEMBERED:
+            while len(self._runs) > MOST_RUNS_REMEMBERED:
                 self._runs.popitem(last=False)
         thread = threading.Thread(
             target=self._work, args=(run, work), name=f"console {run.action}", daemon=True

@@ -29,7 +29,7 @@ from delaytasks.wiring import wiring_of
 #: The actions, and the words of their buttons.
 ACTIONS = {"rerun": "Run again", "cancel": "Cancel", "reschedule": "Reschedule"}
 #: Tasks that are counted before a viewer confirms, in pages of this size: they contain the bodies.
-MOST_COUNTED, COUNT_PAGE = 5_000, 100
+MOST_MATCHES_COUNTED, COUNT_PAGE = 5_000, 100
 #: Tasks that are shown as examples.
 EXAMPLE_TASKS = 10
 AUDIT_ENTRIES = 200
@@ -86,7 +86,7 @@ def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]
     matches = error_matcher(query.error) if query.error else (lambda error: True)
     count, read, cursor, examples = 0, 0, None, list[DelayTask]()
     searched = {**query.filters, "status": _statuses(action, query)}
-    while read < MOST_COUNTED:
+    while read < MOST_MATCHES_COUNTED:
         page = state().delays.find(**searched, cursor=cursor, limit=COUNT_PAGE)
         found = [task for task in page if matches(task.error or "")]
         count, read, cursor = count + len(found), read + len(page), page.cursor

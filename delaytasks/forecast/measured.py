@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
 
 #: The time before now whose runs count, and the runs that a mean needs.
-MEASURED, LEAST_RUNS = "7d", 10
+MEASURED, LEAST_MEASURED_RUNS = "7d", 10
 
 
 def measured_durations(shards: Sequence[Shard], now: datetime) -> dict[str, float]:
@@ -26,5 +26,5 @@ def measured_durations(shards: Sequence[Shard], now: datetime) -> dict[str, floa
     return {
         tag: counts.duration_s / counts.started
         for tag, counts in totals.items()
-        if counts.started >= LEAST_RUNS
+        if counts.started >= LEAST_MEASURED_RUNS
     }

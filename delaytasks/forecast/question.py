@@ -9,7 +9,7 @@ from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.inputs import check_period, check_tag, check_wait
 from delaytasks.core.number_checks import is_integer
 from delaytasks.core.text import shown
-from delaytasks.forecast.steps import MAX_WORKERS
+from delaytasks.forecast.steps import MAX_WORKERS_TRIED
 
 DAY_S = 86_400.0
 MAX_DAYS, MAX_STEPS, MAX_RATE = 366, 20_000, 1_000_000.0
@@ -41,9 +41,9 @@ def checked(
     if not (is_number and 0 < days <= MAX_DAYS):
         raise InvalidQueryError(f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}")
     for name, number in (("workers", workers), ("processes", processes)):
-        if number is not None and not is_integer(number, 1, MAX_WORKERS):
+        if number is not None and not is_integer(number, 1, MAX_WORKERS_TRIED):
             raise InvalidQueryError(
-                f"{name} is an integer from 1 to {MAX_WORKERS:,}, not {shown(number)}"
+                f"{name} is an integer from 1 to {MAX_WORKERS_TRIED:,}, not {shown(number)}"
             )
     is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
     if rate is not None and not (is_number and 0 < rate <= MAX_RATE):

@@ -14,7 +14,7 @@ from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.recurrence.schedule import RecurringSchedule
 
 #: Schedules in one statement, and the most schedules that are read.
-PAGE, MAX_SCHEDULES = 1000, 20_000
+SCHEDULES_PAGE, MAX_SCHEDULES = 1000, 20_000
 #: The most occurrences that are computed, for all schedules together.
 MAX_OCCURRENCES = 50_000
 #: At least this number of occurrences is computed for schedules of the same timing.
@@ -70,10 +70,10 @@ def recurring_counts(table: RecurringTable, now: datetime, until: datetime) -> D
 
 def _schedules(table: RecurringTable) -> Iterator[RecurringSchedule]:
     last: str | None = None
-    for _ in range(0, MAX_SCHEDULES, PAGE):
-        page = table.page(None, None, last, PAGE)
+    for _ in range(0, MAX_SCHEDULES, SCHEDULES_PAGE):
+        page = table.page(None, None, last, SCHEDULES_PAGE)
         yield from page
-        if len(page) < PAGE:
+        if len(page) < SCHEDULES_PAGE:
             return
         last = page[-1].name
 

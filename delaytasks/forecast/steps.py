@@ -15,7 +15,7 @@ from delaytasks.forecast.result import ForecastPool, ForecastStep, TagForecast
 from delaytasks.forecast.simulation import Arrival, Load, Served, lateness_s, load_of, simulate
 
 #: The most workers that are considered.
-MAX_WORKERS = 10_000
+MAX_WORKERS_TRIED = 10_000
 #: A number of tasks that is smaller is a rounding error.
 SMALL = 0.5
 
@@ -190,7 +190,7 @@ def _needed_workers(load: Load, processes_each: float, target_s: float) -> int |
         served = simulate(load, workers * processes_each)
         return max(_lateness(load, served), default=0.0) <= target_s
 
-    return smallest(is_enough, MAX_WORKERS)
+    return smallest(is_enough, MAX_WORKERS_TRIED)
 
 
 def smallest(is_enough: Callable[[int], bool], most: int) -> int | None:

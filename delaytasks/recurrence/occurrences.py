@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import NamedTuple
 
 from delaytasks.recurrence.schedule import RecurringSchedule
-from delaytasks.recurrence.timing import SECOND
+from delaytasks.recurrence.timing import ONE_SECOND
 
 #: An occurrence that passed longer ago was missed. A sweep that is a little late misses none.
 MISSED_AFTER = timedelta(seconds=60)
@@ -90,7 +90,7 @@ def _last_between(
     """
     window = FIRST_WINDOW
     while True:
-        begin = max(since - SECOND, now - window)
+        begin = max(since - ONE_SECOND, now - window)
         found = deque(schedule.between(begin, now), maxlen=most)
         if len(found) == most or begin < since:
             return [at for at in found if at >= since]

@@ -27,7 +27,7 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.errors import InvalidTimingError
 from delaytasks.core.text import shown
 
-SECOND, MINUTE, DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)
+ONE_SECOND, ONE_MINUTE, ONE_DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)
 #: An expression that matches no day in this time never matches.
 MOST_YEARS = 50
 #: The longest interval, so that the next occurrence is always an instant that databases can store.
@@ -78,7 +78,7 @@ class Solar:
             raise InvalidTimingError(f"solar: {error}") from None
         found = self._first_after(sun, instant)
         # Occurrences are whole seconds, so the event of `instant` itself may be a little later.
-        return found if found > instant else self._first_after(sun, instant + MINUTE)
+        return found if found > instant else self._first_after(sun, instant + ONE_MINUTE)
 
     @staticmethod
     def _first_after(sun: Any, instant: datetime) -> datetime:
@@ -127,7 +127,7 @@ class Cron:
 
     def after(self, instant: datetime) -> datetime | None:
         if self._start is not None:
-            instant = max(instant, self._start - SECOND)
+            instant = max(instant, self._start - ONE_SECOND)
         return self._after(instant.replace(microsecond=0))
 
     # Schedules with the same timing, such as those of many tenants, share this cache.
@@ -152,7 +152,9 @@ class Cron:
                 return found
             # From here on the clocks show other times than the offset says. Continue there.
             offset, instant = self._offset(change), change
-            wall = next(self._walls_after((change + offset - SECOND).replace(tzinfo=None)), None)
+            wall = next(
+                self._walls_after((change + offset - ONE_SECOND).replace(tzinfo=None)), None
+            )
         return None
 
     def _walls_after(self, wall: datetime) -> Iterator[datetime]:
@@ -183,14 +185,14 @@ class Cron:
     def _first_change(self, since: datetime, until: datetime, offset: timedelta) -> datetime | None:
         """Return the first instant in (since, until] at which the offset is another one."""
         while since < until:
-            step = min(since + DAY, until)
+            step = min(since + ONE_DAY, until)
             if self._offset(step) != offset:
                 break
             since = step
         else:
             return None
-        while step - since > SECOND:
-            middle = since + (step - since) // 2 // SECOND * SECOND
+        while step - since > ONE_SECOND:
+            middle = since + (step - since) // 2 // ONE_SECOND * ONE_SECOND
             if self._offset(middle) == offset:
                 since = middle
             else:

@@ -17,7 +17,7 @@ from delaytasks.core.new_task import NewTask
 
 T = TypeVar("T")
 #: A shard that is down is tried last for this time; then one call tries it again.
-REST_S = 5.0
+SHARD_REST_S = 5.0
 #: A shard that has owed an answer for this time is tried last by calls that may use another one.
 SLOW_S = 1.0
 
@@ -102,12 +102,12 @@ class ShardSelection:
         with self._lock:
             self._began[number][call] = began
             if self._rests_until[number]:  # this call finds out whether the shard is still down
-                self._rests_until[number] = began + REST_S
+                self._rests_until[number] = began + SHARD_REST_S
         try:
             answer = work(number)
         except StoreUnavailableError as error:
             if error.shard is not None:  # without a number the shard is only busy
-                self._rests_until[error.shard] = monotonic() + REST_S
+                self._rests_until[error.shard] = monotonic() + SHARD_REST_S
                 self._events.emit("store.down", error=str(error), shard=error.shard)
             raise
         finally:

@@ -34,10 +34,18 @@ class Statistics(AsyncStatisticsTwins):
     method reads the tables, and has an asynchronous twin for coroutines, such as `aseries` for
     `series`.
 
-    `since` is an instant, or a duration before now such as `"1h"`, and `until` is an instant, or
-    None for now. Steps are whole minutes and begin at multiples of their length since 1970 in UTC.
-    Counts that are older than two days have the resolution of an hour, and counts that are older
-    than a year are deleted.
+    Most methods read a range, which has the same parameters everywhere:
+
+    - `since`: the beginning, an instant, or a duration before now such as `"1h"`. It is rounded
+      down to a minute. Counts that are older than two days have the resolution of an hour, and
+      counts that are older than a year are deleted.
+    - `until`: the end, an instant; None means now.
+    - `step`: the length of a step, a number of whole minutes. Steps begin at multiples of their
+      length since 1970 in UTC.
+    - `tags`: only these tags; None means all.
+
+    The methods raise `InvalidQueryError` if the range is empty or has too many steps, and
+    `StoreUnavailableError` if a database cannot be reached.
 
     Examples
     --------
@@ -67,24 +75,13 @@ class Statistics(AsyncStatisticsTwins):
 
         Parameters
         ----------
-        since, until
-            The range.
-        step
-            The length of a step, a number of whole minutes.
-        tags
-            Only these tags; None means all.
+        since, until, step, tags
+            See the class.
 
         Returns
         -------
         list of SeriesPoint
             In the order of time.
-
-        Raises
-        ------
-        InvalidQueryError
-            If the range is empty, or if it has too many steps.
-        StoreUnavailableError
-            If a database cannot be reached.
 
         Examples
         --------
@@ -105,22 +102,13 @@ class Statistics(AsyncStatisticsTwins):
 
         Parameters
         ----------
-        since, until
-            The range, whose beginning is rounded down to a minute.
-        tags
-            Only these tags; None means all.
+        since, until, tags
+            See the class.
 
         Returns
         -------
         dict
             The totals of each tag that has any.
-
-        Raises
-        ------
-        InvalidQueryError
-            If the range is empty.
-        StoreUnavailableError
-            If a database cannot be reached.
 
         Examples
         --------
@@ -140,10 +128,8 @@ class Statistics(AsyncStatisticsTwins):
 
         Parameters
         ----------
-        since, until
-            The range, whose beginning is rounded down to a minute.
-        tags
-            Only these tags; None means all.
+        since, until, tags
+            See the class.
         target
             The share of tasks that should be on time, below 1. It determines the error budget.
 
@@ -155,9 +141,7 @@ class Statistics(AsyncStatisticsTwins):
         Raises
         ------
         InvalidQueryError
-            If the range is empty, or if the target is no share.
-        StoreUnavailableError
-            If a database cannot be reached.
+            If the target is no share, or if the range is wrong.
 
         Examples
         --------
@@ -192,11 +176,6 @@ class Statistics(AsyncStatisticsTwins):
         list of FailureGroup
             `filters` of a group selects its tasks in `find` and in the bulk functions.
 
-        Raises
-        ------
-        StoreUnavailableError
-            If a database cannot be reached.
-
         Examples
         --------
         >>> group = delays.statistics.failures()[0]
@@ -212,22 +191,13 @@ class Statistics(AsyncStatisticsTwins):
 
         Parameters
         ----------
-        since, until
-            The range.
-        step
-            The length of a step, a number of whole minutes.
+        since, until, step
+            See the class.
 
         Returns
         -------
         list of GaugePoint
             In the order of time, for the steps in which a sweep has counted.
-
-        Raises
-        ------
-        InvalidQueryError
-            If the range is empty, or if it has too many steps.
-        StoreUnavailableError
-            If a database cannot be reached.
 
         Examples
         --------

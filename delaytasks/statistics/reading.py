@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
 
 #: The most steps of one series.
-MAX_STEPS = 10_000
+MAX_SERIES_STEPS = 10_000
 #: The longest range, since older hours are purged.
 MAX_RANGE_S = 400 * 86_400.0
-_HOUR = timedelta(hours=1)
 
 Since = datetime | Delay
 
@@ -68,8 +67,8 @@ class StepRange(NamedTuple):
         steps = cls(_floor(start, length), end, length, is_series)
         if start >= end:
             raise InvalidQueryError("the range is empty: `since` is before `until`")
-        if is_series and (end - steps.since) / length > MAX_STEPS:
-            raise InvalidQueryError(f"more than {MAX_STEPS} steps: choose a longer step")
+        if is_series and (end - steps.since) / length > MAX_SERIES_STEPS:
+            raise InvalidQueryError(f"more than {MAX_SERIES_STEPS} steps: choose a longer step")
         return steps
 
     def starts(self) -> Iterator[datetime]:
@@ -132,7 +131,7 @@ def failure_groups(
     found: dict[tuple[str, str], FailureGroup] = {}
     for shard in shards:
         for row in _table(shard).failures(tag, since, limit):
-            hours = {EPOCH + h * _HOUR: n for h, n in hour_counts_of(row.hours).items()}
+            hours = {EPOCH + timedelta(hours=h): n for h, n in hour_counts_of(row.hours).items()}
             group = FailureGroup(
                 row.tag,
                 row.pattern,

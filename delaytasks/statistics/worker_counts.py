@@ -24,7 +24,7 @@ MINUTE_US = 60_000_000
 #: minutes are added to one of them.
 MAX_MINUTES = 60
 #: The most groups of failures that wait to be written. The others are not counted as groups.
-MAX_GROUPS = 500
+MAX_GROUPS_OF_WORKER = 500
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Unwritten:
         known = self.failures.get(key)
         if known is not None:
             self.failures[key] = failure._replace(runs=known.runs + failure.runs)
-        elif len(self.failures) < MAX_GROUPS:
+        elif len(self.failures) < MAX_GROUPS_OF_WORKER:
             self.failures[key] = failure
 
     def add(self, other: Unwritten) -> None:

@@ -25,7 +25,7 @@ from delaytasks.storage.waitlist_names import is_entry_of
 
 _NO_ERRORS = TransportFacts()
 #: A waitlist is counted up to this number.
-MOST_COUNTED = 10_000
+MOST_WAITLIST_COUNTED = 10_000
 #: Bulk operations that may have cancelled a task: those that ran at that time.
 MOST_OPERATIONS = 5
 #: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
@@ -87,7 +87,7 @@ class FactReader:
     def _waitlist_tasks(self, task: DelayTask) -> int:
         w = self._schema.waitlists.c
         mine = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
-        first = mine.limit(MOST_COUNTED).subquery()
+        first = mine.limit(MOST_WAITLIST_COUNTED).subquery()
         query = select(func.count()).select_from(first)
         return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
 

@@ -22,9 +22,9 @@ from delaytasks.storage.schema import Schema
 #: The rows that each part of a read looks at.
 MOST_LIVE_ROWS = 5_000
 #: Queues, and priorities of a queue, among which waiting rows are looked for.
-MOST_QUEUES, MOST_PRIORITIES = 100, 10
+MOST_LIVE_QUEUES, MOST_PRIORITIES = 100, 10
 #: "Soon" and "lately" are a minute.
-MINUTE = timedelta(minutes=1)
+LIVE_PERIOD = timedelta(minutes=1)
 _COLUMNS = (
     "queue tag worker status expected_time due_time execution_time update_time attempts".split()
 )
@@ -77,10 +77,12 @@ class LiveRows:
         waiting: list[LiveRow] = []
         is_capped = False
         for level in self._levels(connection):
-            found = self._rows(connection, *self._due(level, now + MINUTE), order=t.expected_time)
+            found = self._rows(
+                connection, *self._due(level, now + LIVE_PERIOD), order=t.expected_time
+            )
             is_capped |= len(found) >= MOST_LIVE_ROWS
             waiting += found
-        lately = t.expected_time > now - MINUTE, t.expected_time <= now
+        lately = t.expected_time > now - LIVE_PERIOD, t.expected_time <= now
         due = self._rows(connection, *lately, order=t.expected_time.desc())
         is_capped |= any(len(part) >= MOST_LIVE_ROWS for part in (running, held, due))
         has_ended = {Status.DONE, Status.FAILED, Status.CANCELLED}
@@ -88,7 +90,7 @@ class LiveRows:
         return Live(now, running, waiting, held, ended, is_capped)
 
     def _levels(self, connection: Connection) -> Iterator[Level]:
-        for queue in queues_after(connection, self._t, Status.NOT_COMPLETE, None, MOST_QUEUES):
+        for queue in queues_after(connection, self._t, Status.NOT_COMPLETE, None, MOST_LIVE_QUEUES):
             here = first_levels_of(connection, self._t, Status.NOT_COMPLETE, queue, MOST_PRIORITIES)
             yield from islice(here, MOST_PRIORITIES)
 

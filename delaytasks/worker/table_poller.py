@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 #: The rest between two reads of a table without notices. It grows from the first to the second
 #: bound, by this factor, while no task is found late.
-MIN_REST_S, MAX_REST_S = 0.02, 0.5
+MIN_POLL_REST_S, MAX_POLL_REST_S = 0.02, 0.5
 REST_GROWTH = 1.5
 #: Rows in one read. If there are more, the next read comes soon.
 MAX_READ_ROWS = 2000
@@ -64,7 +64,7 @@ class TablePoller:
         self._shares = WorkerShares(hostname)
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
-        self._rest_s = MIN_REST_S
+        self._rest_s = MIN_POLL_REST_S
         self._overdue_check_at = 0.0
         self._overdue = OverdueQueues(shard.store.sweeps, settings.grace_s)
         self.loop = Loop(shard.named("table_poller"), self._turn, events, POLL_STUCK_S, shard.close)
@@ -127,13 +127,15 @@ class TablePoller:
         if len(found) == MAX_READ_ROWS:
             # There are more rows, which are due later than these. Read them before they are due.
             rest_s = min(rest_s, (found[-1].due_us - now_us) / 2e6)
-        return max(rest_s, MIN_REST_S)
+        return max(rest_s, MIN_POLL_REST_S)
 
     def _normal_rest_s(self) -> float:
         return NOTIFIED_POLL_S if self.listener.is_listening else self._rest_s
 
     def _adapt_rest(self, was_late: bool) -> None:
-        self._rest_s = MIN_REST_S if was_late else min(self._rest_s * REST_GROWTH, MAX_REST_S)
+        self._rest_s = (
+            MIN_POLL_REST_S if was_late else min(self._rest_s * REST_GROWTH, MAX_POLL_REST_S)
+        )
 
     def _start_overdue_drains(self) -> None:
         """Start drains of what no worker took in time, whichever worker's it was."""

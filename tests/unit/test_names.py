@@ -21,9 +21,10 @@ def _definitions(folder: str) -> Iterator[tuple[str, ast.stmt, str]]:
                 yield node.name, node, place
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                for target in targets:
-                    if isinstance(target, ast.Name):
-                        yield target.id, node, place
+                # A target is a name, or a tuple of names.
+                for name in (each for target in targets for each in ast.walk(target)):
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                        yield name.id, node, place
 
 
 def _ambiguous(definitions: Iterator[tuple[str, str]]) -> dict[str, list[str]]:

@@ -14,7 +14,12 @@ from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import MOST_OTHERS
 from delaytasks.timers.direct import NOTIFIED_POLL_S
 from delaytasks.worker import table_poller
-from delaytasks.worker.table_poller import MAX_REST_S, MIN_REST_S, REST_GROWTH, TablePoller
+from delaytasks.worker.table_poller import (
+    MAX_POLL_REST_S,
+    MIN_POLL_REST_S,
+    REST_GROWTH,
+    TablePoller,
+)
 from tests.manual_clock import ManualClock
 
 
@@ -90,17 +95,17 @@ def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
     bench: PollerHarness,
 ) -> None:
     found = rests(bench, 20)
-    assert found[0] == pytest.approx(MIN_REST_S * REST_GROWTH)
+    assert found[0] == pytest.approx(MIN_POLL_REST_S * REST_GROWTH)
     assert found == sorted(found)
-    assert found[-1] == MAX_REST_S
+    assert found[-1] == MAX_POLL_REST_S
 
 
 def test_and_often_again_once_something_was_found_late(bench: PollerHarness) -> None:
     rests(bench, 20)
     bench.rows = bench.entries(1, in_s=-0.01)
-    assert rests(bench, 1) == [MIN_REST_S]
+    assert rests(bench, 1) == [MIN_POLL_REST_S]
     assert bench.held == bench.rows
-    assert rests(bench, 1) == [pytest.approx(MIN_REST_S * REST_GROWTH)], (
+    assert rests(bench, 1) == [pytest.approx(MIN_POLL_REST_S * REST_GROWTH)], (
         "it was handed on already, and is not late again"
     )
     assert len(bench.held) == 1

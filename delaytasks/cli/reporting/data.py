@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 #: Steps of a chart.
 MOST_STEPS = 120
 #: Groups of failures, tags, and tasks in the tables.
-MOST_FAILURES, MOST_TAGS, MOST_NEXT = 15, 20, 12
+MOST_FAILURE_GROUPS, MOST_TAGS, MOST_NEXT = 15, 20, 12
 #: The steps that a chart may have.
 _STEPS_MIN = (1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440)
 
@@ -72,7 +72,7 @@ def gather(delays: DelayTasks, since: timedelta) -> ReportData:
         step=step,
         series=series,
         totals=statistics.totals(since=begin),
-        failures=statistics.failures(since=begin, limit=MOST_FAILURES),
+        failures=statistics.failures(since=begin, limit=MOST_FAILURE_GROUPS),
         gauges=statistics.gauges(since=begin, step=step),
         on_time=statistics.on_time(since=begin),
         now=now,

@@ -11,7 +11,7 @@ from delaytasks.core.run_counts import (
     RunCounts,
     RunStatistics,
 )
-from delaytasks.statistics.worker_counts import MAX_GROUPS, MAX_MINUTES, WorkerCounts
+from delaytasks.statistics.worker_counts import MAX_GROUPS_OF_WORKER, MAX_MINUTES, WorkerCounts
 from tests.manual_clock import ManualClock
 
 START = datetime(2030, 1, 1, 12, 0, 30, tzinfo=timezone.utc)
@@ -99,20 +99,20 @@ def test_failed_writes_keep_the_newest_minutes_and_all_counts() -> None:
 
 def test_failed_writes_keep_a_bounded_number_of_groups() -> None:
     counts = WorkerCounts([ManualClock(START)], 10)
-    for number in range(MAX_GROUPS + 5):
+    for number in range(MAX_GROUPS_OF_WORKER + 5):
         counts.add(0, report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
         counts.put_back(0, counts.take(0))
-    assert len(counts.take(0).failures) == MAX_GROUPS
+    assert len(counts.take(0).failures) == MAX_GROUPS_OF_WORKER
 
 
 def test_failures_of_one_pattern_are_added_and_groups_are_bounded() -> None:
     counts = WorkerCounts([ManualClock(START)], 10)
-    for number in range(2 * MAX_GROUPS):
+    for number in range(2 * MAX_GROUPS_OF_WORKER):
         failure = FailureCount("a", f"p{number}", 1, number, "error")
         counts.add(0, report("a", failures=(failure,)))
     counts.add(0, report("a", failures=(FailureCount("a", "p1", 4, 5, "newer"),)))
     taken = counts.take(0)
-    assert len(taken.failures) == MAX_GROUPS
+    assert len(taken.failures) == MAX_GROUPS_OF_WORKER
     assert taken.failures[MINUTE // 60, "a", "p1"] == FailureCount("a", "p1", 5, 5, "newer")
 
 
