@@ -1,8 +1,9 @@
 """The documentation agrees with the code: examples run, commands and settings exist.
 
-A Python block after `<!-- runs -->` is executed. All blocks of a page run in one process, on an
-SQLite file and an in-memory broker. A comment that begins with `<!-- setup` adds code that a reader
-already has. A diff block that runs is executed as it is after the change.
+A Python block after `<!-- runs -->` is executed, and `<!-- not run: … -->` says why another is not.
+All blocks of a page run in one process, on an SQLite file and an in-memory broker. A comment that
+begins with `<!-- setup` adds code that a reader already has. A diff block that runs is executed as
+it is after the change.
 
 `python -m tests.unit.test_docs` writes the tables, which start with `<!-- generated: … -->` and
 stop with `<!-- end -->`.
@@ -11,7 +12,9 @@ stop with `<!-- end -->`.
 from __future__ import annotations
 
 import ast
+import asyncio
 import dataclasses
+import inspect
 import json
 import logging
 import os
@@ -31,7 +34,7 @@ from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
 from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import Settings, load_settings
 from delaytasks.core.states import MOVES, Status
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.producer import ProducerMetrics
@@ -45,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 #: The pages use this URL for the reader's own database.
-DATABASE_URL = "postgresql://localhost/shop"
+DATABASE_URL = r"postgresql(\+psycopg2)?://localhost/shop"
 SHELLS = {"sh", "bash", "console"}
 
 
@@ -62,6 +65,8 @@ class Block(NamedTuple):
     text: str
     line: int
     runs: bool
+    #: The line of the page before the block, such as a comment.
+    before: str
 
 
 def blocks(page: Path) -> Iterator[Block]:
@@ -85,7 +90,7 @@ def blocks(page: Path) -> Iterator[Block]:
                 language = "python"
                 inside = [line[1:] if line[:1] != "-" else "" for line in inside]
             text = textwrap.dedent("\n".join(inside)) + "\n"
-            yield Block(language, text, number + 2, runs)
+            yield Block(language, text, number + 2, runs, before)
         if stripped:
             before = stripped
 
@@ -121,6 +126,20 @@ def test_a_page_names_each_setting_with_its_prefix(page: Path) -> None:
 @pytest.mark.parametrize(("page", "block"), _of("python"))
 def test_each_python_block_is_python(page: Path, block: Block) -> None:
     compile(block.text, f"{page.name}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+
+def test_each_python_block_runs_or_says_why_not() -> None:
+    silent = [
+        f"{page.name}:{block.line}"
+        for page in PAGES
+        for block in blocks(page)
+        if block.language == "python"
+        and not block.runs
+        and not block.before.startswith("<!-- not run: ")
+        # `integration/test_docs_testing.py` runs the projects of docs/testing.md.
+        and not (page.name == "testing.md" and block.text.startswith("# "))
+    ]
+    assert silent == []
 
 
 @pytest.mark.slow
@@ -164,13 +183,17 @@ def run_page(page: Path) -> None:
         for store in wiring_of(delays or default()).router.stores:
             migrations.upgrade(store.database, shard=store.shard)
 
-    url = os.environ["DELAYTASKS_DATABASE_URL"]
+    url, loop = os.environ["DELAYTASKS_DATABASE_URL"], asyncio.new_event_loop()
     names: dict[str, Any] = {"__name__": "docs", "database_url": url, "make_tables": make_tables}
     for block in blocks(page):
         if block.runs:
             # Empty lines before the block make tracebacks show the page's line numbers.
-            text = "\n" * (block.line - 1) + block.text.replace(DATABASE_URL, url)
-            exec(compile(text, str(page), "exec", dont_inherit=True), names)
+            text = "\n" * (block.line - 1) + re.sub(DATABASE_URL, url, block.text)
+            code = compile(text, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
+            if inspect.iscoroutine(awaits := eval(code, names)):
+                loop.run_until_complete(awaits)
+            load_settings(names, {})  # the names that begin as settings do are settings
+    loop.close()
 
 
 # -- tests, commands, settings, links -------------------------------------------------------------
