@@ -80,7 +80,8 @@ def forecast(
 def _print(found: Forecast, shows_all: bool) -> None:
     about = "about " if found.is_estimate else ""
     paused = f", {found.paused:,} of them paused" if found.paused else ""
-    say(f"{about}{count(found.due, 'task')} due until {show_instant(found.until)}{paused}")
+    verb = "becomes" if found.due == 1 else "become"
+    say(f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}{paused}")
     if (worst := found.worst) is not None:
         _print_worst(found, worst)
     steps = found.steps if shows_all else _most_important(found.steps)
@@ -95,15 +96,14 @@ def _print(found: Forecast, shows_all: bool) -> None:
 
 
 def _print_worst(found: Forecast, worst: ForecastStep) -> None:
-    """Print, for example, "Mon 2030-01-28T09:00:00Z: 1,200,000 due, 14m late with 2 workers; 4
-    workers: 7m late"."""
+    """Print the step whose tasks start latest, with the present workers and with twice as many."""
     workers = sum(pool.workers for pool in found.pools)
     if not worst.late_s or not workers or worst.late_s_doubled is None:
         return
     late, doubled = _text(worst.late_s), _text(worst.late_s_doubled)
     say(
-        f"{worst.start:%a} {show_instant(worst.start)}: {worst.due:,} due, {late} with "
-        f"{count(workers, 'worker')}; {count(2 * workers, 'worker')}: {doubled}"
+        f"from {worst.start:%a} {show_instant(worst.start)} on: {count(worst.due, 'task')}, which "
+        f"{count(workers, 'worker')} would start {late}, and {2 * workers:,} workers {doubled}"
     )
 
 
@@ -118,7 +118,7 @@ def _most_important(steps: Sequence[ForecastStep]) -> Sequence[ForecastStep]:
 
 def _print_steps(steps: Sequence[ForecastStep], about: str) -> None:
     print_table(
-        ("from", "due", "most of them", "late", "twice the workers", "backlog after it"),
+        ("from", "due", "largest tag", "late", "with twice the workers", "waiting afterwards"),
         [
             [
                 f"{step.start:%a} {show_instant(step.start)}",
@@ -131,7 +131,7 @@ def _print_steps(steps: Sequence[ForecastStep], about: str) -> None:
             for step in steps
         ],
         right=("due",),
-        folded="most of them",
+        folded="largest tag",
     )
 
 
@@ -142,19 +142,17 @@ def _late(late_s: float | None) -> Cell:
 
 
 def _text(late_s: float) -> str:
-    return "on time" if late_s < ON_TIME_S else f"at most {show_duration(late_s)} late"
+    return "on time" if late_s < ON_TIME_S else f"up to {show_duration(late_s)} late"
 
 
 def _print_pool(pool: ForecastPool, target_s: float) -> None:
-    target = show_duration(target_s)
-    needed = "no number of workers keeps"
-    if pool.needed_workers is not None:
-        verb = "keeps" if pool.needed_workers == 1 else "keep"
-        needed = f"{count(pool.needed_workers, 'worker')} {verb}"
-    if not pool.workers:
-        here = "no worker"
-    else:
+    here = "no worker serves them"
+    if pool.workers:
         processes = count(pool.processes, "process", "processes")
-        workers = count(pool.workers, "worker")
-        here = f"{workers} with {processes}: {_text(pool.late_s or 0.0)}"
-    say(f"queues {', '.join(pool.queues)}: {here}; {needed} tasks at most {target} late")
+        workers = f"{count(pool.workers, 'worker')} with {processes}"
+        here = f"{workers} would start each task {_text(pool.late_s or 0.0)}"
+    needed = "more workers would not help, because a limit of a tag causes the lateness"
+    if pool.needed_workers is not None:
+        target = f"at most {show_duration(target_s)} late"
+        needed = f"{count(pool.needed_workers, 'worker')} would start each task {target}"
+    say(f"queues {', '.join(pool.queues)}: {here}; {needed}")

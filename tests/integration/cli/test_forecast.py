@@ -18,7 +18,7 @@ def put_peak(shop: Project, tasks: int) -> datetime:
 def test_an_empty_forecast_says_so(shop: Project) -> None:
     said = shop("forecast")
     assert said.exit_code == 0
-    assert said.stdout.startswith("0 tasks due until ")
+    assert said.stdout.startswith("0 tasks become due until ")
     document = shop.json("forecast")
     assert (document["due"], document["late_s"], document["steps"]) == (0, 0, [])
 
@@ -28,10 +28,11 @@ def test_a_peak_is_shown_with_the_workers_that_it_needs(shop: Project) -> None:
     options = ("--workers", "2", "--processes", "1", "--rate", "2")
     said = shop("forecast", *options)
     day = f"{at:%a %Y-%m-%dT%H:%M:%SZ}"
-    assert f"{day}: 1,200 due, at most 5m late with 2 workers; 4 workers: at most 2m30s late" in (
-        said.stdout
-    )
-    assert "10 workers keep tasks at most 1m late" in said.stdout
+    assert (
+        f"from {day} on: 1,200 tasks, which 2 workers would start up to 5m late, "
+        "and 4 workers up to 2m30s late\n"
+    ) in said.stdout
+    assert "10 workers would start each task at most 1m late\n" in said.stdout
     assert "given rate: 'mail'" in said.stderr
     document = shop.json("forecast", *options, "--target", "2m30s")
     assert document["needed_workers"] == 4
@@ -56,10 +57,10 @@ def test_queues_without_workers_and_paused_tags_are_named(shop: Project) -> None
     wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
     shop.delays.pause(tag="report")
     said = shop("forecast")
-    assert "2 tasks due" in said.stdout
+    assert "2 tasks become due" in said.stdout
     assert "1 of them paused" in said.stdout
     assert "never starts" in said.stdout
-    assert "queues lost: no worker;" in said.stdout
+    assert "queues lost: no worker serves them;" in said.stdout
     assert "No worker serves the queues 'lost'." in said.stderr
 
 
