@@ -129,7 +129,7 @@ def move_each(
     if failures:
         if not cli.is_json:
             for _, earlier in failures[:-1]:
-                Failure(earlier, cli.is_json).show()
+                Failure(earlier, cli.is_json, rewrite=cli.hints.rewrite).show()
         raise failures[-1][1]
 
 

@@ -31,7 +31,10 @@ def check(cli: Cli) -> None:
     """
     cli.import_processors()
     wiring_of(cli.delays).checks.check_settings()
-    found, warnings = list(cli.delays.check()), warnings_of(cli.delays, cli.hints)
+    found, warnings = (
+        list(cli.delays.check()),
+        list(map(cli.hints.rewrite, warnings_of(cli.delays))),
+    )
     if cli.is_json:
         print_json({"findings": [finding.as_json() for finding in found], "warnings": warnings})
     else:

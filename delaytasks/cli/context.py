@@ -250,9 +250,7 @@ def _reported_errors(ctx: click.Context) -> Iterator[None]:
             raise
         raise Failure(error, True) from error
     except DelayTaskError as error:
-        failure = Failure(error, is_json(ctx))
-        failure.message = _rewritten(ctx, failure.message)
-        raise failure from error
+        raise Failure(error, is_json(ctx), rewrite=functools.partial(_rewritten, ctx)) from error
 
 
 def _rewritten(ctx: click.Context, message: str) -> str:

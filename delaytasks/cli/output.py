@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -45,10 +45,15 @@ class Failure(click.ClickException):
     exit_code: int  # type: ignore[misc]
 
     def __init__(
-        self, error: DelayTaskError | click.UsageError, is_json: bool, details: str = ""
+        self,
+        error: DelayTaskError | click.UsageError,
+        is_json: bool,
+        details: str = "",
+        rewrite: Callable[[str], str] = str,
     ) -> None:
         is_usage = isinstance(error, click.UsageError)
-        super().__init__(error.format_message() if is_usage else str(error))  # type: ignore[union-attr]
+        text = error.format_message() if isinstance(error, click.UsageError) else str(error)
+        super().__init__(rewrite(text))
         is_callers = is_usage or isinstance(error, (InvalidInputError, ConfigError))
         self.exit_code = 2 if is_callers else 1
         self._type = type(error).__name__

@@ -9,7 +9,6 @@ from typing import Any
 
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import Cli, shown_url
-from delaytasks.cli.hints import Hints
 from delaytasks.cli.on_time import gather_on_time
 from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
@@ -36,7 +35,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         database = _database(shard)
         databases.append(database)
         try:
-            found.append(_numbers(delays, shard, cli.hints))
+            found.append(_numbers(delays, shard))
             database |= _answers(cli, shard)
         except StoreError as error:
             if len(delays.shards) == 1:
@@ -48,11 +47,12 @@ def gather(cli: Cli) -> dict[str, Any]:
 
     # Each worker is known in each database.
     workers = list({worker["name"]: worker for worker in all_of("workers")}.values())
+    late = [{**each, "why": cli.hints.rewrite(each["why"])} for each in all_of("late")]
     broker, policies = _broker(delays), _policies(delays)
     return {
         "now": show_instant(wiring_of(delays).clock.now()),
         **_counts(found),
-        "late": sorted(all_of("late"), key=lambda late: -late["tasks"]),
+        "late": sorted(late, key=lambda each: -each["tasks"]),
         "overdue": _overdue(found),
         "expired_leases": sum(numbers["expired_leases"] for numbers in found),
         "on_time": gather_on_time(delays),
@@ -103,7 +103,7 @@ def _overdue(found: list[dict[str, Any]]) -> dict[str, Any]:
     return {**oldest, "count": sum(each["count"] for each in overdue)}
 
 
-def _numbers(delays: DelayTasks, shard: Shard, hints: Hints) -> dict[str, Any]:
+def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
     """Return the counts, workers and sweeps of one database."""
     settings, store = delays.settings, shard.store
     numbers, now = Stats(store.database, store.schema), store.tasks.now()
@@ -115,7 +115,7 @@ def _numbers(delays: DelayTasks, shard: Shard, hints: Hints) -> dict[str, Any]:
     overdue = numbers.overdue(settings.grace_s)
     return {
         "counts": numbers.counts(),
-        "late": [late_json(group, hints) for group in explain_overdue(shard, settings)]
+        "late": [late_json(group) for group in explain_overdue(shard, settings)]
         if overdue.tasks
         else [],
         "overdue": {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from delaytasks.cli.hints import Hints
 from delaytasks.cli.output import cell, count, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.client import DelayTasks
@@ -16,7 +15,7 @@ from delaytasks.routing.shard import Shard
 from delaytasks.storage.replication import replication
 
 
-def late_json(group: ExplainedGroup, hints: Hints) -> dict[str, Any]:
+def late_json(group: ExplainedGroup) -> dict[str, Any]:
     """Return a group of late tasks as JSON values."""
     return {
         "shard": group.shard,
@@ -26,7 +25,7 @@ def late_json(group: ExplainedGroup, hints: Hints) -> dict[str, Any]:
         "oldest": show_instant(group.oldest),
         "late_s": round(group.late_s, 3),
         "code": group.reason.code,
-        "why": hints.rewrite(group.reason.text),
+        "why": group.reason.text,
     }
 
 
@@ -44,7 +43,7 @@ def replication_of(shard: Shard) -> dict[str, Any] | None:
     return None if found is None else found._asdict()
 
 
-def warnings_of(delays: DelayTasks, hints: Hints) -> list[str]:
+def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
     warnings = []
     for shard in delays.shards:
@@ -56,7 +55,7 @@ def warnings_of(delays: DelayTasks, hints: Hints) -> list[str]:
             warnings.append(f"{where}late tasks are unknown: {error}")
         warnings += [
             f"{where}{count(group.tasks, 'late task')} of the tag {group.tag} "
-            f"in the queue {group.queue}: {hints.rewrite(group.reason.text)}"
+            f"in the queue {group.queue}: {group.reason.text}"
             for group in overdue
             if not group.is_expected
         ]

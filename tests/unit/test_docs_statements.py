@@ -18,7 +18,7 @@ from tests.unit.test_docs import ROOT, blocks
 
 def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
     made = {
-        str(CreateIndex(index).compile(dialect=postgresql.dialect()))  # type: ignore[no-untyped-call]
+        str(CreateIndex(index).compile(dialect=postgresql.dialect()))
         for index in build_schema().tasks.indexes
     }
     [block] = [
