@@ -98,7 +98,8 @@ def test_old_partitions_are_dropped_detached_or_kept(
 def test_a_conversion_is_never_done_unasked(place: Project) -> None:
     assert "--yes" in place.error("db", "partitions", "convert", exit_code=2)["error"]
     error = place.error("db", "partitions", "list", exit_code=2)["error"]
-    assert error == f"table {TASKS} is not partitioned; run: delaytasks db partitions convert"
+    run = f"delaytasks -A {place.name} db partitions convert"
+    assert error == f"table {TASKS} is not partitioned; run: {run}"
 
 
 def test_periods_are_whole_days(place: Project) -> None:

@@ -159,7 +159,7 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
     assert stats["policy_counts"] == {"all": 250, "paused": 20, "limited": 250}
     assert [policy["is_paused"] for policy in stats["policies"]] == [True] * 20 + [False] * 80
     assert re.search(
-        r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks policy list",
+        r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks -A \S+ policy list",
         shop("stats").stdout,
     )
     [one] = shop.delays.policies(tag="t0007")
