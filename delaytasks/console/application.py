@@ -14,11 +14,13 @@ from delaytasks.client import DelayTasks
 from delaytasks.console import (
     pages_login,
     pages_many,
+    pages_openid,
     pages_overview,
     pages_policies,
     pages_recurring,
     pages_tasks,
 )
+from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
@@ -48,7 +50,8 @@ def make_console(delays: DelayTasks, access: Access, *, secret_key: str | None =
     delays
         The `DelayTasks` whose tasks the console shows.
     access
-        The rule that names the viewer of a request: `UserFile`, `ProxyAccess` or `HostAccess`.
+        The rule that names the viewer of a request: `UserFile`, `OpenIDAccess`, `ProxyAccess`
+        or `HostAccess`.
     secret_key
         Signs the sessions. By default it is generated, so that sessions end with the process, and
         only one process can serve the console.
@@ -84,6 +87,8 @@ def make_console(delays: DelayTasks, access: Access, *, secret_key: str | None =
         pages_recurring,
     ):
         pages.install(app)
+    if isinstance(access, OpenIDAccess):
+        pages_openid.install(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)
     app.register_error_handler(HTTPException, _http_error)

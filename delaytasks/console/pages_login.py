@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import cast
 
 from flask import Flask, abort, redirect, render_template, request, session, url_for
 from werkzeug.wrappers import Response
@@ -26,36 +25,44 @@ def install(app: Flask) -> None:
     app.add_url_rule("/preferences", view_func=preferences, methods=["POST"])
 
 
-def login() -> str:
+def login() -> tuple[str, int]:
     if not state().access.has_login:
         abort(404)
-    return render_template("login.html", next=request.args.get("next", ""), problem=None)
+    return login_page(None, 200)
 
 
 def log_in() -> tuple[str, int] | Response:
-    if not state().access.has_login:
+    users, limit = state().access, state().logins
+    if not isinstance(users, UserFile):
         abort(404)
-    users, limit = cast(UserFile, state().access), state().logins
     name, address = request.form.get("name", ""), request.remote_addr or ""
     wait_s = limit.wait_s(name[:200], address)
     if wait_s:
-        return _refused(f"Too many failed logins. Try again in {wait_s:.0f} seconds.", 429)
+        return login_page(f"Too many failed logins. Try again in {wait_s:.0f} seconds.", 429)
     found = users.check(name, request.form.get("password", "")[:1000])
     if found is None:
         limit.failed(name[:200], address)
         logger.warning("console: failed login as %s from %s", one_line(name, 60), address)
-        return _refused("The name or the password is wrong.", 401)
+        return login_page("The name or the password is wrong.", 401)
     limit.succeeded(name[:200], address)
-    kept = {name: session[name] for name in ("zone", "theme") if name in session}
-    session.clear()  # a new CSRF token, so that nobody knows it from before
-    session.permanent = True
-    session.update(kept, logged_in_at=now_s(), **found)
+    start_session(found)
     logger.info("console: login of %s from %s", one_line(name, 60), address)
     return redirect(safe_next(request.form.get("next")), 303)
 
 
-def _refused(problem: str, code: int) -> tuple[str, int]:
-    return render_template("login.html", next=request.form.get("next", ""), problem=problem), code
+def login_page(problem: str | None, code: int) -> tuple[str, int]:
+    has_password = isinstance(state().access, UserFile)
+    target = request.values.get("next", "")
+    page = render_template("login.html", next=target, problem=problem, has_password=has_password)
+    return page, code
+
+
+def start_session(found: dict[str, str]) -> None:
+    """Begin the session of a user who has logged in."""
+    kept = {name: session[name] for name in ("zone", "theme") if name in session}
+    session.clear()  # also the CSRF token: an attacker may have set the old one
+    session.permanent = True
+    session.update(kept, logged_in_at=now_s(), **found)
 
 
 @requires(Role.VIEW)

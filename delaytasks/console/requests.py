@@ -116,7 +116,7 @@ def protect(app: Flask, shared: ConsoleState) -> None:
 
 
 #: Pages without a viewer.
-_OPEN = {"static", "login", "log_in"}
+_OPEN = {"static", "login", "log_in", "openid", "openid_answer"}
 
 
 def _admit() -> AnyResponse | None:

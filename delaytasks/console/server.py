@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from waitress.server import create_server
 from delaytasks.client import DelayTasks
 from delaytasks.console.application import make_console
 from delaytasks.console.users import FIRST_USER, UserFile, session_key
-from delaytasks.console.viewers import ProxyAccess, Role
+from delaytasks.console.viewers import Access, ProxyAccess, Role
 from delaytasks.core.errors import ConfigError
 
 #: The files in the data folder.
@@ -27,8 +27,13 @@ def users_of(delays: DelayTasks) -> UserFile:
     return UserFile(Path(delays.settings.data_dir).absolute() / USERS)
 
 
+def proxy_access(delays: DelayTasks, header: str, proxies: Sequence[str]) -> ProxyAccess:
+    """Return the rule for a proxy that names the user in a header; the file has the roles."""
+    return ProxyAccess(header, proxies, Role.VIEW, users_of(delays).role)
+
+
 def standalone(
-    delays: DelayTasks, say: Callable[[str], None], header: str | None, proxies: list[str]
+    delays: DelayTasks, say: Callable[[str], None], access: Access | None = None
 ) -> Flask:
     """Return the console for a server of its own.
 
@@ -36,15 +41,12 @@ def standalone(
     ----------
     say
         Prints the first password. It is generated once, and stored only as a hash.
-    header
-        The header in which a proxy names the user; None means the login page.
-    proxies
-        The addresses of this proxy.
+    access
+        The rule that names the viewers; None means the file of users.
     """
     users = users_of(delays)
     key = session_key(users.path.with_name(KEY))
-    if header is not None:
-        access = ProxyAccess(header, proxies, Role.VIEW, users.role)
+    if access is not None:
         return make_console(delays, access, secret_key=key)
     password = users.make_first()
     if password is not None:

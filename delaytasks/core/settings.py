@@ -341,5 +341,5 @@ def _read(name: str, value: Any, origin: str) -> Any:
 
 def _is_for_tools(variable: str) -> bool:
     """Return whether a variable belongs to the tests, the benchmarks or the command line."""
-    others = ("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
+    others = ("DELAYTASKS_CONSOLE_", "DELAYTASKS_TEST_", "DELAYTASKS_BENCH_")
     return variable.startswith(others) or variable == "DELAYTASKS_APP"

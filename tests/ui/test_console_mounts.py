@@ -144,14 +144,14 @@ def test_fastapi_mounts_it_as_a_wsgi_application(delays: DelayTasks) -> None:
 def test_the_first_start_prints_a_password_once(delays: DelayTasks, tmp_path: Path) -> None:
     delays._rewire(data_dir=str(tmp_path / "data"))
     said: list[str] = []
-    client = standalone(delays, said.append, None, []).test_client()
+    client = standalone(delays, said.append).test_client()
     password = re.search(r"password (\S+)$", said[0])
     assert password is not None
     data = {"csrf": token_of(client, "/login"), "name": FIRST_USER, "password": password[1]}
     assert client.post("/login", data=data).status_code == 303
     assert client.get("/").status_code == 200
     said.clear()
-    again = standalone(delays, said.append, None, [])
+    again = standalone(delays, said.append)
     assert said == []
     assert again.secret_key == client.application.secret_key, "sessions survive a restart"
 

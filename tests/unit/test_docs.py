@@ -267,6 +267,15 @@ def _check_click(command: click.Command, words: list[str], where: str) -> None:
             command, context = inner, click.Context(inner)
 
 
+#: Variables of the environment that are no settings begin like this.
+_OTHER_VARIABLES = (
+    "DELAYTASKS_APP",
+    "DELAYTASKS_BENCH_",
+    "DELAYTASKS_CONSOLE_",
+    "DELAYTASKS_TEST_",
+)
+
+
 def metric_names() -> set[str]:
     """Return the names of the metrics, as Prometheus shows them."""
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
@@ -292,7 +301,7 @@ def test_each_setting_named_exists(name: str) -> None:
     known = {row[0] for row in Settings().effective()} | metric_names()
     text = (ROOT / name).read_text()
     for found in re.findall(r"\b(?:delaytasks|DELAYTASKS)_[A-Za-z0-9_]+\b", text):
-        if not found.startswith(("DELAYTASKS_TEST_", "DELAYTASKS_BENCH_", "DELAYTASKS_APP")):
+        if not found.startswith(_OTHER_VARIABLES):
             assert found.lower() in known, f"{name} names {found}"
 
 
