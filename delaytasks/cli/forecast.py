@@ -11,12 +11,16 @@ from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, Cell, count, print_json, print_table, say
 from delaytasks.cli.times import DURATION, show_instant
 from delaytasks.core.durations import show_duration
-from delaytasks.forecast.result import Forecast, ForecastPool, ForecastStep
+from delaytasks.forecast.result import Forecast, ForecastStep
+from delaytasks.forecast.sentences import (
+    ON_TIME_S,
+    most_important,
+    pool_sentence,
+    worst_sentence,
+)
 
 #: Steps in the table without --all: those that are latest, or have the most tasks.
 MAX_STEPS_SHOWN = 12
-#: Tasks are counted by second, so that a smaller lateness means nothing.
-ON_TIME_S = 1.0
 
 
 @click.command(cls=Command)
@@ -82,9 +86,9 @@ def _print(found: Forecast, shows_all: bool) -> None:
     paused = f", {found.paused:,} of them paused" if found.paused else ""
     verb = "becomes" if found.due == 1 else "become"
     say(f"{about}{count(found.due, 'task')} {verb} due until {show_instant(found.until)}{paused}")
-    if (worst := found.worst) is not None:
-        _print_worst(found, worst)
-    steps = found.steps if shows_all else _most_important(found.steps)
+    if sentence := worst_sentence(found, lambda at: f"{at:%a} {show_instant(at)}"):
+        say(f"from {sentence}")
+    steps = found.steps if shows_all else most_important(found.steps, MAX_STEPS_SHOWN)
     if steps:
         say("")
         _print_steps(steps, about)
@@ -92,28 +96,7 @@ def _print(found: Forecast, shows_all: bool) -> None:
             say(f"and {count(len(found.steps) - len(steps), 'step')} more; --all prints them")
     for pool in found.pools:
         say("")
-        _print_pool(pool, found.target_s)
-
-
-def _print_worst(found: Forecast, worst: ForecastStep) -> None:
-    """Print the step whose tasks start latest, with the present workers and with twice as many."""
-    workers = sum(pool.workers for pool in found.pools)
-    if not worst.late_s or not workers or worst.late_s_doubled is None:
-        return
-    late, doubled = _text(worst.late_s), _text(worst.late_s_doubled)
-    say(
-        f"from {worst.start:%a} {show_instant(worst.start)} on: {count(worst.due, 'task')}, which "
-        f"{count(workers, 'worker')} would start {late}, and {2 * workers:,} workers {doubled}"
-    )
-
-
-def _most_important(steps: Sequence[ForecastStep]) -> Sequence[ForecastStep]:
-    """Return the latest and largest steps, in the order of time."""
-
-    def rank(step: ForecastStep) -> tuple[bool, float, int]:
-        return step.late_s is None, step.late_s or 0.0, step.due
-
-    return sorted(sorted(steps, key=rank)[-MAX_STEPS_SHOWN:], key=lambda step: step.start)
+        say(pool_sentence(pool, found.target_s))
 
 
 def _print_steps(steps: Sequence[ForecastStep], about: str) -> None:
@@ -139,20 +122,3 @@ def _late(late_s: float | None) -> Cell:
     if late_s is None:
         return ("never starts", BAD)
     return ("on time", GOOD) if late_s < ON_TIME_S else show_duration(late_s)
-
-
-def _text(late_s: float) -> str:
-    return "on time" if late_s < ON_TIME_S else f"up to {show_duration(late_s)} late"
-
-
-def _print_pool(pool: ForecastPool, target_s: float) -> None:
-    here = "no worker serves them"
-    if pool.workers:
-        processes = count(pool.processes, "process", "processes")
-        workers = f"{count(pool.workers, 'worker')} with {processes}"
-        here = f"{workers} would start each task {_text(pool.late_s or 0.0)}"
-    needed = "more workers would not help, because a limit of a tag causes the lateness"
-    if pool.needed_workers is not None:
-        target = f"at most {show_duration(target_s)} late"
-        needed = f"{count(pool.needed_workers, 'worker')} would start each task {target}"
-    say(f"queues {', '.join(pool.queues)}: {here}; {needed}")

@@ -12,6 +12,7 @@ from werkzeug.exceptions import HTTPException
 
 from delaytasks.client import DelayTasks
 from delaytasks.console import (
+    pages_forecast,
     pages_login,
     pages_many,
     pages_openid,
@@ -34,6 +35,7 @@ PAGES = (
     ("overview", "Overview", "o"),
     ("tasks", "Tasks", "t"),
     ("failures", "Failures", "f"),
+    ("forecast", "Forecast", "c"),
     ("recurring", "Recurring", "r"),
     ("policies", "Policies", "p"),
     ("queues", "Queues", "q"),
@@ -92,6 +94,7 @@ def make_console(
         pages_overview,
         pages_tasks,
         pages_many,
+        pages_forecast,
         pages_policies,
         pages_recurring,
     ):

@@ -46,8 +46,9 @@ class BulkRunState:
 
     @property
     def can_be_undone(self) -> bool:
-        is_undoable = self.action in ("cancel", "reschedule") and self.state != "running"
-        return is_undoable and self.result is not None and self.result.changed > 0
+        if self.action not in ("cancel", "reschedule", "spread") or self.state == "running":
+            return False
+        return self.result is not None and self.result.changed > 0
 
 
 class BulkRuns:

@@ -9,14 +9,34 @@ from markupsafe import Markup
 CHART_WIDTH, CHART_HEIGHT, FOOT = 720, 150, 18
 
 
-def histogram(values: Sequence[int]) -> Markup:
+def due_soon(values: Sequence[int]) -> Markup:
     """Return the bars of tasks that are due in each of the next minutes."""
+    titles = [f"in {minute} to {minute + 1} min: {value:,}" for minute, value in enumerate(values)]
+    marks = ["now", *(f"+{minute} min" for minute in range(1, len(values)))]
+    label = f"Tasks due in the next {len(values)} minutes, at most {max(values):,} in one minute"
+    return histogram(values, titles, marks, label)
+
+
+def histogram(
+    values: Sequence[int], titles: Sequence[str], marks: Sequence[str], label: str
+) -> Markup:
+    """Return a bar for each value.
+
+    Parameters
+    ----------
+    values, titles, marks
+        The heights of the bars, the texts under the pointer, and the texts of the axis. About six
+        of `marks` are shown.
+    label
+        The chart in words, for readers who do not see it.
+    """
     most, bar = max([*values, 1]), CHART_WIDTH / len(values)
     parts = [
         Markup('<line class="grid" x1="0" x2="{}" y1="{}" y2="{}"/>').format(CHART_WIDTH, y, y)
         for y in (0.5, CHART_HEIGHT / 2, CHART_HEIGHT - 0.5)
     ]
-    for minute, value in enumerate(values):
+    gap = min(3.0, bar / 4)
+    for number, (value, title) in enumerate(zip(values, titles, strict=True)):
         tall = max((CHART_HEIGHT - 6) * value / most, 2) if value else 0
         parts.append(
             Markup(
@@ -24,25 +44,23 @@ def histogram(values: Sequence[int]) -> Markup:
                 'height="{}"/><rect class="bar" x="{:.1f}" y="{:.1f}" width="{:.1f}" '
                 'height="{:.1f}" rx="2"/></g>'
             ).format(
-                f"in {minute} to {minute + 1} min: {value:,}",
-                minute * bar,
+                title,
+                number * bar,
                 bar,
                 CHART_HEIGHT,
-                minute * bar + 1.5,
+                number * bar + gap / 2,
                 CHART_HEIGHT - tall,
-                bar - 3,
+                bar - gap,
                 tall,
             )
         )
     step = max(len(values) // 6, 1)
-    for minute in range(0, len(values), step):
-        text = "now" if minute == 0 else f"+{minute} min"
+    for number in range(0, len(values) - step // 2, step):
         parts.append(
             Markup('<text x="{:.1f}" y="{}">{}</text>').format(
-                minute * bar + 2, CHART_HEIGHT + 14, text
+                number * bar + 2, CHART_HEIGHT + 14, marks[number]
             )
         )
-    label = f"Tasks due in the next {len(values)} minutes, at most {most:,} in one minute"
     return Markup(
         '<svg class="histogram" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
     ).format(CHART_WIDTH, CHART_HEIGHT + FOOT, label, Markup("").join(parts))

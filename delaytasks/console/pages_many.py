@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from flask import Flask, abort, redirect, render_template, request, url_for
 from werkzeug.wrappers import Response
@@ -26,8 +26,20 @@ from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
 from delaytasks.wiring import wiring_of
 
-#: The actions, and the words of their buttons.
-ACTIONS = {"rerun": "Run again", "cancel": "Cancel", "reschedule": "Reschedule"}
+
+class BulkAction(NamedTuple):
+    """An action on many tasks, and the move of each of them."""
+
+    word: str
+    move: str
+
+
+ACTIONS = {
+    "rerun": BulkAction("Run again", "rerun"),
+    "cancel": BulkAction("Cancel", "cancel"),
+    "reschedule": BulkAction("Reschedule", "reschedule"),
+    "spread": BulkAction("Spread", "reschedule"),
+}
 #: Tasks that are counted before a viewer confirms, in pages of this size: they contain the bodies.
 MOST_MATCHES_COUNTED, COUNT_PAGE = 5_000, 100
 #: Tasks that are shown as examples.
@@ -58,13 +70,13 @@ def _query(given: Any) -> TaskQuery:
 
 def _statuses(action: str, query: TaskQuery) -> list[str]:
     """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can."""
-    sources = {status.name for status in MOVES[action].sources}
+    sources = {status.name for status in MOVES[ACTIONS[action].move].sources}
     if action == "rerun" and "status" not in query.filters:
         sources = {"FAILED"}
     wanted = sources & set(query.filters.get("status", sources))
     if not wanted:
         names = ", ".join(sorted(sources))
-        raise InvalidQueryError(f"{ACTIONS[action]} is for tasks that are {names}")
+        raise InvalidQueryError(f"{ACTIONS[action].word} is for tasks that are {names}")
     return sorted(wanted)
 
 
@@ -107,7 +119,7 @@ def bulk() -> str:
         "bulk.html",
         page="tasks",
         action=action,
-        word=ACTIONS[action],
+        word=ACTIONS[action].word,
         count=count,
         has_more=has_more,
         examples=examples,
@@ -134,6 +146,8 @@ def start_bulk() -> Response:
             return delays.cancel_many(**options)
         if action == "reschedule":
             return delays.reschedule_many(delay, **options)
+        if action == "spread":
+            return delays.reschedule_many(spread=delay, **options)
         return delays.rerun_many(delay, **options)
 
     expected = number_of(request.form.get("expected") or "0")
@@ -165,9 +179,8 @@ def _run_of(id: str) -> BulkRunState:
 @requires(Role.OPERATE)
 def bulk_run(id: str) -> str:
     run = _run_of(id)
-    return render_template(
-        "bulk_run.html", page="tasks", run=run, word=ACTIONS.get(run.action, run.action)
-    )
+    word = ACTIONS[run.action].word if run.action in ACTIONS else run.action
+    return render_template("bulk_run.html", page="tasks", run=run, word=word)
 
 
 @requires(Role.OPERATE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flask import Flask, abort, render_template, request
 
-from delaytasks.console.charts import histogram
+from delaytasks.console.charts import due_soon
 from delaytasks.console.failures import FailedNow, is_in_group
 from delaytasks.console.requests import requires, state
 from delaytasks.console.run_charts import PERIODS, runs_of
@@ -36,7 +36,7 @@ def overview() -> str:
         s=found,
         now=found.now,
         verdict=verdict_of(found, viewer_zone()),
-        due_chart=histogram(found.due),
+        due_chart=due_soon(found.due),
         period=period,
         periods=list(PERIODS),
         runs=runs_of(period),

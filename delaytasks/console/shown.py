@@ -78,6 +78,11 @@ def distance(value: datetime | None, now: datetime) -> Markup:
     )
 
 
+def day_and_time(value: datetime) -> str:
+    """Return, for example, "Mon Nov 30, 09:00 UTC", in the viewer's time zone."""
+    return f"{value.astimezone(viewer_zone()):%a %b %d, %H:%M %Z}"
+
+
 def from_now(value: datetime, now: datetime) -> str:
     seconds = (value - now).total_seconds()
     if abs(seconds) < 1:
@@ -128,6 +133,7 @@ def install_filters(app: Flask) -> None:
     app.jinja_env.filters.update(
         instant=instant,
         distance=distance,
+        day_and_time=day_and_time,
         error_line=error_line,
         pretty_body=pretty_body,
         pretty_result=pretty_result,

@@ -15,5 +15,6 @@ A process imports this package with the first call of `DelayTasks.forecast`. The
 `steps`               the numbers and the lateness of each step and tag
 `combining`           one forecast from all of these
 `result`              what callers get
+`sentences`           the result in words
 ====================  =============================================================================
 """

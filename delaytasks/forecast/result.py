@@ -166,7 +166,7 @@ class Forecast:
     @property
     def worst(self) -> ForecastStep | None:
         """The step whose tasks start latest; of equally late steps the one with most tasks."""
-        return max(self.steps, key=_rank, default=None)
+        return max(self.steps, key=rank_of, default=None)
 
     @property
     def late_s(self) -> float | None:
@@ -190,5 +190,6 @@ class Forecast:
         return {**document, "late_s": self.late_s, "needed_workers": self.needed_workers}
 
 
-def _rank(step: ForecastStep) -> tuple[bool, float, int]:
+def rank_of(step: ForecastStep) -> tuple[bool, float, int]:
+    """Order steps by their lateness, and by their numbers of tasks if these are the same."""
     return step.late_s is None, step.late_s or 0.0, step.due

@@ -22,7 +22,9 @@ from tests.ui.console_site import SECRET, Site, post, token_of
 #: The least role of each page and action. A new route needs a line here.
 ROLES = {
     "GET": {
-        Role.VIEW: "overview tasks task failures failure queues workers policies recurring audit",
+        Role.VIEW: (
+            "overview tasks task failures failure forecast queues workers policies recurring audit"
+        ),
         Role.OPERATE: "bulk bulk_run",
     },
     "POST": {

@@ -18,7 +18,8 @@ AXE = Path(__file__).parent / "axe/axe-4.14.1.min.js"
 RUN_AXE = """() => axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa",
     "wcag22aa", "best-practice"]})"""
 NAMES = (
-    "overview tasks task failures failure recurring policies queues workers audit bulk missing"
+    "overview tasks task failures failure forecast recurring policies queues workers audit bulk "
+    "missing"
 ).split()
 MODES: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "light"},

@@ -22,7 +22,7 @@ from tests.conformance.query_plans import plans
 from tests.ui.console_site import HOSTILE, Site, fill, make_delays, post
 from tests.waiting import wait_until
 
-PAGES = "/ /tasks /failures /recurring /policies /queues /workers /audit".split()
+PAGES = "/ /tasks /failures /forecast /recurring /policies /queues /workers /audit".split()
 
 
 def heading(text: str) -> str:

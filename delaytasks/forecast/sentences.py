@@ -1,0 +1,58 @@
+"""Forecasts in words, for the command line and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+
+from delaytasks.core.durations import show_duration
+from delaytasks.core.text import count
+from delaytasks.forecast.result import Forecast, ForecastPool, ForecastStep, rank_of
+
+#: Tasks are counted by second, so that a smaller lateness means nothing.
+ON_TIME_S = 1.0
+
+
+def worst_sentence(found: Forecast, show: Callable[[datetime], str]) -> str | None:
+    """Return how late the latest step starts, with the present workers and with twice as many.
+
+    Return None if all tasks start on time, or some never start.
+
+    Parameters
+    ----------
+    found
+        The forecast.
+    show
+        Shows the start of the step, as the reader sees times.
+    """
+    worst, workers = found.worst, sum(pool.workers for pool in found.pools)
+    if worst is None or not worst.late_s or not workers or worst.late_s_doubled is None:
+        return None
+    late, doubled = lateness_text(worst.late_s), lateness_text(worst.late_s_doubled)
+    return (
+        f"{show(worst.start)} on: {count(worst.due, 'task')}, which "
+        f"{count(workers, 'worker')} would start {late}, and {2 * workers:,} workers {doubled}"
+    )
+
+
+def pool_sentence(pool: ForecastPool, target_s: float) -> str:
+    """Return how late the tasks of a pool are, and how many workers it needs."""
+    here = "no worker serves them"
+    if pool.workers:
+        processes = count(pool.processes, "process", "processes")
+        workers = f"{count(pool.workers, 'worker')} with {processes}"
+        here = f"{workers} would start each task {lateness_text(pool.late_s or 0.0)}"
+    needed = "more workers would not help, because a limit of a tag causes the lateness"
+    if pool.needed_workers is not None:
+        target = f"at most {show_duration(target_s)} late"
+        needed = f"{count(pool.needed_workers, 'worker')} would start each task {target}"
+    return f"queues {', '.join(pool.queues)}: {here}; {needed}"
+
+
+def lateness_text(late_s: float) -> str:
+    return "on time" if late_s < ON_TIME_S else f"up to {show_duration(late_s)} late"
+
+
+def most_important(steps: Sequence[ForecastStep], most: int) -> Sequence[ForecastStep]:
+    """Return the latest and largest steps, in the order of time."""
+    return sorted(sorted(steps, key=rank_of)[-most:], key=lambda step: step.start)
