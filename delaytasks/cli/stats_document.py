@@ -134,6 +134,7 @@ def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
                 "queues": worker.queues,
                 "tags": worker.tags and sorted(worker.tags),
                 "clock_offset_s": worker.clock_offset_s,
+                **{name: s and round(s, 3) for name, s in worker.services._asdict().items()},
             }
             for worker in store.workers.registered(now, settings.silent_s)
         ],

@@ -11,6 +11,7 @@ from delaytasks.console.failures import FailedNow
 from delaytasks.console.snapshot import Snapshot
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
+from delaytasks.operations.verdict import service_problems
 
 Severity = Literal["good", "warn", "bad"]
 #: Failures that are older are no news.
@@ -126,6 +127,8 @@ def _degraded(snapshot: Snapshot) -> Iterator[Problem]:
             f"late: {snapshot.broker_error}"
         )
         yield Problem("warn", text, "overview", {})
+    for sentence in service_problems(snapshot.workers, bool(snapshot.broker_error)):
+        yield Problem("warn", sentence, "workers", {})
     if snapshot.alive and any(sweep.is_late for sweep in snapshot.sweeps):
         yield Problem("warn", "No sweep has run lately. Do beat and a worker run?", "overview", {})
     for worker in snapshot.workers:

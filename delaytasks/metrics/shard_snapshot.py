@@ -54,9 +54,12 @@ class ShardSnapshot(NamedTuple):
             age_s = swept.age_s(self.now)
             yield swept.sweep_partition, inf if age_s is None else age_s
 
+    def alive_workers(self) -> list[RegisteredWorker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
     def queue_workers(self) -> dict[str, int]:
         """Return how many live workers serve each queue that is served or has overdue tasks."""
-        alive = [worker for worker in self.workers if worker.is_alive]
+        alive = self.alive_workers()
         served = Counter(queue for worker in alive for queue in worker.queues)
         of_all = served.pop(ALL_QUEUES, 0)
         names = [group.queue for group in self.groups] + sorted(served)

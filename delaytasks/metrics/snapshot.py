@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.registered_worker import beat_age_s
 from delaytasks.metrics.families import Family, Sample, gauge
 from delaytasks.metrics.shard_snapshot import MAX_QUEUES, ShardSnapshot, read_shard
 from delaytasks.timers.broker_status import broker_error
@@ -68,6 +69,7 @@ class DatabaseMetrics:
         yield _database_up(states)
         yield from row_families(found)
         yield from worker_families(found)
+        yield from service_families(found)
         if wiring.direct_timer is None:
             yield _broker_up([Sample((), float(self._is_broker_up()))])
         if wiring.redis_timer is not None:
@@ -84,7 +86,8 @@ class DatabaseMetrics:
 def known_families() -> list[Family]:
     """Return all metrics of `DatabaseMetrics`, without values."""
     timer = [family._replace(samples=()) for family in _redis_timer({})]
-    return [_database_up([]), *row_families([]), *worker_families([]), _broker_up([]), *timer]
+    of_shards = [*row_families([]), *worker_families([]), *service_families([])]
+    return [_database_up([]), *of_shards, _broker_up([]), *timer]
 
 
 def _database_up(samples: Sequence[Sample]) -> Family:
@@ -208,4 +211,30 @@ def worker_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
         "How far the clock of a worker's machine is ahead of the database's clock.",
         lambda one: (((worker.name,), worker.clock_offset_s) for worker in one.workers),
         "worker",
+    )
+
+
+def service_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
+    """Yield the metrics of the services around the workers."""
+    family = partial(_per_shard, found)
+    yield family(
+        "delaytasks_worker_broker_down_seconds",
+        "Time since a live worker lost its broker; 0 while it is connected.",
+        lambda one: (
+            ((each.name,), each.services.broker_down_s or 0.0) for each in one.alive_workers()
+        ),
+        "worker",
+    )
+    yield family(
+        "delaytasks_worker_timer_down_seconds",
+        "Time since the timer of a live worker accepts no tasks; 0 while it does.",
+        lambda one: (
+            ((each.name,), each.services.timer_down_s or 0.0) for each in one.alive_workers()
+        ),
+        "worker",
+    )
+    yield family(
+        "delaytasks_beat_age_seconds",
+        "Time since a worker received beat's last message; absent if no worker can receive one.",
+        lambda one: [] if (age_s := beat_age_s(one.workers)) is None else [((), age_s)],
     )

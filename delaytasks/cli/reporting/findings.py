@@ -11,6 +11,7 @@ from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.histograms import LATENESS_BOUNDS_S, bucket_of
 from delaytasks.operations.live import LiveSnapshot
 from delaytasks.operations.overdue import ExplainedGroup
+from delaytasks.operations.verdict import service_problems
 from delaytasks.statistics.results import OnTime, RunTotals, SeriesPoint
 
 #: The share of failures, the lateness and the number of runs from which the report has a finding.
@@ -56,6 +57,8 @@ def _state(now: LiveSnapshot) -> Iterator[ReportFinding]:
         yield ReportFinding(
             "warning", f"Workers have not reported for some time: {', '.join(dead)}."
         )
+    for sentence in service_problems(now.workers):
+        yield ReportFinding("warning", sentence)
     if now.is_sweep_late:
         ago = "never ran" if now.swept_s is None else f"ran {show_duration(now.swept_s)} ago"
         sentence = f"The last sweep {ago}: tasks whose messages were lost run late or not at all."
