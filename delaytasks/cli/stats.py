@@ -26,6 +26,7 @@ from delaytasks.cli.waiting import print_late
 from delaytasks.core.durations import show_duration
 from delaytasks.core.states import Status
 
+LEVEL_STYLES = {"good": {"fg": GOOD}, "note": {}, "warning": {"fg": "yellow"}, "bad": {"fg": BAD}}
 #: Paused tags and queues in one line of text.
 NAMED = 10
 
@@ -58,6 +59,8 @@ def _print(found: dict[str, Any], command: str) -> None:
         right=["tasks"],
     )
     say("")
+    _print_verdict(found["verdict"])
+    say("")
     print_fields(_fields(found, command))
     say("")
     if found["late"]:
@@ -74,6 +77,12 @@ def _print(found: dict[str, Any], command: str) -> None:
         is_direct = found["timer"]["name"] == "direct"
         how = f"{command} drain --forever" if is_direct else "celery -A … worker"
         say(f"no workers; start one with: {how}", fg="yellow")
+
+
+def _print_verdict(verdict: dict[str, Any]) -> None:
+    say(verdict["headline"], **LEVEL_STYLES[verdict["level"]])
+    for problem in verdict["problems"]:
+        say(f"- {cell(problem['text'], 1000)}", **LEVEL_STYLES[problem["level"]])
 
 
 def _alarm(text: str, is_bad: object) -> Cell:

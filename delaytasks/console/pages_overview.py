@@ -5,13 +5,13 @@ from __future__ import annotations
 from flask import Flask, abort, render_template, request
 
 from delaytasks.console.charts import histogram
-from delaytasks.console.failures import FailedNow, is_in_group
-from delaytasks.console.requests import requires, state
+from delaytasks.console.counts import count_due, count_queues
+from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.run_charts import PERIODS, runs_of
 from delaytasks.console.shown import viewer_zone
-from delaytasks.console.snapshot import count_queues
-from delaytasks.console.verdict import verdict_of
 from delaytasks.console.viewers import Role
+from delaytasks.operations.failed_now import FailedNow, is_in_group
+from delaytasks.operations.verdict import verdict_of
 
 #: Seconds for which all viewers see the same counts of queues.
 QUEUES_S = 5.0
@@ -27,7 +27,8 @@ def install(app: Flask) -> None:
 
 @requires(Role.VIEW)
 def overview() -> str:
-    found = state().snapshot()
+    found, shared = state().snapshot(), state()
+    due = shared.cache.get("due", SNAPSHOT_S, lambda: count_due(shared.delays, found.now))
     period = request.args.get("period", "hour")
     period = period if period in PERIODS else "hour"
     return render_template(
@@ -36,7 +37,8 @@ def overview() -> str:
         s=found,
         now=found.now,
         verdict=verdict_of(found, viewer_zone()),
-        due_chart=histogram(found.due),
+        due=due,
+        due_chart=histogram(due.counts),
         period=period,
         periods=list(PERIODS),
         runs=runs_of(period),

@@ -15,21 +15,10 @@ from delaytasks.storage.pages import first
 from delaytasks.storage.queue_levels import first_levels_of, has_status, steps
 from delaytasks.storage.store import Store
 
-#: Due tasks and failed tasks that one call reads at most.
-MOST_DUE, MOST_FAILED = 5_000, 500
+#: Due tasks that one call reads at most.
+MOST_DUE = 5_000
 #: Queues whose waiting tasks are counted, and the most that are counted in each.
 MOST_QUEUES, MOST_COUNTED = 100, 10_000
-
-
-class FailedRow(NamedTuple):
-    """A FAILED task without its body."""
-
-    id: int
-    tag: str
-    queue: str
-    due: datetime
-    failed_at: datetime | None
-    error: str | None
 
 
 class QueueCounts(NamedTuple):
@@ -58,16 +47,6 @@ class ConsoleQueries:
         waiting = Filter(status=frozenset({Status.NOT_COMPLETE}))
         rows = self._db.alone(lambda c: first(c, query, self._t, waiting, MOST_DUE))
         return [row[0] for row in rows]
-
-    def failed(self) -> list[FailedRow]:
-        """Return the FAILED tasks that were due last, at most `MOST_FAILED`."""
-        t = self._t.c
-        query = select(
-            t.expected_time, t.id, t.tag, t.queue, t.due_time, t.update_time, t.error_stack
-        )
-        where = Filter(status=frozenset({Status.FAILED}))
-        rows = self._db.alone(lambda c: first(c, query, self._t, where, MOST_FAILED, True))
-        return [FailedRow(r[1], r[2], r[3], r[4] or r[0], r[5], r[6]) for r in rows]
 
     def queues(self, now: datetime, named: Sequence[str]) -> list[QueueCounts]:
         """Count the live tasks of the queues in `named` and of those that have live tasks."""

@@ -70,30 +70,32 @@ class Stats:
         self._cipher = schema.cipher
         self._bulk = Bulk(database, schema)
 
-    def counts(self) -> dict[Status, Count]:
+    def counts(self, most: int = MAX_COUNTED) -> dict[Status, Count]:
         """Return the number of rows of each status.
 
-        In a table of millions of rows, large numbers and that of DONE are the planner's estimates.
+        In a table of more than `most` rows, larger numbers and that of DONE are the planner's
+        estimates.
         """
-        return self._db.alone(self._counts)
+        return self._db.alone(lambda connection: self._counts(connection, most))
 
-    def _counts(self, connection: Connection) -> dict[Status, Count]:
+    def _counts(self, connection: Connection, most: int) -> dict[Status, Count]:
         t = self._t
-        if estimate(connection, select(t.c.id)) <= MAX_COUNTED:
+        if estimate(connection, select(t.c.id)) <= most:
             query = select(t.c.status, func.count()).group_by(t.c.status)
             found = {status: Count(rows) for status, rows in connection.execute(query)}
             return {status: found.get(int(status), Count(0)) for status in Status}
-        return {status: self._count(connection, status) for status in Status}
+        return {status: self._count(connection, status, most) for status in Status}
 
-    def _count(self, connection: Connection, status: Status) -> Count:
+    def _count(self, connection: Connection, status: Status, most: int) -> Count:
         t = self._t
         rows = select(t.c.id).where(has_status(t, status))
-        guess = estimate(connection, rows)
-        if guess > MAX_COUNTED or status is Status.DONE:  # they have no index
-            return Count(guess, is_estimate=True)
-        first = rows.limit(MAX_COUNTED + 1).subquery()
+        if status is Status.DONE:  # it has no index
+            return Count(estimate(connection, rows), is_estimate=True)
+        first = rows.limit(most + 1).subquery()
         counted = connection.scalar(select(func.count()).select_from(first)) or 0
-        return Count(counted, is_estimate=counted > MAX_COUNTED)
+        if counted <= most:
+            return Count(counted)
+        return Count(max(counted, estimate(connection, rows)), is_estimate=True)
 
     def overdue(self, late_s: float) -> OverdueCount:
         """Count waiting rows that are late by more than `late_s`, including deferred ones."""

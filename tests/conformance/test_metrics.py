@@ -12,8 +12,8 @@ from sqlalchemy import delete, update
 from delaytasks import DelayTasks
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.metrics.prometheus import exporter_app, registry_of
-from delaytasks.metrics.shard_snapshot import MAX_GROUPS
 from delaytasks.metrics.snapshot import DatabaseMetrics
+from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
@@ -81,9 +81,9 @@ def test_without_overdue_tasks_their_age_is_zero(delays: DelayTasks) -> None:
 
 
 def test_the_number_of_tags_with_a_label_is_bounded(delays: DelayTasks, store: Store) -> None:
-    delays.schedule_many((f"t{n}", {}, 0) for n in range(MAX_GROUPS + 5))
+    delays.schedule_many((f"t{n}", {}, 0) for n in range(MAX_EXPLAINED_GROUPS + 5))
     make_late(store, 90)
-    assert len(list(Values(delays).all("overdue_tasks_by_tag"))) == MAX_GROUPS
+    assert len(list(Values(delays).all("overdue_tasks_by_tag"))) == MAX_EXPLAINED_GROUPS
 
 
 def test_a_worker_that_does_not_report_is_not_counted(delays: DelayTasks, store: Store) -> None:

@@ -11,11 +11,12 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks import Status
+from delaytasks.cli.deployment import read_deployment
 from delaytasks.console.queries import ConsoleQueries
-from delaytasks.console.snapshot import take_snapshot
 from delaytasks.console.task_filters import error_matcher
-from delaytasks.console.verdict import verdict_of
 from delaytasks.console.viewers import Role
+from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
@@ -35,7 +36,7 @@ def heading(text: str) -> str:
 
 
 def test_the_verdict_names_what_fails(site: Site) -> None:
-    verdict = verdict_of(take_snapshot(site.delays))
+    verdict = verdict_of(read_deployment(site.delays))
     assert verdict.headline == "On time, but 14 tasks failed."
     assert verdict.level == "bad"
     text = "\n".join(problem.text for problem in verdict.problems)
@@ -47,12 +48,12 @@ def test_the_verdict_names_what_fails(site: Site) -> None:
 def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
     wiring = wiring_of(delays)
-    assert verdict_of(take_snapshot(delays)).headline.startswith("Idle.")
+    assert verdict_of(read_deployment(delays)).headline.startswith("Idle.")
     delays.schedule_delay("order.close", {"order": 1}, 60)
-    assert verdict_of(take_snapshot(delays)).headline == "Stopped. No worker is alive."
+    assert verdict_of(read_deployment(delays)).headline == "Stopped. No worker is alive."
     wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
     wiring.sweeper.sweep(0)
-    verdict = verdict_of(take_snapshot(delays))
+    verdict = verdict_of(read_deployment(delays))
     assert (verdict.level, verdict.headline, verdict.problems) == ("good", "On time.", [])
     delays.close()
 
@@ -66,10 +67,45 @@ def test_the_verdict_says_how_late_and_why(tmp_path: Any) -> None:
     rows = wiring.store.schema.tasks
     with wiring.store.database.begin() as connection:
         connection.execute(update(rows).values(expected_time=db_now_plus(-430)))
-    verdict = verdict_of(take_snapshot(delays))
+    verdict = verdict_of(read_deployment(delays))
     assert re.match(r"Late\. 1 task is overdue, the oldest by 7m", verdict.headline)
     assert "No live worker serves the queue default" in verdict.problems[0].text
     delays.close()
+
+
+def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any) -> None:
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'old.sqlite3'}"))
+    wiring = wiring_of(site.delays)
+    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["report.build"])
+    wiring.sweeper.sweep(0)
+    site.delays.schedule_delay("report.build", {"order": 1}, 0)
+    site.delays.runner().run_due("default", range(10), limit=10)
+    rows = wiring.store.schema.tasks
+    with wiring.store.database.begin() as connection:
+        connection.execute(update(rows).values(update_time=db_now_plus(-7200)))
+    verdict = verdict_of(read_deployment(site.delays))
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    assert [problem.text for problem in verdict.problems] == [
+        "1 task is failed, but none in the last hour."
+    ]
+    assert "no task is failed" not in site.client().get("/").text
+    site.delays.close()
+
+
+def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_path: Any) -> None:
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'outage.sqlite3'}"))
+    wiring = wiring_of(site.delays)
+    for name, services in (
+        ("celery@well", ServiceTimes(beat_s=90)),
+        ("celery@alone", ServiceTimes(broker_down_s=200, timer_down_s=3, beat_s=200)),
+    ):
+        wiring.store.workers.report(name, ["default"], "prefork", 2, 0, services=services)
+    wiring.sweeper.sweep(0)
+    text = html.unescape(site.client().get("/").text)
+    assert "The worker celery@alone has not reached its broker for 3m" in text
+    assert "No message of beat has arrived for 1m" in text
+    assert "server of its timer" not in text, "three seconds are not worth a sentence"
+    site.delays.close()
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -281,6 +317,7 @@ def test_a_group_of_failures_runs_again_after_a_count(own_site: Site) -> None:
     fields = {name: html.unescape(value).replace("\n", "\r\n") for name, value in found}
     answer = client.post("/bulk", data=fields)
     text = finish(client, answer.location)
+    assert "report.build" not in client.get("/failures").text, "the counts are fresh"
     counts = re.search(r"<progress.*?</p>", text, re.DOTALL)
     assert "9 changed, 0 left as they were" in text, counts and counts[0]
     assert len(delays.find(tag="report.build", status="NOT_COMPLETE")) == 9

@@ -112,12 +112,12 @@ def workers_section(data: ReportData) -> str:
         [
             f"<b>{text_of(worker.name)}</b>",
             f"{show_duration(worker.age_s)} ago",
-            f"{data.now.running_of.get(worker.name, 0):,}",
+            f"{data.running_of.get(worker.name, 0):,}",
             f"{worker.concurrency:,}",
             text_of(worker.pool),
             text_of(", ".join(worker.queues)),
         ]
-        for worker in data.now.workers
+        for worker in data.state.workers
     ]
     if not rows:
         return ""

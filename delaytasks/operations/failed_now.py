@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 
-from delaytasks.console.queries import FailedRow
 from delaytasks.core.error_patterns import error_pattern
+from delaytasks.storage.failed_rows import FailedRow
 
 #: Bars of a sparkline, one for each hour.
 SPARK_HOURS = 24
