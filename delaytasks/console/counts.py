@@ -39,15 +39,13 @@ def count_due(delays: DelayTasks, now: datetime) -> DueSoon:
     return DueSoon(counts, is_cut)
 
 
-def count_queues(
-    delays: DelayTasks, now: datetime, workers: Sequence[RegisteredWorker]
-) -> list[QueueCounts]:
+def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> list[QueueCounts]:
     """Return the queues that have live tasks, workers or a pause."""
     served = {queue for worker in workers for queue in worker.queues if queue != ALL_QUEUES}
     found: dict[str, QueueCounts] = {}
     for shard in delays.shards:
         for each in ConsoleQueries(shard.store).queues(
-            now, sorted({delays.settings.default_queue, *served})
+            sorted({delays.settings.default_queue, *served}), delays.settings.grace_s
         ):
             seen = found.get(each.name, QueueCounts(each.name, 0, 0, 0, 0))
             found[each.name] = QueueCounts(

@@ -54,9 +54,7 @@ def workers() -> str:
 @requires(Role.VIEW)
 def queues() -> str:
     found, shared = state().snapshot(), state()
-    counted = shared.cache.get(
-        "queues", QUEUES_S, lambda: count_queues(shared.delays, found.now, found.alive)
-    )
+    counted = shared.cache.get("queues", QUEUES_S, lambda: count_queues(shared.delays, found.alive))
     paused = {policy.name for policy in found.paused if policy.kind == "queue"}
     return render_template(
         "queues.html", page="queues", queues=counted, paused=paused, s=found, now=found.now

@@ -1,4 +1,4 @@
-"""The state of a deployment: what its databases contain now, and which services answer.
+"""Reads the state of a deployment: the contents of its databases, and which services answer.
 
 The console, `delaytasks stats`, `top` and `report`, and the exporter read it here, so that they
 show the same numbers. `verdict.py` judges it.
@@ -22,7 +22,8 @@ from delaytasks.operations.failed_now import FailedNow, groups_of
 from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
 from delaytasks.routing.shard import Shard
 from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows
-from delaytasks.storage.stats import MAX_COUNTED, Count, OverdueCount, Stats
+from delaytasks.storage.overdue_rows import OverdueCount, OverdueRows
+from delaytasks.storage.stats import MAX_COUNTED, Count, Stats
 
 
 class SweepState(NamedTuple):
@@ -37,7 +38,7 @@ class SweepState(NamedTuple):
 
 
 class ShardState(NamedTuple):
-    """What one database contained at one time."""
+    """The contents of one database at one time, in numbers."""
 
     shard: int
     now: datetime
@@ -212,7 +213,8 @@ def read_shard(
     """
     began, store = monotonic(), shard.store
     stats, now = Stats(store.database, store.schema), store.tasks.now()
-    counts, overdue = stats.counts(most_counted), stats.overdue(settings.grace_s)
+    counts = stats.counts(most_counted)
+    overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
     end = store.sweeps.partitions_end()
     has_failed = with_failed and counts[Status.FAILED].rows
     return ShardState(

@@ -106,7 +106,7 @@ def _stopped(state: DeploymentState) -> Iterator[Problem]:
 def _late(state: DeploymentState) -> Iterator[Problem]:
     for late in state.late:
         if not state.alive and late.reason.code == "no_worker":
-            continue  # the sentence about all workers says so
+            continue  # the problem of all workers explains it
         age, verb = show_duration(late.late_s), "is" if late.tasks == 1 else "are"
         text = f"{_number(late.tasks)} of {late.tag} {verb} overdue by up to {age}. "
         level: Severity = "warning" if late.reason.code in ("paused", "limit") else "bad"

@@ -20,6 +20,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.storage import bulk as store_bulk
 from delaytasks.storage.changes import ChangeReader
 from delaytasks.storage.live_rows import LiveRows
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans
@@ -112,7 +113,12 @@ def test_a_read_of_changes_scans_no_table(analysed: Store) -> None:
 
 
 def test_a_read_of_what_happens_now_scans_no_table(analysed: Store) -> None:
-    assert_no_scan(plans(analysed, LiveRows(analysed.database, analysed.schema).read))
+    assert_no_scan(plans(analysed, lambda: LiveRows(analysed.database, analysed.schema).read(1)))
+
+
+def test_a_count_of_overdue_tasks_scans_no_table(analysed: Store) -> None:
+    overdue = OverdueRows(analysed.database, analysed.schema)
+    assert_no_scan(plans(analysed, lambda: overdue.count(1)))
 
 
 def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(

@@ -17,7 +17,7 @@ LATE_S, VERY_LATE_S = 1.0, 60.0
 
 
 class ReportFindings(NamedTuple):
-    """The present verdict, and what else the report has found in its period."""
+    """The present verdict, and the further findings about the period of the report."""
 
     level: Severity
     headline: str
