@@ -8,13 +8,18 @@ from delaytasks.console.charts import histogram
 from delaytasks.console.counts import count_due, count_queues
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.run_charts import PERIODS, runs_of
+from delaytasks.console.searches import Searches
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.operations.failed_now import FailedNow, is_in_group
+from delaytasks.core.errors import SearchTimeoutError
+from delaytasks.core.page import Page
+from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.verdict import verdict_of
 
 #: Seconds for which all viewers see the same counts of queues.
 QUEUES_S = 5.0
+#: Tasks that the page of a group shows.
+SHOWN_FAILURES = 50
 
 
 def install(app: Flask) -> None:
@@ -77,10 +82,18 @@ def group_of(name: str) -> FailedNow:
 
 @requires(Role.VIEW)
 def failure(name: str) -> str:
-    found, shared = state().snapshot(), state()
-    group = group_of(name)
-    page = shared.delays.find(tag=group.tag, status="FAILED", newest_first=True, limit=200)
-    members = [task for task in page if is_in_group(name, task.tag, task.error)]
+    found, group = state().snapshot(), group_of(name)
+    searches, problem = Searches(state().delays), None
+    try:
+        page = searches.find(group.filters, None, SHOWN_FAILURES, newest_first=True)
+    except SearchTimeoutError as error:
+        page, problem = Page([], None), str(error)
     return render_template(
-        "failure.html", page="failures", group=group, tasks=members, s=found, now=found.now
+        "failure.html",
+        page="failures",
+        group=group,
+        tasks=page.tasks,
+        problem=problem,
+        s=found,
+        now=found.now,
     )

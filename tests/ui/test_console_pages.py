@@ -13,8 +13,10 @@ from sqlalchemy import update
 from delaytasks import Status
 from delaytasks.cli.deployment import read_deployment
 from delaytasks.console.queries import ConsoleQueries
+from delaytasks.console.searches import SEARCH_S
 from delaytasks.console.task_filters import error_matcher
 from delaytasks.console.viewers import Role
+from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
@@ -219,6 +221,26 @@ def test_a_pattern_of_an_error_matches_in_one_pass(
     assert error_matcher(pattern)(error) is is_match
 
 
+def test_a_search_that_takes_too_long_asks_for_a_narrower_filter(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def find(*arguments: Any) -> Any:
+        limits.append(arguments[-1])
+        raise SearchTimeoutError("the search took longer than 5 s: narrow its filter")
+
+    monkeypatch.setattr(wiring_of(site.delays).lookup, "find", find)
+    client = site.client()
+    for path in ("/tasks?tag=nothing", "/tasks?error=timeout", "/bulk?action=cancel&tag=nothing"):
+        answer = client.get(path)
+        assert "narrow its filter" in answer.text, path
+        assert answer.status_code == (503 if "bulk" in path else 200)
+    [group, *_] = re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)
+    assert "narrow its filter" in client.get(group).text
+    assert all(0 < limit_s <= SEARCH_S for limit_s in limits)
+
+
 def test_times_are_in_the_zone_of_the_viewer(site: Site) -> None:
     client = site.client()
     task = site.delays.find(tag="order.close", status="DONE").tasks[0]
@@ -355,13 +377,14 @@ def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site:
 def test_the_count_before_a_bulk_action_reads_small_pages(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits, find = [], site.delays.find
+    limits, lookup = [], wiring_of(site.delays).lookup
+    find = lookup.find
 
-    def finding(**options: Any) -> Any:
-        limits.append(options["limit"])
-        return find(**options)
+    def finding(filters: Any, cursor: Any, limit: int, *others: Any) -> Any:
+        limits.append(limit)
+        return find(filters, cursor, limit, *others)
 
-    monkeypatch.setattr(site.delays, "find", finding)
+    monkeypatch.setattr(lookup, "find", finding)
     text = site.client().get("/bulk?action=cancel&queue=default").text
     assert int(re.findall(r"\d+", heading(text))[0]) > 100
     assert len(limits) > 1
