@@ -103,9 +103,9 @@ class WorkerRuntime:
             # After the pool has stopped, since its last chunks report until then.
             signals.worker_shutdown.connect(self.write_statistics)
         self._endpoint = self._make_endpoint()
-        self.watchdog.start()
         if self._endpoint is not None:
-            self._endpoint.start()
+            self.watchdog.loops += self._endpoint.loops
+        self.watchdog.start()
 
     def _make_endpoint(self) -> MetricsEndpoint | None:
         """Return what serves this worker's metrics, or None if the settings ask for none."""

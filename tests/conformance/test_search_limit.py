@@ -33,7 +33,7 @@ def endless(store: Store) -> Any:
 
 def test_a_statement_ends_at_the_limit_and_the_connections_keep_none(store: Store) -> None:
     began = monotonic()
-    with pytest.raises(SearchTimeoutError, match="took longer than .* narrow its filter"):
+    with pytest.raises(SearchTimeoutError, match="narrow its filter"):
         search(store.database, lambda c: c.execute(endless(store)), 0.2)
     assert monotonic() - began < 60
     limit = for_database(
