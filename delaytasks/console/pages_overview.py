@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from flask import Flask, abort, render_template, request
 
-from delaytasks.console.charts import histogram
 from delaytasks.console.counts import count_due, count_queues
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
-from delaytasks.console.run_charts import PERIODS, runs_of
+from delaytasks.console.run_charts import PERIODS, due_chart, runs_of
 from delaytasks.console.searches import Searches
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.viewers import Role
@@ -43,10 +42,10 @@ def overview() -> str:
         now=found.now,
         verdict=verdict_of(found, viewer_zone()),
         due=due,
-        due_chart=histogram(due.counts),
+        due_chart=due_chart(due, found.now, viewer_zone()),
         period=period,
         periods=list(PERIODS),
-        runs=runs_of(period),
+        runs=runs_of(period, viewer_zone()),
     )
 
 

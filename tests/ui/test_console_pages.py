@@ -121,6 +121,14 @@ def test_each_page_is_complete_without_scripts(site: Site, path: str) -> None:
     assert answer.text.rstrip().endswith("</html>")
 
 
+def test_the_charts_are_complete_without_scripts(site: Site) -> None:
+    text = site.client().get("/?period=hour").text
+    assert len(re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)) == 3
+    shown = [html.unescape(title) for title in re.findall(r"<title>([^<]* UTC: [^<]*)", text)]
+    assert any(re.search(r"UTC: done \d+, retried \d+, failed \d+", title) for title in shown)
+    assert any("p99: 99 of 100 began earlier 9" in title for title in shown), shown[-3:]
+
+
 def test_all_pages_work_on_each_database(database_url: str) -> None:
     site = Site(make_delays(database_url, table_prefix="console_"))
     fill(site.delays)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
-from delaytasks.cli.reporting.charts import sparkline
 from delaytasks.cli.reporting.data import MOST_TAGS, ReportData
 from delaytasks.cli.reporting.html import section, table, text_of
 from delaytasks.cli.times import show_from_now
 from delaytasks.core.durations import show_duration, show_measured
+from delaytasks.statistics.charts import sparkline
 
 LONGEST_PATTERN = 300
 #: Hours of a small chart.

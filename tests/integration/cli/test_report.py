@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from delaytasks.cli.reporting.charts import Series, lines, stacked_bars
 from delaytasks.cli.reporting.data import MOST_STEPS, step_of
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.run_counts import FailureCount, RunCounts
+from delaytasks.statistics.charts import Series, lines, stacked_bars
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus
