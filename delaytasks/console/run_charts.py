@@ -1,4 +1,4 @@
-"""The charts of the overview: what is due soon, and the runs from the statistics of the workers."""
+"""Draws the charts of the overview: the tasks due soon, and the runs from the statistics."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.policies import Policy
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
@@ -156,6 +156,10 @@ class DeploymentState:
     def has_all_failures(self) -> bool:
         """Whether all failed tasks are in `groups`."""
         return all(len(one.failed) < MOST_FAILED for one in self.shards)
+
+    @property
+    def beat_age_s(self) -> float | None:
+        return beat_age_s(self.workers)
 
     @property
     def is_down(self) -> bool:

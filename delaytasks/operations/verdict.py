@@ -12,7 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
-from delaytasks.core.registered_worker import beat_age_s
 from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.state import DeploymentState
 
@@ -137,7 +136,7 @@ def _services(state: DeploymentState) -> Iterator[Problem]:
     if state.alive and any(sweep.is_late for sweep in state.sweeps):
         yield Problem("warning", "No sweep has run lately. Do beat and a worker run?")
         return
-    age_s = beat_age_s(state.workers)
+    age_s = state.beat_age_s
     if age_s is not None and age_s > OUTAGE_S and not broker_error:
         text = (
             f"No message of beat has arrived for {show_duration(age_s)}. The workers sweep by "
