@@ -32,7 +32,7 @@ def counts_of(
 ) -> RunCounts:
     """Read a minute. A text of another program counts nothing."""
     try:
-        stored = json.loads(text)[:_MINUTE_LENGTH]
+        stored = list(json.loads(text))[:_MINUTE_LENGTH]
         return RunCounts.of([*stored, lateness_max_s, duration_max_s])
     except (ValueError, TypeError, IndexError):
         return RunCounts()
