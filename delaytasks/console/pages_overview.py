@@ -82,11 +82,12 @@ def group_of(name: str) -> FailedNow:
 @requires(Role.VIEW)
 def failure(name: str) -> str:
     found, group = state().snapshot(), group_of(name)
-    searches, problem = Searches(state().delays), None
+    page, problem = Page([], None), ""
     try:
+        searches = Searches(state().delays)
         page = searches.find(group.filters, None, SHOWN_FAILURES, newest_first=True)
     except SearchTimeoutError as error:
-        page, problem = Page([], None), str(error)
+        problem = str(error)
     return render_template(
         "failure.html",
         page="failures",
