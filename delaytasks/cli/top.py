@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -108,14 +108,17 @@ def top(cli: Cli, every: timedelta, once: bool, for_: timedelta | None) -> None:
     _renew(console, read, every.total_seconds(), for_)
 
 
-def _renew(console: Console, read: Any, every_s: float, for_: timedelta | None) -> None:
+def _renew(
+    console: Console, read: Callable[[], LiveView], every_s: float, for_: timedelta | None
+) -> None:
     from rich.live import Live
 
     rounds = None if for_ is None else int(for_.total_seconds() / every_s)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while rounds is None or rounds >= 0:
-                live.update(view(*read(), console.width, console.height), refresh=True)
+                found, verdict = read()
+                live.update(view(found, verdict, console.width, console.height), refresh=True)
                 rounds = None if rounds is None else rounds - 1
                 time.sleep(every_s)
         except KeyboardInterrupt:

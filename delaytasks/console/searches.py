@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.clock import monotonic
+from delaytasks.core.filters import Filters
 from delaytasks.core.page import Page
 from delaytasks.wiring import wiring_of
 
@@ -27,4 +28,6 @@ class Searches:
     ) -> Page:
         """Return a page, or raise `SearchTimeoutError`."""
         left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
-        return self._lookup.find(filters, cursor, limit, newest_first, None, left_s)
+        return self._lookup.find(
+            cast("Filters", filters), cursor, limit, newest_first, None, left_s
+        )

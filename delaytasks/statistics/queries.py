@@ -78,7 +78,8 @@ class StatisticsTable:
             s.c.lateness_max_s,
             s.c.duration_max_s,
         )
-        highest = {name: bindparam(f"new_{name}") for name in ("lateness_max_s", "duration_max_s")}
+        names = ("lateness_max_s", "duration_max_s")
+        highest: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
         self._update_counts = update(s).where(*named).values(counts=bindparam("new"), **highest)
         self._update_parts = update(s).where(*named).values(parts=bindparam("new"))
         self._update_failure = (

@@ -98,7 +98,8 @@ class Stats:
     def pending(self) -> list[Pending]:
         """Return the tags that have tasks yet to run."""
         t = self._t
-        query = select(t.c.tag, t.c.queue, func.count(), func.min(self._due)).where(self._is_live())
+        first_due = func.min(func.coalesce(t.c.due_time, t.c.expected_time))
+        query = select(t.c.tag, t.c.queue, func.count(), first_due).where(self._is_live())
         found: dict[str, Pending] = {}
         for tag, queue, tasks, due in self._db.rows(
             query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)

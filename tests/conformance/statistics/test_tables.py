@@ -242,7 +242,7 @@ def test_the_largest_times_of_a_minute_are_those_of_its_hour_and_its_day(
     begin, end = NOON - timedelta(days=1), NOON + timedelta(days=1)
 
     def totals() -> tuple[float, float, float | None]:
-        found = [total for row in table.read(begin, end, ["a"]) if (total := total_in(row))]
+        found = [one for row in table.read(begin, end, ["a"]) if (one := total_in(row))]
         total = RunTotals.total(map(RunTotals.of, found))
         return total.lateness_max_s, total.duration_max_s, total.lateness_quantile(0.99)
 
