@@ -29,7 +29,7 @@ PERIODS = {
     "day": ChartPeriod("1d", "15m", 60.0),
     "week": ChartPeriod("7d", "2h", 300.0),
 }
-_OUTCOMES = ("done", "failed", "retried", "cancelled")
+_SHOWN_OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
 @dataclass
@@ -70,7 +70,7 @@ def runs_of(name: str, zone: tzinfo) -> Runs:
 
 def _runs(period: ChartPeriod, points: Sequence[SeriesPoint], zone: tzinfo) -> Runs:
     total, step = RunTotals.total(point.total for point in points), parse_duration(period.step)
-    counts = {outcome: getattr(total, outcome) for outcome in _OUTCOMES}
+    counts = {outcome: getattr(total, outcome) for outcome in _SHOWN_OUTCOMES}
     words = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
     return Runs(
         period.step,

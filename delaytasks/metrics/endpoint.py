@@ -42,9 +42,9 @@ class MetricsEndpoint:
         #: The loops, which the watchdog of the worker starts and checks.
         self.loops: list[Loop] = []
         if path:
-            self.loops.append(Loop("metrics_file", self._write, events, STUCK_S))
+            self.loops.append(Loop("metrics_writer", self._write, events, STUCK_S))
         if settings.metrics_port is not None:
-            self.loops.append(Loop("metrics_port", self._serve, events, STUCK_S))
+            self.loops.append(Loop("metrics_server", self._serve, events, STUCK_S))
 
     def stop(self) -> None:
         for loop in self.loops:

@@ -24,7 +24,7 @@ MOST_PROBLEMS = 6
 #: A larger offset of a worker's clock is mentioned. The database's clock decides in any case.
 CLOCK_S = 5.0
 #: An outage of a worker's broker or timer, or a silence of beat, that is longer is mentioned.
-OUTAGE_S = 15.0
+LEAST_OUTAGE_S = 15.0
 
 
 class Problem(NamedTuple):
@@ -137,7 +137,7 @@ def _services(state: DeploymentState) -> Iterator[Problem]:
         yield Problem("warning", "No sweep has run lately. Do beat and a worker run?")
         return
     age_s = state.beat_age_s
-    if age_s is not None and age_s > OUTAGE_S and not broker_error:
+    if age_s is not None and age_s > LEAST_OUTAGE_S and not broker_error:
         text = (
             f"No message of beat has arrived for {show_duration(age_s)}. The workers sweep by "
             "themselves, less often. Is celery beat running?"
@@ -161,7 +161,7 @@ def _workers(state: DeploymentState) -> Iterator[Problem]:
             ("the server of its timer", services.timer_down_s),
         ):
             # If the broker is down for everyone, that is one problem.
-            if down_s is not None and down_s > OUTAGE_S and not state.services.broker_error:
+            if down_s is not None and down_s > LEAST_OUTAGE_S and not state.services.broker_error:
                 text = (
                     f"The worker {name} has not reached {service} for {show_duration(down_s)}. It "
                     "finds due tasks in the table, so they start some seconds late."

@@ -112,7 +112,7 @@ def test_the_loops_of_metrics_that_die_are_started_again(tmp_path: Path) -> None
     options = {"metrics_port": free_port(), "metrics_file": str(tmp_path / "%n.prom")}
     at_work = AtWork(make_runtime(tmp_path, **options))
     try:
-        for name in ("metrics_file", "metrics_port"):
+        for name in ("metrics_writer", "metrics_server"):
             at_work.break_loop(name, die)
             wait_until(lambda: at_work.restarts, 10, "it to be started again")
             assert at_work.restarts.pop() == {"loop": name, "reason": "dead"}
