@@ -24,7 +24,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.routing.shard import Shard
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class DrainCommand:
 
 
 def overdue(shard: Shard) -> int:
-    return Stats(shard.store.database, shard.store.schema).overdue(0).tasks
+    return OverdueRows(shard.store.database, shard.store.schema).count(0).tasks
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -42,7 +42,7 @@ def exporter(cli: Cli, host: str, port: int, printed: str | None) -> None:
 
     source, stopping = DatabaseMetrics(wiring_of(cli.delays)), threading.Event()
     try:
-        stop = serve(host, port, source)
+        server = serve(host, port, source)
     except OSError as error:
         raise ConfigError(f"cannot serve metrics at {host}:{port}: {error}") from None
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -53,4 +53,4 @@ def exporter(cli: Cli, host: str, port: int, printed: str | None) -> None:
     else:
         say(f"metrics at {url}")
     stopping.wait()
-    stop()
+    server.stop()

@@ -39,7 +39,7 @@ def report(cli: Cli, since: timedelta, output: Path, title: str) -> None:
     if since < timedelta(minutes=1):
         raise click.UsageError("--since is at least a minute.")
     from delaytasks.cli.reporting.data import gather
-    from delaytasks.cli.reporting.findings import findings_of, verdict_of
+    from delaytasks.cli.reporting.findings import findings_of
     from delaytasks.cli.reporting.page import page_of
 
     data = gather(cli.delays, since)
@@ -52,10 +52,6 @@ def report(cli: Cli, since: timedelta, output: Path, title: str) -> None:
     except OSError as error:
         raise click.UsageError(f"{output} cannot be written: {error.strerror}.") from None
     findings = findings_of(data)
-    verdict = verdict_of(findings)
-    document = {
-        "file": str(output),
-        "verdict": verdict,
-        "findings": [finding._asdict() for finding in findings],
-    }
-    cli.answer(document, f"wrote {output}: {verdict}, {count(len(findings), 'finding')}")
+    found = count(len(findings.problems), "finding")
+    document = {"file": str(output), **findings.as_json()}
+    cli.answer(document, f"wrote {output}: {findings.headline} {found}")

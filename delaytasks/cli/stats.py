@@ -27,6 +27,7 @@ from delaytasks.cli.waiting import print_late
 from delaytasks.core.durations import show_duration
 from delaytasks.core.states import Status
 
+LEVEL_STYLES = {"good": {"fg": GOOD}, "note": {}, "warning": {"fg": "yellow"}, "bad": {"fg": BAD}}
 #: Paused tags and queues in one line of text.
 NAMED = 10
 
@@ -59,6 +60,8 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         right=["tasks"],
     )
     say("")
+    _print_verdict(found["verdict"])
+    say("")
     print_fields(_fields(found, hints))
     say("")
     if found["late"]:
@@ -75,6 +78,12 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         is_direct = found["timer"]["name"] == "direct"
         how = "delaytasks drain --forever" if is_direct else "celery -A … worker"
         say(hints.rewrite(f"no workers; start one with: {how}"), fg="yellow")
+
+
+def _print_verdict(verdict: dict[str, Any]) -> None:
+    say(verdict["headline"], **LEVEL_STYLES[verdict["level"]])
+    for problem in verdict["problems"]:
+        say(f"- {cell(problem['text'], 1000)}", **LEVEL_STYLES[problem["level"]])
 
 
 def _alarm(text: str, is_bad: object) -> Cell:

@@ -9,19 +9,20 @@ from typing import Any
 
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import Cli, shown_url
+from delaytasks.cli.deployment import read_deployment
 from delaytasks.cli.on_time import gather_on_time
 from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
-from delaytasks.core.policies import Policy
+from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.states import Status
-from delaytasks.operations.overdue import explain_overdue
+from delaytasks.operations.overdue import ExplainedGroup
+from delaytasks.operations.state import DatabaseState, DeploymentState, SweepState
+from delaytasks.operations.verdict import verdict_of
 from delaytasks.routing.shard import Shard
 from delaytasks.storage import migrations
-from delaytasks.storage.stats import Stats
-from delaytasks.timers.broker_status import broker_error
 from delaytasks.wiring import wiring_of
 
 #: Policies in the document. `policy list` lists all of them.
@@ -30,34 +31,20 @@ POLICIES = 100
 
 def gather(cli: Cli) -> dict[str, Any]:
     delays = cli.delays
-    found, databases = list[dict[str, Any]](), list[dict[str, Any]]()
-    for shard in delays.shards:
-        database = _database(shard)
-        databases.append(database)
-        try:
-            found.append(_numbers(delays, shard))
-            database |= _answers(cli, shard)
-        except StoreError as error:
-            if len(delays.shards) == 1:
-                raise
-            database["error"] = str(error)
-
-    def all_of(name: str) -> list[Any]:
-        return [each for numbers in found for each in numbers[name]]
-
-    # Each worker is known in each database.
-    workers = list({worker["name"]: worker for worker in all_of("workers")}.values())
-    late = [{**each, "why": cli.hints.rewrite(each["why"])} for each in all_of("late")]
-    broker, policies = _broker(delays), _policies(delays)
+    state = read_deployment(delays)
+    policies = sorted(state.policies, key=lambda policy: not policy.is_paused)
+    workers = [worker_json(state.now, worker) for worker in state.workers]
+    broker = _broker(delays, state)
     return {
-        "now": show_instant(wiring_of(delays).clock.now()),
-        **_counts(found),
-        "late": sorted(late, key=lambda each: -each["tasks"]),
-        "overdue": _overdue(found),
-        "expired_leases": sum(numbers["expired_leases"] for numbers in found),
+        "now": show_instant(state.now),
+        "verdict": verdict_of(state).as_json(),
+        **_counts(state),
+        "late": [_late(cli, group) for group in state.late],
+        "overdue": _overdue(state),
+        "expired_leases": state.expired_leases,
         "on_time": gather_on_time(delays),
         "workers": workers,
-        "sweeps": all_of("sweeps"),
+        "sweeps": [_sweep(sweep, state.services.uses_broker) for sweep in state.sweeps],
         "policies": [policy.as_json() for policy in policies[:POLICIES]],
         "policy_counts": {
             "all": len(policies),
@@ -66,7 +53,10 @@ def gather(cli: Cli) -> dict[str, Any]:
         },
         "broker": broker,
         "timer": _timer(delays, workers, broker),
-        "databases": databases,
+        "databases": [
+            _database(cli, shard, database)
+            for shard, database in zip(delays.shards, state.databases, strict=True)
+        ],
         "versions": {
             **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
             "python": platform.python_version(),
@@ -74,99 +64,76 @@ def gather(cli: Cli) -> dict[str, Any]:
     }
 
 
-def _database(shard: Shard) -> dict[str, Any]:
-    """Return what is known without asking the database."""
-    return {
+def _late(cli: Cli, group: ExplainedGroup) -> dict[str, Any]:
+    document = late_json(group)
+    return {**document, "why": cli.hints.rewrite(document["why"])}
+
+
+def _database(cli: Cli, shard: Shard, state: DatabaseState) -> dict[str, Any]:
+    """Return the address of a database, and its answers to further questions."""
+    document: dict[str, Any] = {
         "url": shown_url(shard.store),
-        "server": None,
+        "server": state.server,
         "revision": None,
         "head": migrations.head(),
         "replication": None,
-        "error": None,
+        "error": None if state.error is None else str(state.error),
     }
+    if state.error is None:
+        try:
+            document["revision"] = migrations.current(*cli.tables(shard.store))
+            document["replication"] = replication_of(shard)
+        except StoreError as error:
+            document["error"] = str(error)
+    return document
 
 
-def _counts(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _counts(state: DeploymentState) -> dict[str, Any]:
     """Return the number of tasks of each status, and the statuses whose number is an estimate."""
-    counts = {status: [numbers["counts"][status] for numbers in found] for status in Status}
+    has_estimate = {s: any(one.counts[s].is_estimate for one in state.shards) for s in Status}
     return {
-        "counts": {s.name: sum(each.rows for each in counts[s]) for s in Status},
-        "estimated": [s.name for s in Status if any(each.is_estimate for each in counts[s])],
+        "counts": {status.name: state.count(status) for status in Status},
+        "estimated": [status.name for status in Status if has_estimate[status]],
     }
 
 
-def _overdue(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _overdue(state: DeploymentState) -> dict[str, Any]:
     """Return the sum of the overdue tasks, and the oldest one of all databases."""
-    overdue = [numbers["overdue"] for numbers in found if numbers["overdue"]["count"]]
-    nothing = {"oldest": None, "late_s": None}
-    oldest = max(overdue, key=lambda each: float(each["late_s"]), default=nothing)
-    return {**oldest, "count": sum(each["count"] for each in overdue)}
-
-
-def _numbers(delays: DelayTasks, shard: Shard) -> dict[str, Any]:
-    """Return the counts, workers and sweeps of one database."""
-    settings, store = delays.settings, shard.store
-    numbers, now = Stats(store.database, store.schema), store.tasks.now()
-    is_armed = wiring_of(delays).direct_timer is None  # a direct timer arms no rows
-
-    def age(instant: datetime) -> float:
-        return round(max((now - instant).total_seconds(), 0.0), 3)
-
-    overdue = numbers.overdue(settings.grace_s)
+    oldest = state.oldest
     return {
-        "counts": numbers.counts(),
-        "late": [late_json(group) for group in explain_overdue(shard, settings)]
-        if overdue.tasks
-        else [],
-        "overdue": {
-            "count": overdue.tasks,
-            "oldest": overdue.oldest and show_instant(overdue.oldest),
-            "late_s": overdue.oldest and age(overdue.oldest),
-        },
-        "expired_leases": numbers.expired_leases(settings.lease_s),
-        "workers": [
-            {
-                "name": worker.name,
-                "age_s": round(worker.age_s, 3),
-                "is_alive": worker.is_alive,
-                "up_s": age(worker.started_at),
-                "pool": worker.pool,
-                "concurrency": worker.concurrency,
-                "queues": worker.queues,
-                "tags": worker.tags and sorted(worker.tags),
-                "clock_offset_s": worker.clock_offset_s,
-            }
-            for worker in store.workers.registered(now, settings.silent_s)
-        ],
-        "sweeps": [
-            {
-                "shard": shard.number,
-                "sweep_partition": swept.sweep_partition,
-                "age_s": swept.at and age(swept.at),
-                "is_late": swept.is_late(now, settings.self_sweep_s),
-                "armed_until": show_instant(swept.armed_until)
-                if swept.armed_until and is_armed
-                else None,
-            }
-            for swept in numbers.sweeps(settings.sweep_partitions)
-        ],
+        "count": state.overdue,
+        "oldest": oldest and show_instant(oldest),
+        "late_s": oldest and _age_s(state.now, oldest),
     }
 
 
-def _policies(delays: DelayTasks) -> list[Policy]:
-    """Return the policies, the paused ones first."""
-    try:
-        return sorted(delays.policies(), key=lambda policy: not policy.is_paused)
-    except StoreError:
-        return []  # no database answers, and each one's error is in the document
+def _age_s(now: datetime, instant: datetime) -> float:
+    return round(max((now - instant).total_seconds(), 0.0), 3)
 
 
-def _answers(cli: Cli, shard: Shard) -> dict[str, Any]:
-    """Return what the database itself reports."""
+def worker_json(now: datetime, worker: RegisteredWorker) -> dict[str, Any]:
     return {
-        "server": Stats(shard.store.database, shard.store.schema).server(),
-        "revision": migrations.current(*cli.tables(shard.store)),
-        "replication": replication_of(shard),
+        "name": worker.name,
+        "age_s": round(worker.age_s, 3),
+        "is_alive": worker.is_alive,
+        "up_s": _age_s(now, worker.started_at),
+        "pool": worker.pool,
+        "concurrency": worker.concurrency,
+        "queues": worker.queues,
+        "tags": worker.tags and sorted(worker.tags),
+        "clock_offset_s": worker.clock_offset_s,
+        **{name: s and round(s, 3) for name, s in worker.services._asdict().items()},
+    }
+
+
+def _sweep(sweep: SweepState, is_armed: bool) -> dict[str, Any]:
+    """Return a sweep. Without a broker no rows are armed."""
+    return {
+        "shard": sweep.shard,
+        "sweep_partition": sweep.partition,
+        "age_s": sweep.age_s and round(sweep.age_s, 3),
+        "is_late": sweep.is_late,
+        "armed_until": show_instant(sweep.armed_until) if sweep.armed_until and is_armed else None,
     }
 
 
@@ -177,14 +144,11 @@ def _version(name: str) -> str:
         return "(not installed)"
 
 
-def _broker(delays: DelayTasks) -> dict[str, Any]:
+def _broker(delays: DelayTasks, state: DeploymentState) -> dict[str, Any]:
     """Return the URL of the broker, and whether it answers."""
-    wiring = wiring_of(delays)
-    if wiring.direct_timer is not None:  # this deployment has no use for a broker
-        return {"url": broker_url(wiring.celery), "is_up": None, "error": None}
-    queue = wiring.publisher.queue(delays.settings.default_queue)
-    error = broker_error(wiring.celery, queue, delays.settings.publish_limit_s)
-    return {"url": broker_url(wiring.celery), "is_up": error is None, "error": error}
+    error, uses_broker = state.services.broker_error, state.services.uses_broker
+    is_up = error is None if uses_broker else None  # without a broker, nothing was asked
+    return {"url": broker_url(wiring_of(delays).celery), "is_up": is_up, "error": error}
 
 
 def _timer(

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.deployment import read_deployment
 from delaytasks.cli.output import BAD, GOOD, print_json
 from delaytasks.cli.table import NOTHING, cell
 from delaytasks.cli.times import DURATION, show_instant
+from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.operations.live import LiveGroup, LiveSnapshot, snapshot
+from delaytasks.operations.verdict import Verdict, verdict_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
+
+    from delaytasks.client import DelayTasks
 
 #: The columns of queues and tags: heading, and the least width of a terminal that shows it.
 _GROUP_COLUMNS = {
@@ -38,8 +43,31 @@ _GROUP_COLUMNS = {
 #: The columns of workers.
 _WORKER_COLUMNS = {"seen": 0, "runs": 0, "processes": 60, "pool": 80, "queues": 70}
 WARNING = "yellow"
+_LEVEL_COLOURS = {"good": GOOD, "note": GOOD, "warning": WARNING, "bad": BAD}
 #: A lateness from which a number is marked.
 MARKED_LATE_S = 1.0
+#: The verdict is read again after this time, since it asks the broker, too.
+VERDICT_S = 10.0
+
+
+class LiveView(NamedTuple):
+    found: LiveSnapshot
+    verdict: Verdict
+
+
+class RecentVerdict:
+    """Reads the verdict every few seconds."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._delays = delays
+        self._verdict: Verdict | None = None
+        self._read_at = float("-inf")
+
+    def get(self) -> Verdict:
+        if self._verdict is None or monotonic() - self._read_at > VERDICT_S:
+            self._verdict = verdict_of(read_deployment(self._delays))
+            self._read_at = monotonic()
+        return self._verdict
 
 
 @click.command(cls=Command)
@@ -61,46 +89,53 @@ def top(cli: Cli, every: timedelta, once: bool, for_: timedelta | None) -> None:
     delaytasks top --once
     """
 
-    def read() -> LiveSnapshot:
-        return snapshot(cli.delays.shards, cli.delays.settings)
+    verdicts = RecentVerdict(cli.delays)
+
+    def read() -> LiveView:
+        found = snapshot(cli.delays.shards, cli.delays.settings)
+        return LiveView(found, verdicts.get())
 
     if cli.is_json:
-        print_json(read().as_json())
+        found, verdict = read()
+        print_json({"verdict": verdict.as_json(), **found.as_json()})
         return
     from rich.console import Console
 
     console = Console()
     if once or not console.is_terminal:
-        console.print(view(read(), console.width, None))
+        console.print(view(*read(), console.width, None))
         return
     _renew(console, read, every.total_seconds(), for_)
 
 
-def _renew(console: Console, read: Any, every_s: float, for_: timedelta | None) -> None:
+def _renew(
+    console: Console, read: Callable[[], LiveView], every_s: float, for_: timedelta | None
+) -> None:
     from rich.live import Live
 
     rounds = None if for_ is None else int(for_.total_seconds() / every_s)
     with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
             while rounds is None or rounds >= 0:
-                live.update(view(read(), console.width, console.height), refresh=True)
+                found, verdict = read()
+                live.update(view(found, verdict, console.width, console.height), refresh=True)
                 rounds = None if rounds is None else rounds - 1
                 time.sleep(every_s)
         except KeyboardInterrupt:
             pass  # the way to end this command
 
 
-def view(found: LiveSnapshot, width: int, height: int | None) -> RenderableType:
+def view(found: LiveSnapshot, verdict: Verdict, width: int, height: int | None) -> RenderableType:
     """Return the view for a terminal of this size. Without a height, it has all rows."""
     from rich.console import Group as Lines
     from rich.text import Text
 
     # The header, the headings, and the empty lines between the parts.
-    rows = max((height or 10_000) - 11 - len(found.down), 6)
+    rows = max((height or 10_000) - 12 - len(found.down), 6)
     workers = found.workers[: max(rows // 4, 2)]
     queues = found.queues[: max(rows // 3, 2)]
     tags = found.tags[: max(rows - len(workers) - len(queues), 2)]
-    parts: list[RenderableType] = [*_header(found), Text()]
+    parts: list[RenderableType] = [*_header(found, verdict), Text()]
     for name, groups, all_groups in (("queue", queues, found.queues), ("tag", tags, found.tags)):
         parts += [_groups(name, groups, width), _more(len(all_groups) - len(groups))]
     if found.workers:
@@ -113,7 +148,7 @@ def view(found: LiveSnapshot, width: int, height: int | None) -> RenderableType:
     return Lines(*parts)
 
 
-def _header(found: LiveSnapshot) -> Sequence[Text]:
+def _header(found: LiveSnapshot, verdict: Verdict) -> Sequence[Text]:
     from rich.text import Text
 
     total = found.total
@@ -128,7 +163,9 @@ def _header(found: LiveSnapshot) -> Sequence[Text]:
         _number("failed", total.failed, BAD if total.failed else ""),
         overflow="fold",
     )
-    lines = [first]
+    headline = Text(verdict.headline, _LEVEL_COLOURS[verdict.level], no_wrap=True)
+    headline.overflow = "ellipsis"
+    lines = [first, headline]
     swept = "never" if found.swept_s is None else f"{show_duration(found.swept_s)} ago"
     alive = sum(worker.is_alive for worker in found.workers)
     state = Text.assemble(

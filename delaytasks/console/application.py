@@ -25,7 +25,7 @@ from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
-from delaytasks.core.errors import DelayTaskError, StoreError, TaskNotFoundError
+from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
 
 logger = logging.getLogger(__name__)
 #: Bytes that one request may contain.
@@ -134,6 +134,8 @@ def _version() -> str:
 def _refused(error: DelayTaskError) -> tuple[str, int]:
     if isinstance(error, TaskNotFoundError):
         return _error_page(404, "There is no such task", str(error))
+    if isinstance(error, SearchTimeoutError):
+        return _error_page(503, "The search took too long", str(error))
     if isinstance(error, StoreError):
         return _error_page(503, "The database does not answer", str(error))
     return _error_page(400, "This is not possible", str(error))

@@ -54,7 +54,9 @@ class BulkRunState:
 class BulkRuns:
     """The bulk operations of this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called at the end of each operation."""
+        self._on_end = on_end
         self._lock = threading.Lock()
         self._runs: OrderedDict[str, BulkRunState] = OrderedDict()
 
@@ -77,21 +79,31 @@ class BulkRuns:
         return True
 
     def _work(self, run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> None:
-        def report(result: BulkResult) -> None:
-            run.result = result
-            if run.stop.is_set():
-                raise KeyboardInterrupt  # the audit entry is "stopped", as after Ctrl-C
+        state = _end_of(run, work)
+        self._on_end()  # before viewers see the end, so that their next page has fresh counts
+        run.state = state
 
-        try:
-            run.result = work(report)
-            run.state = "done"
-        except KeyboardInterrupt:
-            run.state = "stopped"
-        except DelayTaskError as error:
-            run.error, run.state = str(error), "failed"
-        except Exception as error:
-            logger.exception("the bulk operation %s of the console failed", run.action)
-            run.error, run.state = f"{type(error).__name__}: {error}", "failed"
+
+def _end_of(run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> State:
+    """Do the work, and return how it ended."""
+
+    def report(result: BulkResult) -> None:
+        run.result = result
+        if run.stop.is_set():
+            raise KeyboardInterrupt  # the audit entry is "stopped", as after Ctrl-C
+
+    try:
+        run.result = work(report)
+    except KeyboardInterrupt:
+        return "stopped"
+    except DelayTaskError as error:
+        run.error = str(error)
+        return "failed"
+    except Exception as error:
+        logger.exception("the bulk operation %s of the console failed", run.action)
+        run.error = f"{type(error).__name__}: {error}"
+        return "failed"
+    return "done"
 
 
 def new_run_id() -> str:

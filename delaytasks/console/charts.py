@@ -9,14 +9,6 @@ from markupsafe import Markup
 CHART_WIDTH, CHART_HEIGHT, FOOT = 720, 150, 18
 
 
-def due_soon(values: Sequence[int]) -> Markup:
-    """Return the bars of tasks that are due in each of the next minutes."""
-    titles = [f"in {minute} to {minute + 1} min: {value:,}" for minute, value in enumerate(values)]
-    marks = ["now", *(f"+{minute} min" for minute in range(1, len(values)))]
-    label = f"Tasks due in the next {len(values)} minutes, at most {max(values):,} in one minute"
-    return histogram(values, titles, marks, label)
-
-
 def histogram(
     values: Sequence[int], titles: Sequence[str], marks: Sequence[str], label: str
 ) -> Markup:

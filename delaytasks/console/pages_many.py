@@ -10,6 +10,7 @@ from werkzeug.wrappers import Response
 
 from delaytasks.console.bulk_runs import BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.requests import requires, state, viewer
+from delaytasks.console.searches import Searches
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.task_filters import (
     TaskQuery,
@@ -21,7 +22,7 @@ from delaytasks.console.task_filters import (
 from delaytasks.console.viewers import Role
 from delaytasks.core.bulk import BulkResult
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.errors import InvalidInputError, InvalidQueryError
+from delaytasks.core.errors import InvalidInputError, InvalidQueryError, SearchTimeoutError
 from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
 from delaytasks.wiring import wiring_of
@@ -98,8 +99,14 @@ def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]
     matches = error_matcher(query.error) if query.error else (lambda error: True)
     count, read, cursor, examples = 0, 0, None, list[DelayTask]()
     searched = {**query.filters, "status": _statuses(action, query)}
+    searches = Searches(state().delays)
     while read < MOST_MATCHES_COUNTED:
-        page = state().delays.find(**searched, cursor=cursor, limit=COUNT_PAGE)
+        try:
+            page = searches.find(searched, cursor, COUNT_PAGE)
+        except SearchTimeoutError:
+            if not read:
+                raise
+            break
         found = [task for task in page if matches(task.error or "")]
         count, read, cursor = count + len(found), read + len(page), page.cursor
         examples = (examples + found)[:EXAMPLE_TASKS]

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from flask import Flask, abort, render_template, request
 
-from delaytasks.console.charts import due_soon
-from delaytasks.console.failures import FailedNow, is_in_group
-from delaytasks.console.requests import requires, state
-from delaytasks.console.run_charts import PERIODS, runs_of
+from delaytasks.console.counts import count_due, count_queues
+from delaytasks.console.requests import SNAPSHOT_S, requires, state
+from delaytasks.console.run_charts import PERIODS, due_chart, runs_of
+from delaytasks.console.searches import Searches
 from delaytasks.console.shown import viewer_zone
-from delaytasks.console.snapshot import count_queues
-from delaytasks.console.verdict import verdict_of
 from delaytasks.console.viewers import Role
+from delaytasks.core.errors import SearchTimeoutError
+from delaytasks.core.page import Page
+from delaytasks.operations.failed_now import FailedNow
+from delaytasks.operations.verdict import verdict_of
 
 #: Seconds for which all viewers see the same counts of queues.
 QUEUES_S = 5.0
+#: Tasks that the page of a group shows.
+SHOWN_FAILURES = 50
 
 
 def install(app: Flask) -> None:
@@ -27,7 +31,8 @@ def install(app: Flask) -> None:
 
 @requires(Role.VIEW)
 def overview() -> str:
-    found = state().snapshot()
+    found, shared = state().snapshot(), state()
+    due = shared.cache.get("due", SNAPSHOT_S, lambda: count_due(shared.delays, found.now))
     period = request.args.get("period", "hour")
     period = period if period in PERIODS else "hour"
     return render_template(
@@ -36,10 +41,11 @@ def overview() -> str:
         s=found,
         now=found.now,
         verdict=verdict_of(found, viewer_zone()),
-        due_chart=due_soon(found.due),
+        due=due,
+        due_chart=due_chart(due, found.now, viewer_zone()),
         period=period,
         periods=list(PERIODS),
-        runs=runs_of(period),
+        runs=runs_of(period, viewer_zone()),
     )
 
 
@@ -52,9 +58,7 @@ def workers() -> str:
 @requires(Role.VIEW)
 def queues() -> str:
     found, shared = state().snapshot(), state()
-    counted = shared.cache.get(
-        "queues", QUEUES_S, lambda: count_queues(shared.delays, found.now, found.alive)
-    )
+    counted = shared.cache.get("queues", QUEUES_S, lambda: count_queues(shared.delays, found.alive))
     paused = {policy.name for policy in found.paused if policy.kind == "queue"}
     return render_template(
         "queues.html", page="queues", queues=counted, paused=paused, s=found, now=found.now
@@ -77,10 +81,19 @@ def group_of(name: str) -> FailedNow:
 
 @requires(Role.VIEW)
 def failure(name: str) -> str:
-    found, shared = state().snapshot(), state()
-    group = group_of(name)
-    page = shared.delays.find(tag=group.tag, status="FAILED", newest_first=True, limit=200)
-    members = [task for task in page if is_in_group(name, task.tag, task.error)]
+    found, group = state().snapshot(), group_of(name)
+    page, problem = Page([], None), ""
+    try:
+        searches = Searches(state().delays)
+        page = searches.find(group.filters, None, SHOWN_FAILURES, newest_first=True)
+    except SearchTimeoutError as error:
+        problem = str(error)
     return render_template(
-        "failure.html", page="failures", group=group, tasks=members, s=found, now=found.now
+        "failure.html",
+        page="failures",
+        group=group,
+        tasks=page.tasks,
+        problem=problem,
+        s=found,
+        now=found.now,
     )

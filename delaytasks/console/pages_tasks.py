@@ -15,7 +15,12 @@ from delaytasks.console.task_filters import instant_of, number_of, query_of, rea
 from delaytasks.console.timeline import timeline_of
 from delaytasks.console.viewers import Role
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidQueryError
+from delaytasks.core.errors import (
+    InvalidDelayError,
+    InvalidInputError,
+    InvalidQueryError,
+    SearchTimeoutError,
+)
 from delaytasks.core.ids import check_id
 from delaytasks.core.page import Page
 from delaytasks.core.states import Status, moves_from
@@ -43,7 +48,7 @@ def tasks() -> str | Response:
         if "meta" in query.filters and viewer().role < Role.OPERATE:
             raise InvalidQueryError("your role does not show meta, so it cannot search by meta")
         page, searched = read_page(delays, query)
-    except InvalidInputError as error:
+    except (InvalidInputError, SearchTimeoutError) as error:
         problem = str(error)
     return render_template(
         "tasks.html",

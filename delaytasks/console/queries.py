@@ -6,30 +6,19 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, func, literal, select
+from sqlalchemy import Connection, func, literal, select
 
 from delaytasks.core.filters import Filter
 from delaytasks.core.states import Status
-from delaytasks.statistics.gauge_queries import MAX_GAUGE_PRIORITIES
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.pages import first
-from delaytasks.storage.queue_levels import first_levels_of, has_status, steps
+from delaytasks.storage.queue_levels import has_status, steps
 from delaytasks.storage.store import Store
 
-#: Due tasks and failed tasks that one call reads at most.
-MOST_DUE, MOST_FAILED = 5_000, 500
+#: Due tasks that one call reads at most.
+MOST_DUE = 5_000
 #: Queues whose waiting tasks are counted, and the most that are counted in each.
 MOST_QUEUES, MOST_COUNTED = 100, 10_000
-
-
-class FailedRow(NamedTuple):
-    """A FAILED task without its body."""
-
-    id: int
-    tag: str
-    queue: str
-    due: datetime
-    failed_at: datetime | None
-    error: str | None
 
 
 class QueueCounts(NamedTuple):
@@ -48,6 +37,7 @@ class ConsoleQueries:
     def __init__(self, store: Store) -> None:
         self._db = store.database
         self._t = store.schema.tasks
+        self._overdue = OverdueRows(store.database, store.schema)
 
     def due_between(self, since: datetime, until: datetime) -> list[datetime]:
         """Return the due times of waiting tasks in a range, at most the first `MOST_DUE`."""
@@ -59,21 +49,14 @@ class ConsoleQueries:
         rows = self._db.alone(lambda c: first(c, query, self._t, waiting, MOST_DUE))
         return [row[0] for row in rows]
 
-    def failed(self) -> list[FailedRow]:
-        """Return the FAILED tasks that were due last, at most `MOST_FAILED`."""
-        t = self._t.c
-        query = select(
-            t.expected_time, t.id, t.tag, t.queue, t.due_time, t.update_time, t.error_stack
-        )
-        where = Filter(status=frozenset({Status.FAILED}))
-        rows = self._db.alone(lambda c: first(c, query, self._t, where, MOST_FAILED, True))
-        return [FailedRow(r[1], r[2], r[3], r[4] or r[0], r[5], r[6]) for r in rows]
+    def queues(self, named: Sequence[str], late_s: float) -> list[QueueCounts]:
+        """Count the live tasks of the queues in `named` and of those that have live tasks.
 
-    def queues(self, now: datetime, named: Sequence[str]) -> list[QueueCounts]:
-        """Count the live tasks of the queues in `named` and of those that have live tasks."""
-        return self._db.alone(lambda c: self._queues(c, now, named))
+        Tasks that are late by more than `late_s` are overdue.
+        """
+        return self._db.alone(lambda c: self._queues(c, named, late_s))
 
-    def _queues(self, on: Connection, now: datetime, named: Sequence[str]) -> list[QueueCounts]:
+    def _queues(self, on: Connection, named: Sequence[str], late_s: float) -> list[QueueCounts]:
         t, names = self._t, set(named)
         for status in (Status.NOT_COMPLETE, Status.RUNNING, Status.HELD):
             for queue in steps(on, t.c.queue, has_status(t, status)):
@@ -81,29 +64,17 @@ class ConsoleQueries:
                     break
                 names.add(queue)
 
-        def count(
-            queue: str, status: Status, *more: ColumnElement[bool], most: int = MOST_COUNTED
-        ) -> int:
-            rows = select(literal(1)).where(has_status(t, status), t.c.queue == queue, *more)
-            some = rows.limit(most).subquery()
+        def count(queue: str, status: Status) -> int:
+            rows = select(literal(1)).where(has_status(t, status), t.c.queue == queue)
+            some = rows.limit(MOST_COUNTED).subquery()
             return int(on.execute(select(func.count()).select_from(some)).scalar_one())
 
-        def count_overdue(queue: str) -> int:
-            # One priority at a time, since the index has the due times in order within each:
-            # without a priority, all waiting tasks of the queue are read.
-            found, waits = 0, Status.NOT_COMPLETE
-            for level in first_levels_of(on, t, waits, queue, MAX_GAUGE_PRIORITIES):
-                here = (t.c.priority == level.priority, t.c.expected_time < now)
-                found += count(queue, waits, *here, most=MOST_COUNTED - found)
-                if found >= MOST_COUNTED:
-                    break
-            return found
-
+        overdue = self._overdue.count_of_queues(on, sorted(names), late_s, MOST_COUNTED)
         return [
             QueueCounts(
                 queue,
                 count(queue, Status.NOT_COMPLETE),
-                count_overdue(queue),
+                overdue[queue],
                 count(queue, Status.RUNNING),
                 count(queue, Status.HELD),
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -16,14 +17,16 @@ from delaytasks.client import DelayTasks
 from delaytasks.console.bulk_runs import BulkRuns
 from delaytasks.console.cache import SharedCache
 from delaytasks.console.login_limit import LoginLimit
-from delaytasks.console.snapshot import Snapshot, take_snapshot
 from delaytasks.console.viewers import Access, Role, Viewer
+from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.timers.broker_link import bounded_connection
 from delaytasks.wiring import wiring_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Seconds for which all viewers see the same numbers, and the same answer of the broker.
 SNAPSHOT_S, BROKER_S = 4.0, 20.0
+#: A larger number of tasks of a status is an estimate of the database.
+MOST_COUNTED_ROWS = 20_000
 #: Seconds after which a viewer logs in again, however often the session was used.
 SESSION_S = 12 * 3600
 EXTENSION = "delaytasks_console"
@@ -49,23 +52,34 @@ class ConsoleState:
         self.delays = delays
         self.access = access
         self.cache = SharedCache()
-        self.runs = BulkRuns()
+        self.runs = BulkRuns(on_end=self.cache.forget)
         self.logins = LoginLimit()
 
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the
         database answers slowly."""
         found = self.cache.get(
             "snapshot",
             SNAPSHOT_S,
-            lambda: take_snapshot(self.delays),
+            self._read_state,
             has_failed=lambda taken: any(each.error for each in taken.databases),
         )
-        if found.uses_broker:
-            found.broker_error = self.cache.get(
-                "broker", BROKER_S, self._broker_error, has_failed=bool
-            )
-        return found
+        if not found.services.uses_broker:
+            return found
+        error = self.cache.get("broker", BROKER_S, self._broker_error, has_failed=bool)
+        return replace(found, services=found.services._replace(broker_error=error))
+
+    def _read_state(self) -> DeploymentState:
+        delays, wiring = self.delays, wiring_of(self.delays)
+        services = ServicesState(delays.settings.timer, wiring.direct_timer is None)
+        return read_state(
+            delays.shards,
+            delays.settings,
+            delays.policies,
+            services,
+            wiring.clock.now(),
+            MOST_COUNTED_ROWS,
+        )
 
     def _broker_error(self) -> str | None:
         limit_s = self.delays.settings.publish_limit_s

@@ -1,13 +1,19 @@
-"""The charts of lateness and throughput, from the statistics that the workers write."""
+"""Draws the charts of the overview: the tasks due soon, and the runs from the statistics."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, tzinfo
+from typing import NamedTuple
 
+from markupsafe import Markup
+
+from delaytasks.console.counts import BAR, DueSoon
 from delaytasks.console.requests import state
-from delaytasks.core.durations import show_measured
+from delaytasks.core.durations import parse_duration, show_measured
 from delaytasks.core.errors import StoreError
+from delaytasks.statistics.charts import Series, lateness_chart, stacked_bars, throughput_chart
 from delaytasks.statistics.results import RunTotals, SeriesPoint
 
 
@@ -23,43 +29,48 @@ PERIODS = {
     "day": ChartPeriod("1d", "15m", 60.0),
     "week": ChartPeriod("7d", "2h", 300.0),
 }
-_OUTCOME_COLOURS = (
-    ("done", "--good"),
-    ("failed", "--bad"),
-    ("retried", "--warn"),
-    ("cancelled", "--ink-soft"),
-)
+_SHOWN_OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
 @dataclass
 class Runs:
-    """What the page shows of one period; `lateness` and `throughput` are for the script."""
+    """The runs of one period."""
 
     step: str
     has_runs: bool = False
     done: int = 0
     p50: str = "–"
     p99: str = "–"
+    longest: str = "–"
     summary: str = ""
-    lateness: dict[str, Any] = field(default_factory=dict)
-    throughput: dict[str, Any] = field(default_factory=dict)
+    lateness: Markup | str = ""
+    throughput: Markup | str = ""
     problem: str | None = None
 
 
-def runs_of(name: str) -> Runs:
+def due_chart(due: DueSoon, now: datetime, zone: tzinfo) -> Markup:
+    """Return the bars of the tasks that are due in each of the next minutes."""
+    starts = [now.astimezone(zone) + n * BAR for n in range(len(due.counts))]
+    return Markup(stacked_bars(starts, BAR, [Series("due", "due", due.counts)]))
+
+
+def runs_of(name: str, zone: tzinfo) -> Runs:
     """Return the runs of a period; a database that does not answer is part of the result."""
     period, shared = PERIODS[name], state()
+
+    def read() -> list[SeriesPoint]:
+        return shared.delays.statistics.series(since=period.since, step=period.step)
+
     try:
-        return shared.cache.get(("runs", name), period.kept_s, lambda: _read(period))
+        points = shared.cache.get(("runs", name), period.kept_s, read)
     except StoreError as error:
         return Runs(period.step, problem=f"The statistics cannot be read: {error}")
+    return _runs(period, points, zone)
 
 
-def _read(period: ChartPeriod) -> Runs:
-    statistics = state().delays.statistics
-    points = statistics.series(since=period.since, step=period.step)
-    total = RunTotals.total(point.total for point in points)
-    counts = {outcome: getattr(total, outcome) for outcome, _ in _OUTCOME_COLOURS}
+def _runs(period: ChartPeriod, points: Sequence[SeriesPoint], zone: tzinfo) -> Runs:
+    total, step = RunTotals.total(point.total for point in points), parse_duration(period.step)
+    counts = {outcome: getattr(total, outcome) for outcome in _SHOWN_OUTCOMES}
     words = [f"{count:,} {outcome}" for outcome, count in counts.items() if count]
     return Runs(
         period.step,
@@ -67,38 +78,8 @@ def _read(period: ChartPeriod) -> Runs:
         done=total.done,
         p50=show_measured(total.lateness_quantile(0.5)),
         p99=show_measured(total.lateness_quantile(0.99)),
+        longest=show_measured(total.lateness_max_s if total.started else None),
         summary=", ".join(words) or "no runs",
-        lateness=_lateness(points),
-        throughput=_throughput(points),
+        lateness=Markup(lateness_chart(points, step, zone)),
+        throughput=Markup(throughput_chart(points, step, zone)),
     )
-
-
-def _lateness(points: list[SeriesPoint]) -> dict[str, Any]:
-    def values(share: float) -> list[float | None]:
-        found = (point.total.lateness_quantile(share) for point in points)
-        return [None if seconds is None else round(max(seconds, 0.0), 4) for seconds in found]
-
-    return _chart(
-        points,
-        {"label": "p99", "colour": "--warn", "values": values(0.99)},
-        {"label": "p50", "colour": "--accent", "values": values(0.5), "fill": True},
-    )
-
-
-def _throughput(points: list[SeriesPoint]) -> dict[str, Any]:
-    return _chart(
-        points,
-        *(
-            {
-                "label": outcome,
-                "colour": colour,
-                "values": [getattr(point.total, outcome) for point in points],
-                "fill": outcome == "done",
-            }
-            for outcome, colour in _OUTCOME_COLOURS
-        ),
-    )
-
-
-def _chart(points: list[SeriesPoint], *series: dict[str, Any]) -> dict[str, Any]:
-    return {"x": [int(point.start.timestamp()) for point in points], "series": series}

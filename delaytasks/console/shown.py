@@ -17,6 +17,7 @@ from delaytasks.core.encryption import placeholder
 from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import last_line
+from delaytasks.statistics.charts import sparkline
 
 #: What people call the statuses. The words are also the names of CSS classes.
 STATUS_WORDS = {
@@ -113,20 +114,10 @@ def pretty(read: Any, stored: str) -> str:
         return stored
 
 
-def spark(values: Sequence[int], width: int = 96, height: int = 24) -> Markup:
-    """Return a small bar chart as SVG; its numbers are in its label."""
-    most, bar = max([*values, 1]), width / max(len(values), 1)
-    bars = Markup("").join(
-        Markup('<rect x="{:.1f}" y="{:.1f}" width="{:.1f}" height="{:.1f}" rx="1"/>').format(
-            index * bar, height - tall, max(bar - 1, 1), tall
-        )
-        for index, value in enumerate(values)
-        for tall in [max(height * value / most, 2 if value else 1)]
-    )
+def spark(values: Sequence[int]) -> Markup:
+    """Return a small bar chart of failures by the hour; its numbers are in its label."""
     label = f"failures in each of the last {len(values)} hours: {', '.join(map(str, values))}"
-    return Markup(
-        '<svg class="spark" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>'
-    ).format(width, height, label, bars)
+    return Markup(sparkline(values, label))
 
 
 def install_filters(app: Flask) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from typing import Any
@@ -10,9 +10,10 @@ from typing import Any
 from werkzeug.datastructures import MultiDict
 
 from delaytasks.client import DelayTasks
+from delaytasks.console.searches import Searches
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.errors import InvalidDelayError, InvalidQueryError
+from delaytasks.core.errors import InvalidDelayError, InvalidQueryError, SearchTimeoutError
 from delaytasks.core.filters import check_error
 from delaytasks.core.page import Page
 from delaytasks.core.states import Status
@@ -132,17 +133,19 @@ def read_page(delays: DelayTasks, query: TaskQuery) -> tuple[Page, int]:
     An error text has no index. A bounded number of tasks is searched, and the next page continues
     there.
     """
-    newest_first = not query.is_oldest_first
+    newest_first, searches = not query.is_oldest_first, Searches(delays)
     if not query.error:
-        page = delays.find(
-            **query.filters, cursor=query.cursor, limit=TASKS_PER_PAGE, newest_first=newest_first
-        )
-        return page, 0
-    filters: Mapping[str, Any] = {"status": [Status.FAILED], **query.filters}
+        return searches.find(query.filters, query.cursor, TASKS_PER_PAGE, newest_first), 0
+    filters: dict[str, Any] = {"status": [Status.FAILED], **query.filters}
     found: list[DelayTask] = []
     searched, cursor, matches = 0, query.cursor, error_matcher(query.error)
     for _ in range(SEARCHED_PAGES):
-        page = delays.find(**filters, cursor=cursor, limit=SEARCHED_SIZE, newest_first=newest_first)
+        try:
+            page = searches.find(filters, cursor, SEARCHED_SIZE, newest_first)
+        except SearchTimeoutError:
+            if not searched:
+                raise
+            break  # the viewer continues at the cursor
         searched, cursor = searched + len(page), page.cursor
         found += (task for task in page if matches(task.error or ""))
         if cursor is None or len(found) >= TASKS_PER_PAGE:

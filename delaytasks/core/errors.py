@@ -16,7 +16,7 @@ DelayTaskError
 │   ├── TaskCancelledError
 ├── RecurringNotFoundError (also a LookupError)   no recurring schedule has the name
 ├── StoreError                                 the database
-│   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
+│   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError, SearchTimeoutError
 ├── WaitTimeoutError (also a TimeoutError)
 ├── ConfigError
 ├── BodyEncryptedError (also a ValueError)     no key of this process decrypts a stored text
@@ -43,9 +43,10 @@ __all__ = [
     "InvalidQueryError", "InvalidQueueError", "InvalidRetryScheduleError", "InvalidScheduleError",
     "InvalidSignatureError", "InvalidStatusError", "InvalidTagError", "InvalidTimingError",
     "LeaseLostError", "NaiveDatetimeError", "NotRunningError", "OutcomeUnknownError",
-    "RecurringNotFoundError", "SessionUnusableError", "ShardMismatchError", "StaleVersionError",
-    "StoreError", "StoreUnavailableError", "TaskCancelledError", "TaskFailedError",
-    "TaskNotFoundError", "TaskStateError", "UnknownTagError", "WaitTimeoutError",
+    "RecurringNotFoundError", "SearchTimeoutError", "SessionUnusableError", "ShardMismatchError",
+    "StaleVersionError", "StoreError", "StoreUnavailableError", "TaskCancelledError",
+    "TaskFailedError", "TaskNotFoundError", "TaskStateError", "UnknownTagError",
+    "WaitTimeoutError",
 ]  # fmt: skip
 
 
@@ -240,6 +241,10 @@ class StoreUnavailableError(StoreError):
         self.shard = shard
         self.is_locked = is_locked
         self.is_unable = is_unable
+
+
+class SearchTimeoutError(StoreError):
+    """A search of the console took too long. Narrow its filter, for example by a status."""
 
 
 class OutcomeUnknownError(StoreError):

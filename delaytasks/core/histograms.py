@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
+from math import inf
 
 #: The upper bounds of the buckets of the lateness of tasks: the start minus the due time. A value
 #: that equals a bound belongs to its bucket. One more bucket has all longer times. The bounds are
@@ -25,11 +26,29 @@ def bucket_of(seconds: float, bounds: Sequence[float]) -> int:
     return bisect_left(bounds, seconds)
 
 
-def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> float | None:
+def highest_value(counted: Sequence[int], bounds: Sequence[float], stored: float | None) -> float:
+    """Return the largest value, or the upper bound of its bucket if the value is not known.
+
+    Parameters
+    ----------
+    counted
+        The numbers of the buckets that are not empty.
+    stored
+        The largest value that was stored. Values of a process that stores none may exceed it.
+    """
+    last = min(max(counted, default=0), len(bounds) - 1)
+    if stored is not None and bucket_of(stored, bounds) >= last:
+        return stored
+    return bounds[last] if counted else 0.0
+
+
+def quantile(
+    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
+) -> float | None:
     """Estimate the time that `share` of the values do not exceed.
 
-    The values of a bucket are taken to be evenly distributed in it. Times above the last bound
-    count as the last bound.
+    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
+    times above the last bound count as the last bound.
 
     Parameters
     ----------
@@ -39,6 +58,8 @@ def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> fl
         The upper bounds of the buckets.
     share
         For example 0.99 for the 99th percentile.
+    highest
+        The largest value.
 
     Returns
     -------
@@ -51,9 +72,11 @@ def quantile(counts: Sequence[int], bounds: Sequence[float], share: float) -> fl
     wanted = share * total
     for number, reached in enumerate(accumulate(counts)):
         if counts[number] and reached >= wanted:
-            if number >= len(bounds):
-                break
             lower = bounds[number - 1] if number else 0.0
+            upper = bounds[number] if number < len(bounds) else highest
+            lower, upper = min(lower, highest), min(upper, highest)
+            if upper == inf:
+                return lower
             inside = (wanted - (reached - counts[number])) / counts[number]
-            return lower + (bounds[number] - lower) * max(inside, 0.0)
-    return bounds[-1]
+            return lower + (upper - lower) * max(inside, 0.0)
+    return min(bounds[-1], highest)

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
 from delaytasks.core.inputs import ALL_QUEUES
+
+
+class ServiceTimes(NamedTuple):
+    """For how long a worker has been without the services around it, in seconds."""
+
+    #: Since it lost its broker; None while it is connected, and if it uses no broker.
+    broker_down_s: float | None = None
+    #: Since its timer accepts no tasks; None while it does.
+    timer_down_s: float | None = None
+    #: Since beat's last message arrived, or since the worker has waited for the first one. None if
+    #: the worker does not read the messages of beat.
+    beat_s: float | None = None
+
+
+NO_OUTAGES = ServiceTimes()
 
 
 class RegisteredWorker(NamedTuple):
@@ -24,6 +39,17 @@ class RegisteredWorker(NamedTuple):
     seen_at: datetime
     #: How far the clock of its machine is ahead of the clock of the database.
     clock_offset_s: float
+    services: ServiceTimes = NO_OUTAGES
 
     def serves(self, queue: str) -> bool:
         return ALL_QUEUES in self.queues or queue in self.queues
+
+
+def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
+    """Return for how many seconds no message of beat has reached a live worker.
+
+    None if no live worker could receive one: none reads these messages, or none has a broker.
+    """
+    services = [worker.services for worker in workers if worker.is_alive]
+    ages = [each.beat_s for each in services if each.broker_down_s is None]
+    return min((age_s for age_s in ages if age_s is not None), default=None)

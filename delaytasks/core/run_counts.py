@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S
+from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, highest_value
 from delaytasks.core.states import SettlingMove
 
 #: The tag under which the tags beyond the setting `statistics_tags` are counted.
@@ -33,7 +33,17 @@ _POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
 class RunCounts:
     """Counts that can be added. Not safe for several threads without a lock."""
 
-    __slots__ = ("duration", "duration_s", "late", "lateness", "lateness_s", "on_time", "outcomes")
+    __slots__ = (
+        "duration",
+        "duration_max_s",
+        "duration_s",
+        "late",
+        "lateness",
+        "lateness_max_s",
+        "lateness_s",
+        "on_time",
+        "outcomes",
+    )
 
     def __init__(self) -> None:
         #: The number of each outcome, in the order of `OUTCOME_NAMES`.
@@ -43,6 +53,8 @@ class RunCounts:
         self.on_time = self.late = 0
         #: The sums of all times of the two histograms.
         self.lateness_s = self.duration_s = 0.0
+        #: The largest of these times, or an upper bound of it.
+        self.lateness_max_s = self.duration_max_s = 0.0
         self.lateness = [0] * (len(LATENESS_BOUNDS_S) + 1)
         self.duration = [0] * (len(DURATION_BOUNDS_S) + 1)
 
@@ -70,6 +82,10 @@ class RunCounts:
             lateness_s = 0.0
         self.lateness_s += lateness_s
         self.duration_s += duration_s
+        if lateness_s > self.lateness_max_s:
+            self.lateness_max_s = lateness_s
+        if duration_s > self.duration_max_s:
+            self.duration_max_s = duration_s
         self.lateness[bisect_left(LATENESS_BOUNDS_S, lateness_s)] += 1
         self.duration[bisect_left(DURATION_BOUNDS_S, duration_s)] += 1
         if on_time_s is not None:
@@ -83,6 +99,8 @@ class RunCounts:
         self.late += other.late
         self.lateness_s += other.lateness_s
         self.duration_s += other.duration_s
+        self.lateness_max_s = max(self.lateness_max_s, other.lateness_max_s)
+        self.duration_max_s = max(self.duration_max_s, other.duration_max_s)
         for mine, others in (
             (self.outcomes, other.outcomes),
             (self.lateness, other.lateness),
@@ -106,6 +124,8 @@ class RunCounts:
             round(self.duration_s, 3),
             _sparse(self.lateness),
             _sparse(self.duration),
+            self.lateness_max_s,
+            self.duration_max_s,
         ]
 
     @classmethod
@@ -116,8 +136,18 @@ class RunCounts:
         return counts
 
     def add_stored(self, stored: Sequence[Any]) -> None:
-        """Add what `as_list` returned. Buckets of a newer version count in the last one."""
-        outcomes, contract, lateness_s, duration_s, lateness, duration = stored
+        """Add the counts that `as_list` returned, with or without the two largest times.
+
+        Buckets of a newer version count in the last one.
+        """
+        outcomes, contract, lateness_s, duration_s, lateness, duration, *highest = stored
+        lateness_max_s, duration_max_s = highest or (None, None)
+        self.lateness_max_s = max(
+            self.lateness_max_s, highest_value(lateness[::2], LATENESS_BOUNDS_S, lateness_max_s)
+        )
+        self.duration_max_s = max(
+            self.duration_max_s, highest_value(duration[::2], DURATION_BOUNDS_S, duration_max_s)
+        )
         self.lateness_s += lateness_s
         self.duration_s += duration_s
         if contract:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.metrics.families import Source
-from delaytasks.metrics.prometheus import serve, write_file
+from delaytasks.metrics.prometheus import MetricsServer, serve, write_file
 
 #: How often the file is written, and when a write counts as stuck.
 FILE_S, STUCK_S = 10.0, 60.0
-#: How often a port that is in use is tried again: the worker before this one may still have it.
+#: How often the server is checked. A port may be in use: the worker before this one may still have
+#: it.
 PORT_S = 10.0
 
 
@@ -37,39 +37,40 @@ class MetricsEndpoint:
         self._events = events
         self._path = path
         self._source = source
-        self._stop_serving: Callable[[], None] | None = None
+        self._server: MetricsServer | None = None
         self._is_reported = False
-        self._loop = Loop("metrics", self._write, events, STUCK_S) if path else None
-        self._port_loop = Loop("metrics port", self._serve, events)
-
-    def start(self) -> None:
-        if self._settings.metrics_port is not None and self._serve() is not None:
-            self._port_loop.start()
-        if self._loop is not None:
-            self._loop.start()
+        #: The loops, which the watchdog of the worker starts and checks.
+        self.loops: list[Loop] = []
+        if path:
+            self.loops.append(Loop("metrics_writer", self._write, events, STUCK_S))
+        if settings.metrics_port is not None:
+            self.loops.append(Loop("metrics_server", self._serve, events, STUCK_S))
 
     def stop(self) -> None:
-        self._port_loop.stop()
-        stop, self._stop_serving = self._stop_serving, None
-        if stop is not None:
-            stop()
-        if self._loop is not None:
-            self._loop.stop()
+        for loop in self.loops:
+            loop.stop()
+        if self._server is not None:
+            self._server.stop()
+        if self._path:
             self._events.attempt("metrics", "last", partial(write_file, self._path, self._source))
 
-    def _serve(self) -> float | None:
-        """Serve at the port; return when to try again, or None if it is served."""
+    def _serve(self) -> float:
+        """Serve at the port unless a server does so already; return when to check again."""
         host, port = self._settings.metrics_host, self._settings.metrics_port
-        if port is None or self._stop_serving is not None:
-            return None
+        assert port is not None
+        if self._server is not None:
+            if self._server.is_alive:
+                return PORT_S
+            self._server.stop()
+            self._server = None
+            self._events.emit("loop.restarted", loop="metrics_server", reason="dead")
         try:
-            self._stop_serving = serve(host, port, self._source)
+            self._server = serve(host, port, self._source)
         except OSError as error:  # a worker without metrics is better than no worker
             if not self._is_reported:
                 self._events.emit("metrics.not_served", address=f"{host}:{port}", error=str(error))
             self._is_reported = True
-            return PORT_S
-        return None
+        return PORT_S
 
     def _write(self) -> float:
         write_file(self._path, self._source)

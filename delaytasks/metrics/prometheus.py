@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.errors import ConfigError
@@ -105,22 +106,33 @@ def exporter_app(delays: Wired) -> WSGIApp:
     return app
 
 
-def serve(host: str, port: int, *sources: Source) -> Callable[[], None]:
-    """Serve the metrics over HTTP in a thread, and return a function that stops it.
+class MetricsServer:
+    """A server of metrics in a thread of its own."""
+
+    def __init__(self, server: Any, thread: Thread) -> None:
+        self._server = server
+        self._thread = thread
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        if self.is_alive:  # otherwise, `shutdown` would wait forever
+            self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def serve(host: str, port: int, *sources: Source) -> MetricsServer:
+    """Serve the metrics over HTTP in a thread.
 
     Raises
     ------
     OSError
         If the port is in use.
     """
-    server, thread = start_http_server(port, host, registry_of(*sources))
-
-    def stop() -> None:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-    return stop
+    return MetricsServer(*start_http_server(port, host, registry_of(*sources)))
 
 
 def write_file(path: str, *sources: Source) -> None:

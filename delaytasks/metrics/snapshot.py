@@ -5,13 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.registered_worker import beat_age_s
 from delaytasks.metrics.families import Family, Sample, gauge
-from delaytasks.metrics.shard_snapshot import MAX_QUEUES, ShardSnapshot, read_shard
+from delaytasks.metrics.shard_labels import (
+    MAX_QUEUES,
+    labelled_workers,
+    live_workers,
+    overdue_by_tag,
+    queue_workers,
+)
+from delaytasks.operations.state import ShardState, read_shard
 from delaytasks.timers.broker_status import broker_error
 
 if TYPE_CHECKING:
@@ -56,7 +65,7 @@ class DatabaseMetrics:
             return self._families
 
     def _read(self) -> Iterator[Family]:
-        wiring, found, states = self._wiring, list[ShardSnapshot](), list[Sample]()
+        wiring, found, states = self._wiring, list[ShardState](), list[Sample]()
         for shard in wiring.shards:
             try:
                 found.append(read_shard(shard, wiring.settings))
@@ -68,10 +77,11 @@ class DatabaseMetrics:
         yield _database_up(states)
         yield from row_families(found)
         yield from worker_families(found)
+        yield from service_families(found)
         if wiring.direct_timer is None:
             yield _broker_up([Sample((), float(self._is_broker_up()))])
         if wiring.redis_timer is not None:
-            served = {queue for one in found for queue in one.queue_workers()} - {ALL_QUEUES}
+            served = {queue for one in found for queue in queue_workers(one)} - {ALL_QUEUES}
             queues = sorted({wiring.settings.default_queue, *served})[:MAX_QUEUES]
             yield from _redis_timer(wiring.redis_timer.counts(queues))
 
@@ -84,7 +94,8 @@ class DatabaseMetrics:
 def known_families() -> list[Family]:
     """Return all metrics of `DatabaseMetrics`, without values."""
     timer = [family._replace(samples=()) for family in _redis_timer({})]
-    return [_database_up([]), *row_families([]), *worker_families([]), _broker_up([]), *timer]
+    of_shards = [*row_families([]), *worker_families([]), *service_families([])]
+    return [_database_up([]), *of_shards, _broker_up([]), *timer]
 
 
 def _database_up(samples: Sequence[Sample]) -> Family:
@@ -114,10 +125,10 @@ def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Famil
 
 
 def _per_shard(
-    found: Sequence[ShardSnapshot],
+    found: Sequence[ShardState],
     name: str,
     about: str,
-    samples: Callable[[ShardSnapshot], Iterable[tuple[tuple[object, ...], float]]],
+    samples: Callable[[ShardState], Iterable[tuple[tuple[object, ...], float]]],
     *labels: str,
 ) -> Family:
     """Return a gauge with the samples of each database that answered."""
@@ -129,7 +140,7 @@ def _per_shard(
     return Family(name, about, "gauge", ("shard", *labels), values)
 
 
-def row_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
+def row_families(found: Sequence[ShardState]) -> Iterator[Family]:
     """Yield the metrics of rows and sweeps."""
     family = partial(_per_shard, found)
     yield family(
@@ -151,7 +162,7 @@ def row_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
     yield family(
         "delaytasks_overdue_tasks_by_tag",
         "Overdue tasks of the largest groups, at most 20.",
-        lambda one: one.overdue_by_tag().items(),
+        lambda one: overdue_by_tag(one).items(),
         "queue",
         "tag",
     )
@@ -163,7 +174,9 @@ def row_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
     yield family(
         "delaytasks_sweep_age_seconds",
         "Time since the last sweep of each sweep partition.",
-        lambda one: (((number,), age_s) for number, age_s in one.sweep_ages()),
+        lambda one: (
+            ((each.partition,), inf if each.age_s is None else each.age_s) for each in one.sweeps
+        ),
         "sweep_partition",
     )
     yield family(
@@ -178,13 +191,13 @@ def row_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
     )
 
 
-def worker_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
+def worker_families(found: Sequence[ShardState]) -> Iterator[Family]:
     """Yield the metrics of workers, and the time that all these metrics took."""
     family = partial(_per_shard, found)
     yield family(
         "delaytasks_snapshot_seconds",
         "How long the queries of these metrics took.",
-        lambda one: [((), one.seconds)],
+        lambda one: [((), one.read_s)],
     )
     yield family(
         "delaytasks_workers",
@@ -194,18 +207,44 @@ def worker_families(found: Sequence[ShardSnapshot]) -> Iterator[Family]:
     yield family(
         "delaytasks_queue_workers",
         "Live workers of each queue that is served or has overdue tasks.",
-        lambda one: (((queue,), number) for queue, number in one.queue_workers().items()),
+        lambda one: (((queue,), number) for queue, number in queue_workers(one).items()),
         "queue",
     )
     yield family(
         "delaytasks_worker_seen_seconds",
         "Time since the last report of each worker, at most 100 workers.",
-        lambda one: (((worker.name,), worker.age_s) for worker in one.workers),
+        lambda one: (((worker.name,), worker.age_s) for worker in labelled_workers(one)),
         "worker",
     )
     yield family(
         "delaytasks_worker_clock_offset_seconds",
         "How far the clock of a worker's machine is ahead of the database's clock.",
-        lambda one: (((worker.name,), worker.clock_offset_s) for worker in one.workers),
+        lambda one: (((worker.name,), worker.clock_offset_s) for worker in labelled_workers(one)),
         "worker",
+    )
+
+
+def service_families(found: Sequence[ShardState]) -> Iterator[Family]:
+    """Yield the metrics of the services around the workers."""
+    family = partial(_per_shard, found)
+    yield family(
+        "delaytasks_worker_broker_down_seconds",
+        "Time since a live worker lost its broker; 0 while it is connected.",
+        lambda one: (
+            ((each.name,), each.services.broker_down_s or 0.0) for each in live_workers(one)
+        ),
+        "worker",
+    )
+    yield family(
+        "delaytasks_worker_timer_down_seconds",
+        "Time since the timer of a live worker accepts no tasks; 0 while it does.",
+        lambda one: (
+            ((each.name,), each.services.timer_down_s or 0.0) for each in live_workers(one)
+        ),
+        "worker",
+    )
+    yield family(
+        "delaytasks_beat_age_seconds",
+        "Time since a worker received beat's last message; absent if no worker can receive one.",
+        lambda one: [] if (age_s := beat_age_s(one.workers)) is None else [((), age_s)],
     )

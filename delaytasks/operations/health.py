@@ -15,6 +15,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.routing.shard import Shard
 from delaytasks.storage import migrations
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats, Swept
 
 
@@ -148,6 +149,7 @@ class HealthChecks:
     def _answer(self, shard: Shard, question: HealthQuestion) -> _Answer:
         settings, store = self._settings, shard.store
         stats, now = Stats(store.database, store.schema), store.tasks.now()
+        overdue = OverdueRows(store.database, store.schema)
         is_counted = question.max_overdue is not None
         return _Answer(
             now,
@@ -156,7 +158,7 @@ class HealthChecks:
             migrations.current(
                 store.database, settings.table_prefix, settings.table_schema or None
             ),
-            stats.overdue(settings.grace_s).tasks if is_counted else 0,
+            overdue.count(settings.grace_s).tasks if is_counted else 0,
         )
 
     def _sweep_check(self, answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:

@@ -135,7 +135,7 @@ class _Reading:
 
     def add(self, shard: Shard) -> None:
         store = shard.store
-        live = LiveRows(store.database, store.schema).read()
+        live = LiveRows(store.database, store.schema).read(self._settings.grace_s)
         self._now = max(self._now or live.now, live.now)
         self._is_capped |= live.is_capped
         self._add_rows(live)

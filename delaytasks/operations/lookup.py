@@ -40,8 +40,10 @@ class Lookup:
         limit: int,
         newest_first: bool,
         session: Any,
+        time_limit_s: float | None = None,
     ) -> Page:
+        """Return a page of tasks. Without a session, `time_limit_s` may limit the search."""
         check_page_limit(limit)
         where = filter_of(filters)
         with self._transactions.guard(session) as transaction:
-            return self._router.find(where, cursor, limit, transaction, newest_first)
+            return self._router.find(where, cursor, limit, transaction, newest_first, time_limit_s)

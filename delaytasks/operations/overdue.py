@@ -9,7 +9,7 @@ from delaytasks.core.reasons import Reason
 from delaytasks.core.settings import Settings
 from delaytasks.core.why_late import why_late
 from delaytasks.routing.shard import Shard
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.overdue_rows import OverdueRows
 
 #: The groups with the most tasks.
 MAX_EXPLAINED_GROUPS = 20
@@ -40,7 +40,7 @@ def explain_overdue(
 ) -> list[ExplainedGroup]:
     """Return up to `limit` groups of overdue tasks, those with the most tasks first."""
     store = shard.store
-    groups = Stats(store.database, store.schema).late(settings.grace_s, limit)
+    groups = OverdueRows(store.database, store.schema).groups(settings.grace_s, limit)
     if not groups:
         return []
     now = store.tasks.now()

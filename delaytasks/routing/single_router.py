@@ -66,9 +66,10 @@ class SingleRouter:
         limit: int,
         transaction: Transaction | None,
         newest_first: bool,
+        time_limit_s: float | None = None,
     ) -> Page:
         return self._store.tasks.find(
-            where, limit, cursor, connection_of(transaction), newest_first
+            where, limit, cursor, connection_of(transaction), newest_first, time_limit_s
         )
 
     def touch(

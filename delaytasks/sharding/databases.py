@@ -144,15 +144,15 @@ class Shards:
         limit: int,
         own: tuple[int, CallerConnection] | None,
         newest_first: bool = False,
+        time_limit_s: float | None = None,
     ) -> Page:
-        """Return a page of all shards' tasks."""
+        """Return a page of all shards' tasks. The limit applies to each shard."""
         found: list[Page] = []
         missing: dict[int, StoreUnavailableError] = {}
         for number in range(len(self.stores)):
             try:
-                found.append(
-                    self._tasks(number).find(where, limit, cursor, _on(own, number), newest_first)
-                )
+                on, tasks_of = _on(own, number), self._tasks(number)
+                found.append(tasks_of.find(where, limit, cursor, on, newest_first, time_limit_s))
             except StoreUnavailableError as error:
                 missing[number] = error
         if not found:

@@ -162,9 +162,10 @@ class ShardRouter:
         limit: int,
         transaction: Transaction | None,
         newest_first: bool,
+        time_limit_s: float | None = None,
     ) -> Page:
         own = _own(transaction, self.session_shard(transaction))
-        return self.databases.find(where, cursor, limit, own, newest_first)
+        return self.databases.find(where, cursor, limit, own, newest_first, time_limit_s)
 
     # -- touch ------------------------------------------------------------------------------------
 

@@ -50,16 +50,33 @@ PART_OF = {MINUTE: _MINUTE, HOUR: HOUR_OF_MINUTES.part, DAY: DAY_OF_HOURS.part}
 PARTS_OF_ROW = {MINUTE: 1, HOUR: HOUR_OF_MINUTES.size, DAY: DAY_OF_HOURS.size}
 
 
-def counts_in(counts: str | None, parts: bytes | None) -> dict[int, RunCounts]:
+class StoredRow(NamedTuple):
+    """A row of statistics. A minute has `counts` and the largest times, and the others `parts`."""
+
+    period: str
+    start: datetime
+    tag: str
+    counts: str | None
+    parts: bytes | None
+    lateness_max_s: float | None
+    duration_max_s: float | None
+
+    def minute(self) -> RunCounts:
+        return counts_of(self.counts or "", self.lateness_max_s, self.duration_max_s)
+
+
+def counts_in(row: StoredRow) -> dict[int, RunCounts]:
     """Return the counts of a row by the number of the part; a minute has one."""
-    return unpacked_counts(parts) if parts is not None else {0: counts_of(counts or "")}
+    return unpacked_counts(row.parts) if row.parts is not None else {0: row.minute()}
 
 
-def total_in(counts: str | None, parts: bytes | None) -> RunCounts | None:
+def total_in(row: StoredRow) -> RunCounts | None:
     """Return the counts of all parts of a row together; None if it has none."""
-    return unpacked_total(parts) if parts is not None else counts_of(counts or "")
+    return unpacked_total(row.parts) if row.parts is not None else row.minute()
 
 
-def gauges_in(counts: str | None, parts: bytes | None) -> dict[int, Gauges]:
+def gauges_in(row: StoredRow) -> dict[int, Gauges]:
     """Return the gauges of a row by the number of the part; a minute has one."""
-    return unpacked_gauges(parts) if parts is not None else {0: Gauges.of(counts or "")}
+    if row.parts is not None:
+        return unpacked_gauges(row.parts)
+    return {0: Gauges.of(row.counts or "")}

@@ -17,9 +17,17 @@ from delaytasks.core.clock import from_us
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.run_counts import FailureCount, RunCounts
 from delaytasks.statistics.gauges import Gauges, packed_gauges, unpacked_gauges
-from delaytasks.statistics.periods import DAY, GAUGES, LONGER, MINUTE, Longer, counts_in, gauges_in
+from delaytasks.statistics.periods import (
+    DAY,
+    GAUGES,
+    LONGER,
+    MINUTE,
+    Longer,
+    StoredRow,
+    counts_in,
+    gauges_in,
+)
 from delaytasks.statistics.stored_counts import (
-    counts_of,
     minute_text,
     packed_counts,
     unpacked_counts,
@@ -61,7 +69,18 @@ class StatisticsTable:
             s.c.start == bindparam("of_start", type_=s.c.start.type),
             s.c.tag == bindparam("of_tag"),
         )
-        self._update_counts = update(s).where(*named).values(counts=bindparam("new"))
+        self._columns = (
+            s.c.period,
+            s.c.start,
+            s.c.tag,
+            s.c.counts,
+            s.c.parts,
+            s.c.lateness_max_s,
+            s.c.duration_max_s,
+        )
+        names = ("lateness_max_s", "duration_max_s")
+        highest: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
+        self._update_counts = update(s).where(*named).values(counts=bindparam("new"), **highest)
         self._update_parts = update(s).where(*named).values(parts=bindparam("new"))
         self._update_failure = (
             update(f)
@@ -87,29 +106,32 @@ class StatisticsTable:
             self._add_failures(on, unwritten.failures, now)
 
     def _add_minute(self, on: Any, start: datetime, by_tag: Mapping[str, RunCounts]) -> None:
-        s, tags = self._s, sorted(by_tag)
+        tags = sorted(by_tag)
         on.execute(self._insert, [{"period": MINUTE, "start": start, "tag": tag} for tag in tags])
-        found = self._locked(on, MINUTE, start, tags, s.c.counts)
+        found = self._locked(on, MINUTE, start, tags)
         check_row_count(len(found), len(tags), "rows of statistics")
         rows = []
         for tag in tags:
-            counts = counts_of(found[tag]) if found[tag] else RunCounts()
+            counts = found[tag].minute() if found[tag].counts else RunCounts()
             counts.add(by_tag[tag])
-            rows.append(_row(MINUTE, start, tag, minute_text(counts)))
+            row = _row(MINUTE, start, tag, minute_text(counts))
+            row["new_lateness_max_s"] = counts.lateness_max_s
+            row["new_duration_max_s"] = counts.duration_max_s
+            rows.append(row)
         on.execute(self._update_counts, rows)
 
     def _locked(
-        self, on: Any, period: str, start: datetime, tags: Sequence[str], column: Any
-    ) -> dict[str, Any]:
-        """Lock rows, in the same order in every process, and return the values of a column."""
+        self, on: Any, period: str, start: datetime, tags: Sequence[str]
+    ) -> dict[str, StoredRow]:
+        """Lock rows, in the same order in every process, and return them by tag."""
         s = self._s
         query = (
-            select(s.c.tag, column)
+            select(*self._columns)
             .where(s.c.period == period, s.c.start == start, s.c.tag.in_(tags))
             .order_by(s.c.tag)
             .with_for_update()
         )
-        return dict(on.execute(query).all())
+        return {row.tag: StoredRow(*row) for row in on.execute(query)}
 
     def _add_failures(
         self, on: Any, failures: Mapping[tuple[int, str, str], FailureCount], now: datetime
@@ -192,17 +214,17 @@ class StatisticsTable:
             s.c.start >= start,
             s.c.start < min(start + longer.length, before),
         )
-        query = select(s.c.start, s.c.tag, s.c.counts, s.c.parts).where(mine)
-        rows = on.execute(query.order_by(s.c.start, s.c.tag).with_for_update()).all()
+        query = select(*self._columns).where(mine).order_by(s.c.start, s.c.tag)
+        rows = [StoredRow(*row) for row in on.execute(query.with_for_update())]
         runs: dict[str, dict[int, RunCounts]] = {}
         gauges: dict[int, list[Gauges]] = {}
-        for at, tag, counts, parts in rows:
-            number = longer.part_of(at)
-            if tag == GAUGES:
-                gauges.setdefault(number, []).extend(gauges_in(counts, parts).values())
+        for row in rows:
+            number = longer.part_of(row.start)
+            if row.tag == GAUGES:
+                gauges.setdefault(number, []).extend(gauges_in(row).values())
             else:
-                known = runs.setdefault(tag, {}).setdefault(number, RunCounts())
-                for one in counts_in(counts, parts).values():
+                known = runs.setdefault(row.tag, {}).setdefault(number, RunCounts())
+                for one in counts_in(row).values():
                     known.add(one)
         self._add_parts(on, longer, start, runs, gauges)
         check_row_count(on.execute(delete(s).where(mine)).rowcount, len(rows), "statistics")
@@ -219,10 +241,10 @@ class StatisticsTable:
         tags = sorted([*runs, *([GAUGES] if gauges else [])])
         keys = [{"period": longer.period, "start": start, "tag": tag} for tag in tags]
         on.execute(self._insert, keys)
-        found = self._locked(on, longer.period, start, tags, self._s.c.parts)
+        found = self._locked(on, longer.period, start, tags)
         rows = []
         for tag in tags:
-            stored = found[tag] or b""
+            stored = found[tag].parts or b""
             if tag == GAUGES:
                 means = unpacked_gauges(stored)
                 for number, many in gauges.items():
@@ -256,24 +278,24 @@ class StatisticsTable:
 
     def read(
         self, since: datetime, until: datetime, tags: Sequence[str] | None
-    ) -> Iterator[tuple[str, datetime, str, str | None, bytes | None]]:
-        """Yield (period, start, tag, counts, parts) of all periods that have a part in a range.
+    ) -> Iterator[StoredRow]:
+        """Yield the rows of all periods that have a part in a range.
 
         One statement reads all of them, since a sweep may pack some meanwhile. If `tags` is None,
         all tags are read, but no gauges.
         """
         s = self._s
         starts = {MINUTE: since, **{one.period: one.start_of(since) for one in LONGER.values()}}
-        columns = (s.c.period, s.c.start, s.c.tag, s.c.counts, s.c.parts)
         for some in [None] if tags is None else batches(tags, ROWS_PER_WRITE):
             mine = s.c.tag != GAUGES if some is None else s.c.tag.in_(list(some))
             selects = [
-                select(*columns).where(
+                select(*self._columns).where(
                     s.c.period == period, s.c.start >= start, s.c.start < until, mine
                 )
                 for period, start in starts.items()
             ]
-            yield from self._db.alone(partial(_all_rows, union_all(*selects)))
+            for row in self._db.alone(partial(_all_rows, union_all(*selects))):
+                yield StoredRow(*row)
 
     def failures(self, tag: str | None, since: datetime | None, limit: int) -> Sequence[Any]:
         """Return the groups, beginning with the one that failed last."""

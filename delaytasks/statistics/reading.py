@@ -98,15 +98,15 @@ def run_counts(
     """Return the counts by step and tag, for the steps that have any."""
     found: dict[datetime, dict[str, RunCounts]] = {}
     for shard in shards:
-        for period, start, tag, counts, parts in _table(shard).read(*steps[:2], tags):
-            if (step := steps.only_step_of(start, period)) is not None:
+        for row in _table(shard).read(*steps[:2], tags):
+            if (step := steps.only_step_of(row.start, row.period)) is not None:
                 # Adding numbers first is much faster than adding the counts of each part.
-                if (total := total_in(counts, parts)) is not None:
-                    found.setdefault(step, {}).setdefault(tag, RunCounts()).add(total)
+                if (total := total_in(row)) is not None:
+                    found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(total)
                 continue
-            for number, one in counts_in(counts, parts).items():
-                if (step := steps.step_of(start, period, number)) is not None:
-                    found.setdefault(step, {}).setdefault(tag, RunCounts()).add(one)
+            for number, one in counts_in(row).items():
+                if (step := steps.step_of(row.start, row.period, number)) is not None:
+                    found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(one)
     return found
 
 
@@ -115,9 +115,9 @@ def gauge_means(shards: Sequence[Shard], steps: StepRange) -> dict[datetime, Gau
     found: dict[datetime, list[Gauges]] = {}
     for shard in shards:
         of_shard: dict[datetime, list[Gauges]] = {}
-        for period, start, _, counts, parts in _table(shard).read(*steps[:2], [GAUGES]):
-            for number, one in gauges_in(counts, parts).items():
-                if (step := steps.step_of(start, period, number)) is not None:
+        for row in _table(shard).read(*steps[:2], [GAUGES]):
+            for number, one in gauges_in(row).items():
+                if (step := steps.step_of(row.start, row.period, number)) is not None:
                     of_shard.setdefault(step, []).append(one)
         for step, many in of_shard.items():
             found.setdefault(step, []).append(Gauges.mean(many))

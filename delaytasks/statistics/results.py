@@ -35,6 +35,8 @@ class RunTotals:
         the expired tasks.
     lateness_s, duration_s
         The sums of all latenesses and durations.
+    lateness_max_s, duration_max_s
+        The largest lateness and duration. If they are not known, upper bounds from the histograms.
     lateness, duration
         The number of runs in each bucket. `LATENESS_BOUNDS_S` and `DURATION_BOUNDS_S` of
         `delaytasks.core.histograms` are the upper bounds.
@@ -54,6 +56,8 @@ class RunTotals:
     late: int
     lateness_s: float
     duration_s: float
+    lateness_max_s: float
+    duration_max_s: float
     lateness: tuple[int, ...]
     duration: tuple[int, ...]
 
@@ -66,6 +70,8 @@ class RunTotals:
             late=counts.late,
             lateness_s=round(counts.lateness_s, 3),
             duration_s=round(counts.duration_s, 3),
+            lateness_max_s=round(counts.lateness_max_s, 6),
+            duration_max_s=round(counts.duration_max_s, 6),
             lateness=tuple(counts.lateness),
             duration=tuple(counts.duration),
         )
@@ -77,19 +83,20 @@ class RunTotals:
         sums: dict[str, Any] = {}
         for field in fields(cls):
             values = [getattr(one, field.name) for one in totals]
-            is_histogram = field.name in ("lateness", "duration")
-            sums[field.name] = (
-                tuple(map(sum, zip(*values, strict=True))) if is_histogram else sum(values)
-            )
+            if field.name in ("lateness", "duration"):
+                sums[field.name] = tuple(map(sum, zip(*values, strict=True)))
+            else:
+                is_highest = field.name in ("lateness_max_s", "duration_max_s")
+                sums[field.name] = max(values) if is_highest else sum(values)
         return cls(**sums)
 
     def lateness_quantile(self, share: float) -> float | None:
         """Estimate the lateness that `share` of the runs do not exceed; None without runs."""
-        return quantile(self.lateness, LATENESS_BOUNDS_S, share)
+        return quantile(self.lateness, LATENESS_BOUNDS_S, share, self.lateness_max_s)
 
     def duration_quantile(self, share: float) -> float | None:
         """Estimate the duration that `share` of the runs do not exceed; None without runs."""
-        return quantile(self.duration, DURATION_BOUNDS_S, share)
+        return quantile(self.duration, DURATION_BOUNDS_S, share, self.duration_max_s)
 
     @property
     def on_time_share(self) -> float | None:

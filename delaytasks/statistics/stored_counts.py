@@ -1,10 +1,15 @@
-"""The stored form of counts: a minute is JSON, and an hour or a day is compressed JSON."""
+"""The stored form of counts: a minute is JSON, and an hour or a day is compressed JSON.
+
+The largest times of a minute are columns of their own, so that workers of an earlier version can
+read the JSON.
+"""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from math import ceil
 from typing import Any
 
 from delaytasks.core.json_text import dump_json
@@ -12,16 +17,23 @@ from delaytasks.core.run_counts import RunCounts
 
 #: The parts of `RunCounts.as_list` that are numbers by position.
 _LISTS = {"o": 0, "l": 4, "d": 5}
+#: The length of the JSON list of a minute.
+_MINUTE_LENGTH = 6
+#: The names of columns whose parts have a largest value instead of a sum.
+_HIGHEST = ("lateness_max_ms", "duration_max_ms")
 
 
 def minute_text(counts: RunCounts) -> str:
-    return dump_json(counts.as_list())
+    return dump_json(counts.as_list()[:_MINUTE_LENGTH])
 
 
-def counts_of(text: str) -> RunCounts:
+def counts_of(
+    text: str, lateness_max_s: float | None = None, duration_max_s: float | None = None
+) -> RunCounts:
     """Read a minute. A text of another program counts nothing."""
     try:
-        return RunCounts.of(json.loads(text))
+        stored = list(json.loads(text))[:_MINUTE_LENGTH]
+        return RunCounts.of([*stored, lateness_max_s, duration_max_s])
     except (ValueError, TypeError, IndexError):
         return RunCounts()
 
@@ -47,6 +59,8 @@ def packed_counts(parts: Mapping[int, RunCounts], size: int) -> bytes:
         put("late", part, counts.late)
         put("lateness_ms", part, round(counts.lateness_s * 1000))
         put("duration_ms", part, round(counts.duration_s * 1000))
+        put("lateness_max_ms", part, ceil(counts.lateness_max_s * 1000))
+        put("duration_max_ms", part, ceil(counts.duration_max_s * 1000))
     return zlib.compress(dump_json(columns).encode(), 9)
 
 
@@ -64,8 +78,11 @@ def unpacked_total(packed: bytes) -> RunCounts | None:
     """Read the sum of all parts that `packed_counts` returned; None if there are none."""
     try:
         columns: dict[str, Sequence[int]] = json.loads(zlib.decompress(packed))
-        sums = {name: total for name, column in columns.items() if (total := sum(column))}
-        return _counts_of(sums) if sums else None
+        totals = {
+            name: (max if name in _HIGHEST else sum)(column) for name, column in columns.items()
+        }
+        found = {name: total for name, total in totals.items() if total}
+        return _counts_of(found) if found else None
     except (ValueError, TypeError, IndexError, AttributeError, zlib.error):
         return None
 
@@ -82,6 +99,7 @@ def _counts_of(values: Mapping[str, int]) -> RunCounts:
         values.get("duration_ms", 0) / 1000,
         [],
         [],
+        *(values[name] / 1000 if name in values else None for name in _HIGHEST),
     ]
     for name, value in values.items():
         position = _LISTS.get(name[0])

@@ -39,6 +39,8 @@ _UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
 #: COMMIT failed. On Galera the other nodes may have the transaction, if this node lost its cluster
 #: meanwhile.
 _UNSURE_MYSQL = {1180}
+#: A statement reached its time limit: MariaDB, MySQL.
+_TIMEOUT_MYSQL = {1969, 3024}
 _UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
 
 #: The attribute of a driver's error that was raised while connecting.
@@ -134,6 +136,13 @@ def is_unable(error: exc.DBAPIError) -> bool:
     if isinstance(code, str):
         return _is_sqlite(error) and any(words in code for words in _UNABLE_SQLITE)
     return code in _UNABLE_MYSQL or code in _UNSURE_MYSQL
+
+
+def is_statement_timeout(error: exc.DBAPIError) -> bool:
+    """Whether the database has ended a statement that reached its time limit."""
+    first = _first_of(error.orig)
+    is_in_sqlite = _is_sqlite(error) and first == "interrupted"
+    return is_in_sqlite or sqlstate_of(error.orig) == "57014" or first in _TIMEOUT_MYSQL
 
 
 def _is_about_values(error: exc.DBAPIError) -> bool:

@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, Connection, Select, select
 from delaytasks.core.interfaces import Level
 from delaytasks.core.states import Status
 from delaytasks.storage.database import Database
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.queue_levels import first_levels_of, has_status, queues_after
 from delaytasks.storage.schema import Schema
 
@@ -64,13 +65,15 @@ class LiveRows:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
+        self._overdue = OverdueRows(database, schema)
         self._select = select(*(t.c[name] for name in _COLUMNS))
 
-    def read(self) -> Live:
+    def read(self, late_s: float) -> Live:
+        """Read the rows. Those that are late by more than `late_s` are overdue."""
         now = self._db.now()
-        return self._db.alone(lambda connection: self._read(connection, now))
+        return self._db.alone(lambda connection: self._read(connection, now, late_s))
 
-    def _read(self, connection: Connection, now: datetime) -> Live:
+    def _read(self, connection: Connection, now: datetime, late_s: float) -> Live:
         t = self._t.c
         running = self._rows(connection, has_status(self._t, Status.RUNNING))
         held = self._rows(connection, has_status(self._t, Status.HELD))
@@ -82,6 +85,9 @@ class LiveRows:
             )
             is_capped |= len(found) >= MOST_LIVE_ROWS
             waiting += found
+        # Overdue rows that a worker has deferred for longer than a minute.
+        is_later = t.expected_time > now + LIVE_PERIOD
+        waiting += self._rows(connection, self._overdue.deferred(late_s), is_later)
         lately = t.expected_time > now - LIVE_PERIOD, t.expected_time <= now
         due = self._rows(connection, *lately, order=t.expected_time.desc())
         is_capped |= any(len(part) >= MOST_LIVE_ROWS for part in (running, held, due))

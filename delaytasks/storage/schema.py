@@ -162,6 +162,12 @@ def _workers(tables: _TableMaker) -> Table:
         # The tags for which the worker has processors, as JSON; NULL if they are unknown or too
         # many.
         Column("tags", LongText),
+        # Since when the worker cannot reach its broker, or its timer; NULL while it can.
+        Column("broker_down_at", UTCDateTime),
+        Column("timer_down_at", UTCDateTime),
+        # When beat's last message arrived, or since when the worker has waited for the first one;
+        # NULL if it reads none.
+        Column("beat_at", UTCDateTime),
         key=["name"],
     )
 
@@ -312,6 +318,9 @@ def _statistics(tables: _TableMaker) -> Table:
         Column("tag", String(TAG_LENGTH), nullable=False),
         # Of a minute, as JSON.
         Column("counts", LongText),
+        # The largest times of a minute; NULL if a worker of an earlier version has written it.
+        Column("lateness_max_s", Double),
+        Column("duration_max_s", Double),
         # Of each minute of an hour, or of each hour of a day, as compressed JSON.
         Column("parts", LargeBinary),
         key=["period", "start", "tag"],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, case, func, null, select
+from sqlalchemy import ColumnElement, Connection, and_, func, select
 
 from delaytasks.core.encryption import (
     BOUND_PREFIX,
@@ -17,9 +17,9 @@ from delaytasks.core.encryption import (
     name_in,
 )
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import OverdueGroup, Pending, UntrustedInput
+from delaytasks.core.interfaces import Pending, UntrustedInput
 from delaytasks.core.states import LIVE, Status
-from delaytasks.core.text import DEFER_MAX_S, DEFERRALS, shown
+from delaytasks.core.text import shown
 from delaytasks.storage.abandoned_rows import lease_is_over
 from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.database import Database
@@ -32,13 +32,6 @@ from delaytasks.storage.types import db_now_plus
 LONG_LEASES = 100
 #: Up to this number, rows are counted exactly.
 MAX_COUNTED = 1_000_000
-
-
-class OverdueCount(NamedTuple):
-    """Tasks that should have begun."""
-
-    tasks: int
-    oldest: datetime | None
 
 
 class Swept(NamedTuple):
@@ -70,59 +63,32 @@ class Stats:
         self._cipher = schema.cipher
         self._bulk = Bulk(database, schema)
 
-    def counts(self) -> dict[Status, Count]:
+    def counts(self, most: int = MAX_COUNTED) -> dict[Status, Count]:
         """Return the number of rows of each status.
 
-        In a table of millions of rows, large numbers and that of DONE are the planner's estimates.
+        In a table of more than `most` rows, larger numbers and that of DONE are the planner's
+        estimates.
         """
-        return self._db.alone(self._counts)
+        return self._db.alone(lambda connection: self._counts(connection, most))
 
-    def _counts(self, connection: Connection) -> dict[Status, Count]:
+    def _counts(self, connection: Connection, most: int) -> dict[Status, Count]:
         t = self._t
-        if estimate(connection, select(t.c.id)) <= MAX_COUNTED:
+        if estimate(connection, select(t.c.id)) <= most:
             query = select(t.c.status, func.count()).group_by(t.c.status)
             found = {status: Count(rows) for status, rows in connection.execute(query)}
             return {status: found.get(int(status), Count(0)) for status in Status}
-        return {status: self._count(connection, status) for status in Status}
+        return {status: self._count(connection, status, most) for status in Status}
 
-    def _count(self, connection: Connection, status: Status) -> Count:
+    def _count(self, connection: Connection, status: Status, most: int) -> Count:
         t = self._t
         rows = select(t.c.id).where(has_status(t, status))
-        guess = estimate(connection, rows)
-        if guess > MAX_COUNTED or status is Status.DONE:  # they have no index
-            return Count(guess, is_estimate=True)
-        first = rows.limit(MAX_COUNTED + 1).subquery()
+        if status is Status.DONE:  # it has no index
+            return Count(estimate(connection, rows), is_estimate=True)
+        first = rows.limit(most + 1).subquery()
         counted = connection.scalar(select(func.count()).select_from(first)) or 0
-        return Count(counted, is_estimate=counted > MAX_COUNTED)
-
-    def overdue(self, late_s: float) -> OverdueCount:
-        """Count waiting rows that are late by more than `late_s`, including deferred ones."""
-        count_late = select(func.count(), func.min(self._due))
-        queries = [count_late.where(part) for part in self._late_parts(late_s)]
-
-        def count(connection: Connection) -> OverdueCount:
-            found = [connection.execute(query).one() for query in queries]
-            oldest = min((row[1] for row in found if row[1]), default=None)
-            return OverdueCount(sum(row[0] for row in found), oldest)
-
-        return self._db.alone(count)
-
-    def _late_parts(self, late_s: float) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
-        """Return the conditions for late rows whose next try is late too, and for those whose is
-        not.
-
-        Both use the index on `expected_time`: a deferral is not longer than `DEFER_MAX_S`.
-        """
-        t, latest = self._t, db_now_plus(-late_s)
-        waits = t.c.status == int(Status.NOT_COMPLETE)
-        is_deferred_soon = t.c.expected_time.between(latest, db_now_plus(DEFER_MAX_S))
-        return and_(waits, t.c.expected_time <= latest), and_(
-            waits, is_deferred_soon, t.c.due_time <= latest
-        )
-
-    @property
-    def _due(self) -> ColumnElement[datetime]:
-        return func.coalesce(self._t.c.due_time, self._t.c.expected_time)
+        if counted <= most:
+            return Count(counted)
+        return Count(max(counted, estimate(connection, rows)), is_estimate=True)
 
     def expired_leases(self, lease_s: float) -> int:
         """Count RUNNING rows whose lease is over. The next sweep recovers them."""
@@ -132,7 +98,8 @@ class Stats:
     def pending(self) -> list[Pending]:
         """Return the tags that have tasks yet to run."""
         t = self._t
-        query = select(t.c.tag, t.c.queue, func.count(), func.min(self._due)).where(self._is_live())
+        first_due = func.min(func.coalesce(t.c.due_time, t.c.expected_time))
+        query = select(t.c.tag, t.c.queue, func.count(), first_due).where(self._is_live())
         found: dict[str, Pending] = {}
         for tag, queue, tasks, due in self._db.rows(
             query.group_by(t.c.tag, t.c.queue).order_by(t.c.tag, t.c.queue)
@@ -142,30 +109,6 @@ class Stats:
                 tag, seen.tasks + tasks, min(seen.first_due, due), (*seen.queues, queue)
             )
         return list(found.values())
-
-    def late(self, late_s: float, most: int) -> list[OverdueGroup]:
-        """Return the largest groups of what `overdue` counts, by queue, tag and cause of the
-        deferral."""
-        t, groups = self._t, list[OverdueGroup]()
-        is_not_deferred, is_deferred = self._late_parts(late_s)
-        codes = [(t.c.error_stack.startswith(begin), code) for begin, code in DEFERRALS.items()]
-        cause = case(*codes, else_="deferred")
-        for where, why in ((is_not_deferred, null()), (is_deferred, cause)):
-            tasks = func.count().label("tasks")
-            inner = (
-                select(t.c.queue, t.c.tag, why.label("cause"), self._due.label("due"))
-                .where(where)
-                .subquery()
-            )
-            c = inner.c
-            query = select(c.queue, c.tag, c.cause, tasks, func.min(c.due)).group_by(
-                c.queue, c.tag, c.cause
-            )
-            groups += [
-                OverdueGroup(*row)
-                for row in self._db.rows(query.order_by(tasks.desc()).limit(most))
-            ]
-        return sorted(groups, key=lambda group: -group.tasks)[:most]
 
     def bodies(self, tag: str) -> Iterator[tuple[int, str, datetime, str | None]]:
         """Yield (id, body, due, headers) of a tag's live tasks."""

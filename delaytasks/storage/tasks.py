@@ -29,6 +29,7 @@ from delaytasks.storage.key_owners import KeyOwners
 from delaytasks.storage.moves import Moves
 from delaytasks.storage.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.storage.schema import Schema
+from delaytasks.storage.search_limit import search
 from delaytasks.storage.task_keys import TaskKeys
 
 T = TypeVar("T")
@@ -138,15 +139,25 @@ class Tasks:
         cursor: str | None = None,
         on: CallerConnection | None = None,
         newest_first: bool = False,
+        time_limit_s: float | None = None,
     ) -> Page:
-        """Return a page of tasks in the order of their due times."""
+        """Return a page of tasks in the order of their due times.
+
+        Raise `SearchTimeoutError` after `time_limit_s` seconds. On a caller's connection, no limit
+        applies.
+        """
         t = self._t
         query = select(*self._columns).where(*conditions(t, where, self._db.can))
         if cursor is not None:
             query = pages.after(query, t, self._shard, cursor, newest_first)
-        rows = self._db.alone(
-            lambda c: pages.first(c, query, t, where, limit + 1, newest_first), on
-        )
+
+        def read(connection: Any) -> list[Any]:
+            return pages.first(connection, query, t, where, limit + 1, newest_first)
+
+        if time_limit_s is None or on is not None:
+            rows = self._db.alone(read, on)
+        else:
+            rows = search(self._db, read, time_limit_s)
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
         return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
 

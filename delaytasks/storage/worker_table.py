@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import delete, exc, insert, or_, select, update
 
 from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.registered_worker import NO_OUTAGES, RegisteredWorker, ServiceTimes
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
@@ -37,9 +37,14 @@ class WorkerTable:
         concurrency: int,
         offset_us: int,
         tags: Collection[str] | None = None,
+        services: ServiceTimes = NO_OUTAGES,
     ) -> None:
         """Record that the worker is alive. `tags` are those with processors; None if they are not
-        known."""
+        known.
+
+        The first report of a process is the start of its worker. The row may be that of a worker of
+        this name that has died.
+        """
         w, published = self._w, _published(tags)
         values = {
             "seen_at": db_now(),
@@ -47,11 +52,18 @@ class WorkerTable:
             "pool": pool,
             "concurrency": concurrency,
             "clock_offset_us": offset_us,
+            "broker_down_at": _ago(services.broker_down_s),
+            "timer_down_at": _ago(services.timer_down_s),
+            "beat_at": _ago(services.beat_s),
         }
 
         def work(connection: Any) -> None:
             # An unchanged text is not written again every few seconds.
-            changed = {} if self._published.get(name, "") == published else {"tags": published}
+            changed: dict[str, Any] = {}
+            if self._published.get(name, "") != published:
+                changed["tags"] = published
+            if name not in self._published:
+                changed["started_at"] = db_now()
             known = update(w).where(w.c.name == name).values({**values, **changed})
             if connection.execute(known).rowcount:
                 self._published[name] = published
@@ -121,9 +133,22 @@ class WorkerTable:
                     row["started_at"],
                     row["seen_at"],
                     row["clock_offset_us"] / 1e6,
+                    ServiceTimes(
+                        _age_s(now, row["broker_down_at"]),
+                        _age_s(now, row["timer_down_at"]),
+                        _age_s(now, row["beat_at"]),
+                    ),
                 )
             )
         return found
+
+
+def _ago(seconds: float | None) -> Any:
+    return None if seconds is None else db_now_plus(-seconds)
+
+
+def _age_s(now: datetime, at: datetime | None) -> float | None:
+    return None if at is None else max((now - at).total_seconds(), 0.0)
 
 
 def _published(tags: Collection[str] | None) -> str | None:

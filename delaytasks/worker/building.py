@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.statistics.writer import StatisticsWriter
+from delaytasks.timers.eta import RUN
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.calls import CallThread
 from delaytasks.worker.cancel_requests import CancelRequestReader
@@ -20,6 +21,7 @@ from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.policy_loop import policy_loop
 from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.service_watch import ServiceWatch
 from delaytasks.worker.sweep_loop import SweepLoop, SweepLoops
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
 from delaytasks.worker.unfinished_work import WorkSender
@@ -63,6 +65,7 @@ class _Builder:
         self._celery_worker = celery_worker
         self._polls_table = polls_table
         self._refused_messages = RefusedMessages(wiring.events)
+        self._service_watch = ServiceWatch(wiring.timer, self._check_timer)
         self._work_sender = WorkSender(wiring.settings, wiring.timer, wiring.router, wiring.events)
         hub_or_worker = celery_worker.hub or celery_worker
         has_event_loop = hasattr(hub_or_worker, "call_soon")
@@ -111,6 +114,7 @@ class _Builder:
             near_entries=near_entries,
             wheel_thread=wheel_thread,
             sweep_loops=sweep_loops,
+            service_watch=self._service_watch,
             table_pollers=table_pollers,
             redis_poller=redis_poller,
             work_sender=self._work_sender,
@@ -181,8 +185,15 @@ class _Builder:
             self._celery_worker.pool,
             self._celery_worker.hostname,
             self._polls_table,
+            self._service_watch,
             DeclaredSchedules(self._wiring) if shard.number == 0 else None,
         )
+
+    def _check_timer(self) -> None:
+        """Connect to the broker and send nothing. The Redis poller tries its server by itself."""
+        wiring = self._wiring
+        if wiring.redis_timer is None and wiring.direct_timer is None:
+            wiring.publisher.send(RUN, wiring.settings.default_queue, [])
 
     def _table_pollers(self, dispatcher: Dispatcher) -> TablePollers | None:
         if self._wiring.direct_timer is None or not self._polls_table:

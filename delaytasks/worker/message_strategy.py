@@ -67,6 +67,7 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         except Exception as error:  # untrusted input may cause any error
             runtime.refused_messages.refuse("sweep", error)
             return
+        runtime.service_watch.mark_beat()
         runtime.sweep_loops.request(sweep_partition)
 
     return on_message

@@ -26,6 +26,7 @@ from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes, logical_queues
 from delaytasks.worker.refused_messages import RefusedMessages
+from delaytasks.worker.service_watch import ServiceWatch
 from delaytasks.worker.sweep_loop import SweepLoops
 from delaytasks.worker.task_events import WorkerLostEvents
 from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
@@ -68,6 +69,7 @@ class WorkerRuntime:
     near_entries: NearEntries
     wheel_thread: WheelThread[Entry]
     sweep_loops: SweepLoops
+    service_watch: ServiceWatch
     table_pollers: TablePollers | None
     redis_poller: RedisPoller | None
     work_sender: WorkSender
@@ -101,9 +103,9 @@ class WorkerRuntime:
             # After the pool has stopped, since its last chunks report until then.
             signals.worker_shutdown.connect(self.write_statistics)
         self._endpoint = self._make_endpoint()
-        self.watchdog.start()
         if self._endpoint is not None:
-            self._endpoint.start()
+            self.watchdog.loops += self._endpoint.loops
+        self.watchdog.start()
 
     def _make_endpoint(self) -> MetricsEndpoint | None:
         """Return what serves this worker's metrics, or None if the settings ask for none."""
@@ -174,6 +176,7 @@ class WorkerRuntime:
 
     def connected(self) -> None:
         """Prepare for messages. Celery calls this at the start and after each lost connection."""
+        self.service_watch.mark_broker_back()
         if self._was_connected:
             self.recall()
             self.sweep_loops.forget_armed()

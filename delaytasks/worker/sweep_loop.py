@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from delaytasks.worker.declared_schedules import DeclaredSchedules
     from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
+    from delaytasks.worker.service_watch import ServiceWatch
 
 #: How often a worker looks for sweep partitions that no worker swept. Without beat a sweep comes at
 #: most this much later than `self_sweep_s`.
@@ -53,6 +54,7 @@ class SweepLoop:
         pool: Any,
         hostname: str,
         polls_table: bool,
+        service_watch: ServiceWatch,
         declared_schedules: DeclaredSchedules | None = None,
     ) -> None:
         self._shard = shard
@@ -64,6 +66,7 @@ class SweepLoop:
         self._dispatcher = dispatcher
         self._pool = pool
         self._hostname = hostname
+        self._service_watch = service_watch
         self._declared_schedules = declared_schedules
         self._lock = threading.Lock()
         self._requested: set[int] = set()
@@ -156,7 +159,9 @@ class SweepLoop:
 
     def _report_alive(self) -> None:
         """Write this worker's row, and read which workers are alive."""
-        store, began = self._shard.store, monotonic()
+        store, settings = self._shard.store, self._settings
+        reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
+        services, began = self._service_watch.times(reads_beat), monotonic()
         store.workers.report(
             self._hostname,
             self._processes.queues,
@@ -164,6 +169,7 @@ class SweepLoop:
             int(self._pool.limit or 1),
             int(self._shard.clock.offset_s * 1e6),
             self._tags(),
+            services,
         )
         self._reported_at = monotonic()
         self._contact.mark_answered()

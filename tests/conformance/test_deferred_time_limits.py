@@ -11,6 +11,7 @@ from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.processors.registry import Registry
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.service_watch import ServiceWatch
 from delaytasks.worker.sweep_loop import SweepLoop
 from tests.conformance.test_putoffs import bring
 from tests.recording import RecordingTimer
@@ -71,6 +72,7 @@ def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
         pool=None,
         hostname="w",
         polls_table=False,
+        service_watch=ServiceWatch(timer, lambda: None),
     )
     processes_of(wiring_of(delays).celery).keeps_time_limits = False
     loop._bring_forward()

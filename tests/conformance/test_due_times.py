@@ -9,10 +9,13 @@ from datetime import datetime, timedelta
 import pytest
 
 from delaytasks import DelayTask, DelayTasks, Retry, RetrySchedule, Snooze, Status
+from delaytasks.console.queries import ConsoleQueries
 from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.execution.task_run import LeaseEndsError
-from delaytasks.storage.stats import Stats
+from delaytasks.statistics.gauge_queries import GaugeQueries
+from delaytasks.storage.live_rows import LiveRows
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer
 from tests.runner_harness import RunnerHarness
@@ -204,30 +207,39 @@ def test_a_task_that_is_given_back_keeps_its_due_time(bench: RunnerHarness) -> N
     assert bench.now(task).due == due
 
 
-def test_overdue_tasks_are_counted_though_their_next_try_is_in_the_future(
+def test_an_overdue_task_is_overdue_everywhere_though_its_next_try_is_in_the_future(
     bench: RunnerHarness,
 ) -> None:
-    _, due = deferred(bench)
+    task, due = deferred(bench)
+    bench.change(task, expected_time=bench.clock.now() + timedelta(minutes=5))
     bench.schedule("later", delay=60)
-    stats = Stats(bench.store.database, bench.store.schema)
-    assert stats.overdue(0) == (1, due)
-    assert stats.late(0, 20) == [("default", "new", "no_processor", 1, due)]
+    database, schema = bench.store.database, bench.store.schema
+    overdue = OverdueRows(database, schema)
+    assert overdue.count(0) == (1, due)
+    assert overdue.count(10_000) == (0, None)
+    assert overdue.groups(0, 20) == [("default", "new", "no_processor", 1, due)]
+    assert GaugeQueries(database, schema).count(0, 60).overdue == 1
+    [queue] = ConsoleQueries(bench.store).queues(["default"], 0)
+    assert (queue.waiting, queue.overdue) == (2, 1)
+    live = LiveRows(database, schema).read(0)
+    assert [row.due for row in live.waiting if row.tag == "new"] == [due]
 
 
 def test_late_tasks_are_counted_by_queue_tag_and_cause(bench: RunnerHarness) -> None:
     deferred(bench)
     for tag, queue in (("note", "default"), ("note", "letters"), ("new", "default")):
         bench.schedule(tag, queue=queue)
-    stats = Stats(bench.store.database, bench.store.schema)
-    found = {late[:4] for late in stats.late(0, 20)}
+    overdue = OverdueRows(bench.store.database, bench.store.schema)
+    found = {group[:4] for group in overdue.groups(0, 20)}
     assert found == {
         ("default", "new", "no_processor", 1),
         ("default", "new", None, 1),
         ("default", "note", None, 1),
         ("letters", "note", None, 1),
     }
-    assert stats.overdue(0).tasks == 4
-    assert len(stats.late(0, 2)) == 2
+    assert overdue.count(0).tasks == 4
+    assert overdue.count(0, most=3).tasks == 3
+    assert len(overdue.groups(0, 2)) == 2
 
 
 def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(

@@ -10,9 +10,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, update
 
 from delaytasks import DelayTasks
+from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.metrics.prometheus import exporter_app, registry_of
-from delaytasks.metrics.shard_snapshot import MAX_GROUPS
 from delaytasks.metrics.snapshot import DatabaseMetrics
+from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
@@ -80,9 +81,9 @@ def test_without_overdue_tasks_their_age_is_zero(delays: DelayTasks) -> None:
 
 
 def test_the_number_of_tags_with_a_label_is_bounded(delays: DelayTasks, store: Store) -> None:
-    delays.schedule_many((f"t{n}", {}, 0) for n in range(MAX_GROUPS + 5))
+    delays.schedule_many((f"t{n}", {}, 0) for n in range(MAX_EXPLAINED_GROUPS + 5))
     make_late(store, 90)
-    assert len(list(Values(delays).all("overdue_tasks_by_tag"))) == MAX_GROUPS
+    assert len(list(Values(delays).all("overdue_tasks_by_tag"))) == MAX_EXPLAINED_GROUPS
 
 
 def test_a_worker_that_does_not_report_is_not_counted(delays: DelayTasks, store: Store) -> None:
@@ -97,6 +98,19 @@ def test_a_worker_that_does_not_report_is_not_counted(delays: DelayTasks, store:
     assert values.of("queue_workers", queue="mail") == 1
     assert (values.of("worker_seen_seconds", worker="quiet") or 0) >= 1000
     assert values.of("worker_clock_offset_seconds", worker="alive") == 0.25
+
+
+def test_a_worker_without_its_broker_and_a_silent_beat_are_shown(
+    delays: DelayTasks, store: Store
+) -> None:
+    store.workers.report("well", ["default"], "prefork", 2, 0, services=ServiceTimes(beat_s=500))
+    lacking = ServiceTimes(broker_down_s=120, timer_down_s=100, beat_s=0)
+    store.workers.report("cut off", ["default"], "prefork", 2, 0, services=lacking)
+    values = Values(delays)
+    for name, down_s in (("broker", 120), ("timer", 100)):
+        assert values.of(f"worker_{name}_down_seconds", worker="well") == 0
+        assert (values.of(f"worker_{name}_down_seconds", worker="cut off") or 0) >= down_s
+    assert (values.of("beat_age_seconds") or 0) >= 500, "a worker without a broker hears nothing"
 
 
 def test_a_sweep_sets_its_age(delays: DelayTasks, store: Store) -> None:

@@ -18,9 +18,9 @@ from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import bulk as store_bulk
-from delaytasks.storage import stats as stats_module
 from delaytasks.storage.changes import ChangeReader
 from delaytasks.storage.live_rows import LiveRows
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans
@@ -113,7 +113,12 @@ def test_a_read_of_changes_scans_no_table(analysed: Store) -> None:
 
 
 def test_a_read_of_what_happens_now_scans_no_table(analysed: Store) -> None:
-    assert_no_scan(plans(analysed, LiveRows(analysed.database, analysed.schema).read))
+    assert_no_scan(plans(analysed, lambda: LiveRows(analysed.database, analysed.schema).read(1)))
+
+
+def test_a_count_of_overdue_tasks_scans_no_table(analysed: Store) -> None:
+    overdue = OverdueRows(analysed.database, analysed.schema)
+    assert_no_scan(plans(analysed, lambda: overdue.count(1)))
 
 
 def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(
@@ -279,13 +284,10 @@ def assert_finds_without_scan(store: Store) -> None:
         connection.execute(t.delete().where(t.c.task_key.is_not(None)))
 
 
-def test_in_a_large_table_counts_are_those_of_the_planner(
-    analysed: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_a_large_table_counts_are_those_of_the_planner(analysed: Store) -> None:
     stats, exact = Stats(analysed.database, analysed.schema), counted(analysed)
     assert {status: count.rows for status, count in stats.counts().items()} == exact
-    monkeypatch.setattr(stats_module, "MAX_COUNTED", 1000)
-    found = stats.counts()
+    found = stats.counts(1000)
     if analysed.database.url.get_backend_name() == "sqlite":
         assert not any(count.is_estimate for count in found.values())
         return

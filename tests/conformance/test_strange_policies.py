@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy import insert, text
 
 from delaytasks import DelayTasks, Status
-from delaytasks.cli import stats_document
+from delaytasks.cli.deployment import read_deployment
 from delaytasks.cli.policies import _limits, _row
 from delaytasks.cli.waiting import warnings_of
 from delaytasks.core.interfaces import Entry
@@ -57,7 +57,7 @@ def look(delays: DelayTasks) -> list[str]:
     """
     for policy in delays.policies():
         _row(policy), _limits(policy), policy.as_json()
-    stats_document._numbers(delays, delays.shards[0])
+    read_deployment(delays)
     delays.shards[0].policies.refresh(checks=True)
     return [warning for warning in warnings_of(delays) if "mail" in warning]
 

@@ -9,8 +9,9 @@ import pytest
 from sqlalchemy import insert, update
 
 from delaytasks import DelayTasks
-from delaytasks.cli import stats_document
+from delaytasks.cli.stats_document import worker_json
 from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.operations.state import read_shard
 from delaytasks.storage.store import Store
 from delaytasks.worker.worker_shares import WorkerShares
 from tests.recording import RecordingTimer, record_sweeps
@@ -63,8 +64,8 @@ def registered(store: Store, delays: DelayTasks) -> list[RegisteredWorker]:
 
 
 def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = stats_document._numbers(delays, delays.shards[0])["workers"]
-    return found
+    state = read_shard(delays.shards[0], delays.settings)
+    return [worker_json(state.now, worker) for worker in state.workers]
 
 
 @pytest.mark.parametrize("queues", STRANGE, ids=lambda text: text[:20])

@@ -12,9 +12,12 @@ from sqlalchemy import update
 
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Level
+from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.core.states import FINISHED, Status
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import SweepQueries
+from delaytasks.storage.types import db_now_plus
+from delaytasks.storage.worker_table import WorkerTable
 from tests.conformance.store_rows import (
     add,
     entry,
@@ -231,6 +234,31 @@ def test_a_worker_is_seen_until_it_is_gone(store: Store) -> None:
     assert again["seen_at"] >= first["seen_at"]
     store.workers.remove("w1")
     assert [one["name"] for one in store.workers.all()] == [second["name"]]
+
+
+def test_a_worker_that_restarts_after_a_crash_has_a_new_start(store: Store) -> None:
+    store.workers.report("w1", ["a"], "prefork", 2, 0)
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        connection.execute(update(w).values(started_at=db_now_plus(-3600)))
+    store.workers.report("w1", ["a"], "prefork", 2, 0)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    assert (worker.seen_at - worker.started_at).total_seconds() >= 3600
+    WorkerTable(store.database, store.schema).report("w1", ["a"], "prefork", 2, 0)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    assert (worker.seen_at - worker.started_at).total_seconds() < 600
+
+
+def test_the_services_that_a_worker_lacks_are_in_its_row_until_they_are_back(store: Store) -> None:
+    lacking = ServiceTimes(broker_down_s=400, timer_down_s=30, beat_s=90)
+    store.workers.report("w1", ["a"], "prefork", 2, 0, services=lacking)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    for stored_s, measured_s in zip(worker.services, (400, 30, 90), strict=True):
+        assert stored_s is not None
+        assert measured_s <= stored_s < measured_s + 60
+    store.workers.report("w1", ["a"], "prefork", 2, 0)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    assert worker.services == ServiceTimes()
 
 
 def test_a_silent_worker_is_buried_once(store: Store) -> None:

@@ -11,11 +11,14 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks import Status
+from delaytasks.cli.deployment import read_deployment
 from delaytasks.console.queries import ConsoleQueries
-from delaytasks.console.snapshot import take_snapshot
+from delaytasks.console.searches import SEARCH_S
 from delaytasks.console.task_filters import error_matcher
-from delaytasks.console.verdict import verdict_of
 from delaytasks.console.viewers import Role
+from delaytasks.core.errors import SearchTimeoutError
+from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
@@ -35,7 +38,7 @@ def heading(text: str) -> str:
 
 
 def test_the_verdict_names_what_fails(site: Site) -> None:
-    verdict = verdict_of(take_snapshot(site.delays))
+    verdict = verdict_of(read_deployment(site.delays))
     assert verdict.headline == "On time, but 14 tasks failed."
     assert verdict.level == "bad"
     text = "\n".join(problem.text for problem in verdict.problems)
@@ -47,12 +50,12 @@ def test_the_verdict_names_what_fails(site: Site) -> None:
 def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
     wiring = wiring_of(delays)
-    assert verdict_of(take_snapshot(delays)).headline.startswith("Idle.")
+    assert verdict_of(read_deployment(delays)).headline.startswith("Idle.")
     delays.schedule_delay("order.close", {"order": 1}, 60)
-    assert verdict_of(take_snapshot(delays)).headline == "Stopped. No worker is alive."
+    assert verdict_of(read_deployment(delays)).headline == "Stopped. No worker is alive."
     wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
     wiring.sweeper.sweep(0)
-    verdict = verdict_of(take_snapshot(delays))
+    verdict = verdict_of(read_deployment(delays))
     assert (verdict.level, verdict.headline, verdict.problems) == ("good", "On time.", [])
     delays.close()
 
@@ -66,10 +69,45 @@ def test_the_verdict_says_how_late_and_why(tmp_path: Any) -> None:
     rows = wiring.store.schema.tasks
     with wiring.store.database.begin() as connection:
         connection.execute(update(rows).values(expected_time=db_now_plus(-430)))
-    verdict = verdict_of(take_snapshot(delays))
+    verdict = verdict_of(read_deployment(delays))
     assert re.match(r"Late\. 1 task is overdue, the oldest by 7m", verdict.headline)
     assert "No live worker serves the queue default" in verdict.problems[0].text
     delays.close()
+
+
+def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any) -> None:
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'old.sqlite3'}"))
+    wiring = wiring_of(site.delays)
+    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["report.build"])
+    wiring.sweeper.sweep(0)
+    site.delays.schedule_delay("report.build", {"order": 1}, 0)
+    site.delays.runner().run_due("default", range(10), limit=10)
+    rows = wiring.store.schema.tasks
+    with wiring.store.database.begin() as connection:
+        connection.execute(update(rows).values(update_time=db_now_plus(-7200)))
+    verdict = verdict_of(read_deployment(site.delays))
+    assert (verdict.level, verdict.headline) == ("note", "On time.")
+    assert [problem.text for problem in verdict.problems] == [
+        "1 task is failed, but none in the last hour."
+    ]
+    assert "no task is failed" not in site.client().get("/").text
+    site.delays.close()
+
+
+def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_path: Any) -> None:
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'outage.sqlite3'}"))
+    wiring = wiring_of(site.delays)
+    for name, services in (
+        ("celery@well", ServiceTimes(beat_s=90)),
+        ("celery@alone", ServiceTimes(broker_down_s=200, timer_down_s=3, beat_s=200)),
+    ):
+        wiring.store.workers.report(name, ["default"], "prefork", 2, 0, services=services)
+    wiring.sweeper.sweep(0)
+    text = html.unescape(site.client().get("/").text)
+    assert "The worker celery@alone has not reached its broker for 3m" in text
+    assert "No message of beat has arrived for 1m" in text
+    assert "server of its timer" not in text, "three seconds are not worth a sentence"
+    site.delays.close()
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -81,6 +119,14 @@ def test_each_page_is_complete_without_scripts(site: Site, path: str) -> None:
     assert answer.status_code == 200
     assert answer.text.count("<h1") == 1
     assert answer.text.rstrip().endswith("</html>")
+
+
+def test_the_charts_are_complete_without_scripts(site: Site) -> None:
+    text = site.client().get("/?period=hour").text
+    assert len(re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)) == 3
+    shown = [html.unescape(title) for title in re.findall(r"<title>([^<]* UTC: [^<]*)", text)]
+    assert any(re.search(r"UTC: done \d+, retried \d+, failed \d+", title) for title in shown)
+    assert any(re.search(r"p99: 99 of 100 began earlier \d{3}ms", title) for title in shown)
 
 
 def test_all_pages_work_on_each_database(database_url: str) -> None:
@@ -102,7 +148,7 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
 def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any) -> None:
     """Without a priority, the database reads all waiting tasks of the queue."""
     delays = make_delays(f"sqlite:///{tmp_path / 'queues.sqlite3'}")
-    store, now = wiring_of(delays).store, wiring_of(delays).clock.now()
+    store = wiring_of(delays).store
     rows = store.schema.tasks
     for priority in (0, 3, 9):
         delays.schedule_delay("order.close", {}, 60, priority=priority)
@@ -113,14 +159,13 @@ def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any
     shown: list[str] = []
 
     def count() -> None:
-        [counts] = ConsoleQueries(store).queues(now, ["default"])
+        [counts] = ConsoleQueries(store).queues(["default"], 1.0)
         shown.append(f"{counts.waiting} {counts.overdue}")
 
     # SQLite names the columns with which it searches the index.
-    searches = re.findall(r"\(.*expected_time<.*\)", plans(store, count))
+    searches = re.findall(r"\(.*priority=.*expected_time<.*\)", plans(store, count))
     assert shown == ["6 3"]
     assert len(searches) == 3
-    assert all("priority=?" in each for each in searches), searches
     delays.close()
 
 
@@ -182,6 +227,26 @@ def test_a_pattern_of_an_error_matches_in_one_pass(
     pattern: str, error: str, is_match: bool
 ) -> None:
     assert error_matcher(pattern)(error) is is_match
+
+
+def test_a_search_that_takes_too_long_asks_for_a_narrower_filter(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[float] = []
+
+    def find(*arguments: Any) -> Any:
+        limits.append(arguments[-1])
+        raise SearchTimeoutError("the search took longer than 5 s: narrow its filter")
+
+    monkeypatch.setattr(wiring_of(site.delays).lookup, "find", find)
+    client = site.client()
+    for path in ("/tasks?tag=nothing", "/tasks?error=timeout", "/bulk?action=cancel&tag=nothing"):
+        answer = client.get(path)
+        assert "narrow its filter" in answer.text, path
+        assert answer.status_code == (503 if "bulk" in path else 200)
+    [group, *_] = re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)
+    assert "narrow its filter" in client.get(group).text
+    assert all(0 < limit_s <= SEARCH_S for limit_s in limits)
 
 
 def test_times_are_in_the_zone_of_the_viewer(site: Site) -> None:
@@ -281,6 +346,7 @@ def test_a_group_of_failures_runs_again_after_a_count(own_site: Site) -> None:
     fields = {name: html.unescape(value).replace("\n", "\r\n") for name, value in found}
     answer = client.post("/bulk", data=fields)
     text = finish(client, answer.location)
+    assert "report.build" not in client.get("/failures").text, "the counts are fresh"
     counts = re.search(r"<progress.*?</p>", text, re.DOTALL)
     assert "9 changed, 0 left as they were" in text, counts and counts[0]
     assert len(delays.find(tag="report.build", status="NOT_COMPLETE")) == 9
@@ -319,13 +385,14 @@ def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site:
 def test_the_count_before_a_bulk_action_reads_small_pages(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits, find = [], site.delays.find
+    limits, lookup = [], wiring_of(site.delays).lookup
+    find = lookup.find
 
-    def finding(**options: Any) -> Any:
-        limits.append(options["limit"])
-        return find(**options)
+    def finding(filters: Any, cursor: Any, limit: int, *others: Any) -> Any:
+        limits.append(limit)
+        return find(filters, cursor, limit, *others)
 
-    monkeypatch.setattr(site.delays, "find", finding)
+    monkeypatch.setattr(lookup, "find", finding)
     text = site.client().get("/bulk?action=cancel&queue=default").text
     assert int(re.findall(r"\d+", heading(text))[0]) > 100
     assert len(limits) > 1

@@ -30,6 +30,9 @@ HEALTHY = {
     'delaytasks_runs_total{instance="w1",tag="rare",outcome="failed"}': "0x50 1x69",
     'delaytasks_runs_on_time_total{instance="w1",tag="mail.send"}': "0+1000x120",
     'delaytasks_runs_late_total{instance="w1",tag="mail.send"}': "0+5x120",
+    'delaytasks_worker_broker_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
+    'delaytasks_worker_timer_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
+    'delaytasks_beat_age_seconds{shard="0"}': "4x20 45 4x99",
     'delaytasks_timer_up{instance="w1"}': "1x120",
     'delaytasks_loop_alive{instance="w1",loop="sweep"}': "1x120",
 }
@@ -64,6 +67,11 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {'delaytasks_runs_late_total{instance="w1",tag="mail.send"}': "0+200x120"},
         {"tag": "mail.send"},
     ),
+    "DelayTasksWorkerWithoutBroker": (
+        {'delaytasks_worker_broker_down_seconds{shard="0",worker="w1"}': "61+60x120"},
+        {"worker": "w1"},
+    ),
+    "DelayTasksBeatSilent": ({'delaytasks_beat_age_seconds{shard="0"}': "61+60x120"}, {}),
     "DelayTasksTimerDown": ({'delaytasks_timer_up{instance="w1"}': "0x120"}, {"instance": "w1"}),
     "DelayTasksLoopDead": (
         {'delaytasks_loop_alive{instance="w1",loop="sweep"}': "0x120"},

@@ -10,8 +10,8 @@ import pytest
 
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.metrics import snapshot
-from delaytasks.metrics.shard_snapshot import read_shard
 from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
+from delaytasks.operations.state import read_shard
 from delaytasks.wiring import wiring_of
 from tests.recording import delays_on
 from tests.unit.manual_monotonic import ManualMonotonic

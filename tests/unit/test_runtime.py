@@ -26,6 +26,7 @@ from delaytasks.worker.runtime import WorkerRuntime
 from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.manual_clock import ManualClock
 from tests.proxy import proxy_to
+from tests.services import free_port
 from tests.unit.runtime_harness import make_runtime, runtime_of_two_shards
 from tests.waiting import wait_until
 
@@ -105,6 +106,21 @@ def test_these_are_the_loops_of_a_worker(at_work: AtWork) -> None:
     info = at_work.runtime.info()["loops"]
     assert sorted(info) == sorted(LOOPS)
     assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
+
+
+def test_the_loops_of_metrics_that_die_are_started_again(tmp_path: Path) -> None:
+    options = {"metrics_port": free_port(), "metrics_file": str(tmp_path / "%n.prom")}
+    at_work = AtWork(make_runtime(tmp_path, **options))
+    try:
+        for name in ("metrics_writer", "metrics_server"):
+            at_work.break_loop(name, die)
+            wait_until(lambda: at_work.restarts, 10, "it to be started again")
+            assert at_work.restarts.pop() == {"loop": name, "reason": "dead"}
+            assert at_work.takes_turns(name)
+        assert (tmp_path / "w.prom").exists()
+    finally:
+        at_work.close()
+        at_work.runtime.stop()
 
 
 @pytest.mark.parametrize("name", LOOPS)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
+from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker.sweep_loop import SweepLoop
 from tests.unit.manual_monotonic import ManualMonotonic
@@ -27,7 +28,11 @@ class SweepLoopHarness:
             lambda name, fields: self.told.append(fields) if name == "loop.failed" else None
         )
         self.settings = SimpleNamespace(
-            sweep_partitions=sweep_partitions, sweep_s=5.0, self_sweep_s=10.0, uses_broker=True
+            sweep_partitions=sweep_partitions,
+            sweep_s=5.0,
+            self_sweep_s=10.0,
+            uses_broker=True,
+            default_queue="default",
         )
         self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
         self.workers = [{"name": "w1", "started_at": 1}]
@@ -38,6 +43,7 @@ class SweepLoopHarness:
         self.dispatcher = SimpleNamespace()
         self.timer = SimpleNamespace(arm=self.brought.append)
         self.pool = SimpleNamespace(limit=2)
+        self.service_watch = SimpleNamespace(times=lambda reads_beat: ServiceTimes())
         here: Any = self
         self.loop = SweepLoop(
             here.shard(),
@@ -50,6 +56,7 @@ class SweepLoopHarness:
             here.pool,
             "w1",
             polls_table=True,
+            service_watch=here.service_watch,
         )
 
     def shard(self) -> Any:
@@ -74,7 +81,14 @@ class SweepLoopHarness:
         )
 
     def report(
-        self, _name: str, _queues: Any, _pool: str, _size: int, _offset_us: int, tags: list[str]
+        self,
+        _name: str,
+        _queues: Any,
+        _pool: str,
+        _size: int,
+        _offset_us: int,
+        tags: list[str],
+        _services: ServiceTimes,
     ) -> None:
         self.note("report")
         self.published = tags

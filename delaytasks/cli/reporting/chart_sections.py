@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from delaytasks.cli.reporting.charts import Series, legend, lines, stacked_bars
 from delaytasks.cli.reporting.data import ReportData
 from delaytasks.cli.reporting.html import section, text_of
 from delaytasks.core.durations import show_duration
+from delaytasks.statistics.charts import (
+    Series,
+    lateness_chart,
+    legend,
+    stacked_bars,
+    throughput_chart,
+)
 
 ONE_HOUR = timedelta(hours=1)
 
 
 def throughput_section(data: ReportData) -> str:
-    totals = [point.total for point in data.series]
-    parts = [
-        Series("done", "done", [one.done for one in totals]),
-        Series("retried", "retried", [one.retried for one in totals]),
-        Series("failed", "failed", [one.failed for one in totals]),
-        Series("cancelled or expired", "other", [one.cancelled + one.expired for one in totals]),
-    ]
-    chart = stacked_bars([point.start for point in data.series], data.step, parts)
-    return section(f"Runs in each {_step(data)}, by outcome", legend(parts) + chart)
+    chart = throughput_chart(data.series, data.step)
+    return section(f"Runs in each {_step(data)}, by outcome", chart)
 
 
 def lateness_section(data: ReportData) -> str:
-    parts = [
-        Series(name, f"p{share}", [p.total.lateness_quantile(share / 100) for p in data.series])
-        for name, share in (("p50: half began earlier", 50), ("p99: 99 of 100 began earlier", 99))
-    ]
-    chart = lines([point.start for point in data.series], data.step, parts)
-    return section("Lateness: from the due time to the start", legend(parts) + chart)
+    chart = lateness_chart(data.series, data.step)
+    return section("Lateness: from the due time to the start", chart)
 
 
 def backlog_section(data: ReportData) -> str:

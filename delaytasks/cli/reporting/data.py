@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from delaytasks.core.errors import StoreError
+from delaytasks.cli.deployment import read_deployment
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.operations.live import LiveSnapshot, snapshot
-from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
+from delaytasks.operations.live import snapshot
+from delaytasks.operations.state import DeploymentState
 from delaytasks.statistics.results import (
     FailureGroup,
     GaugePoint,
@@ -48,9 +48,9 @@ class ReportData:
     failures: Sequence[FailureGroup]
     gauges: Sequence[GaugePoint]
     on_time: Sequence[OnTime]
-    now: LiveSnapshot
-    #: Overdue tasks by queue and tag, with the reason.
-    late: Sequence[ExplainedGroup]
+    state: DeploymentState
+    #: The tasks that the processes of each worker run, by the worker's name.
+    running_of: Mapping[str, int]
     #: The tasks of the next day by their due hour, and the number of workers that they need.
     due: Sequence[DueStep]
     needed_workers: int | None
@@ -62,12 +62,12 @@ class ReportData:
 def gather(delays: DelayTasks, since: timedelta) -> ReportData:
     """Read all parts. The statistics of the last minutes may be incomplete."""
     step = step_of(since)
-    now = snapshot(delays.shards, delays.settings)
-    statistics, begin = delays.statistics, now.now - since
+    state = read_deployment(delays)
+    statistics, begin = delays.statistics, state.now - since
     series = statistics.series(since=begin, step=step)
     forecast = delays.forecast(days=1, step=3600)
     return ReportData(
-        made_at=now.now,
+        made_at=state.now,
         since=begin,
         step=step,
         series=series,
@@ -75,13 +75,13 @@ def gather(delays: DelayTasks, since: timedelta) -> ReportData:
         failures=statistics.failures(since=begin, limit=MOST_FAILURE_GROUPS),
         gauges=statistics.gauges(since=begin, step=step),
         on_time=statistics.on_time(since=begin),
-        now=now,
-        late=list(_late_groups(delays)) if now.total.overdue else [],
+        state=state,
+        running_of=snapshot(delays.shards, delays.settings).running_of,
         due=[DueStep(each.start, each.due, each.late_s) for each in forecast.steps],
         needed_workers=forecast.needed_workers,
         notes=forecast.notes,
         next_tasks=delays.find(
-            status=Status.NOT_COMPLETE, since=now.now, limit=MOST_NEXT, newest_first=False
+            status=Status.NOT_COMPLETE, since=state.now, limit=MOST_NEXT, newest_first=False
         ).tasks,
     )
 
@@ -90,11 +90,3 @@ def step_of(since: timedelta) -> timedelta:
     """Return the shortest step with which a chart of this time has at most `MOST_STEPS` steps."""
     steps = (timedelta(minutes=minutes) for minutes in _STEPS_MIN)
     return next((step for step in steps if since / step <= MOST_STEPS), timedelta(days=7))
-
-
-def _late_groups(delays: DelayTasks) -> Iterator[ExplainedGroup]:
-    for shard in delays.shards:
-        try:
-            yield from explain_overdue(shard, delays.settings)
-        except StoreError:
-            continue  # the snapshot has the error of this database

@@ -11,7 +11,7 @@ from delaytasks.cli.reporting.chart_sections import (
     throughput_section,
 )
 from delaytasks.cli.reporting.data import ReportData
-from delaytasks.cli.reporting.findings import FindingLevel, findings_of, verdict_of
+from delaytasks.cli.reporting.findings import findings_of
 from delaytasks.cli.reporting.html import text_of
 from delaytasks.cli.reporting.style import STYLE
 from delaytasks.cli.reporting.table_sections import (
@@ -27,12 +27,6 @@ from delaytasks.statistics.results import RunTotals
 
 #: The page may run no script and load nothing, also if a tag or an error contained HTML.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-_VERDICTS: dict[FindingLevel, str] = {
-    "good": "All is well",
-    "note": "All is well",
-    "warning": "Something needs attention",
-    "bad": "Something is wrong",
-}
 
 
 def page_of(data: ReportData, title: str) -> str:
@@ -74,30 +68,29 @@ def page_of(data: ReportData, title: str) -> str:
 
 def _verdict(data: ReportData) -> str:
     findings = findings_of(data)
-    level = verdict_of(findings)
     items = "".join(
-        f'<li class="{finding.level}">{text_of(finding.sentence, 1000)}</li>'
-        for finding in findings
+        f'<li class="{problem.level}">{text_of(problem.text, 1000)}</li>'
+        for problem in findings.problems
     )
-    fine = "Nothing is overdue, few tasks failed, and tasks began on time."
+    fine = "Nothing is overdue, few runs failed, and tasks began on time."
     body = f"<ul>{items}</ul>" if items else f"<p>{fine}</p>"
-    name = _VERDICTS[level]
-    return f'<section class="verdict {level}"><strong>{name}</strong>{body}</section>'
+    headline = text_of(findings.headline)
+    return f'<section class="verdict {findings.level}"><strong>{headline}</strong>{body}</section>'
 
 
 def _tiles(data: ReportData) -> str:
-    runs, now = RunTotals.total(data.totals.values()), data.now.total
-    about = "≥ " if data.now.is_capped else ""
+    runs, now = RunTotals.total(data.totals.values()), data.state
     tiles = [
         ("done", f"{runs.done:,}", False),
-        ("failed", f"{runs.failed:,}", bool(runs.failed)),
+        ("failed runs", f"{runs.failed:,}", bool(runs.failed)),
         ("retried runs", f"{runs.retried:,}", False),
         ("lateness p50", show_measured(runs.lateness_quantile(0.5)), False),
         ("lateness p99", show_measured(runs.lateness_quantile(0.99)), False),
-        ("running now", f"{about}{now.running:,}", False),
-        ("overdue now", f"{about}{now.overdue:,}", bool(now.overdue)),
-        ("held now", f"{about}{now.held:,}", False),
-        ("workers", f"{sum(worker.is_alive for worker in data.now.workers):,}", False),
+        ("running now", f"{now.running:,}", False),
+        ("overdue now", f"{now.overdue:,}", bool(now.overdue)),
+        ("held now", f"{now.held:,}", False),
+        ("failed now", f"{now.failed:,}", bool(now.failed)),
+        ("workers", f"{len(now.alive):,}", False),
     ]
     shown = (
         f'<div class="tile{" bad" if is_bad else ""}"><b>{value}</b><small>{name}</small></div>'

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 
-from delaytasks.cli.reporting.charts import sparkline
 from delaytasks.cli.reporting.data import MOST_TAGS, ReportData
 from delaytasks.cli.reporting.html import section, table, text_of
 from delaytasks.cli.times import show_from_now
 from delaytasks.core.durations import show_duration, show_measured
+from delaytasks.statistics.charts import sparkline
 
 LONGEST_PATTERN = 300
 #: Hours of a small chart.
@@ -112,12 +112,12 @@ def workers_section(data: ReportData) -> str:
         [
             f"<b>{text_of(worker.name)}</b>",
             f"{show_duration(worker.age_s)} ago",
-            f"{data.now.running_of.get(worker.name, 0):,}",
+            f"{data.running_of.get(worker.name, 0):,}",
             f"{worker.concurrency:,}",
             text_of(worker.pool),
             text_of(", ".join(worker.queues)),
         ]
-        for worker in data.now.workers
+        for worker in data.state.workers
     ]
     if not rows:
         return ""

@@ -145,39 +145,9 @@ document.documentElement.classList.add("has-script");
     }
   });
 
-  // -- charts -------------------------------------------------------------------------------------
-
-  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-  function draw(box) {
-    const { x, series } = JSON.parse(box.dataset.series);
-    if (!x.length || typeof uPlot === "undefined") return;
-    box.replaceChildren();
-    const axis = { stroke: colour("--ink-soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
-    const zone = box.dataset.zone, isLong = x[x.length - 1] - x[0] > 2 * 86400;
-    const format = new Intl.DateTimeFormat("en-GB", {
-      timeZone: zone, hour: "2-digit", minute: "2-digit", ...(isLong ? { weekday: "short" } : {}),
-    });
-    const clock = (at) => format.format(new Date(at * 1000));
-    new uPlot({
-      width: box.clientWidth, height: 190,
-      tzDate: (at) => uPlot.tzDate(new Date(at * 1000), zone),
-      axes: [{ ...axis, space: isLong ? 90 : 60, values: (_, times) => times.map(clock) }, { ...axis, size: 58, values: (_, values) => values.map((v) => v.toLocaleString("en") + (box.dataset.unit || "")) }],
-      series: [{ label: "at", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series.map((one) => ({
-        label: one.label, stroke: colour(one.colour), width: 2, fill: one.fill ? colour(one.colour) + "33" : undefined,
-        points: { show: x.length < 3 }, value: (_, v) => v == null ? "–" : v.toLocaleString("en") + (box.dataset.unit || ""),
-      }))],
-      cursor: { drag: { x: false, y: false } },
-    }, [x, ...series.map((one) => one.values)], box);
-  }
-  const drawAll = () => document.querySelectorAll(".chart[data-series]").forEach(draw);
-  addEventListener("htmx:afterSettle", drawAll);
-  let resizing;
-  addEventListener("resize", () => { clearTimeout(resizing); resizing = setTimeout(drawAll, 150); });
-
   // -- start --------------------------------------------------------------------------------------
 
   showLive();
-  drawAll();
   if (matchMedia("(max-width: 760px)").matches)
     document.querySelectorAll("details.more").forEach((more) => { more.open = false; });
   const zone = Intl.DateTimeFormat().resolvedOptions().timeZone, list = byId("zones");

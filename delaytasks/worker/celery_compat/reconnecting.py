@@ -62,9 +62,7 @@ class ReconnectStep(bootsteps.Step):
             blueprint.start = partial(self._start, consumer, blueprint.start)
             consumer.on_ready = partial(self._on_ready, consumer, consumer.on_ready)
             lost = consumer.on_connection_error_after_connected
-            consumer.on_connection_error_after_connected = partial(
-                close_in_background, consumer, lost
-            )
+            consumer.on_connection_error_after_connected = partial(self._close, consumer, lost)
             fail_on_unsent_events(consumer.app)
 
     def _connect(
@@ -81,6 +79,7 @@ class ReconnectStep(bootsteps.Step):
 
     def _start(self, consumer: Any, start: Callable[[Any], None], parent: Any) -> None:
         """Start the consumer's steps, from connecting on."""
+        consumer.controller.delays_runtime.service_watch.mark_broker_lost()
         for step in consumer.steps:
             if type(step).__name__ == "DelayedDelivery" and not isinstance(step.start, partial):
                 step.start = partial(_set_up_in_background, step, step.start)
@@ -93,6 +92,11 @@ class ReconnectStep(bootsteps.Step):
             # after an error of this kind, but not after a lost connection.
             self._lacks_queue = True
             raise ConnectionResetError(f"{error}{UNTIL_CREATED}") from error
+
+    def _close(self, consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
+        """Close the connection that was lost."""
+        consumer.controller.delays_runtime.service_watch.mark_broker_lost()
+        return close_in_background(consumer, close, error)
 
     def _is_refusal(self, consumer: Any, error: BaseException) -> bool:
         """Return whether RabbitMQ refuses a queue or an exchange, and report which one."""

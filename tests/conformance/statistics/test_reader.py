@@ -12,6 +12,7 @@ from delaytasks import DelayTasks, InvalidQueryError
 from delaytasks.core.run_counts import FailureCount, RunCounts
 from delaytasks.statistics import reading
 from delaytasks.statistics.gauges import Gauges
+from delaytasks.statistics.periods import StoredRow
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.reading import StepRange, run_counts
 from delaytasks.statistics.worker_counts import Unwritten
@@ -112,8 +113,8 @@ def test_hours_that_lie_in_one_step_are_not_split_into_minutes(
     assert table.pack("minute", NOON + HOUR)
     split: list[bytes | None] = []
 
-    def note(_: str | None, parts: bytes | None) -> dict[int, RunCounts]:
-        split.append(parts)
+    def note(row: StoredRow) -> dict[int, RunCounts]:
+        split.append(row.parts)
         return {}
 
     monkeypatch.setattr(reading, "counts_in", note)

@@ -13,9 +13,10 @@ from delaytasks.core.clock import from_us
 from delaytasks.core.run_counts import FailureCount, RunCounts
 from delaytasks.statistics import queries
 from delaytasks.statistics.gauges import Gauges, unpacked_gauges
-from delaytasks.statistics.periods import DAY, GAUGES, HOUR, MINUTE
+from delaytasks.statistics.periods import DAY, GAUGES, HOUR, MINUTE, total_in
 from delaytasks.statistics.queries import StatisticsTable
-from delaytasks.statistics.stored_counts import counts_of, unpacked_counts
+from delaytasks.statistics.results import RunTotals
+from delaytasks.statistics.stored_counts import counts_of, minute_text, unpacked_counts
 from delaytasks.statistics.worker_counts import MINUTE_US, Unwritten
 from delaytasks.storage.store import Store
 
@@ -53,7 +54,7 @@ def add(store: Store, table: StatisticsTable, unwritten: Unwritten, now: datetim
 def rows(table: StatisticsTable, period: str, tags: list[str] | None = None) -> list[Any]:
     """Return start, tag, counts and parts of the rows of a period."""
     begin, end = NOON - timedelta(days=1000), NOON + timedelta(days=1000)
-    return sorted(row[1:] for row in table.read(begin, end, tags) if row[0] == period)
+    return sorted(row[1:5] for row in table.read(begin, end, tags) if row[0] == period)
 
 
 def minutes(table: StatisticsTable) -> dict[tuple[datetime, str], RunCounts]:
@@ -229,6 +230,40 @@ def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(
     assert (group.first_at, group.last_at) == (NOON, NOON + timedelta(hours=59))
     hours = queries.hour_counts_of(group.hours)
     assert hours == dict.fromkeys(range(1012, 1060), 2), "the last 48 hours"
+
+
+def test_the_largest_times_of_a_minute_are_those_of_its_hour_and_its_day(
+    store: Store, table: StatisticsTable
+) -> None:
+    for minute, lateness_s in ((0, 0.1), (0, 101.0), (7, 0.3)):
+        unwritten, at = Unwritten(), NOON + timedelta(minutes=minute)
+        unwritten.add_run(minute_of(at), "a", runs(10, lateness_s))
+        add(store, table, unwritten)
+    begin, end = NOON - timedelta(days=1), NOON + timedelta(days=1)
+
+    def totals() -> tuple[float, float, float | None]:
+        found = [one for row in table.read(begin, end, ["a"]) if (one := total_in(row))]
+        total = RunTotals.total(map(RunTotals.of, found))
+        return total.lateness_max_s, total.duration_max_s, total.lateness_quantile(0.99)
+
+    for period in (MINUTE, HOUR, DAY):
+        lateness_max_s, duration_max_s, p99 = totals()
+        assert (lateness_max_s, duration_max_s) == (101.0, 0.2), period
+        assert p99 is not None
+        assert 60 < p99 <= 101, period
+        table.pack(period, NOON + timedelta(days=2)) if period != DAY else None
+
+
+def test_runs_of_an_earlier_version_are_as_late_as_their_bucket(
+    store: Store, table: StatisticsTable
+) -> None:
+    add(store, table, some(NOON, a=1))  # 0.1 s late
+    s = store.schema.statistics
+    with store.database.begin() as connection:  # it does not know the columns of the largest times
+        text = minute_text(runs(2, lateness_s=101.0))
+        connection.execute(s.update().where(s.c.tag == "a").values(counts=text))
+    [row] = table.read(NOON, NOON + timedelta(minutes=1), ["a"])
+    assert (row.lateness_max_s, row.minute().lateness_max_s) == (0.1, 300.0)
 
 
 def test_values_of_another_program_are_no_error(store: Store, table: StatisticsTable) -> None:

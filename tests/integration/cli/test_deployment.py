@@ -20,6 +20,7 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage import migrations
+from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Count, Stats
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
@@ -165,7 +166,7 @@ def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPa
     assert not shop.json("db", "shards")["shards"][0]["is_estimate"]
     assert "about" not in shop("db", "shards").stdout + shop("stats").stdout
     large = {status: Count(1_234_567, status is Status.NOT_COMPLETE) for status in Status}
-    monkeypatch.setattr(Stats, "counts", lambda stats: large)
+    monkeypatch.setattr(Stats, "counts", lambda *_: large)
     (found,) = shop.json("db", "shards")["shards"]
     assert (found["waiting"], found["is_estimate"]) == (1_234_567, True)
     assert "about 1,234,567" in shop("db", "shards").stdout
@@ -178,9 +179,9 @@ def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> No
     shop.schedule()
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-30)))
-    stats = Stats(store.database, store.schema)
-    assert stats.overdue(1000) == (0, None)
-    assert stats.overdue(10) == (1, shop.delays.find().tasks[0].expected_time)
+    overdue = OverdueRows(store.database, store.schema)
+    assert overdue.count(1000) == (0, None)
+    assert overdue.count(10) == (1, shop.delays.find().tasks[0].expected_time)
 
 
 def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:

@@ -11,9 +11,12 @@ from sqlalchemy import update
 from delaytasks.cli.top import view
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations.live import LiveSnapshot, snapshot
+from delaytasks.operations.verdict import Verdict
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, Project
+
+ON_TIME = Verdict("good", "On time.", [])
 
 
 def read(shop: Project) -> LiveSnapshot:
@@ -66,7 +69,7 @@ def test_the_view_fits_each_width(busy: Project, width: int) -> None:
     from rich.console import Console
 
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(view(read(busy), width, None))
+    console.print(view(read(busy), ON_TIME, width, None))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     assert any(line.startswith("mail ") for line in lines)
@@ -79,7 +82,7 @@ def test_the_view_fits_the_height_of_the_terminal(shop: Project) -> None:
     for number in range(60):
         shop.schedule(f"tag-{number}", queue=f"queue-{number}")
     console = Console(width=100, height=24, record=True, file=io.StringIO())
-    console.print(view(read(shop), 100, 24))
+    console.print(view(read(shop), ON_TIME, 100, 24))
     lines = console.export_text().splitlines()
     assert len(lines) <= 24
     assert sum("more" in line for line in lines) == 2

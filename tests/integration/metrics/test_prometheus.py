@@ -39,6 +39,7 @@ class ScrapedSite:
             pytest.skip(f"needs prometheus: {error}")
 
     def start(self) -> None:
+        self.deployment.beat()
         for pool in ("prefork", "threads"):
             self.deployment.worker(pool=pool, DELAYTASKS_METRICS_PORT=str(self.ports[pool]))
         command = ["exporter", "--port", str(self.ports["exporter"])]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask
+from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.wiring import wiring_of
 from tests.integration.outages.line import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
 from tests.proxy import proxy_to
@@ -95,6 +96,28 @@ def runs_on_time(d: Deployment) -> bool:
     task = d.schedule(delay=0.3)
     d.wait_for([task])
     return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < 100_000
+
+
+@BROKERS
+def test_a_worker_without_its_broker_shows_this_in_its_row_until_it_is_back(
+    site: Callable[..., ProxiedSite], broker: str
+) -> None:
+    place = site("sqlite", broker)
+    d = place.deployment
+    d.beat()
+    d.worker()
+
+    def services() -> ServiceTimes:
+        [worker] = d.store.workers.registered(d.store.tasks.now(), 60)
+        return worker.services
+
+    wait_until(lambda: d.store.workers.all() and (services().beat_s or 9) < 2, 20, "beat")
+    assert services()[:2] == (None, None)
+    place.broker.refuse()
+    d.schedule(delay=0.2)  # the sweep that finds it cannot send
+    wait_until(lambda: services().broker_down_s and services().timer_down_s, 20, "the outage")
+    place.broker.heal()
+    wait_until(lambda: services()[:2] == (None, None), 20, "the end of the outage")
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 
 from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, bucket_of, quantile
 from delaytasks.core.run_counts import OUTCOME_NAMES, RunCounts
+from delaytasks.statistics.results import RunTotals
 
 
 @pytest.mark.parametrize("bounds", [LATENESS_BOUNDS_S, DURATION_BOUNDS_S])
@@ -29,6 +30,16 @@ def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
     assert quantile(counts, (1, 2, 4), 0.9) == 2
     assert quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
     assert quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
+
+
+def test_no_quantile_exceeds_the_largest_value() -> None:
+    assert quantile([0, 0, 1, 0], (1, 60, 300), 0.99, highest=101) == pytest.approx(100.59)
+    assert quantile([0, 0, 0, 4], (1, 60, 300), 1.0, highest=400) == 400, "above the last bound"
+    counts = RunCounts()
+    counts.add_run(101.0, 0.02, None)
+    totals = RunTotals.of(counts)
+    assert 60 < (totals.lateness_quantile(0.5) or 0) < (totals.lateness_quantile(1.0) or 0) == 101
+    assert totals.duration_quantile(1.0) == 0.02
 
 
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99])

@@ -1,14 +1,20 @@
-"""Charts as inline SVG, without scripts. Their colours are those of the page's style."""
+"""Charts as inline SVG, without scripts, for the console and `delaytasks report`.
+
+Their colours are those of the page's style, by the classes of `Series.style`. Times of day are in
+the time zone of the instants.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime, timedelta
+from datetime import datetime, timedelta, tzinfo
 from html import escape
 from typing import NamedTuple
 
+from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_measured
+from delaytasks.statistics.results import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 6, 10, 24
@@ -33,6 +39,31 @@ class Scale(NamedTuple):
     def y(self, value: float) -> float:
         share = min(max(self.position(value), 0.0), 1.0)
         return TOP + (HEIGHT - TOP - BOTTOM) * (1 - share)
+
+
+def throughput_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
+    """Return a chart of the runs of each step by outcome, with its legend."""
+    totals = [point.total for point in points]
+    parts = [
+        Series("done", "done", [one.done for one in totals]),
+        Series("retried", "retried", [one.retried for one in totals]),
+        Series("failed", "failed", [one.failed for one in totals]),
+        Series("cancelled or expired", "other", [one.cancelled + one.expired for one in totals]),
+    ]
+    return legend(parts) + stacked_bars(_starts(points, zone), step, parts)
+
+
+def lateness_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
+    """Return a chart of the lateness of each step, with its legend."""
+    parts = [
+        Series(name, f"p{share}", [p.total.lateness_quantile(share / 100) for p in points])
+        for name, share in (("p50: half began earlier", 50), ("p99: 99 of 100 began earlier", 99))
+    ]
+    return legend(parts) + lines(_starts(points, zone), step, parts)
+
+
+def _starts(points: Sequence[SeriesPoint], zone: tzinfo) -> list[datetime]:
+    return [point.start.astimezone(zone) for point in points]
 
 
 def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
@@ -153,7 +184,7 @@ def _line(part: Series, count: int, scale: Scale) -> Sequence[str]:
 
 def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    return f"{start:%Y-%m-%d %H:%M} to {start + step:%H:%M} UTC: {shown}"
+    return f"{start:%Y-%m-%d %H:%M} to {start + step:%H:%M %Z}: {shown}"
 
 
 def _chart(

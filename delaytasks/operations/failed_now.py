@@ -6,9 +6,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
-from delaytasks.console.queries import FailedRow
 from delaytasks.core.error_patterns import error_pattern
+from delaytasks.storage.failed_rows import FailedRow
 
 #: Bars of a sparkline, one for each hour.
 SPARK_HOURS = 24
@@ -35,6 +36,12 @@ class FailedNow:
         return text.replace("*", "…") or "(no error text)"
 
     @property
+    def filters(self) -> dict[str, Any]:
+        """The filters of `find` for the tasks of the group."""
+        error = {"error": self.pattern} if self.pattern.strip("*") else {}
+        return {"tag": self.tag, "status": ["FAILED"], **error}
+
+    @property
     def where(self) -> str:
         """The function that raised the exception; empty if the error is no traceback."""
         return self.pattern.partition("\n")[0].removeprefix("* in ") if "\n" in self.pattern else ""
@@ -43,10 +50,6 @@ class FailedNow:
 def group_name(tag: str, pattern: str) -> str:
     """Return a short name of a group for addresses."""
     return hashlib.sha256(f"{tag}\n{pattern}".encode()).hexdigest()[:12]
-
-
-def is_in_group(name: str, tag: str, error: str | None) -> bool:
-    return group_name(tag, error_pattern(error or "")) == name
 
 
 def groups_of(rows: Iterable[FailedRow], now: datetime) -> list[FailedNow]:

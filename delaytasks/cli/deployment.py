@@ -1,0 +1,33 @@
+"""Reads the state of the deployment for the commands that show or judge it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delaytasks.operations.state import DeploymentState, ServicesState, read_state
+from delaytasks.timers.broker_status import broker_error
+from delaytasks.wiring import wiring_of
+
+if TYPE_CHECKING:
+    from delaytasks.client import DelayTasks
+
+
+def read_deployment(delays: DelayTasks) -> DeploymentState:
+    """Read all databases, and ask the broker whether it answers.
+
+    Raises
+    ------
+    StoreError
+        If no database answers.
+    """
+    wiring, settings = wiring_of(delays), delays.settings
+    uses_broker, error = wiring.direct_timer is None, None
+    if uses_broker:
+        queue = wiring.publisher.queue(settings.default_queue)
+        error = broker_error(wiring.celery, queue, settings.publish_limit_s)
+    services = ServicesState(settings.timer, uses_broker, error)
+    now = wiring.clock.now()
+    state = read_state(delays.shards, settings, delays.policies, services, now)
+    if state.is_down and (down := state.databases[0].error) is not None:
+        raise down
+    return state

@@ -1,0 +1,33 @@
+"""Searches for tasks, which end after some seconds, whatever a viewer has typed."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from delaytasks.client import DelayTasks
+from delaytasks.core.clock import monotonic
+from delaytasks.core.filters import Filters
+from delaytasks.core.page import Page
+from delaytasks.wiring import wiring_of
+
+#: Seconds after which a search ends.
+SEARCH_S = 5.0
+#: The least limit of a search that continues an earlier one.
+LEAST_SEARCH_S = 0.1
+
+
+class Searches:
+    """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._lookup = wiring_of(delays).lookup
+        self._began = monotonic()
+
+    def find(
+        self, filters: dict[str, Any], cursor: str | None, limit: int, newest_first: bool = False
+    ) -> Page:
+        """Return a page, or raise `SearchTimeoutError`."""
+        left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
+        return self._lookup.find(
+            cast("Filters", filters), cursor, limit, newest_first, None, left_s
+        )

@@ -1,0 +1,250 @@
+"""Reads the state of a deployment: the contents of its databases, and which services answer.
+
+The console, `delaytasks stats`, `top` and `report`, and the exporter read it here, so that they
+show the same numbers. `verdict.py` judges it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple
+
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import StoreError
+from delaytasks.core.masking import mask_url
+from delaytasks.core.policies import Policy
+from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
+from delaytasks.operations.failed_now import FailedNow, groups_of
+from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
+from delaytasks.routing.shard import Shard
+from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows
+from delaytasks.storage.overdue_rows import OverdueCount, OverdueRows
+from delaytasks.storage.stats import MAX_COUNTED, Count, Stats
+
+
+class SweepState(NamedTuple):
+    """The last sweep of a sweep partition; without times if there was none."""
+
+    shard: int
+    partition: int
+    at: datetime | None
+    age_s: float | None
+    armed_until: datetime | None
+    is_late: bool
+
+
+class ShardState(NamedTuple):
+    """The contents of one database at one time, in numbers."""
+
+    shard: int
+    now: datetime
+    counts: dict[Status, Count]
+    overdue: OverdueCount
+    #: The largest groups of overdue tasks.
+    late: list[ExplainedGroup]
+    expired_leases: int
+    sweeps: list[SweepState]
+    workers: list[RegisteredWorker]
+    #: The number of paused tags and queues.
+    paused: int
+    #: Seconds until the last partition ends; None without partitions.
+    partitions_end_s: float | None
+    #: The failed tasks that were due last; empty if they were not asked for.
+    failed: list[FailedRow]
+    #: How long the queries took.
+    read_s: float
+
+    @property
+    def oldest_overdue_s(self) -> float:
+        """How late the oldest overdue task is, or 0."""
+        oldest = self.overdue.oldest
+        return 0.0 if oldest is None else max((self.now - oldest).total_seconds(), 0.0)
+
+
+class DatabaseState(NamedTuple):
+    """Whether a database answers."""
+
+    number: int
+    #: Without the password.
+    url: str
+    server: str | None = None
+    error: StoreError | None = None
+
+
+class ServicesState(NamedTuple):
+    """The broker and the timer, as the process sees them that asks."""
+
+    timer: str
+    uses_broker: bool
+    broker_error: str | None = None
+
+
+@dataclass(frozen=True)
+class DeploymentState:
+    """The state of all databases that could be read, and of the services."""
+
+    now: datetime
+    shards: Sequence[ShardState]
+    databases: Sequence[DatabaseState]
+    policies: Sequence[Policy]
+    services: ServicesState
+    #: The workers by name. Each of them reports to each database.
+    workers: Sequence[RegisteredWorker]
+    #: Failed tasks with the same tag and kind of error, of all databases together.
+    groups: Sequence[FailedNow]
+
+    def count(self, status: Status) -> int:
+        return sum(one.counts[status].rows for one in self.shards)
+
+    @property
+    def waiting(self) -> int:
+        return self.count(Status.NOT_COMPLETE)
+
+    @property
+    def running(self) -> int:
+        return self.count(Status.RUNNING)
+
+    @property
+    def failed(self) -> int:
+        return self.count(Status.FAILED)
+
+    @property
+    def held(self) -> int:
+        return self.count(Status.HELD)
+
+    @property
+    def overdue(self) -> int:
+        return sum(one.overdue.tasks for one in self.shards)
+
+    @property
+    def oldest(self) -> datetime | None:
+        """When the oldest overdue task was due."""
+        found = (one.overdue.oldest for one in self.shards)
+        return min((at for at in found if at is not None), default=None)
+
+    @property
+    def late(self) -> list[ExplainedGroup]:
+        """The largest groups of overdue tasks, with the reasons why they have not begun."""
+        found = (group for one in self.shards for group in one.late)
+        return sorted(found, key=lambda group: -group.tasks)
+
+    @property
+    def expired_leases(self) -> int:
+        return sum(one.expired_leases for one in self.shards)
+
+    @property
+    def sweeps(self) -> list[SweepState]:
+        return [sweep for one in self.shards for sweep in one.sweeps]
+
+    @property
+    def alive(self) -> list[RegisteredWorker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
+    def serving(self, queue: str) -> list[RegisteredWorker]:
+        """Return the live workers that serve a queue."""
+        return [each for each in self.alive if each.serves(queue)]
+
+    @property
+    def paused(self) -> list[Policy]:
+        return [policy for policy in self.policies if policy.is_paused]
+
+    @property
+    def has_all_failures(self) -> bool:
+        """Whether all failed tasks are in `groups`."""
+        return all(len(one.failed) < MOST_FAILED for one in self.shards)
+
+    @property
+    def beat_age_s(self) -> float | None:
+        return beat_age_s(self.workers)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether no database answers."""
+        return bool(self.databases) and all(each.error for each in self.databases)
+
+
+def read_state(
+    shards: Sequence[Shard],
+    settings: Settings,
+    read_policies: Callable[[], Sequence[Policy]],
+    services: ServicesState,
+    now: datetime,
+    most_counted: int = MAX_COUNTED,
+) -> DeploymentState:
+    """Read the state of every database. The error of a database is part of the result."""
+    found, databases = list[ShardState](), list[DatabaseState]()
+    for shard in shards:
+        store = shard.store
+        url = mask_url(store.database.url.render_as_string(hide_password=True))
+        try:
+            found.append(read_shard(shard, settings, most_counted, with_failed=True))
+            server = Stats(store.database, store.schema).server()
+            databases.append(DatabaseState(shard.number, url, server))
+        except StoreError as error:
+            databases.append(DatabaseState(shard.number, url, error=error))
+    try:
+        policies = read_policies()
+    except StoreError:
+        policies = ()  # no database answers, and each one's error is known
+    workers = {worker.name: worker for one in found for worker in one.workers}
+    failed = [row for one in found for row in one.failed]
+    return DeploymentState(
+        now,
+        found,
+        databases,
+        policies,
+        services,
+        list(workers.values()),
+        groups_of(failed, now),
+    )
+
+
+def read_shard(
+    shard: Shard, settings: Settings, most_counted: int = MAX_COUNTED, *, with_failed: bool = False
+) -> ShardState:
+    """Read the state of one database.
+
+    Parameters
+    ----------
+    most_counted
+        A larger number of tasks of a status is the planner's estimate.
+    with_failed
+        Read the failed tasks that were due last, with their errors.
+    """
+    began, store = monotonic(), shard.store
+    stats, now = Stats(store.database, store.schema), store.tasks.now()
+    counts = stats.counts(most_counted)
+    overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
+    end = store.sweeps.partitions_end()
+    has_failed = with_failed and counts[Status.FAILED].rows
+    return ShardState(
+        shard=shard.number,
+        now=now,
+        counts=counts,
+        overdue=overdue,
+        late=explain_overdue(shard, settings) if overdue.tasks else [],
+        expired_leases=stats.expired_leases(settings.lease_s),
+        sweeps=list(_sweeps(shard, stats, settings, now)),
+        workers=store.workers.registered(now, settings.silent_s),
+        paused=sum(policy.is_paused for policy in store.policies.read()),
+        partitions_end_s=None if end is None else (end - now).total_seconds(),
+        failed=failed_rows(store.database, store.schema) if has_failed else [],
+        read_s=monotonic() - began,
+    )
+
+
+def _sweeps(shard: Shard, stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:
+    for swept in stats.sweeps(settings.sweep_partitions):
+        is_late = swept.is_late(now, settings.self_sweep_s)
+        yield SweepState(
+            shard.number,
+            swept.sweep_partition,
+            swept.at,
+            swept.age_s(now),
+            swept.armed_until,
+            is_late,
+        )

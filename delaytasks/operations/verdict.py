@@ -1,0 +1,192 @@
+"""Judges the state of a deployment: a headline, and the problems that an operator has to know.
+
+The console, `delaytasks stats`, `top` and `report` show this verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from typing import Any, Literal, NamedTuple
+
+from delaytasks.core.clock import UTC
+from delaytasks.core.durations import show_duration
+from delaytasks.operations.failed_now import FailedNow
+from delaytasks.operations.state import DeploymentState
+
+Severity = Literal["good", "note", "warning", "bad"]
+SEVERITIES: Sequence[Severity] = ("good", "note", "warning", "bad")
+#: Failures that are older are no news.
+RECENT = timedelta(hours=1)
+#: Problems that are named.
+MOST_PROBLEMS = 6
+#: A larger offset of a worker's clock is mentioned. The database's clock decides in any case.
+CLOCK_S = 5.0
+#: An outage of a worker's broker or timer, or a silence of beat, that is longer is mentioned.
+LEAST_OUTAGE_S = 15.0
+
+
+class Problem(NamedTuple):
+    """One sentence, and the page of the console that shows more."""
+
+    level: Severity
+    text: str
+    page: str = "overview"
+    #: The parameters of the page.
+    parameters: Mapping[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`headline` answers whether tasks run on time; `problems` begin with the worst."""
+
+    level: Severity
+    headline: str
+    problems: Sequence[Problem]
+
+    def as_json(self) -> dict[str, Any]:
+        problems = [{"level": each.level, "text": each.text} for each in self.problems]
+        return {"level": self.level, "headline": self.headline, "problems": problems}
+
+
+def verdict_of(state: DeploymentState, zone: tzinfo = UTC) -> Verdict:
+    """Judge a state. Times of day are in `zone`."""
+    if state.is_down:
+        text = f"The database does not answer: {state.databases[0].error}"
+        headline = "Unknown. The database does not answer."
+        return Verdict("bad", headline, [Problem("bad", text)])
+    tasks = [*_stopped(state), *_late(state), *_failing(state, zone)]
+    problems = worst_first([*tasks, *_services(state), *_workers(state), *_paused(state)])
+    return Verdict(worst_of(problems), _headline(state), problems[:MOST_PROBLEMS])
+
+
+def worst_first(problems: Sequence[Problem]) -> list[Problem]:
+    return sorted(problems, key=lambda problem: -SEVERITIES.index(problem.level))
+
+
+def worst_of(problems: Sequence[Problem]) -> Severity:
+    return max((each.level for each in problems), key=SEVERITIES.index, default="good")
+
+
+def _headline(state: DeploymentState) -> str:
+    if not state.alive:
+        if state.waiting or state.overdue:
+            return "Stopped. No worker is alive."
+        return "Idle. No worker is alive, and no task waits."
+    if state.overdue and state.oldest is not None:
+        late = show_duration((state.now - state.oldest).total_seconds())
+        return f"Late. {_tasks_are(state.overdue)} overdue, the oldest by {late}."
+    failed = sum(group.tasks for group in _recent(state))
+    if failed:
+        return f"On time, but {_number(failed)} failed."
+    return "On time."
+
+
+def _recent(state: DeploymentState) -> list[FailedNow]:
+    """Return the groups of failures that are news."""
+    return [
+        group
+        for group in state.groups
+        if group.last_at is not None and state.now - group.last_at <= RECENT
+    ]
+
+
+def _stopped(state: DeploymentState) -> Iterator[Problem]:
+    for database in state.databases:
+        if database.error is not None:
+            yield Problem("bad", f"Database {database.number} does not answer: {database.error}")
+    live = state.waiting + state.running
+    if not state.alive and live:
+        text = f"No worker is alive, and {_tasks_are(live)} waiting. Start a worker."
+        yield Problem("bad", text, "workers")
+
+
+def _late(state: DeploymentState) -> Iterator[Problem]:
+    for late in state.late:
+        if not state.alive and late.reason.code == "no_worker":
+            continue  # the problem of all workers explains it
+        age, verb = show_duration(late.late_s), "is" if late.tasks == 1 else "are"
+        text = f"{_number(late.tasks)} of {late.tag} {verb} overdue by up to {age}. "
+        level: Severity = "warning" if late.reason.code in ("paused", "limit") else "bad"
+        where = {"tag": late.tag, "status": "NOT_COMPLETE"}
+        yield Problem(level, text + late.reason.text, "tasks", where)
+
+
+def _failing(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
+    recent = _recent(state)
+    for group in recent:
+        verb = "has failed at" if group.tasks == 1 else "have failed since"
+        since = "" if group.first_at is None else _clock_time(group.first_at, state.now, zone)
+        text = f"{_number(group.tasks)} of {group.tag} {verb} {since}: {group.summary}"
+        yield Problem("bad", text, "failure", {"name": group.name})
+    if state.failed and not recent:
+        text = f"{_tasks_are(state.failed)} failed, but none in the last hour."
+        yield Problem("note", text, "failures")
+
+
+def _services(state: DeploymentState) -> Iterator[Problem]:
+    broker_error = state.services.broker_error
+    if broker_error:
+        text = (
+            "The broker does not answer; workers read the table, so tasks start a few seconds "
+            f"late: {broker_error}"
+        )
+        yield Problem("warning", text)
+    if state.alive and any(sweep.is_late for sweep in state.sweeps):
+        yield Problem("warning", "No sweep has run lately. Do beat and a worker run?")
+        return
+    age_s = state.beat_age_s
+    if age_s is not None and age_s > LEAST_OUTAGE_S and not broker_error:
+        text = (
+            f"No message of beat has arrived for {show_duration(age_s)}. The workers sweep by "
+            "themselves, less often. Is celery beat running?"
+        )
+        yield Problem("warning", text)
+
+
+def _workers(state: DeploymentState) -> Iterator[Problem]:
+    for worker in state.workers:
+        services, name = worker.services, worker.name
+        if not worker.is_alive:
+            text = f"The worker {name} is silent. Its running tasks restart after its lease."
+            yield Problem("warning", text, "workers")
+            continue
+        if abs(worker.clock_offset_s) > CLOCK_S:
+            offset = show_duration(worker.clock_offset_s)
+            text = f"The clock of {name} is off by {offset}. Tasks are still on time."
+            yield Problem("warning", text, "workers")
+        for service, down_s in (
+            ("its broker", services.broker_down_s),
+            ("the server of its timer", services.timer_down_s),
+        ):
+            # If the broker is down for everyone, that is one problem.
+            if down_s is not None and down_s > LEAST_OUTAGE_S and not state.services.broker_error:
+                text = (
+                    f"The worker {name} has not reached {service} for {show_duration(down_s)}. It "
+                    "finds due tasks in the table, so they start some seconds late."
+                )
+                yield Problem("warning", text, "workers")
+
+
+def _paused(state: DeploymentState) -> Iterator[Problem]:
+    for policy in state.paused:
+        held = f", {policy.held:,} held" if policy.held else ""
+        by = f" by {policy.updated_by}" if policy.updated_by else ""
+        text = f"The {policy.kind} {policy.name} is paused{by}{held}."
+        yield Problem("warning", text, "policies")
+
+
+def _clock_time(at: datetime, now: datetime, zone: tzinfo) -> str:
+    local = at.astimezone(zone)
+    is_today = local.date() == now.astimezone(zone).date()
+    return f"{local:%H:%M %Z}" if is_today else f"{local:%b %d, %H:%M %Z}"
+
+
+def _tasks_are(count: int) -> str:
+    """Return, for example, "1 task is" or "1,200 tasks are"."""
+    return f"{_number(count)} {'is' if count == 1 else 'are'}"
+
+
+def _number(count: int) -> str:
+    return "1 task" if count == 1 else f"{count:,} tasks"
