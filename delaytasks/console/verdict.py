@@ -11,6 +11,7 @@ from delaytasks.console.failures import FailedNow
 from delaytasks.console.snapshot import Snapshot
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
+from delaytasks.core.policies import Policy
 
 Severity = Literal["good", "warn", "bad"]
 #: Failures that are older are no news.
@@ -67,10 +68,21 @@ def _headline(snapshot: Snapshot) -> str:
     if snapshot.overdue and snapshot.oldest is not None:
         late = show_duration((snapshot.now - snapshot.oldest).total_seconds())
         return f"Late. {tasks(snapshot.overdue)} overdue, the oldest by {late}."
-    failed = sum(group.tasks for group in _recent(snapshot))
-    if failed:
-        return f"On time, but {_number(failed)} failed."
-    return "On time."
+    flaw = _flaw(snapshot)
+    return f"On time, but {flaw}." if flaw else "On time."
+
+
+def _flaw(snapshot: Snapshot) -> str | None:
+    """Return the worst problem that makes no task late, in a few words."""
+    if failed := sum(group.tasks for group in _recent(snapshot)):
+        return f"{_number(failed)} failed"
+    if snapshot.broker_error:
+        return "the broker does not answer"
+    if silent := sum(not worker.is_alive for worker in snapshot.workers):
+        return "1 worker is silent" if silent == 1 else f"{silent:,} workers are silent"
+    if limited := sum(policy.held or 0 for policy in _limited(snapshot)):
+        return f"{_number(limited)} {'waits' if limited == 1 else 'wait'} for a limit"
+    return None
 
 
 def _recent(snapshot: Snapshot) -> list[FailedNow]:
@@ -136,10 +148,30 @@ def _degraded(snapshot: Snapshot) -> Iterator[Problem]:
             offset = show_duration(worker.clock_offset_s)
             text = f"The clock of {worker.name} is off by {offset}. Tasks are still on time."
             yield Problem("warn", text, "workers", {})
+    yield from _held_back(snapshot)
     for policy in snapshot.paused:
         held = f", {policy.held:,} held" if policy.held else ""
         by = f" by {policy.updated_by}" if policy.updated_by else ""
         text = f"The {policy.kind} {policy.name} is paused{by}{held}."
+        yield Problem("warn", text, "policies", {})
+
+
+def _limited(snapshot: Snapshot) -> list[Policy]:
+    """Return the policies whose limit holds tasks back."""
+    found = snapshot.policies
+    return [each for each in found if each.has_limits and each.held and not each.is_paused]
+
+
+def _held_back(snapshot: Snapshot) -> Iterator[Problem]:
+    for policy in _limited(snapshot):
+        limits = {
+            "concurrency": policy.concurrency,
+            "of each key": policy.key_concurrency,
+            "rate": policy.rate_text,
+        }
+        shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
+        verb = "waits" if policy.held == 1 else "wait"
+        text = f"{_number(policy.held or 0)} of {policy.name} {verb} for its limit ({shown})."
         yield Problem("warn", text, "policies", {})
 
 
