@@ -24,7 +24,7 @@ TALLEST = 850
 PEAK = 240_000
 
 
-class Shop:
+class FaultyShop:
     """A database, a broker and workers, whose console is in this process."""
 
     def __init__(self, folder: Path, services: Services) -> None:
@@ -59,25 +59,24 @@ class Shop:
 # -- faults: each returns the path of the page that shows it --------------------------------------
 
 
-def stop_the_broker(shop: Shop) -> str:
+def stop_the_broker(shop: FaultyShop) -> str:
     shop.deployment.worker()
     shop.broker.stop()
     shop.wait_for("The broker does not answer")
     return "/"
 
 
-def kill_a_worker(shop: Shop) -> str:
-    shop.deployment.worker()
-    other = shop.deployment.worker()
-    for number in range(4):
+def kill_a_worker(shop: FaultyShop) -> str:
+    worker = shop.deployment.worker()
+    for number in range(2):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
-    wait_until(lambda: len(shop.delays.find(status="RUNNING")) == 4, 30, "the reports to run")
-    other.kill()
+    wait_until(lambda: len(shop.delays.find(status="RUNNING").tasks) == 2, 30, "the reports to run")
+    worker.kill()
     shop.wait_for("is silent")
     return "/"
 
 
-def let_a_tag_fail(shop: Shop) -> str:
+def let_a_tag_fail(shop: FaultyShop) -> str:
     shop.deployment.worker()
     for number in range(40):
         body = {"port": 440 + number % 4}
@@ -86,16 +85,16 @@ def let_a_tag_fail(shop: Shop) -> str:
     return "/"
 
 
-def reach_a_limit(shop: Shop) -> str:
+def reach_a_limit(shop: FaultyShop) -> str:
     shop.delays.set_policy(tag="report.build", concurrency=1, actor="maria")
     shop.deployment.worker()
     for number in range(60):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
-    shop.wait_for("of report.build wait for its limit")
+    shop.wait_for("59 tasks of report.build wait")
     return "/"
 
 
-def schedule_a_peak(shop: Shop) -> str:
+def schedule_a_peak(shop: FaultyShop) -> str:
     for _ in range(2):
         shop.deployment.worker()
     shop.delays.schedule_many(NewTask("newsletter.send", {"to": n}, delay=0) for n in range(200))
@@ -109,7 +108,7 @@ def schedule_a_peak(shop: Shop) -> str:
     return "/forecast"
 
 
-FAULTS: dict[str, Callable[[Shop], str]] = {
+FAULTS: dict[str, Callable[[FaultyShop], str]] = {
     "fault-broker": stop_the_broker,
     "fault-worker": kill_a_worker,
     "fault-tag": let_a_tag_fail,
@@ -119,9 +118,9 @@ FAULTS: dict[str, Callable[[Shop], str]] = {
 
 
 @contextmanager
-def opened(services: Services) -> Iterator[Shop]:
+def opened(services: Services) -> Iterator[FaultyShop]:
     with tempfile.TemporaryDirectory() as folder:
-        shop = Shop(Path(folder), services)
+        shop = FaultyShop(Path(folder), services)
         try:
             yield shop
         finally:
@@ -135,6 +134,7 @@ def draw_faults(folder: Path) -> None:
             with opened(services) as shop, served(shop.site.app) as address:
                 path = cause(shop)
                 shop.site.client(Role.OPERATE)
-                page = browser.new_context(**MODES["light"]).new_page()
-                draw_page(page, address + path, folder / f"{name}.png", TALLEST)
+                context = browser.new_context(**MODES["light"])
+                draw_page(context.new_page(), address + path, folder / f"{name}.png", TALLEST)
+                context.close()
     services.close()
