@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
+from delaytasks.core.policies import Policy
 from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.state import DeploymentState
 
@@ -57,7 +58,8 @@ def verdict_of(state: DeploymentState, zone: tzinfo = UTC) -> Verdict:
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *_failing(state, zone)]
-    problems = worst_first([*tasks, *_services(state), *_workers(state), *_paused(state)])
+    others = [*_services(state), *_workers(state), *_held_back(state), *_paused(state)]
+    problems = worst_first([*tasks, *others])
     return Verdict(worst_of(problems), _headline(state), problems[:MOST_PROBLEMS])
 
 
@@ -77,10 +79,21 @@ def _headline(state: DeploymentState) -> str:
     if state.overdue and state.oldest is not None:
         late = show_duration((state.now - state.oldest).total_seconds())
         return f"Late. {_tasks_are(state.overdue)} overdue, the oldest by {late}."
-    failed = sum(group.tasks for group in _recent(state))
-    if failed:
-        return f"On time, but {_number(failed)} failed."
-    return "On time."
+    flaw = _flaw(state)
+    return f"On time, but {flaw}." if flaw else "On time."
+
+
+def _flaw(state: DeploymentState) -> str | None:
+    """Return the worst problem that makes no task late, in a few words."""
+    if failed := sum(group.tasks for group in _recent(state)):
+        return f"{_number(failed)} failed"
+    if state.services.broker_error:
+        return "the broker does not answer"
+    if silent := sum(not worker.is_alive for worker in state.workers):
+        return "1 worker is silent" if silent == 1 else f"{silent:,} workers are silent"
+    if limited := sum(policy.held or 0 for policy in _limited(state)):
+        return f"{_number(limited)} {'waits' if limited == 1 else 'wait'} for a limit"
+    return None
 
 
 def _recent(state: DeploymentState) -> list[FailedNow]:
@@ -167,6 +180,24 @@ def _workers(state: DeploymentState) -> Iterator[Problem]:
                     "finds due tasks in the table, so they start some seconds late."
                 )
                 yield Problem("warning", text, "workers")
+
+
+def _limited(state: DeploymentState) -> list[Policy]:
+    """Return the policies whose limit holds tasks back."""
+    return [each for each in state.policies if each.has_limits and each.held and not each.is_paused]
+
+
+def _held_back(state: DeploymentState) -> Iterator[Problem]:
+    for policy in _limited(state):
+        limits = {
+            "concurrency": policy.concurrency,
+            "of each key": policy.key_concurrency,
+            "rate": policy.rate_text,
+        }
+        shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
+        verb = "waits" if policy.held == 1 else "wait"
+        text = f"{_number(policy.held or 0)} of {policy.name} {verb} for its limit ({shown})."
+        yield Problem("warning", text, "policies")
 
 
 def _paused(state: DeploymentState) -> Iterator[Problem]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.ui.chromium import chromium, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served
 
 
@@ -45,18 +45,12 @@ def address(site: Site) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Chromium, driven by Playwright."""
-    sync_api = pytest.importorskip("playwright.sync_api")
-    program = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
+    pytest.importorskip("playwright.sync_api")
+    program = find_chromium()
     if program is None:
         reason = "needs chromium: there is none on the PATH"
         if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason)
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
-        )
+    with chromium(program) as started:
         yield started
-        started.close()

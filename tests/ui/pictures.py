@@ -1,60 +1,56 @@
-"""Draws the pictures of docs/images/console: `python -m tests.ui.pictures`. It needs Chromium, and
-pngquant makes the pictures small."""
+"""Draws the pictures of docs/images/console.
+
+`python -m tests.ui.pictures` draws all of them, with the argument `pages` those of the pages, and
+with `faults` those of docs/console-faults.md. It needs Chromium, and pngquant makes the pictures
+small.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
+import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from sqlalchemy import delete, func, update
 
-from delaytasks import DelayTasks
+from delaytasks import DelayTasks, NewTask
 from delaytasks.wiring import wiring_of
 from tests.ui import console_site
+from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served
+from tests.ui.fault_pictures import draw_faults
 from tests.ui.test_console_in_a_browser import MODES, paths_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
+#: Pixels of a picture, and the tasks of a peak.
+TALLEST, PEAK = 1600, 60_000
 
 
 def draw() -> None:
-    from playwright.sync_api import sync_playwright
-
-    FOLDER.mkdir(parents=True, exist_ok=True)
     os.chdir(tempfile.mkdtemp())
     delays = make_delays("sqlite:///shop.sqlite3")
     fill(delays)
     _rename(delays)
+    _add_peak(delays)
     site = Site(delays)
-    program = shutil.which("chromium")
-    with served(site.app) as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
-        )
+    with served(site.app) as address, chromium(find_chromium()) as browser:
         for mode, options in MODES.items():
             _report(delays)
-            _draw_mode(browser.new_context(**options), mode, address, paths_of(site))
-        browser.close()
+            page = browser.new_context(**options).new_page()
+            for name, path in paths_of(site).items():
+                draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
     delays.close()
 
 
-def _draw_mode(context: Any, mode: str, address: str, paths: dict[str, str]) -> None:
-    page = context.new_page()
-    for name, path in paths.items():
-        page.goto(address + path)
-        page.wait_for_load_state()
-        picture = FOLDER / f"{name}-{mode}.png"
-        height = page.evaluate("document.documentElement.scrollHeight")
-        clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": min(height, 1600)}
-        page.screenshot(path=picture, full_page=True, clip=clip)
-        if shutil.which("pngquant"):
-            command = ["pngquant", "128", "--force", "--output", str(picture), str(picture)]
-            subprocess.run(command, check=True)
+def _add_peak(delays: DelayTasks) -> None:
+    """Let many tasks become due at nine o'clock in two days."""
+    now = wiring_of(delays).clock.now()
+    nine = now.replace(hour=9, minute=0, second=0, microsecond=0) + timedelta(days=2)
+    peak = (NewTask("newsletter.send", {"customer": n}, at=nine) for n in range(PEAK))
+    delays.schedule_many(peak)
 
 
 def _rename(delays: DelayTasks) -> None:
@@ -81,4 +77,9 @@ def _report(delays: DelayTasks) -> None:
 
 
 if __name__ == "__main__":
-    draw()
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    wanted = sys.argv[1:] or ["pages", "faults"]
+    if "pages" in wanted:
+        draw()
+    if "faults" in wanted:
+        draw_faults(FOLDER)

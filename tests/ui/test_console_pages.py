@@ -110,6 +110,31 @@ def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_pa
     site.delays.close()
 
 
+def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: Any) -> None:
+    delays = make_delays(f"sqlite:///{tmp_path / 'flaws.sqlite3'}")
+    wiring = wiring_of(delays)
+    wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
+    wiring.sweeper.sweep(0)
+    delays.set_policy(tag="order.close", concurrency=1)
+    for _ in range(3):
+        delays.schedule_delay("order.close", {}, 0)
+    rows = wiring.store.schema.tasks
+    with wiring.store.database.begin() as connection:
+        connection.execute(update(rows).values(status=int(Status.HELD)))
+    limited = verdict_of(read_deployment(delays))
+    assert limited.headline == "On time, but 3 tasks wait for a limit."
+    assert [problem.text for problem in limited.problems] == [
+        "3 tasks of order.close wait for its limit (concurrency 1)."
+    ]
+    workers = wiring.store.schema.workers
+    wiring.store.workers.report("celery@b", ["default"], "prefork", 2, 0, ["order.close"])
+    with wiring.store.database.begin() as connection:
+        lost = workers.c.name == "celery@b"
+        connection.execute(update(workers).where(lost).values(seen_at=db_now_plus(-600)))
+    assert verdict_of(read_deployment(delays)).headline == "On time, but 1 worker is silent."
+    delays.close()
+
+
 # -- pages ----------------------------------------------------------------------------------------
 
 

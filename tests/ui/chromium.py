@@ -1,0 +1,40 @@
+"""Chromium, driven by Playwright, for tests and pictures."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+def find_chromium() -> str | None:
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextmanager
+def chromium(program: str | None) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(
+            executable_path=program, args=["--no-sandbox", "--disable-gpu", "--disable-quic"]
+        )
+        yield started
+        started.close()
+
+
+def draw_page(page: Any, address: str, picture: Path, tallest: int) -> None:
+    """Write the upper part of a page as a picture. The program pngquant makes it small."""
+    page.goto(address)
+    page.wait_for_load_state()
+    height = min(page.evaluate("document.documentElement.scrollHeight"), tallest)
+    clip = {"x": 0, "y": 0, "width": page.viewport_size["width"], "height": height}
+    page.screenshot(path=picture, full_page=True, clip=clip)
+    if shutil.which("pngquant"):
+        command = ["pngquant", "128", "--force", "--output", str(picture), str(picture)]
+        subprocess.run(command, check=True)

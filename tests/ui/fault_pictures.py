@@ -1,0 +1,140 @@
+"""Real workers with one fault each, and what the console shows of it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+from delaytasks import NewTask
+from delaytasks.console.viewers import Role
+from delaytasks.wiring import wiring_of
+from tests.redis_server import RedisServer
+from tests.running import Deployment
+from tests.services import Services
+from tests.ui.chromium import chromium, draw_page, find_chromium
+from tests.ui.console_site import Site, served, write_statistics
+from tests.ui.test_console_in_a_browser import MODES
+from tests.waiting import wait_until
+
+#: Pixels that an operator sees without scrolling.
+TALLEST = 850
+PEAK = 240_000
+
+
+class FaultyShop:
+    """A database, a broker and workers, whose console is in this process."""
+
+    def __init__(self, folder: Path, services: Services) -> None:
+        self.broker = RedisServer(folder)
+        self.deployment = Deployment(
+            folder,
+            services.url("postgresql"),
+            self.broker.url,
+            {"imports": ["tests.ui.shop_tasks"]},
+            namespace="shop",
+        )
+        self.delays = self.deployment.delays
+        self.site = Site(self.delays)
+        write_statistics(self.delays)
+        for number in range(120):
+            self.delays.schedule_delay("order.close", {"order": number}, 60 + 15 * number)
+
+    def wait_for(self, text: str, path: str = "/", deadline_s: float = 120) -> None:
+        """Wait until a page of the console contains a text."""
+        client = self.site.client(Role.OPERATE)
+        wait_until(
+            lambda: text in client.get(path).text, deadline_s, f"{path} to show {text!r}", every_s=1
+        )
+
+    def close(self) -> None:
+        self.broker.stop()
+        self.broker.start()  # the queues of the deployment are deleted there
+        self.deployment.close()
+        self.broker.stop()
+
+
+# -- faults: each returns the path of the page that shows it --------------------------------------
+
+
+def stop_the_broker(shop: FaultyShop) -> str:
+    shop.deployment.worker()
+    shop.broker.stop()
+    shop.wait_for("The broker does not answer")
+    return "/"
+
+
+def kill_a_worker(shop: FaultyShop) -> str:
+    worker = shop.deployment.worker()
+    for number in range(2):
+        shop.delays.schedule_delay("report.build", {"report": number}, 0)
+    wait_until(lambda: len(shop.delays.find(status="RUNNING").tasks) == 2, 30, "the reports to run")
+    worker.kill()
+    shop.wait_for("is silent")
+    return "/"
+
+
+def let_a_tag_fail(shop: FaultyShop) -> str:
+    shop.deployment.worker()
+    for number in range(40):
+        body = {"port": 440 + number % 4}
+        shop.delays.schedule_delay("pay.notify", body, 0)
+    shop.wait_for("40 tasks of pay.notify have failed")
+    return "/"
+
+
+def reach_a_limit(shop: FaultyShop) -> str:
+    shop.delays.set_policy(tag="report.build", concurrency=1, actor="maria")
+    shop.deployment.worker()
+    for number in range(60):
+        shop.delays.schedule_delay("report.build", {"report": number}, 0)
+    shop.wait_for("59 tasks of report.build wait")
+    return "/"
+
+
+def schedule_a_peak(shop: FaultyShop) -> str:
+    for _ in range(2):
+        shop.deployment.worker()
+    shop.delays.schedule_many(NewTask("newsletter.send", {"to": n}, delay=0) for n in range(200))
+    now = wiring_of(shop.delays).clock.now()
+    nine = now.replace(hour=9, minute=0, second=0, microsecond=0)
+    monday = nine + timedelta(days=7 - now.weekday())
+    shop.delays.schedule_many(
+        NewTask("newsletter.send", {"to": number}, at=monday) for number in range(PEAK)
+    )
+    shop.wait_for('<span class="muted">measured</span>', "/forecast?tag=newsletter.send")
+    return "/forecast"
+
+
+FAULTS: dict[str, Callable[[FaultyShop], str]] = {
+    "fault-broker": stop_the_broker,
+    "fault-worker": kill_a_worker,
+    "fault-tag": let_a_tag_fail,
+    "fault-limit": reach_a_limit,
+    "fault-peak": schedule_a_peak,
+}
+
+
+@contextmanager
+def opened(services: Services) -> Iterator[FaultyShop]:
+    with tempfile.TemporaryDirectory() as folder:
+        shop = FaultyShop(Path(folder), services)
+        try:
+            yield shop
+        finally:
+            shop.close()
+
+
+def draw_faults(folder: Path) -> None:
+    services = Services()
+    with chromium(find_chromium()) as browser:
+        for name, cause in FAULTS.items():
+            with opened(services) as shop, served(shop.site.app) as address:
+                path = cause(shop)
+                shop.site.client(Role.OPERATE)
+                context = browser.new_context(**MODES["light"])
+                draw_page(context.new_page(), address + path, folder / f"{name}.png", TALLEST)
+                context.close()
+    services.close()
