@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 _JSON = "delaytasks.json"
+DEFAULT_APP = "delaytasks.celery"
 EXIT_CODES = (
     "Exit codes: 0 it worked; 1 it did not (no such task, too late, database unavailable); "
     "2 wrong usage or settings."
@@ -40,10 +41,17 @@ class Cli:
     """One call of the command line, on one Celery app."""
 
     def __init__(
-        self, ctx: click.Context, find: Callable[[], Any], command: str, app_origin: str
+        self,
+        ctx: click.Context,
+        find: Callable[[], Any],
+        command: str,
+        app_name: str,
+        app_origin: str,
     ) -> None:
         self._ctx = ctx
         self._find = find
+        #: The app as `celery -A` takes it, for the processes that a command starts.
+        self.app_name = app_name
         self.app_origin = app_origin
         #: The beginning of a command line that the user can copy from a hint.
         self.command = command
@@ -279,7 +287,7 @@ def open_cli(ctx: click.Context, app: str) -> None:
     """Prepare `delaytasks -A app …`."""
     origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
     command = f"{_program()} -A {shlex.quote(app)}" if origin == "command line" else _program()
-    ctx.obj = Cli(ctx, lambda: find_app(app), command, origin)
+    ctx.obj = Cli(ctx, lambda: find_app(app), command, app, origin)
 
 
 def open_cli_under_celery(ctx: click.Context) -> None:
@@ -289,4 +297,5 @@ def open_cli_under_celery(ctx: click.Context) -> None:
     app = ctx.obj.app
     name = ctx.parent.params.get("app") if ctx.parent is not None else None
     command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
-    ctx.obj = Cli(ctx, lambda: app, command, "celery")
+    app_name = name if isinstance(name, str) else DEFAULT_APP
+    ctx.obj = Cli(ctx, lambda: app, command, app_name, "celery")

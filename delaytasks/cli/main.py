@@ -6,7 +6,7 @@ from importlib import import_module
 
 import click
 
-from delaytasks.cli.context import RootGroup, open_cli, open_cli_under_celery
+from delaytasks.cli.context import DEFAULT_APP, RootGroup, open_cli, open_cli_under_celery
 
 #: The commands of each module.
 _MODULES = {
@@ -58,7 +58,7 @@ class AllCommands(RootGroup):
     "--app",
     metavar="APP",
     envvar="DELAYTASKS_APP",
-    default="delaytasks.celery",
+    default=DEFAULT_APP,
     show_default=True,
     show_envvar=True,
     help="The Celery app, as celery -A takes it.",

@@ -84,9 +84,9 @@ def up(
     settings = cli.delays.settings
     upgrade_all(cli)
     broker, specs = _broker(cli)
-    specs += _celery(_app_name(), settings.data_dir, concurrency, pool, flower_port)
+    specs += _celery(cli.app_name, settings.data_dir, concurrency, pool, flower_port)
     if console_port:
-        specs.append(_console(_app_name(), console_port))
+        specs.append(_console(cli.app_name, console_port))
     console = Console(highlight=False, emoji=False)
     supervisor = Supervisor(specs, console)
     if broker == FILES_NOTE:
@@ -102,12 +102,6 @@ def up(
 
     supervisor.run(announce)
     leave(settings.data_dir)
-
-
-def _app_name() -> str:
-    """Return the app for the children's `celery -A`, which is the app of this command."""
-    given = click.get_current_context().find_root().params
-    return str(given.get("app_name") or given.get("app") or "delaytasks.celery")
 
 
 def _broker(cli: Cli) -> tuple[str, list[Spec]]:
