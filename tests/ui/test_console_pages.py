@@ -13,9 +13,9 @@ from sqlalchemy import update
 from delaytasks import Status
 from delaytasks.console.queries import ConsoleQueries
 from delaytasks.console.snapshot import take_snapshot
-from delaytasks.console.task_filters import error_matcher
 from delaytasks.console.verdict import verdict_of
 from delaytasks.console.viewers import Role
+from delaytasks.operations.error_search import error_matcher
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
