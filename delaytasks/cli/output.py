@@ -14,15 +14,10 @@ from delaytasks.cli.table import Cell as Cell
 from delaytasks.cli.table import cell as cell
 from delaytasks.cli.table import print_table as print_table
 from delaytasks.cli.times import show_from_now, show_instant
-from delaytasks.core.encryption import placeholder
-from delaytasks.core.errors import (
-    BodyEncryptedError,
-    ConfigError,
-    DelayTaskError,
-    InvalidInputError,
-)
+from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
+from delaytasks.core.task_json import pretty
 from delaytasks.core.text import count as count
 from delaytasks.core.text import last_line, one_line
 
@@ -116,12 +111,7 @@ def block(text: str) -> str:
 
 
 def pretty_body(task: DelayTask) -> str:
-    try:
-        return json.dumps(task.body, indent=2, ensure_ascii=False)
-    except BodyEncryptedError:
-        return placeholder(task.body_json)
-    except (ValueError, RecursionError):
-        return task.body_json
+    return pretty(lambda: task.body, task.body_json)
 
 
 def sentence(task: DelayTask, done: str, now: datetime) -> str:

@@ -12,19 +12,14 @@ from delaytasks.console.bulk_runs import BulkRunState, ReportProgress, new_run_i
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.searches import Searches
 from delaytasks.console.shown import viewer_zone
-from delaytasks.console.task_filters import (
-    TaskQuery,
-    error_filter,
-    error_matcher,
-    number_of,
-    query_of,
-)
+from delaytasks.console.task_filters import TaskQuery, number_of, query_of
 from delaytasks.console.viewers import Role
 from delaytasks.core.bulk import BulkResult
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidInputError, InvalidQueryError, SearchTimeoutError
 from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
+from delaytasks.operations.error_search import error_filter, error_matcher
 from delaytasks.wiring import wiring_of
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import datetime, timezone, tzinfo
-from typing import Any
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from flask import Flask, session
@@ -13,9 +11,8 @@ from markupsafe import Markup
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
-from delaytasks.core.encryption import placeholder
-from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.task import DelayTask
+from delaytasks.core.task_json import pretty
 from delaytasks.core.text import last_line
 from delaytasks.statistics.charts import sparkline
 
@@ -97,21 +94,11 @@ def error_line(error: str | None) -> str:
 
 
 def pretty_body(task: DelayTask) -> str:
-    """Return the body as text. Python's JSON keeps integers of any size exactly."""
     return pretty(lambda: task.body, task.body_json)
 
 
 def pretty_result(task: DelayTask) -> str:
     return pretty(lambda: task.result, task.result_json or "")
-
-
-def pretty(read: Any, stored: str) -> str:
-    try:
-        return json.dumps(read(), indent=2, ensure_ascii=False)
-    except BodyEncryptedError:
-        return placeholder(stored)
-    except (ValueError, RecursionError):
-        return stored
 
 
 def spark(values: Sequence[int]) -> Markup:

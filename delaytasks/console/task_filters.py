@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from typing import Any
@@ -13,15 +12,11 @@ from delaytasks.client import DelayTasks
 from delaytasks.console.searches import Searches
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import parse_duration
-from delaytasks.core.errors import InvalidDelayError, InvalidQueryError, SearchTimeoutError
-from delaytasks.core.filters import check_error
+from delaytasks.core.errors import InvalidDelayError, InvalidQueryError
 from delaytasks.core.page import Page
-from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.operations.error_search import error_filter, find_by_error
 
 TASKS_PER_PAGE = 50
-#: Pages of 200 tasks that one request searches for an error text.
-SEARCHED_PAGES, SEARCHED_SIZE = 5, 200
 _TEXTS = ("tag", "key", "key_prefix", "queue")
 _INSTANT_FILTERS = ("since", "until", "created_since", "created_until")
 
@@ -92,31 +87,6 @@ def instant_of(text: str, now: datetime, zone: tzinfo) -> datetime:
     return (instant if instant.tzinfo else instant.replace(tzinfo=zone)).astimezone(UTC)
 
 
-def error_filter(text: str) -> str:
-    """Return the filter `error` of `find` for what a viewer has typed: a part, or a pattern."""
-    return check_error(text if "*" in text else f"*{text}*")
-
-
-def error_matcher(text: str) -> Callable[[str], bool]:
-    """Return a function that tells whether an error text matches, as the filter of `find` does."""
-    # Not a regular expression, which takes minutes for some patterns and stops all other threads.
-    first, *middle, last = error_filter(text).lower().split("*")
-
-    def matches(error: str) -> bool:
-        error = error.lower()
-        if not error.startswith(first):
-            return False
-        at = len(first)
-        for part in middle:
-            found = error.find(part, at)
-            if found < 0:
-                return False
-            at = found + len(part)
-        return len(error) - len(last) >= at and error.endswith(last)
-
-    return matches
-
-
 def _meta_of(text: str) -> dict[str, str]:
     pairs = {}
     for each in text.split(","):
@@ -128,26 +98,14 @@ def _meta_of(text: str) -> dict[str, str]:
 
 
 def read_page(delays: DelayTasks, query: TaskQuery) -> tuple[Page, int]:
-    """Return a page of tasks, and how many tasks were searched for the error text.
-
-    An error text has no index. A bounded number of tasks is searched, and the next page continues
-    there.
-    """
+    """Return a page of tasks, and how many tasks were searched for the error text."""
     newest_first, searches = not query.is_oldest_first, Searches(delays)
     if not query.error:
         return searches.find(query.filters, query.cursor, TASKS_PER_PAGE, newest_first), 0
-    filters: dict[str, Any] = {"status": [Status.FAILED], **query.filters}
-    found: list[DelayTask] = []
-    searched, cursor, matches = 0, query.cursor, error_matcher(query.error)
-    for _ in range(SEARCHED_PAGES):
-        try:
-            page = searches.find(filters, cursor, SEARCHED_SIZE, newest_first)
-        except SearchTimeoutError:
-            if not searched:
-                raise
-            break  # the viewer continues at the cursor
-        searched, cursor = searched + len(page), page.cursor
-        found += (task for task in page if matches(task.error or ""))
-        if cursor is None or len(found) >= TASKS_PER_PAGE:
-            break
-    return Page(found, cursor, page.missing), searched
+
+    def find(cursor: str | None, limit: int, newest_first: bool, **filters: Any) -> Page:
+        return searches.find(filters, cursor, limit, newest_first)
+
+    return find_by_error(
+        find, query.filters, query.error, query.cursor, newest_first, TASKS_PER_PAGE
+    )

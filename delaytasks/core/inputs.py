@@ -21,6 +21,7 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
+from delaytasks.core.model_instances import pk_remedy
 from delaytasks.core.number_checks import is_integer
 from delaytasks.core.states import Status
 from delaytasks.core.text import shown
@@ -89,7 +90,7 @@ def check_queue(queue: object) -> str:
 
 def _check_name(value: object, what: str, longest: int, error: type[InvalidInputError]) -> str:
     if not isinstance(value, str):
-        raise error(f"a {what} is a string, not {type(value).__name__}")
+        raise error(f"a {what} is a string, not {type(value).__name__}{pk_remedy(value)}")
     if not value.strip():
         raise error(f"a {what} must not be empty or blank")
     if value != value.strip():  # MySQL treats 'a' and 'a ' as equal

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any
 
 from delaytasks.core.body_json import MAX_DEPTH
 from delaytasks.core.encryption import is_encrypted, placeholder
+from delaytasks.core.errors import BodyEncryptedError
 
 
 def task_json(task: Any) -> dict[str, Any]:
@@ -69,3 +71,21 @@ def lenient(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
+
+
+def pretty(read: Callable[[], Any], stored: str) -> str:
+    """Return a body or a result as indented JSON, in which integers of any size are exact.
+
+    Parameters
+    ----------
+    read
+        Decodes the value.
+    stored
+        The stored text, which is returned if it is no JSON.
+    """
+    try:
+        return json.dumps(read(), indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return placeholder(stored)
+    except (ValueError, RecursionError):
+        return stored

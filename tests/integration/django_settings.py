@@ -58,10 +58,7 @@ def _set_up() -> None:
     import django
     from django.conf import settings
 
-    if importlib.util.find_spec("MySQLdb") is None:
-        import pymysql
-
-        pymysql.install_as_MySQLdb()
+    replace_mysqlclient()
     settings.configure(
         DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
         INSTALLED_APPS=["delaytasks.contrib.django"],
@@ -77,10 +74,16 @@ def _set_up() -> None:
     django.setup()
 
 
-def add_database(alias: str, url: str) -> None:
-    """Add an entry to the setting DATABASES."""
-    from django.db import connections
+def replace_mysqlclient() -> None:
+    """Let Django use PyMySQL if mysqlclient is not installed."""
+    if importlib.util.find_spec("MySQLdb") is None:
+        import pymysql
 
+        pymysql.install_as_MySQLdb()
+
+
+def database_entry(url: str) -> dict[str, Any]:
+    """Return the entry of the setting DATABASES for a SQLAlchemy URL."""
     place = make_url(url)
     engine = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}[
         place.get_backend_name()
@@ -89,7 +92,7 @@ def add_database(alias: str, url: str) -> None:
         "sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20},
         "mysql": {"charset": "utf8mb4"},
     }
-    entry: dict[str, Any] = {
+    return {
         "ENGINE": f"django.db.backends.{engine}",
         "NAME": place.database,
         "USER": place.username or "",
@@ -98,9 +101,15 @@ def add_database(alias: str, url: str) -> None:
         "PORT": place.port or "",
         "OPTIONS": options.get(engine, {}),
     }
-    connections.settings[alias] = connections.configure_settings({"default": {}, alias: entry})[
-        alias
-    ]
+
+
+def add_database(alias: str, url: str) -> None:
+    """Add an entry to the setting DATABASES."""
+    from django.db import connections
+
+    connections.settings[alias] = connections.configure_settings(
+        {"default": {}, alias: database_entry(url)}
+    )[alias]
 
 
 def remove_database(alias: str) -> None:

@@ -14,10 +14,10 @@ from delaytasks import Status
 from delaytasks.cli.deployment import read_deployment
 from delaytasks.console.queries import ConsoleQueries
 from delaytasks.console.searches import SEARCH_S
-from delaytasks.console.task_filters import error_matcher
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.operations.error_search import error_matcher
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of

@@ -7,6 +7,7 @@ from typing import Any
 from django.apps import AppConfig
 
 from delaytasks import api
+from delaytasks.contrib.django.checks import register_checks
 from delaytasks.contrib.django.instance import project_delays
 
 
@@ -23,3 +24,4 @@ class DelayTasksConfig(AppConfig):
 
     def ready(self) -> None:
         project_delays().import_processors()
+        register_checks()

@@ -30,6 +30,10 @@ class DjangoConnection:
         #: The id of the last written row, for an error that says that its outcome is unknown.
         self.written_id: int | None = None
 
+    @property
+    def dialect(self) -> Dialect:
+        return self._dialect
+
     def begin_nested(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = transaction.atomic(using=self._connection.alias)
         return context
@@ -43,6 +47,13 @@ class DjangoConnection:
         sql, values = self._compile(statement, parameters)
         with self._connection.cursor() as cursor:
             return self._result(cursor, statement, sql, values)
+
+    def exec_driver_sql(self, sql: str) -> StatementResult:
+        """Execute SQL that has its values in it."""
+        with self._connection.cursor() as cursor:
+            cursor.execute(sql, [])
+            names = [column[0] for column in cursor.description]
+            return StatementResult(names, cursor.fetchall(), cursor.rowcount)
 
     def peek(self, statement: Any) -> StatementResult:
         """Execute a SELECT that Django's query log and `assertNumQueries` do not see."""

@@ -6,4 +6,4 @@ from delaytasks.contrib.django.tables import UpgradeTables
 
 
 class Migration(UpgradeTables):
-    dependencies = [("delaytasks", "0014_outages_and_beat")]
+    dependencies = [("delaytasks", "0015_admin")]

@@ -1,0 +1,137 @@
+"""Django's system checks: the problems that `manage.py check` reports, each with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from django.core.checks import CheckMessage, Error, Tags, Warning, register
+from django.db import connections
+
+from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.core.errors import ConfigError, StoreError
+from delaytasks.core.text import first_names
+from delaytasks.storage import migrations
+from delaytasks.storage.stats import Stats
+from delaytasks.wiring import wiring_of
+
+#: The oldest versions whose SQL has the clauses that claims use.
+OLDEST_VERSIONS = {"MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
+
+
+def register_checks() -> None:
+    """Register the checks. `check --database` and `migrate` run those with the tag `database`."""
+    register(check_settings, "delaytasks")
+    register(check_production, "delaytasks", deploy=True)
+    register(check_database, Tags.database, "delaytasks")
+
+
+def check_settings(**_: Any) -> list[CheckMessage]:
+    """Check the settings without any connection."""
+    delays = project_delays()
+    wiring = wiring_of(delays)
+    found: list[CheckMessage] = []
+    try:
+        wiring.checks.check_settings()
+    except ConfigError as error:
+        hint = "Correct settings.DELAYTASKS or the CELERY_ settings."
+        found.append(Error(str(error), hint, id="delaytasks.E001"))
+    conf = wiring.celery.conf
+    if wiring.direct_timer is None and not (conf.broker_url or conf.broker_write_url):
+        found.append(
+            Warning(
+                "No broker is configured, and Celery looks for RabbitMQ on this machine.",
+                "Set CELERY_BROKER_URL, or run tasks without a broker: "
+                "DELAYTASKS = {'timer': 'direct'}.",
+                id="delaytasks.W001",
+            )
+        )
+    return found
+
+
+def check_production(**_: Any) -> list[CheckMessage]:
+    """Check what is right in development and wrong in production."""
+    alias = project_delays().alias
+    if connections[alias].vendor != "sqlite":
+        return []
+    return [
+        Warning(
+            f"The tasks are in the SQLite database {alias!r}: all workers have to run on this "
+            "machine, and only one process writes at a time.",
+            "Use PostgreSQL or MySQL, or name another alias in settings.DELAYTASKS['database'].",
+            id="delaytasks.W002",
+        )
+    ]
+
+
+def check_database(databases: Iterable[str] | None = None, **_: Any) -> list[CheckMessage]:
+    """Check the version of the database, the tables and the waiting tasks."""
+    delays = project_delays()
+    if delays.alias not in (databases or ()):
+        return []
+    try:
+        return list(_database_problems(delays))
+    except StoreError as error:
+        hint = "Check the database and the rights of its user."
+        return [Warning(f"The tasks cannot be read: {error}", hint, id="delaytasks.W003")]
+    finally:
+        # Otherwise Django's test runner could not drop the database.
+        wiring_of(delays).store.database.dispose()
+
+
+def _database_problems(delays: DjangoDelays) -> Iterator[CheckMessage]:
+    name, version = _server(connections[delays.alias])
+    oldest = OLDEST_VERSIONS.get(name, ())
+    if version < oldest:
+        found, needed = (".".join(map(str, each)) for each in (version, oldest))
+        yield Error(
+            f"Database {delays.alias!r} is {name} {found}, and delaytasks requires {needed}.",
+            f"Upgrade the server to {name} {needed} or newer.",
+            id="delaytasks.E002",
+        )
+        return
+    head, revision = migrations.head(), _revision(delays)
+    if revision is None:
+        message = f"The tables of delaytasks are not in database {delays.alias!r}."
+        yield Warning(message, "Run: manage.py migrate", id="delaytasks.W003")
+        return
+    if revision != head:
+        yield Warning(
+            f"The tables in database {delays.alias!r} have revision {revision}, and this version "
+            f"of delaytasks has {head}.",
+            "Run: manage.py migrate"
+            if revision < head
+            else "Install the version of delaytasks that made the tables, or a newer one.",
+            id="delaytasks.W003",
+        )
+        return
+    yield from _tags_without_processor(delays)
+
+
+def _server(connection: Any) -> tuple[str, tuple[int, ...]]:
+    """Return the name and the version of a database. Django itself refuses an old PostgreSQL."""
+    if connection.vendor == "sqlite":
+        return "SQLite", connection.Database.sqlite_version_info
+    if connection.vendor == "mysql":
+        return "MariaDB" if connection.mysql_is_mariadb else "MySQL", connection.mysql_version
+    return connection.vendor, ()
+
+
+def _revision(delays: DjangoDelays) -> str | None:
+    settings = delays.settings
+    database, schema = wiring_of(delays).store.database, settings.table_schema or None
+    return migrations.current(database, settings.table_prefix, schema)
+
+
+def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
+    wiring = wiring_of(delays)
+    pending = Stats(wiring.store.database, wiring.store.schema).pending()
+    unknown = [each for each in pending if wiring.registry.get(each.tag) is None]
+    if unknown:
+        tags = first_names([f"{each.tag!r} ({each.tasks:,})" for each in unknown], 10)
+        yield Warning(
+            f"Tasks wait for tags that no installed app has a processor for: {tags}.",
+            "Register the processors in the module delays of an installed app, or cancel the "
+            "tasks: manage.py delays cancel --tag TAG",
+            id="delaytasks.W004",
+        )
