@@ -53,6 +53,9 @@ def fail(body: Any) -> None:
     raise ValueError(f"{HOSTILE} timeout")
 
 
+delays.processor("fails.finally")(fail)
+
+
 @delays.recurring("0 9 * * *", name="declared")
 @delays.processor("declared.report")
 def report(body: Any) -> None: ...
@@ -180,7 +183,7 @@ def test_filters_can_be_combined() -> None:
 def test_search_finds_an_id_a_key_or_a_part_of_the_error() -> None:
     task = delays.schedule_delay("mail", "by id", 60)
     delays.schedule_delay("mail", "by key", 60, key="order-7")
-    delays.schedule_delay("fails", "by error", 0, retries=0)
+    delays.schedule_delay("fails.finally", "by error", 0)
     delays.runner().run_due("default", range(10), limit=10)
     client = viewer()
     assert listed(client, f"?q={task.id}") == ["by id"]
@@ -283,9 +286,9 @@ def test_an_action_on_all_tasks_requires_a_filter_that_its_move_allows() -> None
     task, client = delays.schedule_delay("mail", {}, 3600), operator()
     question, message = act(client, "cancel_tasks", select_across="1")
     assert not question
-    assert "choose a filter first" in message
+    assert "Choose a filter first" in message
     query = "?status=NOT_COMPLETE"
-    assert "rerun is for" in act(client, "rerun_tasks", query=query, select_across="1")[1]
+    assert "Rerun is for" in act(client, "rerun_tasks", query=query, select_across="1")[1]
     assert status(task) is Status.NOT_COMPLETE
 
 

@@ -20,7 +20,6 @@ from django.test import Client
 from django.test.utils import override_settings
 from django.urls import path
 
-from delaytasks.contrib.django import models, tables
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.interfaces import Entry
 from tests.integration import django_settings
@@ -82,6 +81,8 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDe
     for name in ("orders", "archive"):
         django_settings.add_database(name, f"sqlite:///{tmp_path / name}.sqlite3")
     made = DjangoDelays(django_settings.new_celery_app(), "orders")
+    from delaytasks.contrib.django import models, tables  # needs Django's settings
+
     for module in (tables, models):
         monkeypatch.setattr(module, "project_delays", lambda: made)
     yield made
@@ -98,7 +99,9 @@ def test_only_the_configured_database_gets_the_tables_and_the_model_reads_it(
         for name in ("orders", "archive"):
             call_command("migrate", database=name, verbosity=0)
         task = orders.schedule_delay("order.close", {"order": 7}, 60)
-        assert [row.id for row in models.DelayTaskRow.objects.all()] == [task.id]
+        from delaytasks.contrib.django.models import DelayTaskRow
+
+        assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
     table = wiring_of(orders).store.schema.tasks.name
     assert table in connections["orders"].introspection.table_names()
     assert table not in connections["archive"].introspection.table_names()

@@ -90,7 +90,10 @@ class DjangoConnection:
         except IntegrityError as error:
             raise self._integrity_error(sql, error) from error
         columns = statement.selected_columns if cursor.description else ()
-        readers = [self._reader(column.type) for column in columns]
+        codes = [column[1] for column in cursor.description or ()]
+        readers = [
+            self._reader(column.type, code) for column, code in zip(columns, codes, strict=True)
+        ]
         rows = [self._read(readers, row) for row in cursor.fetchall()] if columns else []
         return StatementResult([column.key for column in columns], rows, cursor.rowcount)
 
@@ -107,9 +110,10 @@ class DjangoConnection:
             read(value) if read else value for read, value in zip(readers, row, strict=True)
         )
 
-    def _reader(self, kind: TypeEngine[Any]) -> ReadValue | None:
+    def _reader(self, kind: TypeEngine[Any], code: Any) -> ReadValue | None:
+        """Return what reads the values of a column. `code` is the driver's code of its type."""
         process: ReadValue | None = kind.dialect_impl(self._dialect).result_processor(
-            self._dialect, None
+            self._dialect, code
         )
         if not isinstance(kind, UTCDateTime):
             return process
