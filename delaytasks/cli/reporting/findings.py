@@ -89,7 +89,7 @@ def _failing(totals: dict[str, RunTotals]) -> Iterator[ReportFinding]:
         if counts.worker_lost:
             yield ReportFinding(
                 "bad",
-                f"{counts.worker_lost:,} tasks of the tag {tag} failed because their workers died "
+                f"{count(counts.worker_lost, 'task')} of the tag {tag} failed because workers died "
                 "again and again.",
             )
 
@@ -109,8 +109,8 @@ def _lateness(
         at = f"{worst.start:%Y-%m-%d %H:%M} UTC"
         yield ReportFinding(
             level,
-            f"From {at} on, one task in 100 started {show_measured(worst_s)} late or later; most "
-            f"late tasks were of the tag {_latest_tag(worst)}.",
+            f"From {at} on, one run in 100 started {show_measured(worst_s)} late or later; most "
+            f"late runs were of the tag {_latest_tag(worst)}.",
         )
 
 
@@ -125,7 +125,7 @@ def _promises(on_time: Sequence[OnTime]) -> Iterator[ReportFinding]:
         if each.budget_left < 0:
             yield ReportFinding(
                 "warning",
-                f"{each.share:.2%} of the tasks of the tag {each.tag} began in time, fewer than "
+                f"{each.share:.2%} of the runs of the tag {each.tag} began in time, fewer than "
                 f"the target of {each.target:.0%}.",
             )
 
@@ -141,7 +141,9 @@ def _coming(due: Sequence[DueStep], needed_workers: int | None) -> Iterator[Repo
         )
     if late:
         worst = max(late, key=lambda step: step.late_s or 0.0)
-        need = "" if needed_workers is None else f" {needed_workers:,} workers would be enough."
+        need = (
+            "" if needed_workers is None else f" {count(needed_workers, 'worker')} would be enough."
+        )
         yield ReportFinding(
             "warning",
             f"Tasks that are due from {worst.start:%Y-%m-%d %H:%M} UTC on will start up to "
