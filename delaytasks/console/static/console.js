@@ -161,7 +161,7 @@ document.documentElement.classList.add("has-script");
     new uPlot({
       width: box.clientWidth, height: 190,
       tzDate: (at) => uPlot.tzDate(new Date(at * 1000), zone),
-      axes: [{ ...axis, space: isLong ? 90 : 60, values: (_, times) => times.map(clock) }, { ...axis, size: 58, values: (_, values) => values.map((v) => v.toLocaleString("en") + (box.dataset.unit || "")) }],
+      axes: [{ ...axis, space: isLong ? 90 : 60, values: (_, times) => times.map(clock) }, { ...axis, size: 72, values: (_, values) => values.map((v) => v.toLocaleString("en") + (box.dataset.unit || "")) }],
       series: [{ label: "at", value: (_, at) => (at == null ? "–" : clock(at)) }, ...series.map((one) => ({
         label: one.label, stroke: colour(one.colour), width: 2, fill: one.fill ? colour(one.colour) + "33" : undefined,
         points: { show: x.length < 3 }, value: (_, v) => v == null ? "–" : v.toLocaleString("en") + (box.dataset.unit || ""),
