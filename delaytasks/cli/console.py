@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.context import Cli, Command, needs_extra, pass_cli
 from delaytasks.core.errors import ConfigError
 
 PORT = 5556
@@ -78,7 +78,10 @@ def console(
     if proxy_header is not None and trusted_proxy is not None:
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
-    server, access = _import_server(), None
+    with needs_extra("console"):
+        from delaytasks.console import server
+        from delaytasks.serving import serve_at
+    access = None
     if openid_issuer or openid_client or openid_roles:
         if proxy_header is not None:
             raise ConfigError("--proxy-header and --openid-issuer cannot be combined")
@@ -93,12 +96,9 @@ def console(
         access = server.proxy_access(cli.delays, proxy_header, proxies or ("127.0.0.1", "::1"))
     cli.import_processors()
     app = server.standalone(cli.delays, click.echo, access)
-    serving = server.make_server(app, host, port, prefix, trusted_proxy)
-    click.echo(f"console at http://{host}:{serving.effective_port}{prefix}/ ready.")
-    try:
-        serving.run()
-    finally:
-        serving.close()
+    serve_at(
+        app, host, port, prefix, trusted_proxy, lambda url: click.echo(f"console at {url} ready.")
+    )
 
 
 @click.command("console-user", cls=Command)
@@ -114,7 +114,9 @@ def console_user(cli: Cli, name: str, role: str, remove: bool, password: str | N
     delaytasks console-user ann --role operate
     delaytasks console-user ann --remove
     """
-    server = _import_server()
+    with needs_extra("console"):
+        from delaytasks.console import server
+        from delaytasks.console.viewers import Role
     users = server.users_of(cli.delays)
     if remove:
         if not users.remove(name):
@@ -124,7 +126,7 @@ def console_user(cli: Cli, name: str, role: str, remove: bool, password: str | N
     if password is None:
         cli.require_terminal(False, "console-user asks for the password on a terminal: --password")
         password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
-    users.set(name, password, server.Role.named(role))
+    users.set(name, password, Role.named(role))
     cli.answer({"user": name, "role": role}, f"stored the user {name} with the role {role}")
 
 
@@ -142,14 +144,3 @@ def _openid(issuer: str, client: str, secret: str, claim: str, roles: Sequence[s
             raise ConfigError(f"--openid-role is VALUE=ROLE, as ops=admin, not {pair!r:.60}")
         named[value] = Role.named(role)
     return OpenIDAccess(issuer, client, secret, claim, named)
-
-
-def _import_server() -> Any:
-    """Return the module that serves the console, or say which packages it needs."""
-    try:
-        from delaytasks.console import server
-    except ImportError as error:
-        raise ConfigError(
-            f"the console needs more packages ({error.name}): pip install 'delaytasks[console]'"
-        ) from error
-    return server

@@ -7,11 +7,12 @@ from importlib import import_module
 import click
 
 from delaytasks.cli.context import DEFAULT_APP, RootGroup
-from delaytasks.cli.opening import open_cli, open_cli_under_celery
+from delaytasks.cli.opening import open_cli, open_cli_under_celery, open_cli_under_flask
 
 #: The commands of each module.
 _MODULES = {
     "adopt_eta": "adopt-eta",
+    "api": "api-key serve",
     "audit": "audit undo",
     "check": "check",
     "completion": "completion",
@@ -88,3 +89,14 @@ def delays(ctx: click.Context) -> None:
     celery -A proj delays list --status FAILED
     """
     open_cli_under_celery(ctx)
+
+
+@click.group("delays", cls=AllCommands)
+@click.pass_context
+def flask_delays(ctx: click.Context) -> None:
+    """Delayed tasks: schedule, show, cancel, move and run them.
+
+    \b
+    flask --app shop delays list --status FAILED
+    """
+    open_cli_under_flask(ctx)

@@ -1,4 +1,4 @@
-"""Prepare a call of the command line: by itself, or under `celery`."""
+"""Prepare a call of the command line: by itself, under `celery`, or under `flask`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 import shlex
 import shutil
 import sys
+from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from delaytasks.cli.celery_app import find_app
 from delaytasks.cli.context import DEFAULT_APP, Cli
+from delaytasks.core.errors import ConfigError
+from delaytasks.wiring import wiring_of
 
 _ORIGINS: dict[ParameterSource | None, str] = {
     ParameterSource.COMMANDLINE: "command line",
@@ -47,3 +50,24 @@ def open_cli_under_celery(ctx: click.Context) -> None:
     command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
     app_name = name if isinstance(name, str) else DEFAULT_APP
     ctx.obj = Cli(ctx, lambda: app, command, app_name, "celery")
+
+
+def open_cli_under_flask(ctx: click.Context) -> None:
+    """Prepare `flask --app proj delays …`. No application context surrounds the command.
+
+    In an application context, calls would be part of the transaction of `db.session`.
+    """
+    info = ctx.obj
+    path = info.app_import_path
+    command = f"flask --app {shlex.quote(path)} delays" if path else "flask delays"
+    ctx.obj = Cli(ctx, lambda: _celery_of_flask(info.load_app()), command, DEFAULT_APP, "flask")
+
+
+def _celery_of_flask(app: Any) -> Any:
+    delays = app.extensions.get("delaytasks")
+    if delays is None:
+        raise ConfigError(
+            f"the Flask app {app.name!r} has no delayed tasks; call init_app(app) of a FlaskDelays "
+            "where the app is made"
+        )
+    return wiring_of(delays).celery

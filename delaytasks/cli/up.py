@@ -80,6 +80,11 @@ def up(
         raise click.UsageError(
             "up requires Linux or macOS; on Windows use WSL, or run the commands of the Procfile"
         )
+    if cli.app_origin == "flask":
+        raise click.UsageError(
+            "up starts `celery -A`, which takes no Flask app; name the module with the Celery app, "
+            "as delaytasks -A shop.celery up"
+        )
     has_flower = not no_flower and importlib.util.find_spec("flower") is not None
     flower_port = _free_port(port) if has_flower else None
     has_console = not no_console and all(map(importlib.util.find_spec, ("flask", "waitress")))

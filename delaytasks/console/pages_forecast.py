@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flask import Flask, render_template, request
 from markupsafe import Markup
 
 from delaytasks.client import DelayTasks
-from delaytasks.console.charts import histogram
 from delaytasks.console.requests import requires, state
-from delaytasks.console.shown import day_and_time
+from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.task_filters import number_of
 from delaytasks.console.viewers import Role
 from delaytasks.core.clock import from_us
@@ -26,13 +25,12 @@ from delaytasks.forecast.sentences import (
     pool_sentence,
     worst_sentence,
 )
+from delaytasks.statistics.charts import Series, legend, lines, stacked_bars
 
 #: Seconds for which all viewers see the same forecast.
 FORECAST_S = 60.0
 #: The table has the latest and the largest steps.
 PEAKS_SHOWN = 12
-#: The chart of the lateness is in minutes if it has larger values.
-MINUTES_FROM_S = 300.0
 
 
 class ForecastPeriod(NamedTuple):
@@ -62,17 +60,6 @@ class ForecastQuery(NamedTuple):
     workers: int | None
     processes: int | None
     target: str
-
-
-@dataclass(frozen=True)
-class ForecastCharts:
-    """The charts; `due` and `lateness` are for the script, and `bars` are shown without it."""
-
-    bars: Markup
-    due: dict[str, Any]
-    lateness: dict[str, Any]
-    #: The unit of the lateness.
-    unit: str
 
 
 def install(app: Flask) -> None:
@@ -166,49 +153,36 @@ def _lines(found: Forecast) -> list[ForecastLine]:
 # -- charts ---------------------------------------------------------------------------------------
 
 
-def _charts(found: Forecast) -> ForecastCharts:
-    steps = _all_steps(found)
+def _charts(found: Forecast) -> dict[str, Markup]:
+    steps, length = _all_steps(found), timedelta(seconds=found.step_s)
     starts = [start for start, _ in steps]
-    values = [step.due if step else 0 for _, step in steps]
-    bars = histogram(
-        values,
-        [f"{day_and_time(at)}: {due:,}" for at, due in zip(starts, values, strict=True)],
-        list(map(day_and_time, starts)),
-        f"Tasks that become due, at most {max(values):,} in one step",
-    )
-    late = [step.late_s if step else 0.0 for _, step in steps]
-    late_doubled = [step.late_s_doubled if step else 0.0 for _, step in steps]
-    is_long = max((each for each in late if each), default=0.0) > MINUTES_FROM_S
-    unit_s = 60.0 if is_long else 1.0
-
-    def shown(seconds: list[float | None]) -> list[float | None]:
-        return [None if each is None else round(each / unit_s, 2) for each in seconds]
-
-    x = [int(start.timestamp()) for start in starts]
+    tags = [tag.tag for tag in found.tags[:1]]
     due = [
-        _series("due", "--accent", values, True),
-        _series("not started", "--warn", [step.backlog if step else 0 for _, step in steps]),
+        *(Series(tag, "due", [_of_tag(step, tag) for _, step in steps]) for tag in tags),
+        Series("other tags", "other", [_of_others(step, tags) for _, step in steps]),
     ]
-    lateness = [
-        _series("these workers", "--warn", shown(late), True),
-        _series("twice as many", "--accent", shown(late_doubled)),
+    late = [
+        Series("these workers", "p99", [step.late_s if step else 0.0 for _, step in steps]),
+        Series("twice as many", "p50", [step.late_s_doubled if step else 0.0 for _, step in steps]),
     ]
-    return ForecastCharts(
-        bars,
-        {"x": x, "series": due},
-        {"x": x, "series": lateness},
-        " min" if is_long else " s",
-    )
+    return {
+        "due": Markup(legend(due) + stacked_bars(starts, length, due)),
+        "late": Markup(legend(late) + lines(starts, length, late)),
+    }
+
+
+def _of_tag(step: ForecastStep | None, tag: str) -> int:
+    return 0 if step is None else step.due_by_tag.get(tag, 0)
+
+
+def _of_others(step: ForecastStep | None, tags: Sequence[str]) -> int:
+    return 0 if step is None else step.due - sum(_of_tag(step, tag) for tag in tags)
 
 
 def _all_steps(found: Forecast) -> list[tuple[datetime, ForecastStep | None]]:
     """Return the starts of all steps; a forecast leaves out those without tasks."""
-    known = {step.start: step for step in found.steps}
+    known, zone = {step.start: step for step in found.steps}, viewer_zone()
     first = int(found.made_at.timestamp() // found.step_s)
     end = math.ceil(found.until.timestamp() / found.step_s)
     starts = [from_us(round(number * found.step_s * 1e6)) for number in range(first, end)]
-    return [(start, known.get(start)) for start in starts]
-
-
-def _series(label: str, colour: str, values: Any, fill: bool = False) -> dict[str, Any]:
-    return {"label": label, "colour": colour, "values": values, "fill": fill}
+    return [(start.astimezone(zone), known.get(start)) for start in starts]

@@ -1,25 +1,19 @@
-"""Serves the console by itself, for `delaytasks console` and `delaytasks up`."""
+"""Makes the console that is served by itself, for `delaytasks console` and `delaytasks up`."""
 
 from __future__ import annotations
 
-import ipaddress
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from flask import Flask
-from waitress.server import create_server
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.application import make_console
 from delaytasks.console.users import FIRST_USER, UserFile, session_key
 from delaytasks.console.viewers import Access, ProxyAccess, Role
-from delaytasks.core.errors import ConfigError
 
 #: The files in the data folder.
 USERS, KEY = "console-users.json", "console-key"
-THREADS = 8
 
 
 def users_of(delays: DelayTasks) -> UserFile:
@@ -53,38 +47,3 @@ def standalone(
         say(f"The console's first user is {FIRST_USER} with the password {password}")
         say(f"It is printed once; {users.path} has its hash.")
     return make_console(delays, users, secret_key=key)
-
-
-def make_server(
-    app: Any, host: str, port: int, prefix: str, trusted_proxy: str | None = None
-) -> Any:
-    """Return a server that listens; its method `run` serves until it is interrupted.
-
-    Parameters
-    ----------
-    trusted_proxy
-        The address of a proxy whose `X-Forwarded-For` and `X-Forwarded-Proto` name the address and
-        the scheme of the browser.
-    """
-    forwarded: dict[str, Any] = {}
-    if trusted_proxy is not None:
-        forwarded = {
-            "trusted_proxy": _address(trusted_proxy),
-            "trusted_proxy_headers": {"x-forwarded-for", "x-forwarded-proto"},
-            "clear_untrusted_proxy_headers": True,
-        }
-    try:
-        return create_server(
-            app, host=host, port=port, threads=THREADS, url_prefix=prefix, ident=None, **forwarded
-        )
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        raise ConfigError(f"the console cannot listen on {host}:{port}: {reason}") from error
-
-
-def _address(text: str) -> str:
-    """Return an address as the server compares it with that of a peer."""
-    try:
-        return str(ipaddress.ip_address(text))
-    except ValueError:
-        raise ConfigError(f"the trusted proxy is an IP address, not {text!r:.60}") from None

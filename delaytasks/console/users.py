@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import secrets
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from werkzeug.security import check_password_hash, generate_password_hash
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.private_files import make_folder, write_file
+from delaytasks.core.watched_file import WatchedFile
 
 #: A shorter password is refused.
 MIN_PASSWORD = 10
@@ -31,33 +29,13 @@ class UserFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = threading.Lock()
-        self._read_at: tuple[int, int] | None = None
-        self._users: dict[str, dict[str, str]] = {}
+        self._file = WatchedFile(path, {"users": {}}, _read_users, "console users")
 
     # -- read -------------------------------------------------------------------------------------
 
     def users(self) -> dict[str, dict[str, str]]:
         """Return the users by name; none if there is no file yet."""
-        with self._lock:
-            try:
-                found = os.stat(self.path)
-            except FileNotFoundError:
-                return {}
-            stamp = (found.st_mtime_ns, found.st_size)
-            if stamp != self._read_at:
-                self._users, self._read_at = self._parse(), stamp
-            return self._users
-
-    def _parse(self) -> dict[str, dict[str, str]]:
-        try:
-            users = json.loads(self.path.read_text(encoding="utf-8"))["users"]
-            for each in users.values():
-                Role.named(each["role"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self.path} is no file of console users: {error}") from error
-        found: dict[str, dict[str, str]] = users
-        return found
+        return self._file.read()
 
     def role(self, name: str) -> Role | None:
         user = self.users().get(name)
@@ -87,14 +65,14 @@ class UserFile:
             raise ConfigError(f"a password of the console has at least {MIN_PASSWORD} characters")
         users = dict(self.users())
         users[name] = {"password": generate_password_hash(password), "role": role.label}
-        self._write(users)
+        self._file.write({"users": users})
 
     def remove(self, name: str) -> bool:
         """Remove a user; return False if there is none of this name."""
         users = dict(self.users())
         is_known = users.pop(name, None) is not None
         if is_known:
-            self._write(users)
+            self._file.write({"users": users})
         return is_known
 
     def make_first(self) -> str | None:
@@ -105,13 +83,6 @@ class UserFile:
         self.set(FIRST_USER, password, Role.ADMIN)
         return password
 
-    def _write(self, users: dict[str, dict[str, str]]) -> None:
-        make_folder(self.path.parent)
-        # Readers see the old file or the new one.
-        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
-        write_file(new, json.dumps({"users": users}, indent=2) + "\n")
-        os.replace(new, self.path)
-
 
 def session_key(path: Path) -> str:
     """Return the key that signs sessions. It is made once, so sessions survive a restart."""
@@ -121,6 +92,13 @@ def session_key(path: Path) -> str:
         make_folder(path.parent)
         write_file(path, secrets.token_hex(32))
         return path.read_text(encoding="ascii")
+
+
+def _read_users(document: Any) -> dict[str, dict[str, str]]:
+    users: dict[str, dict[str, str]] = document["users"]
+    for each in users.values():
+        Role.named(each["role"])
+    return users
 
 
 def _mark(hashed: str) -> str:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from flask import Flask
-from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.application import make_console
 from delaytasks.console.viewers import HostAccess, Viewer
+from delaytasks.contrib.flask_mounting import delays_of, mount_wsgi
 from delaytasks.core.errors import ConfigError
 
 
@@ -46,9 +46,7 @@ def mount_console(
     --------
     >>> mount_console(app, "/delays", lambda: Viewer(current_user.name, Role.OPERATE))
     """
-    found = delays or app.extensions.get("delaytasks")
-    if found is None:
-        raise ConfigError("the Flask app has no FlaskDelays: call init_app(app), or give delays=")
+    found = delays or delays_of(app)
     if not app.secret_key:
         raise ConfigError("the console signs its sessions: set the secret key of the Flask app")
 
@@ -58,7 +56,7 @@ def mount_console(
             return viewer()
 
     console = make_console(found, HostAccess(find), secret_key=derived_key(app.secret_key))
-    app.wsgi_app = DispatcherMiddleware(app.wsgi_app, {path.rstrip("/"): console})  # type: ignore[method-assign]
+    mount_wsgi(app, path, console)
     return console
 
 

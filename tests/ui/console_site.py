@@ -17,9 +17,9 @@ from sqlalchemy import update
 
 from delaytasks import DelayTasks, Retry
 from delaytasks.console.application import make_console
-from delaytasks.console.server import make_server
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.serving import make_server
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus

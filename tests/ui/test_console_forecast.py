@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import re
 from collections.abc import Iterator
 from datetime import timedelta
@@ -49,13 +48,14 @@ def test_the_forecast_says_when_the_peak_is_and_how_many_workers_it_needs(peak: 
     assert heading(quick).startswith("✓ On time")
 
 
-def test_the_chart_is_drawn_without_scripts_too(peak: Site) -> None:
+def test_the_charts_have_each_step_and_tag(peak: Site) -> None:
+    peak.delays.schedule_delay("order.close", {}, 3600 * 24)
     text = peak.client().get("/forecast").text
-    assert re.search(r'<svg class="histogram"[^>]* aria-label="[^"]*at most 600 in one step"', text)
-    series = json.loads(re.findall(r"data-series='([^']+)'", text)[0])
-    due, waiting = (each["values"] for each in series["series"])
-    assert (max(due), sum(due)) == (PEAK, PEAK)
-    assert len(series["x"]) == len(due) == len(waiting) > 100
+    due, late = re.findall(r'<svg class="chart".*?</svg>', text)
+    assert due.count("<title>") == late.count("<title>") > 24 * 7
+    assert due.count(f"newsletter.send {PEAK}, other tags 0") == 1
+    assert due.count("newsletter.send 0, other tags 1") == 1
+    assert re.search(r"these workers \d+s, twice as many \d", late)
 
 
 def test_an_operator_spreads_a_peak_and_undoes_it(peak: Site) -> None:

@@ -8,21 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import a2wsgi
 import fastapi
 import httpx
 import pytest
 from click.testing import CliRunner
 from flask import Flask
+from starlette.middleware.sessions import SessionMiddleware
+from starlette.requests import Request
 
 from delaytasks import DelayTasks
 from delaytasks.cli.main import main
-from delaytasks.console.application import make_console
-from delaytasks.console.server import make_server, standalone
+from delaytasks.console.server import standalone
 from delaytasks.console.users import FIRST_USER
-from delaytasks.console.viewers import HostAccess, Role, Viewer
+from delaytasks.console.viewers import Role, Viewer
+from delaytasks.contrib import fastapi as fastapi_mounts
 from delaytasks.contrib.flask_console import mount_console
 from delaytasks.core.errors import ConfigError
+from delaytasks.serving import make_server
 from tests.integration.django_settings import configured
 from tests.ui.console_site import make_delays, served, token_of
 
@@ -133,12 +135,20 @@ class AsgiClient:
         return asyncio.run(send())
 
 
-def test_fastapi_mounts_it_as_a_wsgi_application(delays: DelayTasks) -> None:
+def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTasks) -> None:
     app = fastapi.FastAPI()
-    console: Any = make_console(delays, HostAccess(lambda environ: Viewer("ann", Role.OPERATE)))
-    mounted: Any = a2wsgi.WSGIMiddleware(console)
-    app.mount("/delays", mounted)
-    check_console(AsgiClient(app), delays, lambda answer: answer.text)
+
+    def viewer(request: Request) -> Viewer | None:
+        is_known = request.session.setdefault("user", "ann") == "ann"
+        return Viewer("ann", Role.OPERATE) if is_known and people else None
+
+    people = ["ann"]
+    fastapi_mounts.mount_console(app, "/delays", delays, viewer, secret_key="a secret")
+    app.add_middleware(SessionMiddleware, secret_key="a secret")
+    client = AsgiClient(app)
+    check_console(client, delays, lambda answer: answer.text)
+    people.clear()
+    assert client.get("/delays/").status_code == 401
 
 
 def test_the_first_start_prints_a_password_once(delays: DelayTasks, tmp_path: Path) -> None:

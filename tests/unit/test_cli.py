@@ -118,6 +118,7 @@ def test_all_documented_commands_exist() -> None:
     wanted += ["pause", "resume", "policy list", "policy set", "policy clear"]
     wanted += [f"recurring {name}" for name in ("list", "set", "pause", "resume", "run")]
     wanted += [f"recurring {name}" for name in ("remove", "next", "import")]
+    wanted += ["serve", "api-key create", "api-key list", "api-key remove"]
     wanted += ["encryption key", "encryption status", "encryption rotate"]
     wanted += ["db partitions list", "db partitions convert", "db partitions maintain", "db shards"]
     assert set(wanted) == {path for path, _ in commands(main)}

@@ -36,6 +36,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.core.states import MOVES, Status
+from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.producer import ProducerMetrics
 from delaytasks.metrics.snapshot import known_families
@@ -230,7 +231,7 @@ def check_command(words: list[str], where: str) -> None:
         assert words[1] in re.findall(
             r"^    ([\w-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE
         ), where
-    elif words[:2] == ["celery", "-A"] and "delays" in words:
+    elif words[0] in ("celery", "flask") and "delays" in words:
         _check_click(main, words[words.index("delays") + 1 :], where)
     elif words[0] == "celery":
         from celery.bin.celery import celery
@@ -353,10 +354,20 @@ def round_trips_table() -> str:
     return "\n".join(rows)
 
 
+def http_routes_table() -> str:
+    rows = ["| operation | request | requires |", "|---|---|---|"]
+    rows += [
+        f"| {route.summary} | `{route.method} {route.path}` | {route.permission.value} |"
+        for route in ROUTES
+    ]
+    return "\n".join(rows)
+
+
 GENERATED: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("docs/operations.md", settings_table),
     "moves": ("docs/how-it-works.md", moves_table),
     "round trips": ("docs/how-it-works.md", round_trips_table),
+    "http routes": ("docs/http-api.md", http_routes_table),
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from delaytasks.cli.reporting.data import DueStep, ReportData
 from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.histograms import LATENESS_BOUNDS_S, bucket_of
+from delaytasks.core.text import count
 from delaytasks.operations.verdict import Problem, Severity, verdict_of, worst_first, worst_of
 from delaytasks.statistics.results import OnTime, RunTotals, SeriesPoint
 
@@ -53,7 +54,7 @@ def _failing(totals: dict[str, RunTotals]) -> Iterator[Problem]:
         if counts.worker_lost:
             yield Problem(
                 "bad",
-                f"{counts.worker_lost:,} tasks of the tag {tag} failed because their workers died "
+                f"{count(counts.worker_lost, 'task')} of the tag {tag} failed because workers died "
                 "again and again.",
             )
 
@@ -71,8 +72,8 @@ def _lateness(series: Sequence[SeriesPoint], totals: dict[str, RunTotals]) -> It
         at = f"{worst.start:%Y-%m-%d %H:%M} UTC"
         yield Problem(
             level,
-            f"From {at} on, one task in 100 started {show_measured(worst_s)} late or later; most "
-            f"late tasks were of the tag {_latest_tag(worst)}.",
+            f"From {at} on, one run in 100 started {show_measured(worst_s)} late or later; most "
+            f"late runs were of the tag {_latest_tag(worst)}.",
         )
 
 
@@ -87,7 +88,7 @@ def _promises(on_time: Sequence[OnTime]) -> Iterator[Problem]:
         if each.budget_left < 0:
             yield Problem(
                 "warning",
-                f"{each.share:.2%} of the tasks of the tag {each.tag} began in time, fewer than "
+                f"{each.share:.2%} of the runs of the tag {each.tag} began in time, fewer than "
                 f"the target of {each.target:.0%}.",
             )
 
@@ -103,7 +104,9 @@ def _coming(due: Sequence[DueStep], needed_workers: int | None) -> Iterator[Prob
         )
     if late:
         worst = max(late, key=lambda step: step.late_s or 0.0)
-        need = "" if needed_workers is None else f" {needed_workers:,} workers would be enough."
+        need = (
+            "" if needed_workers is None else f" {count(needed_workers, 'worker')} would be enough."
+        )
         yield Problem(
             "warning",
             f"Tasks that are due from {worst.start:%Y-%m-%d %H:%M} UTC on will start up to "

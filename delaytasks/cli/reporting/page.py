@@ -81,9 +81,9 @@ def _verdict(data: ReportData) -> str:
 def _tiles(data: ReportData) -> str:
     runs, now = RunTotals.total(data.totals.values()), data.state
     tiles = [
-        ("done", f"{runs.done:,}", False),
-        ("failed runs", f"{runs.failed:,}", bool(runs.failed)),
-        ("retried runs", f"{runs.retried:,}", False),
+        ("runs done", f"{runs.done:,}", False),
+        ("runs failed", f"{runs.failed:,}", bool(runs.failed)),
+        ("runs retried", f"{runs.retried:,}", False),
         ("lateness p50", show_measured(runs.lateness_quantile(0.5)), False),
         ("lateness p99", show_measured(runs.lateness_quantile(0.99)), False),
         ("running now", f"{now.running:,}", False),

@@ -95,7 +95,7 @@ def test_a_quiet_deployment_is_well(report: Callable[..., Any], served: Project)
     assert (document["verdict"], document["findings"]) == ("good", [])
     assert "On time." in page.text
     assert "Shop & more" in page.text
-    assert re.search(r"\b30\s+done\b", page.text)
+    assert re.search(r"\b30\s+runs done\b", page.text)
 
 
 def test_the_verdict_names_what_is_wrong(report: Callable[..., Any], served: Project) -> None:
@@ -112,7 +112,7 @@ def test_the_verdict_names_what_is_wrong(report: Callable[..., Any], served: Pro
     shown = "\n".join(sentences)
     assert "1 task of nobody is overdue by up to 1m" in shown
     assert sentences["20.0% of the tasks of the tag ok failed (20)."] == "bad"
-    assert re.search(r"one task in 100 started \d+s late .* tag ok\.", shown)
+    assert re.search(r"one run in 100 started \d+s late .* tag ok\.", shown)
     assert re.search(r"^The tag mail is paused", shown, re.M)
     assert list(sentences.values()) == sorted(
         sentences.values(), key=["bad", "warning", "note"].index

@@ -1,0 +1,206 @@
+"""Checks before the function of a route is called: key, limits, permission, schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+from typing import Any, NamedTuple
+
+from flask import Request
+
+from delaytasks.client import DelayTasks
+from delaytasks.core.errors import BodyNotJSONError, InvalidQueryError, TaskNotFoundError
+from delaytasks.core.text import shown
+from delaytasks.http_api.api_keys import ApiKey, FindsKeys, Scopes
+from delaytasks.http_api.problems import RefusedRequestError
+from delaytasks.http_api.request_limit import RequestLimit
+from delaytasks.http_api.validation import InvalidRequestError, JSONSchema, check_value
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+#: The longest Idempotency-Key.
+IDEMPOTENCY_LENGTH = 255
+_FRACTION = re.compile(r"\.(\d+)")
+
+
+class Permission(Enum):
+    """The permission that a route requires. Each value names the scopes that grant it."""
+
+    READ = "the scope read"
+    OPERATE = "the scope operate"
+    SCHEDULE = "a scope schedule:PATTERN that matches the tag"
+    READ_TASK = "the scope read, or a scope schedule:PATTERN that matches the tag"
+    CHANGE_TASK = "the scope operate, or a scope schedule:PATTERN that matches the tag"
+
+    def is_for_all_tags(self, scopes: Scopes) -> bool:
+        """Return whether the scopes allow the route whatever the tag is."""
+        if self in (Permission.READ, Permission.READ_TASK):
+            return scopes.can_read
+        return scopes.can_operate and self is not Permission.SCHEDULE
+
+    @property
+    def depends_on_tag(self) -> bool:
+        return self not in (Permission.READ, Permission.OPERATE)
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRequest:
+    """A request of a known caller, whose values match the schemas of its route."""
+
+    delays: DelayTasks
+    key: ApiKey
+    path: Mapping[str, str]
+    query: Mapping[str, Any]
+    body: Any
+    idempotency_key: str | None
+
+
+#: The document of a response.
+Reply = dict[str, Any]
+
+
+class Route(NamedTuple):
+    """One operation of the API."""
+
+    name: str
+    method: str
+    #: As in OpenAPI, for example `/v1/tasks/{id}`.
+    path: str
+    summary: str
+    permission: Permission
+    function: Callable[[ApiRequest], Reply]
+    #: The name of the response's schema in `COMPONENTS`.
+    reply: str
+    #: The schema of the body; None for a route without a body.
+    request: JSONSchema | None = None
+    query: Mapping[str, JSONSchema] = {}
+    #: Returns the tags that a request concerns, if the permission depends on the tag.
+    tags_of: Callable[[ApiRequest], list[str]] = lambda request: []
+    takes_idempotency_key: bool = False
+
+
+class Gate:
+    """Admits requests to their routes."""
+
+    def __init__(self, delays: DelayTasks, keys: FindsKeys, limit: RequestLimit) -> None:
+        self._delays = delays
+        self._keys = keys
+        self._limit = limit
+
+    def admit(self, route: Route, path: Mapping[str, str], http: Request) -> ApiRequest:
+        """Return the checked request, or raise the error that refuses it."""
+        key = self._key_of(http)
+        wait_s = self._limit.wait_s(key.name)
+        if wait_s:
+            raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
+        is_for_all = route.permission.is_for_all_tags(key.scopes)
+        if not is_for_all and not (route.permission.depends_on_tag and key.scopes.patterns):
+            raise _forbidden(route)
+        request = ApiRequest(
+            self._delays, key, path, _query(route, http), _body(route, http), _idempotency_key(http)
+        )
+        if not is_for_all and not all(map(key.scopes.covers, route.tags_of(request))):
+            raise _forbidden(route)
+        return request
+
+    def _key_of(self, http: Request) -> ApiKey:
+        kind, _, presented = http.headers.get("Authorization", "").partition(" ")
+        key = self._keys.find(presented.strip()) if kind.lower() == "bearer" else None
+        if key is None:
+            raise RefusedRequestError(
+                401,
+                "The header Authorization has no known API key: send 'Bearer dtk_…'.",
+                challenge="Bearer",
+            )
+        return key
+
+
+def _forbidden(route: Route) -> RefusedRequestError:
+    return RefusedRequestError(
+        403,
+        f"The scopes of this API key do not allow it: {route.name} requires "
+        f"{route.permission.value}.",
+    )
+
+
+def visible_tag(request: ApiRequest) -> list[str]:
+    """Return the tag of the task in the path; hide whether a task of another tag exists."""
+    id = request.path["id"]
+    try:
+        tag = request.delays.get(id).tag
+    except TaskNotFoundError:
+        tag = None
+    if tag is None or not request.key.scopes.covers(tag):
+        raise TaskNotFoundError(f"no task that this API key may see has the id {id}")
+    return [tag]
+
+
+def instant_of(text: str) -> datetime:
+    """Return the instant of an RFC 3339 text."""
+    exact = _FRACTION.sub(lambda found: "." + found[1][:6].ljust(6, "0"), text.upper(), count=1)
+    try:
+        return datetime.fromisoformat(exact.replace("Z", "+00:00"))
+    except ValueError:
+        raise InvalidQueryError(
+            f"{shown(text)} is not an instant: write 2026-11-25T03:00:00Z"
+        ) from None
+
+
+# -- the parts of a request -----------------------------------------------------------------------
+
+
+def _query(route: Route, http: Request) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, texts in http.args.lists():
+        schema = route.query.get(name)
+        if schema is None:
+            known = ", ".join(route.query) or "none"
+            raise InvalidRequestError(f"unknown query parameter {shown(name)} (known: {known})")
+        if schema.get("type") == "array":
+            found[name] = texts
+        elif len(texts) == 1:
+            found[name] = _converted(texts[0], schema.get("type"))
+        else:
+            raise InvalidRequestError(f"the query parameter {name} is given several times")
+        check_value(found[name], schema, f"the query parameter {name}")
+    return found
+
+
+def _converted(text: str, kind: object) -> Any:
+    """Return the value of a query parameter; a text that is not of the type stays as it is."""
+    if kind == "boolean":
+        return {"true": True, "false": False}.get(text, text)
+    is_number = kind == "integer" and text.isascii() and text.isdigit() and len(text) < 20
+    return int(text) if is_number else text
+
+
+def _body(route: Route, http: Request) -> Any:
+    if route.request is None:
+        return None
+    data = http.get_data(cache=False)
+    if not data and "required" not in route.request:
+        return {}
+    if http.mimetype != "application/json":
+        raise RefusedRequestError(415, "The body is JSON: send Content-Type: application/json.")
+    try:
+        body = json.loads(data, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BodyNotJSONError(f"the body is not JSON: {error}") from None
+    check_value(body, route.request, "the body")
+    return body
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _idempotency_key(http: Request) -> str | None:
+    found = http.headers.get(IDEMPOTENCY_HEADER)
+    if found is not None and not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
+        raise InvalidRequestError(
+            f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters"
+        )
+    return found

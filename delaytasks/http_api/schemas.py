@@ -1,0 +1,310 @@
+"""The JSON Schemas of parameters, requests and responses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from delaytasks.core.inputs import (
+    ACTOR_LENGTH,
+    CONCURRENCY_KEY_LENGTH,
+    KEY_LENGTH,
+    MAX_PRIORITY,
+    PAGE_MAX,
+    QUEUE_LENGTH,
+    SCHEDULE_NAME_LENGTH,
+    TAG_LENGTH,
+)
+from delaytasks.core.states import Status
+from delaytasks.http_api.validation import JSONSchema
+
+#: The most tasks of one request, and the most keys of one touch.
+MOST_TASKS = 1000
+
+
+def _text(longest: int, description: str = "") -> dict[str, Any]:
+    schema = {"type": "string", "minLength": 1, "maxLength": longest}
+    return {**schema, "description": description} if description else schema
+
+
+def _described(schema: JSONSchema, description: str) -> dict[str, Any]:
+    return {**schema, "description": description}
+
+
+def _closed(properties: Mapping[str, JSONSchema], *required: str) -> dict[str, Any]:
+    """Return the schema of a request. A name that is not in it is refused."""
+    found = {"type": "object", "properties": dict(properties), "additionalProperties": False}
+    return {**found, "required": list(required)} if required else found
+
+
+def _open(properties: Mapping[str, JSONSchema]) -> dict[str, Any]:
+    """Return the schema of a response. Later versions may add names."""
+    return {"type": "object", "properties": dict(properties), "required": list(properties)}
+
+
+ANY_VALUE: dict[str, Any] = {"description": "Any JSON value."}
+TAG = _text(TAG_LENGTH, "The name of the processor.")
+KEY_TEXT = _text(KEY_LENGTH, "A name of the task within its tag.")
+QUEUE = _text(QUEUE_LENGTH)
+TASK_ID = {"type": "string", "pattern": "^[0-9]{1,19}$", "description": "The id of a task."}
+SCHEDULE_NAME = _text(SCHEDULE_NAME_LENGTH, "The name of a recurring schedule.")
+DELAY = {
+    "type": ["number", "string"],
+    "minimum": 0,
+    "minLength": 2,
+    "maxLength": 100,
+    "description": "Seconds, or a text such as 30m or 1h30m.",
+}
+INSTANT_SCHEMA = {
+    "type": "string",
+    "format": "date-time",
+    "maxLength": 40,
+    "description": "An instant with a time zone.",
+}
+VERSION = {"type": "integer", "minimum": 0, "description": "The task must still have this version."}
+PAIRS = {
+    "type": "object",
+    "additionalProperties": {"type": "string", "maxLength": 512},
+    "description": "A few pairs of strings.",
+}
+RETRIES = {
+    "type": ["string", "integer"],
+    "minimum": 0,
+    "minLength": 1,
+    "maxLength": 1000,
+    "description": "A retry schedule such as '15s 3m', or a number of retries.",
+}
+TEXT_OR_NULL = {"type": ["string", "null"]}
+PRIORITY = {"type": "integer", "minimum": 0, "maximum": MAX_PRIORITY}
+BOOLEAN = {"type": "boolean"}
+COUNT = {"type": "integer"}
+
+_DUE = {
+    "delay": _described(DELAY, "Seconds from now, or a text such as 30m. Give delay or at."),
+    "at": _described(INSTANT_SCHEMA, "The due time, instead of delay."),
+}
+#: The options of tasks and of callbacks, which have the names of those in Python.
+_OPTIONS = {
+    **_DUE,
+    "key": KEY_TEXT,
+    "on_conflict": {
+        "enum": ["reject", "keep", "replace", "take"],
+        "description": "The rule for a key that a live task has; reject by default.",
+    },
+    "queue": QUEUE,
+    "priority": PRIORITY,
+    "retries": RETRIES,
+    "expires": _described(DELAY, "A task that starts later than this is cancelled."),
+    "max_wait": _described(DELAY, "With replace: the longest time from the first call."),
+    "concurrency_key": _text(CONCURRENCY_KEY_LENGTH),
+    "meta": PAIRS,
+    "spread": _described(DELAY, "The task is due up to this time later."),
+}
+NEW_TASK = _closed(
+    {
+        "tag": TAG,
+        "body": _described(ANY_VALUE, "The argument of the processor."),
+        "body_version": {"type": "integer", "minimum": 1},
+        **_OPTIONS,
+    },
+    "tag",
+)
+NEW_TASKS = _closed(
+    {"tasks": {"type": "array", "items": NEW_TASK, "minItems": 1, "maxItems": MOST_TASKS}}, "tasks"
+)
+NEW_CALLBACK = _closed(
+    {
+        "url": _described(_text(2000), "The URL that receives a POST of the body."),
+        "body": _described(ANY_VALUE, "The body of the POST."),
+        "headers": {"type": "object", "additionalProperties": {"type": "string"}},
+        **_OPTIONS,
+    },
+    "url",
+)
+_HOW_TO_CANCEL = {
+    "version": VERSION,
+    "running": _described(BOOLEAN, "Ask a running task to stop."),
+    "terminate": _described(BOOLEAN, "Interrupt a running task."),
+}
+CANCEL_TASK = _closed(_HOW_TO_CANCEL)
+RESCHEDULE_TASK = _closed({**_DUE, "version": VERSION})
+TOUCH_TASK = _closed({"delay": DELAY}, "delay")
+RETRY_TASK = _closed({"delay": DELAY, "version": VERSION})
+_NAMED = {"tag": TAG, "key": KEY_TEXT}
+CANCEL_KEY = _closed({**_NAMED, **_HOW_TO_CANCEL}, "tag", "key")
+RESCHEDULE_KEY = _closed({**_NAMED, **_DUE, "version": VERSION}, "tag", "key")
+TOUCH_KEYS = _closed(
+    {
+        "tag": TAG,
+        "keys": {"type": "array", "items": KEY_TEXT, "minItems": 1, "maxItems": MOST_TASKS},
+        "delay": DELAY,
+    },
+    "tag",
+    "keys",
+    "delay",
+)
+NEW_SCHEDULE = _closed(
+    {
+        "tag": TAG,
+        "body": _described(ANY_VALUE, "The body of each task."),
+        "cron": _described(_text(200), "A cron expression. Give cron or every."),
+        "every": _described(DELAY, "An interval, instead of cron."),
+        "tz": _described(_text(64), "The time zone of the cron expression."),
+        "start": _described(INSTANT_SCHEMA, "The first occurrence."),
+        "jitter": _described(DELAY, "Each task is due up to this time later."),
+        "missed": {"enum": ["latest", "skip", "all"]},
+        "most_missed": {"type": "integer", "minimum": 1, "maximum": 1000},
+        "overlap": {"enum": ["allow", "skip"]},
+        "queue": QUEUE,
+        "priority": PRIORITY,
+        "retries": RETRIES,
+        "expires": DELAY,
+        "concurrency_key": _text(CONCURRENCY_KEY_LENGTH),
+        "meta": PAIRS,
+    },
+    "tag",
+)
+
+# -- parameters of queries ------------------------------------------------------------------------
+
+LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE_MAX, "default": 100}
+FIND_PARAMETERS: dict[str, dict[str, Any]] = {
+    "tag": TAG,
+    "key": _described(KEY_TEXT, "The key. A finished task keeps its key."),
+    "key_prefix": _described(KEY_TEXT, "The beginning of the key."),
+    "queue": QUEUE,
+    "status": {
+        "type": "array",
+        "items": {"enum": [status.name for status in Status]},
+        "description": "One status, or several.",
+    },
+    "meta": {
+        "type": "array",
+        "items": {"type": "string", "pattern": "^[^=]+=", "maxLength": 600},
+        "description": "Pairs such as tenant=acme.",
+    },
+    "error": _described(_text(1000), "A pattern of the error text, as *timeout*."),
+    "since": _described(INSTANT_SCHEMA, "Due at or after."),
+    "until": _described(INSTANT_SCHEMA, "Due before."),
+    "created_since": _described(INSTANT_SCHEMA, "Scheduled at or after."),
+    "created_until": _described(INSTANT_SCHEMA, "Scheduled before."),
+    "updated_until": _described(INSTANT_SCHEMA, "Last changed before."),
+    "cursor": _described(_text(200), "The cursor of the page before."),
+    "limit": LIMIT,
+    "newest_first": BOOLEAN,
+}
+STATISTICS_PARAMETERS: dict[str, dict[str, Any]] = {
+    "since": _described(_text(100), "An instant, or a duration before now; 1h by default."),
+    "tag": {"type": "array", "items": TAG, "description": "Only these tags."},
+}
+LIST_PARAMETERS: dict[str, dict[str, Any]] = {
+    "tag": TAG,
+    "prefix": _described(_text(SCHEDULE_NAME_LENGTH), "The beginning of the names."),
+    "after": _described(_text(SCHEDULE_NAME_LENGTH), "Begin after this name."),
+    "limit": LIMIT,
+}
+
+# -- responses ------------------------------------------------------------------------------------
+
+_INSTANT_OR_NULL = {"type": ["string", "null"], "format": "date-time"}
+TASK = _open(
+    {
+        "id": TASK_ID,
+        "tag": {"type": "string"},
+        "key": TEXT_OR_NULL,
+        "status": _described(
+            {"type": "string"}, f"As {', '.join(status.name for status in Status)}"
+        ),
+        "queue": {"type": "string"},
+        "priority": COUNT,
+        "body": ANY_VALUE,
+        "due_time": _INSTANT_OR_NULL,
+        "expected_time": _INSTANT_OR_NULL,
+        "execution_time": _INSTANT_OR_NULL,
+        "create_time": _INSTANT_OR_NULL,
+        "update_time": _INSTANT_OR_NULL,
+        "attempts": COUNT,
+        "version": COUNT,
+        "worker": TEXT_OR_NULL,
+        "error": TEXT_OR_NULL,
+        "meta": {"type": "object", "additionalProperties": {"type": "string"}},
+        "result": ANY_VALUE,
+    }
+)
+_TASK = {"$ref": "#/components/schemas/Task"}
+_SCHEDULE_REF = {"$ref": "#/components/schemas/RecurringSchedule"}
+#: The schemas that the document names, as in `#/components/schemas/Task`.
+COMPONENTS: dict[str, dict[str, Any]] = {
+    "Task": TASK,
+    "TaskPage": _open(
+        {
+            "tasks": {"type": "array", "items": _TASK},
+            "cursor": TEXT_OR_NULL,
+            "missing_shards": {"type": "array", "items": COUNT},
+        }
+    ),
+    "ScheduledTasks": _open(
+        {"scheduled": _described(COUNT, "The number of tasks that are scheduled.")}
+    ),
+    "Attempts": _open(
+        {
+            "attempts": {
+                "type": "array",
+                "items": _open(
+                    {
+                        "number": COUNT,
+                        "began": _INSTANT_OR_NULL,
+                        "ended": INSTANT_SCHEMA,
+                        "worker": TEXT_OR_NULL,
+                        "error": TEXT_OR_NULL,
+                    }
+                ),
+            }
+        }
+    ),
+    "CancelResult": _open(
+        {
+            "is_cancelled": BOOLEAN,
+            "is_requested": BOOLEAN,
+            "reason": {"type": "string"},
+            "id": TEXT_OR_NULL,
+            "status": TEXT_OR_NULL,
+        }
+    ),
+    "TouchResult": _open(
+        {
+            "touched": {"type": "array", "items": {"type": "string"}},
+            "gone": {"type": "array", "items": {"type": "string"}},
+        }
+    ),
+    "Statistics": _open(
+        {
+            "tags": {"type": "object", "additionalProperties": {"type": "object"}},
+            "gauges": {"type": ["object", "null"]},
+        }
+    ),
+    "RecurringSchedule": _open(
+        {
+            "name": {"type": "string"},
+            "tag": {"type": "string"},
+            "body": ANY_VALUE,
+            "timing": {"type": "string"},
+            "tz": {"type": "string"},
+            "is_paused": BOOLEAN,
+            "next_at": _INSTANT_OR_NULL,
+            "last_at": _INSTANT_OR_NULL,
+            "last_task_id": TEXT_OR_NULL,
+            "version": COUNT,
+            "updated_by": {"type": ["string", "null"], "maxLength": ACTOR_LENGTH},
+        }
+    ),
+    "RecurringSchedules": _open({"schedules": {"type": "array", "items": _SCHEDULE_REF}}),
+    "Problem": _open(
+        {
+            "type": {"type": "string"},
+            "title": {"type": "string"},
+            "status": COUNT,
+            "detail": {"type": "string"},
+        }
+    ),
+}

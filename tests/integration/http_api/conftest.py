@@ -1,0 +1,86 @@
+"""An HTTP API with tables of its own, and callers with keys."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from flask import Flask
+from werkzeug.test import TestResponse
+
+from delaytasks import DelayTasks
+from delaytasks.http_api.api_keys import ApiKeyFile
+from delaytasks.http_api.application import make_api
+from delaytasks.wiring import wiring_of
+
+
+class ApiCaller:
+    """A program that calls the API with one key."""
+
+    def __init__(self, app: Flask, key: str | None) -> None:
+        self._app = app
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+
+    def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> TestResponse:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        more = {} if body is None else {"json": body}
+        client = self._app.test_client()
+        return client.open(path, method=method, headers={**self._headers, **names}, **more)
+
+    def json(self, method: str, path: str, body: Any = None, **headers: str) -> Any:
+        answer = self(method, path, body, **headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json
+
+    def problem(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
+        """Return the status and the type of the problem."""
+        answer = self(method, path, body, **headers)
+        assert answer.content_type == "application/problem+json", answer.text
+        assert answer.json is not None
+        assert answer.json["status"] == answer.status_code
+        return answer.status_code, answer.json["type"].removeprefix("urn:delaytasks:")
+
+
+class ApiSite:
+    """The API of a `DelayTasks`."""
+
+    def __init__(self, delays: DelayTasks, folder: Path, **options: Any) -> None:
+        self.delays = delays
+        self.keys = ApiKeyFile(folder / "keys" / "api-keys.json")
+        self.app = make_api(delays, self.keys, **options)
+
+    def caller(self, *scopes: str) -> ApiCaller:
+        key, _ = self.keys.create(f"caller-{len(self.keys.entries)}", scopes)
+        return ApiCaller(self.app, key)
+
+
+@contextmanager
+def site_at(url: str, folder: Path, **options: Any) -> Iterator[ApiSite]:
+    """Yield an API whose tables have a prefix of their own, and are dropped afterwards."""
+    settings = {"timer": "direct", "strict_tags": False, "max_delay_s": 1e10}
+    prefix = f"h{secrets.token_hex(3)}_"
+    delays = DelayTasks(Celery("shop", broker="memory://"), url, table_prefix=prefix, **settings)
+    store = wiring_of(delays).store
+    with store.database.begin() as connection:
+        store.schema.metadata.create_all(connection)
+    yield ApiSite(delays, folder, **options)
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    delays.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[ApiSite]:
+    with site_at(f"sqlite:///{tmp_path / 'api.sqlite3'}", tmp_path, requests_per_s=1e9) as made:
+        yield made
+
+
+@pytest.fixture
+def shop(site: ApiSite) -> ApiCaller:
+    """A caller that may do everything."""
+    return site.caller("read", "operate", "schedule:*", "schedule:delaytasks.callback")

@@ -1,0 +1,149 @@
+"""API keys: the routes that their scopes allow, the limit of requests, and the stored hashes."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import ConfigError
+from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, Scopes, new_entry
+from delaytasks.http_api.application import make_api
+from delaytasks.http_api.request_limit import RequestLimit
+from delaytasks.http_api.requests import Permission, Route
+from delaytasks.http_api.routes import ROUTES
+from tests.integration.http_api.conftest import ApiCaller, ApiSite
+
+#: A valid body of each route that has one.
+BODIES: dict[str, dict[str, Any]] = {
+    "scheduleTask": {"tag": "mine", "delay": 60},
+    "scheduleTasks": {"tasks": [{"tag": "mine", "delay": 60}]},
+    "scheduleCallback": {"url": "https://1.1.1.1/paid", "delay": 60},
+    "cancelTask": {},
+    "rescheduleTask": {"delay": 60},
+    "touchTask": {"delay": 60},
+    "retryTask": {},
+    "cancelKey": {"tag": "mine", "key": "a"},
+    "rescheduleKey": {"tag": "mine", "key": "a", "delay": 60},
+    "touchKeys": {"tag": "mine", "keys": ["a"], "delay": 60},
+    "setSchedule": {"tag": "mine", "every": "1h"},
+}
+BY_NAME = {route.name: route for route in ROUTES}
+#: The scopes that allow a route, and those that do not, for a task with the tag "mine".
+ALLOWED = {
+    Permission.READ: (["read"], ["operate", "schedule:*"]),
+    Permission.OPERATE: (["operate"], ["read", "schedule:*"]),
+    Permission.SCHEDULE: (["schedule:*", "schedule:m*"], ["read", "operate", "schedule:other"]),
+    Permission.READ_TASK: (["read", "schedule:mine"], ["operate", "schedule:other"]),
+    Permission.CHANGE_TASK: (["operate", "schedule:mine"], ["read", "schedule:other"]),
+}
+
+
+def call(caller: ApiCaller, route: Route, id: int) -> int:
+    path = route.path.replace("{id}", str(id)).replace("{name}", "nightly")
+    return caller(route.method, path, BODIES.get(route.name)).status_code
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_a_route_is_refused_without_its_scope(site: ApiSite, name: str) -> None:
+    route = BY_NAME[name]
+    assert (route.request is None) == (name not in BODIES)
+    allowed, refused = ALLOWED[route.permission]
+    if name == "scheduleCallback":
+        allowed, refused = ["schedule:delaytasks.*"], [*refused, "schedule:*"]
+    task = site.delays.schedule_delay("mine", {}, 60, key="a")
+    site.delays.recurring.set("nightly", "mine", every="1h")
+    for scope in refused:
+        status = call(site.caller(scope), route, task.id)
+        is_hidden = "{id}" in route.path and scope.startswith("schedule:")
+        assert status == (404 if is_hidden else 403), scope
+    for scope in allowed:
+        # Tasks that wait cannot be run again.
+        assert call(site.caller(scope), route, task.id) == (409 if name == "retryTask" else 200)
+
+
+def test_a_key_finds_no_difference_between_hidden_and_missing_tasks(site: ApiSite) -> None:
+    task = site.delays.schedule_delay("hidden", {}, 60)
+    caller = site.caller("schedule:mine")
+    hidden, missing = caller("GET", f"/v1/tasks/{task.id}"), caller("GET", "/v1/tasks/7")
+    assert hidden.text.replace(str(task.id), "7") == missing.text
+
+
+@pytest.mark.parametrize("tag", ["delaytasks.message", "delaytasks.callback", "celery:shop.remind"])
+def test_no_key_schedules_tasks_that_send_messages(shop: ApiCaller, tag: str) -> None:
+    assert shop("POST", "/v1/tasks", {"tag": tag, "delay": 1}).status_code in (400, 403)
+    answer = shop.problem("PUT", "/v1/recurring/x", {"tag": tag, "every": "1h"})
+    assert answer == (400, "InvalidTagError")
+
+
+def presented(kind: str, key: str) -> dict[str, str]:
+    id = key.split("_")[1]
+    return {
+        "none": {},
+        "basic": {"Authorization": f"Basic {key}"},
+        "empty": {"Authorization": "Bearer "},
+        "unknown id": {"Authorization": "Bearer dtk_00000000_secret"},
+        "wrong secret": {"Authorization": f"Bearer dtk_{id}_secret"},
+        "other prefix": {"Authorization": f"Bearer {key.replace('dtk', 'xyz', 1)}"},
+        "not ascii": {"Authorization": f"Bearer dtk_{id}_\xe4\xff"},
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind", ["none", "basic", "empty", "unknown id", "wrong secret", "other prefix", "not ascii"]
+)
+def test_a_request_without_a_known_key_is_refused(site: ApiSite, kind: str) -> None:
+    key, _ = site.keys.create("shop", ["read"])
+    answer = site.app.test_client().get("/v1/tasks", headers=presented(kind, key))
+    assert (answer.status_code, answer.headers["WWW-Authenticate"]) == (401, "Bearer")
+    assert ApiCaller(site.app, key).json("GET", "/v1/tasks")["tasks"] == []
+
+
+def test_a_removed_key_is_refused_with_the_next_request(site: ApiSite) -> None:
+    key, _ = site.keys.create("shop", ["read"])
+    caller = ApiCaller(site.app, key)
+    assert caller("GET", "/v1/tasks").status_code == 200
+    assert ApiKeyFile(site.keys.path).remove("shop")
+    assert caller("GET", "/v1/tasks").status_code == 401
+    assert not site.keys.remove("shop")
+
+
+def test_the_file_has_no_key_and_belongs_to_its_owner(tmp_path: Path) -> None:
+    file = ApiKeyFile(tmp_path / "data" / "api-keys.json")
+    key, entry = file.create("shop", ["schedule:order.*"])
+    secret = key.split("_", 2)[2]
+    assert len(secret) >= 40
+    assert secret not in file.path.read_text() + str(entry)
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    with pytest.raises(ConfigError, match="already"):
+        file.create("shop", ["read"])
+
+
+def test_keys_may_be_in_the_configuration(site: ApiSite) -> None:
+    key, entry = new_entry(["read"])
+    app = make_api(site.delays, ApiKeys({"shop": entry}))
+    assert ApiCaller(app, key)("GET", "/v1/tasks").status_code == 200
+    with pytest.raises(ConfigError, match="'shop' is incomplete"):
+        ApiKeys({"shop": {"scopes": ["read"]}})
+
+
+@pytest.mark.parametrize("scopes", [[], ["schedule:"], ["schedule"], ["admin"], ["read", ""]])
+def test_a_wrong_scope_is_refused(scopes: list[str]) -> None:
+    with pytest.raises(ConfigError, match="scope"):
+        Scopes.of(scopes)
+
+
+def test_a_key_that_makes_too_many_requests_waits(site: ApiSite) -> None:
+    now = 1000.0
+    limit = RequestLimit(2, lambda: now)
+    assert [limit.wait_s("shop") for _ in range(3)] == [0, 0, 0.5]
+    assert limit.wait_s("other") == 0
+    now += 0.5
+    assert [limit.wait_s("shop"), limit.wait_s("shop")] == [0, 0.5]
+    key, _ = site.keys.create("shop", ["read"])
+    caller = ApiCaller(make_api(site.delays, site.keys, requests_per_s=0.01), key)
+    assert caller("GET", "/v1/tasks").status_code == 200
+    refused = caller("GET", "/v1/tasks")
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "100")

@@ -1,0 +1,146 @@
+"""The HTTP API in Flask, Django and FastAPI applications, and as a server of its own."""
+
+from __future__ import annotations
+
+import json
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import fastapi
+import httpx
+import pytest
+from click.testing import CliRunner
+from flask import Flask
+
+from delaytasks.cli.main import main
+from delaytasks.contrib.fastapi import mount_wsgi
+from delaytasks.contrib.flask_api import mount_api
+from delaytasks.http_api.api_keys import ApiKeyFile
+from delaytasks.serving import make_server
+from tests.event_loops import run
+from tests.integration.django_settings import configured
+from tests.integration.http_api.conftest import ApiSite
+from tests.ui.console_site import served
+
+NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 60}
+
+
+def headers_of(site: ApiSite) -> dict[str, str]:
+    key, _ = site.keys.create("shop", ["read", "schedule:*"])
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
+def test_in_flask_the_api_writes_in_transactions_of_its_own(site: ApiSite) -> None:
+    app = Flask("shop")
+    mount_api(app, "/delays", site.keys, site.delays)
+    client, headers = app.test_client(), headers_of(site)
+    task = client.post("/delays/v1/tasks", json=NEW, headers=headers).json
+    assert task is not None
+    assert site.delays.get(int(task["id"])).body == {"order": 7}
+    document = client.get("/delays/v1/openapi.json").json
+    assert document is not None
+    assert document["servers"] == [{"url": "/delays"}]
+
+
+def test_in_django_requests_need_no_csrf_token(site: ApiSite) -> None:
+    with configured():
+        from django.test import Client, override_settings
+        from django.urls import include, path
+
+        from delaytasks.contrib.django.api import api_urls
+
+        class Urls:
+            urlpatterns = [path("delays/", include(api_urls(site.keys, site.delays)))]
+
+        with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=Urls):
+            client = Client(enforce_csrf_checks=True)
+            answer = client.post(
+                "/delays/v1/tasks",
+                json.dumps(NEW),
+                content_type="application/json",
+                headers=headers_of(site),
+            )
+            assert answer.status_code == 200, answer.content
+            assert client.get("/delays/v1/tasks").status_code == 401
+
+
+def test_in_fastapi_it_is_mounted_beside_the_application(site: ApiSite) -> None:
+    app = fastapi.FastAPI()
+    mount_wsgi(app, "/delays", site.app)
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            answer = await client.post("/delays/v1/tasks", json=NEW, headers=headers_of(site))
+            assert answer.status_code == 200, answer.text
+
+    run(go())
+
+
+def test_the_server_refuses_a_long_request_before_it_receives_the_body(site: ApiSite) -> None:
+    with served(site.app) as url:
+        assert httpx.post(f"{url}/v1/tasks", json=NEW, headers=headers_of(site)).status_code == 200
+        connection = HTTPConnection(url.removeprefix("http://"), timeout=10)
+        connection.putrequest("POST", "/v1/tasks")
+        connection.putheader("Content-Length", str(10**9))
+        connection.endheaders()
+        assert connection.getresponse().status == 413
+        connection.close()
+
+
+def test_commands_make_list_and_remove_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner, env = CliRunner(), {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'a.sqlite3'}"}
+
+    def invoke(*words: str) -> Any:
+        return runner.invoke(main, ["api-key", *words, "--keys", "keys.json"], env=env)
+
+    assert runner.invoke(main, ["db", "upgrade"], env=env).exit_code == 0
+    key = invoke("create", "shop", "--scope", "schedule:order.*", "--scope", "read").output.strip()
+    found = ApiKeyFile(tmp_path / "keys.json").find(key)
+    assert found is not None
+    assert found.name == "shop"
+    assert json.loads(invoke("list", "--json").output) == [
+        {"name": "shop", "scopes": ["schedule:order.*", "read"]}
+    ]
+    assert "schedule:order.* read" in invoke("list").output
+    assert invoke("create", "shop", "--scope", "read").exit_code == 2
+    assert invoke("create", "other", "--scope", "admin").exit_code == 2
+    assert invoke("remove", "shop").exit_code == 0
+    assert invoke("remove", "shop").exit_code == 2
+
+
+def test_serve_serves_the_api_with_the_keys_of_the_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner, env = CliRunner(), {"DELAYTASKS_DATABASE_URL": f"sqlite:///{tmp_path / 'a.sqlite3'}"}
+    assert runner.invoke(main, ["db", "upgrade"], env=env).exit_code == 0
+    create = ["api-key", "create", "shop", "--scope", "read"]
+    key = runner.invoke(main, create, env=env).output.strip()
+    apps: list[Any] = []
+    app = Path("served_app.py")
+    app.write_text(
+        "from celery import Celery; from delaytasks import DelayTasks\n"
+        "app = Celery('served', set_as_current=False); delays = DelayTasks(app)\n"
+    )
+
+    class Server:
+        effective_port = 5557
+
+        def run(self) -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            assert apps[0].test_client().get("/v1/tasks", headers=headers).status_code == 200
+
+        def close(self) -> None: ...
+
+    def make(app: Any, *_: Any) -> Server:
+        apps.append(app)
+        return Server()
+
+    monkeypatch.setattr(f"{make_server.__module__}.make_server", make)
+    said = runner.invoke(main, ["-A", "served_app", "serve", "--prefix", "/delays"], env=env)
+    assert said.output == "HTTP API at http://127.0.0.1:5557/delays/ ready.\n", said.output

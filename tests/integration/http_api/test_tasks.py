@@ -1,0 +1,216 @@
+"""Callers schedule, find and change tasks and recurring schedules, and get problems for errors."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.http_api.application import make_api
+from delaytasks.http_api.requests import instant_of
+from delaytasks.wiring import wiring_of
+from tests.integration.http_api.conftest import ApiCaller, ApiSite
+
+FAR = "2222-01-01T00:00:00Z"
+
+
+def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCaller) -> None:
+    @site.delays.processor("order.close", keep_result=True)
+    def close(body: Any) -> Any:
+        return {"closed": body["order"]}
+
+    big = 2**60 + 1
+    task = shop.json(
+        "POST", "/v1/tasks", {"tag": "order.close", "body": {"order": big}, "delay": 0}
+    )
+    assert task["status"] == "NOT_COMPLETE"
+    assert site.delays.runner().run_due("default", range(10), limit=10).ran == 1
+    done = shop.json("GET", f"/v1/tasks/{task['id']}")
+    assert (done["status"], done["result"]) == ("DONE", {"closed": big})
+
+
+def test_all_options_of_a_task_are_those_of_python(site: ApiSite, shop: ApiCaller) -> None:
+    options = {
+        "key": "7", "on_conflict": "replace", "queue": "slow", "priority": 3, "retries": "15s 3m",
+        "expires": "1h", "max_wait": "2h", "concurrency_key": "acme", "meta": {"tenant": "acme"},
+        "spread": "10m", "body_version": 2,
+    }  # fmt: skip
+    task = shop.json("POST", "/v1/tasks", {"tag": "order.close", "at": FAR, **options})
+    stored = site.delays.get(int(task["id"]))
+    assert (stored.key, stored.queue, stored.priority) == ("7", "slow", 3)
+    assert (stored.concurrency_key, stored.meta) == ("acme", {"tenant": "acme"})
+    assert stored.headers["retry"]["retry_delays_s"] == [15, 180]
+    assert (stored.headers["expires_s"], stored.headers["body_version"]) == (3600, 2)
+
+
+def test_tasks_are_found_by_pages(shop: ApiCaller) -> None:
+    batch = [{"tag": "mail", "at": FAR, "meta": {"n": str(n % 2)}} for n in range(5)]
+    assert shop.json("POST", "/v1/tasks/batch", {"tasks": batch}) == {"scheduled": 5}
+    first = shop.json("GET", "/v1/tasks?tag=mail&limit=3&since=2221-12-31T23:59:59.5Z")
+    second = shop.json("GET", f"/v1/tasks?tag=mail&limit=3&cursor={first['cursor']}")
+    assert (len(first["tasks"]), len(second["tasks"]), second["cursor"]) == (3, 2, None)
+    found = shop.json("GET", "/v1/tasks?meta=n=0&status=NOT_COMPLETE&status=HELD&newest_first=true")
+    assert len(found["tasks"]) == 3
+
+
+def test_a_batch_with_a_wrong_task_schedules_nothing(site: ApiSite, shop: ApiCaller) -> None:
+    batch = [{"tag": "mail", "delay": 60}, {"tag": "mail", "delay": "soon"}]
+    assert shop.problem("POST", "/v1/tasks/batch", {"tasks": batch}) == (400, "InvalidDelayError")
+    assert len(site.delays.find()) == 0
+
+
+def test_a_waiting_task_is_moved_postponed_and_cancelled(site: ApiSite, shop: ApiCaller) -> None:
+    task = shop.json("POST", "/v1/tasks", {"tag": "order.close", "delay": 60, "key": "7"})
+    path, named = f"/v1/tasks/{task['id']}", {"tag": "order.close", "key": "7"}
+    moved = shop.json("POST", f"{path}/reschedule", {"at": FAR, "version": task["version"]})
+    assert moved["due_time"].startswith("2222-01-01T00:00:00")
+    stale = {"delay": 1, "version": task["version"]}
+    assert shop.problem("POST", f"{path}/reschedule", stale) == (409, "StaleVersionError")
+    assert shop.json("POST", f"{path}/touch", {"delay": "1h"})["touched"] == [task["id"]]
+    touched = shop.json(
+        "POST", "/v1/keys/touch", {"tag": "order.close", "keys": ["7", "8"], "delay": 1}
+    )
+    assert touched == {"touched": ["7"], "gone": ["8"]}
+    assert shop.json("POST", "/v1/keys/reschedule", {**named, "delay": 90})["id"] == task["id"]
+    assert shop.json("POST", "/v1/keys/cancel", named)["is_cancelled"]
+    assert not shop.json("POST", f"{path}/cancel")["is_cancelled"]
+    assert shop.json("POST", f"{path}/retry", {"delay": "1m"})["status"] == "NOT_COMPLETE"
+    assert shop.json("GET", f"{path}/attempts") == {"attempts": []}
+
+
+def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: ApiCaller) -> None:
+    order = {"url": "https://1.1.1.1/paid", "body": {"order": 7}, "delay": 60}
+    task = shop.json("POST", "/v1/callbacks", {**order, "headers": {"X-Shop": "acme"}})
+    assert task["body"]["headers"] == {"X-Shop": "acme"}
+    inside = {**order, "url": "https://169.254.169.254/latest"}
+    assert shop.problem("POST", "/v1/callbacks", inside) == (400, "ForbiddenURLError")
+
+
+def test_recurring_schedules_are_stored_changed_and_removed(site: ApiSite, shop: ApiCaller) -> None:
+    path = "/v1/recurring/reports/nightly"
+    new = {"tag": "report", "cron": "0 2 * * *", "tz": "Europe/Berlin", "body": {"a": 1}}
+    stored = shop.json("PUT", path, new)
+    assert (stored["timing"], stored["body"]) == ("0 2 * * *", {"a": 1})
+    assert stored["updated_by"] == site.delays.recurring.get("reports/nightly").updated_by
+    assert stored["updated_by"].startswith("caller-")
+    assert shop.json("POST", f"{path}/pause")["is_paused"]
+    assert not shop.json("POST", f"{path}/resume")["is_paused"]
+    task = shop.json("POST", f"{path}/run")
+    assert task["tag"] == "report"
+    assert len(shop.json("GET", "/v1/recurring?prefix=reports")["schedules"]) == 1
+    assert shop.json("GET", path)["last_task_id"] == task["id"]
+    assert shop.json("DELETE", path)["name"] == "reports/nightly"
+    assert shop.problem("GET", path) == (404, "RecurringNotFoundError")
+
+
+def test_statistics_have_totals_by_tag(site: ApiSite, shop: ApiCaller) -> None:
+    wiring_of(site.delays).sweeper.sweep(0)
+    found = shop.json("GET", "/v1/statistics?since=1d&tag=mail")
+    assert found["tags"] == {}
+    assert shop.problem("GET", "/v1/statistics?since=later") == (400, "InvalidQueryError")
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_each_error_is_a_problem_with_its_status(site: ApiSite, shop: ApiCaller) -> None:
+    def refused(**body: Any) -> tuple[int, str]:
+        return shop.problem("POST", "/v1/tasks", {"tag": "mail", **body})
+
+    assert refused(delay=-1) == (400, "InvalidRequestError")
+    assert refused(delay=1, at=FAR) == (400, "InvalidScheduleError")
+    assert refused(delay=1e20) == (400, "InvalidDelayError")
+    assert refused(delay=1, body="\0") == (400, "BodyNotStorableError")
+    assert refused(delay=1, body="x" * 300_000) == (413, "BodyTooLargeError")
+    assert refused(at="2026-11-25T00:00:00") == (400, "NaiveDatetimeError")
+    assert refused(delay=1, prio=1) == (400, "InvalidRequestError")
+    assert refused(delay=True) == (400, "InvalidRequestError")
+    assert shop.problem("GET", "/v1/tasks/0") == (400, "InvalidIdError")
+    assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "InvalidIdError")
+    assert shop.problem("GET", "/v1/tasks?limit=0") == (400, "InvalidRequestError")
+    assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "InvalidRequestError")
+    assert shop.problem("GET", "/v1/tasks/7") == (404, "TaskNotFoundError")
+    assert shop.problem("GET", "/v2") == (404, "about:blank")
+    wrong_method = shop("DELETE", "/v1/tasks")
+    assert wrong_method.status_code == 405
+    assert set(wrong_method.headers["Allow"].split(", ")) == {"GET", "HEAD", "POST"}
+
+
+def test_a_taken_key_names_the_task_that_has_it(shop: ApiCaller) -> None:
+    new = {"tag": "mail", "delay": 60, "key": "a"}
+    task = shop.json("POST", "/v1/tasks", new)
+    answer = shop("POST", "/v1/tasks", new)
+    assert answer.json is not None
+    assert (answer.status_code, answer.json["id"]) == (409, task["id"])
+    assert shop.json("POST", "/v1/tasks", {**new, "on_conflict": "keep"})["id"] == task["id"]
+
+
+@pytest.mark.parametrize(
+    ("data", "kind", "status"),
+    [
+        (b"{", "application/json", 400),
+        (b'{"tag": "a", "delay": NaN}', "application/json", 400),
+        (b"\xff", "application/json", 400),
+        (b"[" * 100_000, "application/json", 400),
+        (b"9" * 5000, "application/json", 400),
+        (
+            b'{"tag": "a", "delay": 1, "body": ' + b"[" * 500 + b"]" * 500 + b"}",
+            "application/json",
+            400,
+        ),
+        (b'{"tag": "a", "delay": 1}', "text/plain", 415),
+        (b"", "application/json", 400),
+        (b" " * 2000, "application/json", 413),
+    ],
+)
+def test_a_body_that_is_no_json_document_is_refused(
+    site: ApiSite, data: bytes, kind: str, status: int
+) -> None:
+    key, _ = site.keys.create("shop", ["schedule:*"])
+    most = 1000 if status == 413 else 200_000
+    client = make_api(site.delays, site.keys, most_bytes=most).test_client()
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = client.post("/v1/tasks", data=data, content_type=kind, headers=headers)
+    assert (answer.status_code, answer.content_type) == (status, "application/problem+json")
+    assert len(site.delays.find()) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (StoreUnavailableError("no answer"), 503),
+        (OutcomeUnknownError("cut", 7), 504),
+        (RuntimeError("postgresql://ann:secret@db"), 500),
+    ],
+)
+def test_a_failing_database_and_a_bug_are_problems_without_secrets(
+    site: ApiSite, shop: ApiCaller, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(type(wiring_of(site.delays).lookup), "get", fail)
+    answer = shop("GET", "/v1/tasks/7")
+    assert (answer.status_code, answer.content_type) == (status, "application/problem+json")
+    assert "secret" not in answer.text
+    assert ("Retry-After" in answer.headers) is (status != 500)
+
+
+@pytest.mark.parametrize("text", ["2026-11-25T03:00:00.123456789+01:00", "2026-11-25t02:00:00.1Z"])
+def test_instants_of_other_languages_are_read(text: str) -> None:
+    assert instant_of(text).utctimetuple()[:6] == (2026, 11, 25, 2, 0, 0)
+
+
+def test_the_document_describes_each_operation_without_a_key(site: ApiSite) -> None:
+    document = json.loads(site.app.test_client().get("/v1/openapi.json").text)
+    assert document["openapi"] == "3.1.0"
+    described = {(m, p) for p, operations in document["paths"].items() for m in operations}
+    rules = {
+        (method.lower(), rule.rule.replace("<path:name>", "{name}").replace("<id>", "{id}"))
+        for rule in site.app.url_map.iter_rules()
+        for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
+    }
+    assert described == rules - {("get", "/v1/openapi.json")}
+    assert document["servers"] == [{"url": "/"}]

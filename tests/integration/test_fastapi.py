@@ -1,0 +1,158 @@
+"""FastAPI and Starlette: the lifespan, and the transaction of a request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from celery import Celery
+from fastapi import BackgroundTasks, FastAPI, HTTPException
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncEngine, async_sessionmaker
+from starlette.applications import Starlette
+
+from delaytasks import DelayTasks
+from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
+from delaytasks.core.errors import ConfigError
+from delaytasks.wiring import wiring_of
+from tests.event_loops import engine_at, run
+
+
+@pytest.fixture
+def delays(tmp_path: Path) -> Iterator[DelayTasks]:
+    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+    made = DelayTasks(Celery("shop", broker="memory://"), url, timer="direct", strict_tags=False)
+    with wiring_of(made).store.database.begin() as connection:
+        made.create_tables(connection)
+    yield made
+    made.close()
+
+
+class FastAPIShop:
+    """A FastAPI application that schedules in the transaction of the request."""
+
+    def __init__(self, delays: DelayTasks, engine: AsyncEngine) -> None:
+        self.delays = delays
+        self.engine = engine
+        self.app = FastAPI(lifespan=delays_lifespan(delays))
+        #: The commits and the messages of responses, in their order.
+        self.order: list[str] = []
+        event.listen(engine.sync_engine, "commit", lambda _: self.order.append("commit"))
+        dependency = request_transaction(async_sessionmaker(engine))
+
+        async def schedule(outcome: str, session: Any = dependency) -> str:
+            await delays.aschedule_delay("order.close", outcome, 60, session=session)
+            if outcome != "returned":
+                raise HTTPException(409) if outcome == "refused" else RuntimeError(outcome)
+            return outcome
+
+        async def visit(background: BackgroundTasks) -> None:
+            background.add_task(delays.aschedule_delay, "visit.count", {}, 60)
+
+        self.app.post("/orders/{outcome}")(schedule)
+        self.app.post("/visits")(visit)
+
+    async def post(self, path: str) -> int:
+        async def noticed(scope: Any, receive: Any, send: Any) -> None:
+            async def sent(message: Any) -> None:
+                self.order.append(message["type"])
+                await send(message)
+
+            await self.app(scope, receive, sent)
+
+        transport = httpx.ASGITransport(noticed, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
+            return (await client.post(path)).status_code
+
+    async def bodies(self) -> list[Any]:
+        return [task.body for task in (await self.delays.afind()).tasks]
+
+
+@asynccontextmanager
+async def shop_of(delays: DelayTasks) -> AsyncIterator[FastAPIShop]:
+    async with engine_at(wiring_of(delays).store.database.url.render_as_string()) as engine:
+        yield FastAPIShop(delays, engine)
+
+
+def test_the_transaction_of_a_request_is_committed_before_the_response(delays: DelayTasks) -> None:
+    async def go() -> None:
+        async with shop_of(delays) as shop:
+            assert await shop.post("/orders/returned") == 200
+            assert shop.order[:2] == ["commit", "http.response.start"]
+            assert await shop.bodies() == ["returned"]
+
+    run(go())
+
+
+@pytest.mark.parametrize(("outcome", "status"), [("refused", 409), ("failed", 500)])
+def test_a_request_that_fails_leaves_no_task(delays: DelayTasks, outcome: str, status: int) -> None:
+    async def go() -> None:
+        async with shop_of(delays) as shop:
+            assert await shop.post(f"/orders/{outcome}") == status
+            assert "commit" not in shop.order
+            assert await shop.bodies() == []
+
+    run(go())
+
+
+def fail(_: Any) -> None:
+    raise RuntimeError("the server is gone")
+
+
+def test_a_failed_commit_is_an_error_for_the_client(delays: DelayTasks) -> None:
+    async def go() -> None:
+        async with shop_of(delays) as shop:
+            event.listen(shop.engine.sync_engine, "commit", fail)
+            assert await shop.post("/orders/returned") == 500
+
+    run(go())
+
+
+def test_a_background_task_schedules_after_the_response(delays: DelayTasks) -> None:
+    async def go() -> None:
+        async with shop_of(delays) as shop:
+            assert await shop.post("/visits") == 200
+            assert [task.tag for task in (await delays.afind()).tasks] == ["visit.count"]
+
+    run(go())
+
+
+@pytest.mark.parametrize("make", [FastAPI, Starlette])
+def test_the_lifespan_closes_after_that_of_the_application(
+    delays: DelayTasks, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    wiring = wiring_of(delays)
+    monkeypatch.setattr(type(wiring), "close", lambda self: order.append("closed"))
+
+    @asynccontextmanager
+    async def own(app: Any) -> AsyncIterator[dict[str, str]]:
+        order.append("began")
+        yield {"name": "shop"}
+        order.append("ended")
+
+    async def go() -> None:
+        app = make(lifespan=delays_lifespan(delays, own))
+        async with app.router.lifespan_context(app) as state:
+            assert state == {"name": "shop"}
+            assert order == ["began"]
+
+    run(go())
+    assert order == ["began", "ended", "closed"]
+    monkeypatch.undo()
+
+
+def test_a_wrong_setting_stops_the_application_at_its_start() -> None:
+    delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///x", lease_s=-1)
+
+    async def go() -> None:
+        app = Starlette(lifespan=delays_lifespan(delays))
+        with pytest.raises(ConfigError):
+            async with app.router.lifespan_context(app):
+                pass
+
+    run(go())
