@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from tests.running import ROOT
 
 #: Names that frameworks and conventions prescribe, and a type variable for decorated functions.
-PRESCRIBED = {"Migration", "__all__", "app", "logger", "F", "T"}
+PRESCRIBED = {"Command", "Migration", "__all__", "app", "logger", "F", "T"}
 
 
 def _definitions(folder: str) -> Iterator[tuple[str, ast.stmt, str]]:

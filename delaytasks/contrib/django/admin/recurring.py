@@ -24,7 +24,14 @@ from delaytasks.wiring import wiring_of
 SHOWN_OCCURRENCES = 5
 _EDITED = ("tag", "body", "timing", "tz", "start_at", "jitter_s", "missed", "most_missed",
            "overlap", "queue", "priority", "is_paused")  # fmt: skip
-_SHOWN = ("is_declared", "next_occurrences", "last_at", "last_task_id", "update_time", "updated_by")
+_SHOWN_FIELDS = (
+    "is_declared",
+    "next_occurrences",
+    "last_at",
+    "last_task_id",
+    "update_time",
+    "updated_by",
+)
 
 
 class RecurringForm(forms.ModelForm):
@@ -154,13 +161,13 @@ class RecurringScheduleRowAdmin(admin.ModelAdmin):
         edited: tuple[str, ...] = _EDITED
         if not self._can_edit(request, obj):
             edited = tuple(name for name in _EDITED if name != "body")
-        return ("name", *edited, *_SHOWN)
+        return ("name", *edited, *_SHOWN_FIELDS)
 
     def get_readonly_fields(self, request: Any, obj: Any = None) -> tuple[str, ...]:
         if obj is None:
             return ()
         if self._can_edit(request, obj):
-            return ("name", *_SHOWN)
+            return ("name", *_SHOWN_FIELDS)
         return tuple(name for name in self.get_fields(request, obj) if name != "is_paused")
 
     @admin.display(description="next occurrences")

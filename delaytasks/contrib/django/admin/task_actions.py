@@ -36,7 +36,7 @@ from delaytasks.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 #: Seconds after which the page answers. A longer bulk operation continues in its thread.
-ANSWER_S = 2.0
+ACTION_ANSWER_S = 2.0
 
 
 class TaskAction(NamedTuple):
@@ -225,7 +225,7 @@ def answer_soon(
             connections.close_all()  # those of this thread
 
     try:
-        return within(ANSWER_S, run, is_kept=True)
+        return within(ACTION_ANSWER_S, run, is_kept=True)
     except TimeoutError:
         text = "The operation continues. The bulk operations show how far it has come."
         model_admin.message_user(request, text)

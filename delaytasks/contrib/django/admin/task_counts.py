@@ -16,7 +16,7 @@ from delaytasks.storage.queue_levels import has_status
 from delaytasks.wiring import wiring_of
 
 #: A larger number of tasks is the planner's estimate.
-MAX_EXACT = 10_000
+MAX_EXACT_COUNT = 10_000
 
 
 class TaskCount(NamedTuple):
@@ -40,8 +40,12 @@ def count_tasks(delays: DjangoDelays, where: Filter, reads_rows: bool = True) ->
     if where.status is not None:
         query = query.where(has_status(t, *where.status))
     guess = estimate(connection, query) if can.estimates else 0
-    if guess > MAX_EXACT or (can.estimates and not reads_rows):
+    if guess > MAX_EXACT_COUNT or (can.estimates and not reads_rows):
         return TaskCount(guess, "about ")
-    first = query.limit(MAX_EXACT + 1).subquery()
+    first = query.limit(MAX_EXACT_COUNT + 1).subquery()
     counted = int(connection.execute(select(func.count()).select_from(first)).scalar_one())
-    return TaskCount(MAX_EXACT, "more than ") if counted > MAX_EXACT else TaskCount(counted)
+    return (
+        TaskCount(MAX_EXACT_COUNT, "more than ")
+        if counted > MAX_EXACT_COUNT
+        else TaskCount(counted)
+    )

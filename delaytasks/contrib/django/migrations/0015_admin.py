@@ -9,12 +9,12 @@ from django.db import migrations, models
 
 from delaytasks.contrib.django.models import table_name
 
-_OPTIONS = {"managed": False, "default_permissions": ("view", "change")}
+_ROW_OPTIONS = {"managed": False, "default_permissions": ("view", "change")}
 
 
 def _create(name: str, key: Any, table: str, **options: str) -> migrations.CreateModel:
     return migrations.CreateModel(
-        name, [key], {**_OPTIONS, "db_table": table_name(table), **options}
+        name, [key], {**_ROW_OPTIONS, "db_table": table_name(table), **options}
     )
 
 
@@ -25,7 +25,9 @@ def _name(length: int) -> tuple[str, Any]:
 class Migration(migrations.Migration):
     dependencies = [("delaytasks", "0014_outages_and_beat")]
     operations = [
-        migrations.AlterModelOptions("delaytaskrow", {**_OPTIONS, "verbose_name": "delayed task"}),
+        migrations.AlterModelOptions(
+            "delaytaskrow", {**_ROW_OPTIONS, "verbose_name": "delayed task"}
+        ),
         _create(
             "PolicyRow",
             _name(128),
