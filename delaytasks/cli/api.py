@@ -52,7 +52,6 @@ def serve(
     """Serve the HTTP API, for programs in other languages.
 
     \b
-    delaytasks api-key create shop --scope 'schedule:order.*'
     delaytasks serve
     """
     with needs_extra("api"):

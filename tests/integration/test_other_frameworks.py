@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import httpx
@@ -14,24 +16,26 @@ from tests.running import ROOT
 from tests.unit.test_docs import blocks
 
 
-def application(framework: str, folder: Path) -> dict[str, Any]:
+def application(framework: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the names of the block that imports a framework."""
     pytest.importorskip(framework)
     page = ROOT / "docs/other-frameworks.md"
     source = next(each.text for each in blocks(page) if f"from {framework} import" in each.text)
     file = folder / "shop.sqlite3"
-    names: dict[str, Any] = {
-        "__name__": "docs",
-        "DATABASE_URL": f"sqlite:///{file}",
-        "ASYNC_DATABASE_URL": f"sqlite+aiosqlite:///{file}",
-    }
+    module = ModuleType("docs_application")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # Litestar looks for types there
+    names = vars(module)
+    names["DATABASE_URL"] = f"sqlite:///{file}"
+    names["ASYNC_DATABASE_URL"] = f"sqlite+aiosqlite:///{file}"
     exec(compile(source.replace("redis://localhost:6379/0", "memory://"), str(page), "exec"), names)
     return names
 
 
 @pytest.mark.parametrize("framework", ["litestar", "quart"])
-def test_a_request_schedules_in_its_transaction(framework: str, tmp_path: Path) -> None:
-    names = application(framework, tmp_path)
+def test_a_request_schedules_in_its_transaction(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = application(framework, tmp_path, monkeypatch)
     delays, sessions = names["delays"], names["sessions"]
     with wiring_of(delays).store.database.begin() as connection:
         delays.create_tables(connection)

@@ -72,10 +72,10 @@ def test_a_shape_is_stated_for_each_name_and_for_no_other() -> None:
     assert {(owner, name) for owner, shapes in SHAPES.items() for name in shapes} == listed
 
 
-#: Private names of the standard library, SQLAlchemy and database drivers.
+#: Private names of the standard library, SQLAlchemy, Django and database drivers.
 OTHERS = {
     "_asdict", "_connection_record", "_ddl_if", "_double_percents", "_fields",
-    "_is_autocommit_isolation", "_make", "_mapping", "_name_", "_previous_nested",
+    "_is_autocommit_isolation", "_make", "_mapping", "_meta", "_name_", "_previous_nested",
     "_read_timeout", "_replace", "_sock", "_value_",
 }  # fmt: skip
 #: delaytasks only sets these private names, or replaces them with its own functions.

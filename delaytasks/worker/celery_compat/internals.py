@@ -81,7 +81,7 @@ INTERNALS = (
     Internal("celery.app.log.Logging", "cli.drain",
              "already_setup",
              "With --json, standard error has one JSON document and no log."),
-    Internal("celery.app.utils", "cli.context",
+    Internal("celery.app.utils", "cli.celery_app",
              "find_app",
              "The command line finds an app as `celery -A` does."),
     Internal("celery.app.utils", "worker.celery_compat.masked_settings",

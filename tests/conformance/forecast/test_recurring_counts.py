@@ -47,7 +47,7 @@ def test_paused_and_ended_schedules_are_left_out(delays: DelayTasks, store: Stor
 def test_schedules_of_thousands_of_tenants_are_counted_together(
     delays: DelayTasks, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recurring_counts, "PAGE", 4)
+    monkeypatch.setattr(recurring_counts, "SCHEDULES_PAGE", 4)
     for n in range(11):
         delays.recurring.set(f"daily-{n}", "report", n, cron="0 9 * * *", tz="UTC")
     forecast = delays.forecast(1, rate=1, workers=1, processes=1)
