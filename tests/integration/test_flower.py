@@ -429,7 +429,7 @@ def test_what_the_docs_say_about_protection_is_so(
     make_site: Callable[..., FlowerSite], tmp_path: Path
 ) -> None:
     text = (ROOT / "docs" / "flower.md").read_text()
-    [config] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    *_, config = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (tmp_path / "flowerconfig.py").write_text(config)
     site = make_site()
     site.url = site.deployment.flower("--basic-auth=ann:secret", "--read_only")
