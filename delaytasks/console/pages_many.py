@@ -97,7 +97,7 @@ def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]
     searches = Searches(state().delays)
     while read < MOST_MATCHES_COUNTED:
         try:
-            page = searches.find(searched, cursor, COUNT_PAGE)
+            page = searches.find(**searched, cursor=cursor, limit=COUNT_PAGE)
         except SearchTimeoutError:
             if not read:
                 raise

@@ -85,7 +85,7 @@ def failure(name: str) -> str:
     page, problem = Page([], None), ""
     try:
         searches = Searches(state().delays)
-        page = searches.find(group.filters, None, SHOWN_FAILURES, newest_first=True)
+        page = searches.find(**group.filters, limit=SHOWN_FAILURES, newest_first=True)
     except SearchTimeoutError as error:
         problem = str(error)
     return render_template(

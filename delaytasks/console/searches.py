@@ -24,9 +24,9 @@ class Searches:
         self._began = monotonic()
 
     def find(
-        self, filters: dict[str, Any], cursor: str | None, limit: int, newest_first: bool = False
+        self, *, limit: int, cursor: str | None = None, newest_first: bool = False, **filters: Any
     ) -> Page:
-        """Return a page, or raise `SearchTimeoutError`."""
+        """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
         left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
         return self._lookup.find(
             cast("Filters", filters), cursor, limit, newest_first, None, left_s

@@ -101,11 +101,10 @@ def read_page(delays: DelayTasks, query: TaskQuery) -> tuple[Page, int]:
     """Return a page of tasks, and how many tasks were searched for the error text."""
     newest_first, searches = not query.is_oldest_first, Searches(delays)
     if not query.error:
-        return searches.find(query.filters, query.cursor, TASKS_PER_PAGE, newest_first), 0
-
-    def find(cursor: str | None, limit: int, newest_first: bool, **filters: Any) -> Page:
-        return searches.find(filters, cursor, limit, newest_first)
-
+        page = searches.find(
+            **query.filters, cursor=query.cursor, limit=TASKS_PER_PAGE, newest_first=newest_first
+        )
+        return page, 0
     return find_by_error(
-        find, query.filters, query.error, query.cursor, newest_first, TASKS_PER_PAGE
+        searches.find, query.filters, query.error, query.cursor, newest_first, TASKS_PER_PAGE
     )

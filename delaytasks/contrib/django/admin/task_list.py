@@ -26,7 +26,7 @@ from delaytasks.wiring import wiring_of
 
 #: The name of the cursor in the address of a page.
 CURSOR = "cursor"
-DAY_OF_FILTER, WEEK = timedelta(days=1), timedelta(days=7)
+WEEK = timedelta(days=7)
 
 
 def row_of(task: DelayTask) -> DelayTaskRow:
@@ -65,10 +65,10 @@ class DueFilter(ChoiceFilter):
 #: The choices of `DueFilter`: their words, and the beginning and the end relative to now.
 DUE_RANGES: Mapping[str, tuple[str, timedelta | None, timedelta | None]] = {
     "past": ("Already due", None, timedelta()),
-    "past_day": ("Past 24 hours", -DAY_OF_FILTER, timedelta()),
+    "past_day": ("Past 24 hours", -timedelta(days=1), timedelta()),
     "past_week": ("Past 7 days", -WEEK, timedelta()),
     "hour": ("Next hour", timedelta(), timedelta(hours=1)),
-    "day": ("Next 24 hours", timedelta(), DAY_OF_FILTER),
+    "day": ("Next 24 hours", timedelta(), timedelta(days=1)),
     "week": ("Next 7 days", timedelta(), WEEK),
     "later": ("Later than 7 days", WEEK, None),
 }
