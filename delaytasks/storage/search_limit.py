@@ -49,6 +49,9 @@ def search(database: Database, work: Callable[[Any], T], limit_s: float) -> T:
             if is_statement_timeout(error):
                 raise _timeout(limit_s) from error
             raise
+        finally:
+            # The statement that resets the limit of the connection follows.
+            event.remove(connection, "before_cursor_execute", check)
 
     return database.repeat(limited, partial(connect, database, limit_s))
 
