@@ -102,7 +102,7 @@ def runs_on_time(d: Deployment) -> bool:
 def test_a_worker_without_its_broker_shows_this_in_its_row_until_it_is_back(
     site: Callable[..., ProxiedSite], broker: str
 ) -> None:
-    place = site("sqlite", broker)
+    place = site("postgresql", broker)
     d = place.deployment
     d.beat()
     d.worker()
