@@ -318,11 +318,11 @@ def _statistics(tables: _TableMaker) -> Table:
         Column("tag", String(TAG_LENGTH), nullable=False),
         # Of a minute, as JSON.
         Column("counts", LongText),
+        # Of each minute of an hour, or of each hour of a day, as compressed JSON.
+        Column("parts", LargeBinary),
         # The largest times of a minute; NULL if a worker of an earlier version has written it.
         Column("lateness_max_s", Double),
         Column("duration_max_s", Double),
-        # Of each minute of an hour, or of each hour of a day, as compressed JSON.
-        Column("parts", LargeBinary),
         key=["period", "start", "tag"],
     )
 

@@ -161,7 +161,8 @@ def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(
         d.delays.schedule_at("test.quiet", {}, due)
     near = d.schedule(delay=1)
     d.wait_for([near], deadline_s=10)
-    assert int(d.runs()[0][1]) < 100_000, "the near one is on time"
+    # Held up, it would be 9 s late.
+    assert int(d.runs()[0][1]) < 2_000_000, "the near one did not wait for the others"
     wait_until(lambda: counted(d.store)[Status.DONE] == 3001, 40, "all of them to run", 0.1)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
 from itertools import count
 from typing import Any
@@ -43,16 +43,23 @@ class SweeperHarness:
         return Sweeper(*parts)
 
     def row(self, in_s: float = 5, status: Status = Status.NOT_COMPLETE, **changes: Any) -> int:
+        return self.rows([in_s], status, **changes)[0]
+
+    def rows(
+        self, in_s: Iterable[float], status: Status = Status.NOT_COMPLETE, **changes: Any
+    ) -> list[int]:
+        """Insert a row for each number of seconds, all in one transaction."""
         now = self.clock.now()
-        id = next(_ids)
-        task = DelayTask(id, "mail", "{}", now + timedelta(seconds=in_s), status, create_time=now)
+        tasks = [
+            DelayTask(next(_ids), "mail", "{}", now + timedelta(seconds=s), status, create_time=now)
+            for s in in_s
+        ]
         with self.store.database.begin() as connection:
             connection.execute(
-                insert(self.store.schema.tasks).values(
-                    {**values_of(task, self.store.schema), **changes}
-                )
+                insert(self.store.schema.tasks),
+                [{**values_of(task, self.store.schema), **changes} for task in tasks],
             )
-        return id
+        return [task.id for task in tasks]
 
     def sweep(self, sweep_partition: int = 0, timer: Any = None) -> list[int]:
         """Sweep after the usual time, and return the ids that the sweep armed."""

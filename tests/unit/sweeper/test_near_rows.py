@@ -68,7 +68,7 @@ class CrashingTimer(RecordingTimer):
 def test_a_crash_between_arming_and_marking_costs_duplicates_and_makes_no_gap(
     field: SweeperHarness,
 ) -> None:
-    ids = [field.row(19.9 + n / 250) for n in range(2500)]  # writing the rows may take some time
+    ids = field.rows(19.9 + n / 250 for n in range(2500))
     crashing = CrashingTimer(2, field.timer.armed)
     field.let_pass()
     with pytest.raises(CrashError):
@@ -100,7 +100,7 @@ class HalfwayTimer(RecordingTimer):
 
 
 def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: SweeperHarness) -> None:
-    ids = [field.row(10 + n / 100) for n in range(1500)]
+    ids = field.rows(10 + n / 100 for n in range(1500))
     halfway = HalfwayTimer()
     field.sweep(timer=halfway)
     assert 0 < len(halfway.armed) < 1500
@@ -117,9 +117,8 @@ class RefusingTimer(RecordingTimer):
 
 
 def test_a_refused_queue_does_not_keep_other_rows_from_being_armed(field: SweeperHarness) -> None:
-    # Late enough that none is overdue before the sweep on a busy machine.
-    refused = [field.row(20 + n / 1000, queue="bad") for n in range(1200)]
-    ids = [field.row(25 + n / 1000) for n in range(1200)]
+    refused = field.rows((20 + n / 1000 for n in range(1200)), queue="bad")
+    ids = field.rows(25 + n / 1000 for n in range(1200))
     refusing = RefusingTimer()
     field.sweep(timer=refusing)
     assert refusing.ids == ids
