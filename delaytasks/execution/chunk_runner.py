@@ -49,7 +49,10 @@ class ChunkRunner:
         events: Events,
         thread_context: ThreadContext,
         costs: TagCosts,
+        report_late: Callable[[], object] = lambda: None,
     ) -> None:
+        """`report_late` is called when rows were settled whose chunk may be reported already."""
+        self._report_late = report_late
         self._thread_context = thread_context
         self._lease_s = settings.lease_s
         self._budget_s = settings.chunk_time_budget_s
@@ -298,3 +301,6 @@ class ChunkRunner:
                 self._detached.discard(chunk)
                 self._thread_slots.notify()
             self._executor.flush()  # a monitor sees the rows that still run
+            # Otherwise the report of an open chunk, or the end of its time budget, comes soon.
+            if not (chunk.is_detached and self._time_budget.has_open):
+                self._report_late()

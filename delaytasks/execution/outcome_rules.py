@@ -27,6 +27,8 @@ from delaytasks.processors.registry import ProcessorSpec
 
 #: The code of these values runs only during an iteration over them.
 _LAZY = (GeneratorType, AsyncGeneratorType, map, filter)
+#: The outcomes of a run that is repeated or that fails.
+_UNFINISHED = (Retry, Snooze, Fail)
 
 
 class OutcomeRules:
@@ -60,10 +62,7 @@ class OutcomeRules:
         value: object,
         error: BaseException | None,
     ) -> tuple[Settlement, BaseException | None]:
-        is_cancelled = run.cancel_request is not None or (
-            isinstance(error, TaskCancelledError) and error.id == run.task.id
-        )
-        if is_cancelled and _is_unfinished(run, value, error):
+        if _is_unfinished(run, value, error) and _is_cancelled(run, error):
             return self._cancelled(run.task, began, error), None
         if error is None:
             try:
@@ -115,6 +114,8 @@ class OutcomeRules:
         self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
     ) -> Settlement:
         """Return the settlement of an outcome; any other value is a success."""
+        if value is None:  # as most processors return
+            return Settlement(task, "succeed", began)
         if isinstance(value, Retry):
             return self._retry(processor, task, began, value)
         if isinstance(value, Snooze):
@@ -223,4 +224,10 @@ def _is_unfinished(run: TaskRun, value: object, error: BaseException | None) -> 
     """Whether a run would be repeated or fail, if nobody had cancelled it."""
     if run.is_written:  # the processor has completed the task in its own transaction
         return False
-    return error is not None or isinstance(value, Retry | Snooze | Fail)
+    return error is not None or isinstance(value, _UNFINISHED)
+
+
+def _is_cancelled(run: TaskRun, error: BaseException | None) -> bool:
+    return run.cancel_request is not None or (
+        isinstance(error, TaskCancelledError) and error.id == run.task.id
+    )

@@ -13,6 +13,21 @@ from delaytasks.metrics.families import Family, HistogramValue, Sample, gauge
 #: The bounds of the buckets of sweeps.
 SWEEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+#: The events that are shown before the first of them, since a rate counts none that comes with the
+#: first sample.
+FAULT_EVENTS = (
+    "chunk.failed",
+    "loop.failed",
+    "loop.restarted",
+    "message.refused",
+    "store.down",
+    "sweep.self",
+    "task.recovered",
+    "task.timed_out",
+    "timer.down",
+    "worker.lost",
+)
+
 
 class SweepTimes:
     """Adds up how long the sweeps of this process took. A subscriber of events."""
@@ -108,7 +123,8 @@ class WorkerMetrics:
 
 
 def event_family(counts: Mapping[str, int]) -> Family:
-    """Return the metric of the events of one process."""
+    """Return the metric of the events of a worker's main process."""
+    counts = {**dict.fromkeys(FAULT_EVENTS, 0), **counts}
     return Family(
         "delaytasks_events",
         "Events of this process, as in the log.",

@@ -18,6 +18,7 @@ from celery import signals
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.worker.late_counts import LateCounts
 from delaytasks.worker.requested_runs import Interrupts, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
@@ -51,6 +52,8 @@ class Processes:
         self.renewals = Renewals()
         self.requested_runs = RequestedRuns()
         self.others_wait = OthersWait()
+        #: Set in the processes of a worker.
+        self.late_counts: LateCounts | None = None
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -81,6 +84,7 @@ class Processes:
         # Before the pool's processes are forked, which share them.
         self.renewals, self.others_wait = Renewals(), OthersWait()
         self.requested_runs = RequestedRuns()
+        self.late_counts = LateCounts()
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -138,6 +142,7 @@ class Processes:
         wiring = self.wiring
         shard = wiring.shards[number]
         limits = LimitLoader(shard.store, lambda: shard.policies.current().limited)
+        late_counts = self.late_counts
         claims = shard.store.claims(
             self.name(os.getpid()),
             own_address(shard.store.database.url.host),
@@ -165,6 +170,7 @@ class Processes:
             thread_context=task_context.reuse_stack,
             watcher=watcher,
             has_others=self.others_wait.is_so,
+            report_late=None if late_counts is None else partial(late_counts.send, number),
         )
 
     def _task_context(self, clock: Clock) -> CeleryTaskContext:

@@ -48,6 +48,8 @@ class RequestedRuns:
     def of(self, id: int, version: int) -> int | None:
         """Return the request for this run, or None."""
         memory = self._memory
+        if not memory[0]:  # as nearly always
+            return None
         for at in range(1, 1 + 3 * memory[0], 3):
             if memory[at] == id and memory[at + 1] == version:
                 return int(memory[at + 2])

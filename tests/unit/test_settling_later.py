@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
 
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.worker.late_counts import LateCounts
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
@@ -139,3 +142,24 @@ def test_a_chunk_of_concurrent_rows_is_settled_while_the_next_one_runs(make: Mak
     finally:
         may_settle.set()
     wait_until(lambda: bench.statuses([first, second]) == ["DONE"] * 2, 5, "the settlements")
+
+
+def test_what_was_counted_after_the_last_report_is_sent_without_another_chunk(make: Make) -> None:
+    bench, late_counts, counts = make(), LateCounts(), RunCounts()
+    bench.runner = bench.make_runner(
+        may_detach=True, has_others=lambda: True, report_late=partial(late_counts.send, 3)
+    )
+    tasks = [bench.schedule(body=number) for number in range(2)]
+    reported = bench.run(*tasks).statistics.tags
+
+    def is_complete() -> bool:
+        for shard, statistics in late_counts.received():
+            assert shard == 3
+            for _, stored in statistics.tags:
+                counts.add_stored(stored)
+        return counts.outcome("done") + counts.started >= 4
+
+    for _, stored in reported:
+        counts.add_stored(stored)
+    wait_until(is_complete, 5, "the counts")
+    assert (counts.started, counts.outcome("done")) == (2, 2)
