@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from delaytasks.core.errors import BodyEncryptedError
+from delaytasks.core.json_text import load_json
 
 #: As the first key: new bodies are stored unencrypted, and the other keys only read.
 PLAIN = "plain"
@@ -97,7 +97,7 @@ def decoded(text: str, what: str) -> Any:
             f"{what} is encrypted with key {name_in(text)}, which delaytasks_encryption_keys "
             "does not have here, or was changed since, or belongs to another task"
         )
-    return json.loads(text)
+    return load_json(text)
 
 
 def placeholder(text: str) -> str:

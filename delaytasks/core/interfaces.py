@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
@@ -178,9 +177,11 @@ class Step(NamedTuple):
     keyed: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
-    """The move that ends one run, fenced by the version that the claim returned."""
+class Settlement(NamedTuple):
+    """The move that ends one run, fenced by the version that the claim returned.
+
+    Each task makes one, and a tuple takes a third of the time of a frozen dataclass.
+    """
 
     task: DelayTask
     move: SettlingMove

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import datetime
 from types import AsyncGeneratorType, GeneratorType
 
@@ -51,7 +50,7 @@ class OutcomeRules:
         """
         settlement, error = self._settlement(processor, run, began, value, error)
         if processor.keep_result:
-            settlement = replace(settlement, announces_end=True)
+            settlement = settlement._replace(announces_end=True)
         return settlement, error
 
     def _settlement(

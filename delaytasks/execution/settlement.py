@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, monotonic, to_us
@@ -145,7 +144,7 @@ class Settler:
             if len(settlements) > 1 or text is None or text.isascii():
                 raise
             plain = text.encode("ascii", "backslashreplace").decode()
-            return settle([replace(settlements[0], error=plain)])
+            return settle([settlements[0]._replace(error=plain)])
 
     # -- reports ----------------------------------------------------------------------------------
 

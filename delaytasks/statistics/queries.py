@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -14,8 +12,8 @@ from sqlalchemy import and_, bindparam, delete, func, select, union_all, update
 
 from delaytasks.core.batches import batches
 from delaytasks.core.clock import from_us
-from delaytasks.core.json_text import dump_json
-from delaytasks.core.run_counts import FailureCount, RunCounts
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.statistics.failure_groups import FailureGroups
 from delaytasks.statistics.gauges import Gauges, packed_gauges, unpacked_gauges
 from delaytasks.statistics.periods import (
     DAY,
@@ -36,16 +34,10 @@ from delaytasks.statistics.worker_counts import MINUTE_US, Unwritten
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import skipping_insert
 from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.schema import FINGERPRINT_LENGTH, Schema
+from delaytasks.storage.schema import Schema
 
 #: Rows of one transaction, so that another worker waits only briefly for their locks.
 ROWS_PER_WRITE = 200
-#: The hours of a failure group that are kept for its sparkline.
-KEPT_HOURS = 48
-#: The most groups that one call writes: those with the most failures.
-MAX_GROUPS_PER_WRITE = 100
-#: The most groups in the table. The sweep deletes the oldest ones.
-MAX_STORED_GROUPS = 1000
 
 
 class StatisticsTable:
@@ -54,16 +46,14 @@ class StatisticsTable:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._s = s = schema.statistics
-        self._f = f = schema.failures
+        self.failure_groups = FailureGroups(database, schema)
         # MySQL would keep a shared lock on a row that exists, with which two workers deadlock.
         skipping = skipping_insert(database)
         if skipping is not None:
             self._insert = skipping(s).on_conflict_do_nothing()
-            self._insert_failure = skipping(f).on_conflict_do_nothing()
         else:
             mysql = import_module("sqlalchemy.dialects.mysql")
             self._insert = mysql.insert(s).on_duplicate_key_update(tag=s.c.tag)
-            self._insert_failure = mysql.insert(f).on_duplicate_key_update(tag=f.c.tag)
         named = (
             s.c.period == bindparam("of_period"),
             s.c.start == bindparam("of_start", type_=s.c.start.type),
@@ -82,16 +72,6 @@ class StatisticsTable:
         highest: dict[str, Any] = {name: bindparam(f"new_{name}") for name in names}
         self._update_counts = update(s).where(*named).values(counts=bindparam("new"), **highest)
         self._update_parts = update(s).where(*named).values(parts=bindparam("new"))
-        self._update_failure = (
-            update(f)
-            .where(f.c.tag == bindparam("of_tag"), f.c.fingerprint == bindparam("of_fingerprint"))
-            .values(
-                {
-                    name: bindparam(f"new_{name}", type_=f.c[name].type)
-                    for name in ("task_id", "sample", "runs", "last_at", "hours")
-                }
-            )
-        )
 
     # -- what a worker writes ---------------------------------------------------------------------
 
@@ -103,7 +83,7 @@ class StatisticsTable:
         for start, by_tag in sorted(by_start.items()):
             self._add_minute(on, start, by_tag)
         if unwritten.failures:
-            self._add_failures(on, unwritten.failures, now)
+            self.failure_groups.add(on, unwritten.failures, now)
 
     def _add_minute(self, on: Any, start: datetime, by_tag: Mapping[str, RunCounts]) -> None:
         tags = sorted(by_tag)
@@ -132,39 +112,6 @@ class StatisticsTable:
             .with_for_update()
         )
         return {row.tag: StoredRow(*row) for row in on.execute(query)}
-
-    def _add_failures(
-        self, on: Any, failures: Mapping[tuple[int, str, str], FailureCount], now: datetime
-    ) -> None:
-        f, groups = self._f, dict[tuple[str, str], list[tuple[int, FailureCount]]]()
-        most = sorted(failures.items(), key=lambda each: -each[1].runs)[:MAX_GROUPS_PER_WRITE]
-        for (hour, tag, pattern), failure in most:
-            groups.setdefault((tag, fingerprint_of(pattern)), []).append((hour, failure))
-        keys = sorted(groups)
-        on.execute(
-            self._insert_failure,
-            [_new_group(key, groups[key][0][1], now) for key in keys],
-        )
-        for tag, fingerprint in keys:
-            mine = and_(f.c.tag == tag, f.c.fingerprint == fingerprint)
-            query = select(f.c.runs, f.c.hours).where(mine).with_for_update()
-            runs, hours = on.execute(query).one()
-            counted = hour_counts_of(hours)
-            for hour, failure in groups[tag, fingerprint]:
-                counted[hour] = counted.get(hour, 0) + failure.runs
-                runs += failure.runs
-            last = groups[tag, fingerprint][-1][1]
-            changes = {
-                "new_task_id": last.task_id,
-                "new_sample": last.error,
-                "new_runs": runs,
-                "new_last_at": now,
-                "new_hours": dump_json(dict(sorted(counted.items())[-KEPT_HOURS:])),
-            }
-            on.execute(
-                self._update_failure,
-                {"of_tag": tag, "of_fingerprint": fingerprint, **changes},
-            )
 
     # -- what a sweep writes ----------------------------------------------------------------------
 
@@ -262,15 +209,12 @@ class StatisticsTable:
 
     def purge(self, before: datetime) -> int:
         """Delete the days before `before`, and the failure groups that are as old or too many."""
-        s, f = self._s, self._f
+        s = self._s
 
         def work(connection: Any) -> int:
             days = delete(s).where(s.c.period == DAY, s.c.start < before)
             purged = int(connection.execute(days).rowcount)
-            newest = select(f.c.last_at).order_by(f.c.last_at.desc())
-            bound = connection.execute(newest.offset(MAX_STORED_GROUPS).limit(1)).scalar()
-            groups = delete(f).where(f.c.last_at <= max(before, bound or before))
-            return purged + int(connection.execute(groups).rowcount)
+            return purged + self.failure_groups.purge(connection, before)
 
         return self._db.alone(work)
 
@@ -297,46 +241,9 @@ class StatisticsTable:
             for row in self._db.alone(partial(_all_rows, union_all(*selects))):
                 yield StoredRow(*row)
 
-    def failures(self, tag: str | None, since: datetime | None, limit: int) -> Sequence[Any]:
-        """Return the groups, beginning with the one that failed last."""
-        f = self._f
-        query = select(f).order_by(f.c.last_at.desc(), f.c.tag, f.c.fingerprint).limit(limit)
-        if tag is not None:
-            query = query.where(f.c.tag == tag)
-        if since is not None:
-            query = query.where(f.c.last_at >= since)
-        return self._db.rows(query)
-
 
 def _all_rows(query: Any, connection: Any) -> Sequence[Any]:
     return connection.execute(query).all()  # type: ignore[no-any-return]
-
-
-def fingerprint_of(pattern: str) -> str:
-    return hashlib.sha256(pattern.encode()).hexdigest()[:FINGERPRINT_LENGTH]
-
-
-def hour_counts_of(text: str) -> dict[int, int]:
-    """Return the number of failures by the hour since 1970."""
-    try:
-        return {int(hour): int(count) for hour, count in json.loads(text).items()}
-    except (ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _new_group(key: tuple[str, str], failure: FailureCount, now: datetime) -> dict[str, Any]:
-    tag, fingerprint = key
-    return {
-        "tag": tag,
-        "fingerprint": fingerprint,
-        "pattern": failure.pattern,
-        "task_id": failure.task_id,
-        "sample": failure.error,
-        "runs": 0,
-        "first_at": now,
-        "last_at": now,
-        "hours": "{}",
-    }
 
 
 def _row(period: str, start: datetime, tag: str, new: str | bytes) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.inputs import check_instant, check_tag, check_wait
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.statistics.failure_groups import hour_counts_of
 from delaytasks.statistics.gauges import Gauges
 from delaytasks.statistics.periods import (
     GAUGES,
@@ -20,7 +21,7 @@ from delaytasks.statistics.periods import (
     gauges_in,
     total_in,
 )
-from delaytasks.statistics.queries import StatisticsTable, hour_counts_of
+from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.results import FailureGroup
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def failure_groups(
     """Return the groups that failed last, of all databases together."""
     found: dict[tuple[str, str], FailureGroup] = {}
     for shard in shards:
-        for row in _table(shard).failures(tag, since, limit):
+        for row in _table(shard).failure_groups.read(tag, since, limit):
             hours = {EPOCH + timedelta(hours=h): n for h, n in hour_counts_of(row.hours).items()}
             group = FailureGroup(
                 row.tag,

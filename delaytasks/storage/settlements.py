@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
@@ -189,7 +188,7 @@ class Settlements:
             return settlement
         why = f"Not run again: its key {task.key!r} went to another task."
         error = f"{settlement.error or settlement.move}\n{why}"
-        return replace(settlement, move="fail", error=error, expected_time=None)
+        return settlement._replace(move="fail", error=error, expected_time=None)
 
     def _new_values(self, settlement: Settlement) -> tuple[Any, ...]:
         return (

@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from django.contrib import admin
@@ -21,7 +22,7 @@ from django.db import connection
 from django.test import Client
 from django.urls import path
 
-from delaytasks import Status
+from delaytasks import Status, StoreUnavailableError
 from delaytasks.contrib.django.admin import DelayTaskRowAdmin
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
@@ -339,6 +340,16 @@ def test_policies_are_added_changed_and_cleared() -> None:
     assert (policy.concurrency, policy.rate_text, policy.is_paused) == (None, "30/m", True)
     assert client.post(f"{page}delete/", {"post": "yes"}).status_code == 302
     assert [policy.kind for policy in delays.policies()] == ["queue"]
+
+
+def test_a_policy_that_could_not_be_written_is_reported() -> None:
+    client = user("view_policyrow", "change_policyrow")
+    away = StoreUnavailableError("the database is away")
+    with patch.object(type(delays), "set_policy", side_effect=away):
+        given = {"kind": "tag", "name": "mail.send", "concurrency": "5"}
+        shown = text_of(client.post(f"{POLICIES}add/", given, follow=True))
+    assert "The policy was not changed: the database is away" in shown
+    assert delays.policies() == []
 
 
 def test_a_wrong_policy_is_refused_with_the_reason() -> None:

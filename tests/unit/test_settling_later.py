@@ -12,10 +12,17 @@ import pytest
 
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.execution import runner
 from delaytasks.worker.late_counts import LateCounts
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def all_are_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have chunks of empty processors settled later, too."""
+    monkeypatch.setattr(runner, "SLOW_ROW_S", 0.0)
 
 
 def busy_bench(make: Make, **changes: Any) -> RunnerHarness:
@@ -163,3 +170,13 @@ def test_what_was_counted_after_the_last_report_is_sent_without_another_chunk(ma
         counts.add_stored(stored)
     wait_until(is_complete, 5, "the counts")
     assert (counts.started, counts.outcome("done")) == (2, 2)
+
+
+def test_a_chunk_of_quick_rows_is_settled_before_it_reports(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SLOW_ROW_S", 10.0)
+    bench, threads = busy_bench(make), list[threading.Thread]()
+    bench.claims.before_settle = lambda _: threads.append(threading.current_thread())
+    bench.run(bench.schedule())
+    assert threads == [threading.current_thread()]

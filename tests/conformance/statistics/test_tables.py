@@ -11,7 +11,7 @@ from sqlalchemy import func, select
 
 from delaytasks.core.clock import from_us
 from delaytasks.core.run_counts import FailureCount, RunCounts
-from delaytasks.statistics import queries
+from delaytasks.statistics import failure_groups
 from delaytasks.statistics.gauges import Gauges, unpacked_gauges
 from delaytasks.statistics.periods import DAY, GAUGES, HOUR, MINUTE, total_in
 from delaytasks.statistics.queries import StatisticsTable
@@ -117,7 +117,7 @@ def test_workers_that_write_simultaneously_lose_nothing(
     found = minutes(table)
     assert found[NOON, "a"].started == found[NOON, "b"].started == 4 * writes
     assert found[NOON, "only-3"].started == writes
-    [group] = table.failures(None, None, 10)
+    [group] = table.failure_groups.read(None, None, 10)
     assert group.runs == 4 * writes
 
 
@@ -192,30 +192,34 @@ def test_old_days_and_old_groups_are_purged(store: Store, table: StatisticsTable
     add(store, table, new, NOON + timedelta(days=1))
     assert table.purge(NOON.replace(hour=0) + timedelta(days=1)) == 2
     assert [start for start, _ in packed(table, DAY)] == [NOON.replace(hour=0) + timedelta(days=1)]
-    assert [group.pattern for group in table.failures(None, None, 10)] == ["new*"]
+    assert [group.pattern for group in table.failure_groups.read(None, None, 10)] == ["new*"]
 
 
 def test_the_number_of_groups_is_bounded(
     store: Store, table: StatisticsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries, "MAX_STORED_GROUPS", 3)
+    monkeypatch.setattr(failure_groups, "MAX_STORED_GROUPS", 3)
     for number in range(5):
         one = Unwritten()
         one.add_failure(1, FailureCount("a", f"{number}*", 1, 1, "broken"))
         add(store, table, one, NOON + timedelta(minutes=number))
     table.purge(NOON - timedelta(days=1))
-    assert [group.pattern for group in table.failures(None, None, 10)] == ["4*", "3*", "2*"]
+    assert [group.pattern for group in table.failure_groups.read(None, None, 10)] == [
+        "4*",
+        "3*",
+        "2*",
+    ]
 
 
 def test_one_write_has_the_largest_groups(
     store: Store, table: StatisticsTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(queries, "MAX_GROUPS_PER_WRITE", 2)
+    monkeypatch.setattr(failure_groups, "MAX_GROUPS_PER_WRITE", 2)
     unwritten = Unwritten()
     for number in (1, 3, 2):
         unwritten.add_failure(1, FailureCount("a", f"{number}*", number, number, "broken"))
     add(store, table, unwritten)
-    assert {group.pattern for group in table.failures(None, None, 10)} == {"2*", "3*"}
+    assert {group.pattern for group in table.failure_groups.read(None, None, 10)} == {"2*", "3*"}
 
 
 def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(
@@ -225,10 +229,10 @@ def test_a_group_has_its_first_and_last_time_its_last_task_and_its_hours(
         one = Unwritten()
         one.add_failure(1000 + number, FailureCount("a", "x*", 2, number, f"x{number}"))
         add(store, table, one, NOON + timedelta(hours=number))
-    [group] = table.failures("a", NOON, 10)
+    [group] = table.failure_groups.read("a", NOON, 10)
     assert (group.runs, group.task_id, group.sample) == (120, 59, "x59")
     assert (group.first_at, group.last_at) == (NOON, NOON + timedelta(hours=59))
-    hours = queries.hour_counts_of(group.hours)
+    hours = failure_groups.hour_counts_of(group.hours)
     assert hours == dict.fromkeys(range(1012, 1060), 2), "the last 48 hours"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from django import forms
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.contrib.admin.utils import quote
 from django.contrib.admin.views.main import ChangeList
 from django.db import transaction
@@ -16,7 +17,7 @@ from django.urls import reverse
 from delaytasks.contrib.django.admin.task_actions import actor_name
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import PolicyRow
-from delaytasks.core.errors import InvalidInputError
+from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.policies import Policy, check_limit, named, parse_rate
 
 
@@ -125,13 +126,23 @@ class PolicyRowAdmin(admin.ModelAdmin):
 
     def save_model(self, request: Any, obj: Any, form: Any, change: bool) -> None:
         values, actor = dict(form.cleaned_data), actor_name(request)
-        set_policy = partial(_set, obj.kind, obj.name, values, actor)
-        transaction.on_commit(set_policy, using=project_delays().alias)
+        self._after_commit(request, partial(_set, obj.kind, obj.name, values, actor))
 
     def delete_model(self, request: Any, obj: Any) -> None:
         delays, which = project_delays(), {obj.kind: obj.name}
         clear = partial(delays.clear_policy, **which, actor=actor_name(request))
-        transaction.on_commit(clear, using=delays.alias)
+        self._after_commit(request, clear)
+
+    def _after_commit(self, request: Any, write: Callable[[], object]) -> None:
+        """Write a policy after the commit, or show why it was not written."""
+
+        def attempt() -> None:
+            try:
+                write()
+            except DelayTaskError as error:
+                self.message_user(request, f"The policy was not changed: {error}", messages.ERROR)
+
+        transaction.on_commit(attempt, using=project_delays().alias)
 
 
 def _set(kind: str, name: str, values: dict[str, Any], actor: str) -> None:
