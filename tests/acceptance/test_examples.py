@@ -12,6 +12,7 @@ from tests.running import ROOT
 
 #: An example, and a line that it prints when it has reached its end.
 LAST_LINES = {
+    "fastapi_reminders": "reminders that wait: bob",
     "flask_webhooks": "has booked the payment once",
     "heartbeats": "98 devices are connected, and each has one row",
     "moving_celery": "and so have the 5 adopted ones",

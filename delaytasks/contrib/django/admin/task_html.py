@@ -37,7 +37,7 @@ def instant_html(instant: datetime | None) -> str:
     """Return an instant in Django's current time zone."""
     if instant is None:
         return NOTHING_SHOWN
-    return str(date_text(localtime(instant), "Y-m-d H:i:s"))
+    return str(date_text(localtime(instant), "Y-m-d H:i:s T"))
 
 
 def distance_html(instant: datetime, now: datetime) -> Any:
