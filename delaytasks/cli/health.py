@@ -20,7 +20,7 @@ _EXIT_CODES_OF_HEALTH = "Exit codes: 0 healthy; 1 not healthy; 2 wrong usage or 
 
 @click.command(cls=Command, epilog=_EXIT_CODES_OF_HEALTH)
 @click.argument(
-    "component", type=click.Choice(["deployment", "worker", "drain"]), default="deployment"
+    "component", type=click.Choice(["deployment", "worker", "drain", "beat"]), default="deployment"
 )
 @click.option("--live", is_flag=True, help="Fail only if a restart of the process would help.")
 @click.option(
@@ -53,21 +53,25 @@ def health(
     max_sweep_age: timedelta | None,
     timeout: timedelta,
 ) -> None:
-    """Check the deployment, or the workers or drains of this host.
+    """Check the deployment, the workers or drains of this host, or beat.
 
     \b
     delaytasks health
     delaytasks health --max-overdue 1000 --max-sweep-age 1m --json
     delaytasks health worker --live
     delaytasks health drain
+    delaytasks health beat
 
     The deployment is healthy if databases and broker answer, the tables have this version, a worker
     lives, and a sweep was recent. A worker or drain is ready under the same conditions, if it has
     reported itself. With --live it is unhealthy only if it has stopped reporting while a database
-    answers: a restart does not help against an outage.
+    answers: a restart does not help against an outage. Beat is healthy if its messages have
+    reached a worker recently; a server of the HTTP API has URLs for probes instead.
     """
-    if component == "deployment" and (live or name is not None):
-        raise click.UsageError("--live and --name require a component: worker or drain")
+    if component == "deployment" and live:
+        raise click.UsageError("--live requires a component: worker, drain or beat")
+    if component in ("deployment", "beat") and name is not None:
+        raise click.UsageError("--name requires a component: worker or drain")
     wiring = wiring_of(cli.delays)
     settings = wiring.settings
     question = HealthQuestion(

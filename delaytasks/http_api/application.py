@@ -13,6 +13,7 @@ from delaytasks.core.errors import DelayTaskError
 from delaytasks.http_api import problems
 from delaytasks.http_api.api_keys import FindsKeys
 from delaytasks.http_api.openapi import DOCUMENT_PATH, openapi_document
+from delaytasks.http_api.probes import Probes
 from delaytasks.http_api.request_limit import RequestLimit
 from delaytasks.http_api.requests import Gate, Route
 from delaytasks.http_api.routes import ROUTES
@@ -58,6 +59,7 @@ def make_api(
     for route in ROUTES:
         _add(app, gate, route)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
+    Probes(delays).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(problems.RefusedRequestError, problems.refused)
     app.register_error_handler(DelayTaskError, problems.failed)

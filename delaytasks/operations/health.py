@@ -10,7 +10,7 @@ from typing import NamedTuple
 from delaytasks.core.bounded_calls import all_within
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import DelayTaskError
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.routing.shard import Shard
@@ -26,7 +26,8 @@ class HealthQuestion(NamedTuple):
     ----------
     component
         `deployment`, or the processes of one kind on one host: `worker`, or `drain` for
-        `delaytasks drain --forever`.
+        `delaytasks drain --forever`; `beat`, of which workers know when its last message arrived;
+        or `api` for a server of the HTTP API, which only needs the databases.
     host
         The host of these processes.
     name
@@ -105,7 +106,10 @@ class HealthChecks:
         """
         answers, _ = self._ask(question._replace(max_overdue=None))
         if not answers:
-            return [HealthCheck("worker", True, "unknown, because no database answers")]
+            name = "beat" if question.component == "beat" else "worker"
+            return [HealthCheck(name, True, "unknown, because no database answers")]
+        if question.component == "beat":
+            return [self._beat_check(answers)]
         return [_worker_check(answers, question)]
 
     def ready(self, question: HealthQuestion) -> list[HealthCheck]:
@@ -117,16 +121,22 @@ class HealthChecks:
         yield _database_check(len(answers), errors)
         if answers:
             yield _revision_check(answers)
+        if question.component == "api":
+            return
+        if answers and question.component != "beat":
             yield _worker_check(answers, question)
         if self._settings.uses_broker and question.component != "drain":
             error = self._broker_error()
             yield HealthCheck("broker", error is None, error or "answers")
         if answers:
-            yield self._sweep_check(answers, question)
+            is_beat = question.component == "beat"
+            yield self._beat_check(answers) if is_beat else self._sweep_check(answers, question)
         if answers and question.max_overdue is not None:
             overdue = sum(answer.overdue for answer in answers)
-            detail = f"{overdue:,} overdue, at most {question.max_overdue:,}"
-            yield HealthCheck("overdue", overdue <= question.max_overdue, detail)
+            is_ok = overdue <= question.max_overdue
+            found = f"{overdue:,}" if is_ok else f"more than {question.max_overdue:,}"
+            detail = f"{found} overdue, at most {question.max_overdue:,}"
+            yield HealthCheck("overdue", is_ok, detail)
 
     def _ask(self, question: HealthQuestion) -> tuple[list[_Answer], dict[int, str]]:
         """Return the answers of the databases, and the errors of the others by shard."""
@@ -150,7 +160,7 @@ class HealthChecks:
         settings, store = self._settings, shard.store
         stats, now = Stats(store.database, store.schema), store.tasks.now()
         overdue = OverdueRows(store.database, store.schema)
-        is_counted = question.max_overdue is not None
+        most = question.max_overdue
         return _Answer(
             now,
             store.workers.registered(now, settings.silent_s),
@@ -158,8 +168,19 @@ class HealthChecks:
             migrations.current(
                 store.database, settings.table_prefix, settings.table_schema or None
             ),
-            overdue.count(settings.grace_s).tasks if is_counted else 0,
+            # More than one beyond the limit need not be counted.
+            0 if most is None else overdue.count(settings.grace_s, most + 1).tasks,
         )
+
+    def _beat_check(self, answers: Sequence[_Answer]) -> HealthCheck:
+        """Check that messages of beat arrive, as far as live workers with a broker know."""
+        age_s = beat_age_s(worker for answer in answers for worker in answer.workers)
+        if age_s is None:
+            return HealthCheck("beat", True, "unknown, because no worker receives its messages")
+        # Then a worker sweeps by itself.
+        limit_s = self._settings.self_sweep_s + self._settings.sweep_s
+        detail = f"last message {show_duration(age_s)} ago, at most {show_duration(limit_s)}"
+        return HealthCheck("beat", age_s <= limit_s, detail)
 
     def _sweep_check(self, answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:
         limit_s = question.max_sweep_age_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import threading
@@ -14,6 +15,7 @@ from sqlalchemy import update
 
 from delaytasks.cli import health
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.core.settings import Settings
 from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.storage import migrations
@@ -119,6 +121,29 @@ def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) ->
     assert failed(healthy, "drain", "--live") == ["worker"]
 
 
+def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project) -> None:
+    workers = wiring_of(healthy.delays).store.workers
+    assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []
+    name = f"celery@{HOST}"
+    workers.report(name, ["default"], "prefork", 2, 0, services=ServiceTimes(beat_s=1.0))
+    found = healthy.json("health", "beat")["checks"]
+    assert [check["name"] for check in found] == ["database", "tables", "broker", "beat"]
+    age(healthy, "workers", beat_at=300)
+    assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == ["beat"]
+    workers.report(
+        name, ["default"], "prefork", 2, 0, services=ServiceTimes(broker_down_s=9, beat_s=300)
+    )
+    assert failed(healthy, "beat", "--live") == [], "without the broker it is unknown"
+
+
+def test_more_overdue_tasks_than_the_limit_are_not_counted(healthy: Project) -> None:
+    for _ in range(3):
+        make_a_task_overdue(healthy)
+    result = healthy("health", "--max-overdue", "1", "--json")
+    found = json.loads(result.stdout)["checks"]
+    assert found[-1]["detail"] == "more than 1 overdue, at most 1"
+
+
 def test_a_restart_is_not_asked_for_while_no_database_answers(
     healthy: Project, tmp_path: Path
 ) -> None:
@@ -151,4 +176,7 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
 
 
 def test_live_needs_a_component(shop: Project) -> None:
-    assert "require a component" in shop.error("health", "--live", exit_code=2)["error"]
+    assert "requires a component" in shop.error("health", "--live", exit_code=2)["error"]
+    assert (
+        "requires a component" in shop.error("health", "beat", "--name", "w", exit_code=2)["error"]
+    )

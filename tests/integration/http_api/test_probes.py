@@ -1,0 +1,43 @@
+"""The URLs for probes, which need no key."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from delaytasks.http_api import probes
+from tests.integration.http_api.conftest import ApiSite
+
+
+def probe(site: ApiSite, name: str) -> tuple[int, dict[str, bool]]:
+    answer = site.app.test_client().get(f"/health/{name}")
+    document = json.loads(answer.text)
+    assert document["is_healthy"] == all(document["checks"].values())
+    return answer.status_code, document["checks"]
+
+
+def test_a_server_is_ready_while_its_database_answers(
+    site: ApiSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
+    assert probe(site, "ready") == (200, {"database": True, "tables": True})
+    site.delays.close()
+    file = tmp_path / "api.sqlite3"
+    content = file.read_bytes()
+    file.write_text("no database any more")
+    assert probe(site, "ready") == (503, {"database": False})
+    assert probe(site, "live") == (200, {}), "a restart would not help"
+    file.write_bytes(content)
+    assert probe(site, "ready")[0] == 200
+
+
+def test_many_probes_ask_the_database_once_in_a_while(
+    site: ApiSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "ASK_AGAIN_S", 60.0)
+    assert probe(site, "ready")[0] == 200
+    site.delays.close()
+    monkeypatch.setattr(probes, "wiring_of", None)
+    assert probe(site, "ready")[0] == 200
