@@ -12,6 +12,7 @@ from tests.running import ROOT
 
 #: An example, and a line that it prints when it has reached its end.
 LAST_LINES = {
+    "django_shop": "the admin shows tasks with the states",
     "fastapi_reminders": "reminders that wait: bob",
     "flask_webhooks": "has booked the payment once",
     "heartbeats": "98 devices are connected, and each has one row",
@@ -19,7 +20,7 @@ LAST_LINES = {
     "tenants": "initech leaves; schedules: report-acme, report-globex",
 }
 #: These have commands and tests of their own.
-OTHERS = {"demo", "django_shop", "flask_shop"}
+OTHERS = {"demo", "flask_shop"}
 
 
 @pytest.mark.slow

@@ -191,7 +191,8 @@ def test_delays_modules_are_imported_and_the_module_level_functions_are_the_proj
         "tags = [p.tag for p in w.registry if not p.tag.startswith('delaytasks.')]; "
         "print('tags', tags, w.celery is app, d.settings.namespace)",
     )
-    assert f"tags ['order.close'] True {shop.environment['SHOP_NAMESPACE']}" in shown
+    tags = ["order.close", "orders.tasks.send_receipt"]
+    assert f"tags {tags} True {shop.environment['SHOP_NAMESPACE']}" in shown
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from django.views.decorators.http import require_GET, require_POST
 
 from delaytasks import cancel, schedule_delay
 from orders.models import Order
+from orders.tasks import send_receipt
 
 
 @require_POST
@@ -33,6 +34,7 @@ def pay(request: HttpRequest, number: int) -> JsonResponse:
             return JsonResponse({"number": order.pk, "error": "too late to pay"}, status=409)
         order.status = "paid"
         order.save()
+        send_receipt.enqueue(order.pk)
     return JsonResponse({"number": order.pk, "status": order.status})
 
 

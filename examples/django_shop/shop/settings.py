@@ -13,9 +13,34 @@ ROOT_URLCONF = "shop.urls"
 WSGI_APPLICATION = "shop.wsgi.application"
 USE_TZ = True
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
-MIDDLEWARE = ["django.middleware.common.CommonMiddleware"]
+STATIC_URL = "static/"
+MIDDLEWARE = [
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+]
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
 
 INSTALLED_APPS = [
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
     "delaytasks.contrib.django",
     "orders",
 ]
@@ -46,7 +71,11 @@ CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 
 DELAYTASKS = {
     "namespace": os.environ.get("SHOP_NAMESPACE", "shop"),
+    # The admin links the key of a task to the order.
+    "object_of": "orders.links.object_of",
 }
+#: For the tasks of `django.tasks`, such as orders/tasks.py.
+TASKS = {"default": {"BACKEND": "delaytasks.contrib.django.tasks_backend.DelayTasksBackend"}}
 
 #: An order that is not paid by then is closed.
 SHOP_PAY_WITHIN_S = float(os.environ.get("SHOP_PAY_WITHIN_S", "2"))
