@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import DuplicateTaskError
+from delaytasks.core.errors import DuplicateTaskError, SessionUnusableError
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.task import DelayTask
@@ -83,8 +83,9 @@ def _scheduled_once(delays: DelayTasks, new: NewTask, on_conflict: OnConflict) -
         return database.transaction(partial(_insert, delays, new, on_conflict))
     except _ScheduledBeforeError as before:
         return before.task
-    except DuplicateTaskError:
-        # The other task with this key may be that of the same request, committed meanwhile.
+    except (DuplicateTaskError, SessionUnusableError):
+        # The other task with this key may be that of the same request, committed meanwhile. MariaDB
+        # may have waited too long for its lock.
         found = _found(delays, new)
         if found is None:
             raise
