@@ -129,7 +129,7 @@ class Timers:
         ran_once(d, burst(d, "test.note", 1000, body={"file": str(d.file)}))
 
     def test_all_workers_share_a_burst_of_tasks_that_take_a_while(self, d: Deployment) -> None:
-        rows = ran_once(d, burst(d, "test.sleep", 80, body={"file": str(d.file), "seconds": 0.02}))
+        rows = ran_once(d, burst(d, "test.sleep", 80, body={"file": str(d.file), "seconds": 0.1}))
         assert {row.node for row in rows} == {"w0", "w1"}
 
     def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(self, d: Deployment) -> None:

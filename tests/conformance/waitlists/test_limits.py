@@ -210,7 +210,6 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
         sum(since <= start < since + timedelta(seconds=1) for start in starts) for since in starts
     )
     assert worst <= 40
-    assert (starts[-1] - starts[0]).total_seconds() < 10
 
 
 def test_a_slow_rate_says_when_to_look_again(bench: LimitedRunnerHarness) -> None:
