@@ -5,15 +5,16 @@ from __future__ import annotations
 import pickle
 import select
 import socket
+import threading
 from collections.abc import Callable, Iterator
 
 from delaytasks.core.run_counts import RunStatistics
 
 #: The longest message: the counts and the failures of all tags of a process.
 MAX_COUNTS_BYTES = 1 << 20
-#: How long a process waits if the main process has not read earlier messages yet. It reads once a
-#: second.
-SEND_WAIT_S = 3.0
+#: The time until the next try if the main process, which reads once a second, has not read earlier
+#: messages yet.
+SEND_AGAIN_S = 1.5
 
 
 class LateCounts:
@@ -28,13 +29,24 @@ class LateCounts:
         self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_COUNTS_BYTES)
         self._reader.setblocking(False)
+        #: The shards whose next try is to come.
+        self._waiting: set[int] = set()
 
     def send(self, shard: int, take: Callable[[], RunStatistics]) -> None:
-        """Send what `take` returns, unless the main process does not read."""
-        if select.select([], [self._writer], [], SEND_WAIT_S)[1]:
+        """Send what `take` returns, without waiting: the caller gives rows back in time."""
+        if select.select([], [self._writer], [], 0)[1]:
             statistics = take()
             if statistics.tags:
                 self._writer.send(pickle.dumps((shard, statistics)))
+        elif shard not in self._waiting:
+            self._waiting.add(shard)
+            again = threading.Timer(SEND_AGAIN_S, self._send_again, (shard, take))
+            again.daemon = True
+            again.start()
+
+    def _send_again(self, shard: int, take: Callable[[], RunStatistics]) -> None:
+        self._waiting.discard(shard)
+        self.send(shard, take)
 
     def received(self) -> Iterator[tuple[int, RunStatistics]]:
         """Yield shard and counts of each message that has arrived."""
