@@ -24,7 +24,8 @@ line names what the module adds:
 process that died. `shard_health` reports which databases answer.
 
 **What leaves.** Chunks go to the pool, and `unfinished_work` returns to the timer what a worker
-holds when it stops. A row whose entry is dropped needs nothing: the sweep finds it in the table.
+holds when it stops. A row whose entry is dropped is claimed from the table, and the watch loop of
+`runtime` asks other workers to help with that.
 
 **Who owns which state.** `Dispatcher._lock` guards the queues: `ChunkQueue`, each `ShardQueue` and
 its drains and waitlists, and `FailingProcesses`. Any thread may take it, and no code that holds it

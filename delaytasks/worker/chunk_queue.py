@@ -72,6 +72,16 @@ class ChunkQueue:
         entries = [entry for shard_queue in self.shard_queues for entry in shard_queue.clear()]
         return UnfinishedWork(entries, queues)
 
+    def take_left_to_table(self) -> UnfinishedWork:
+        """Return the queues whose entries were left to the table since the last call."""
+        queues: list[tuple[str, set[int], int]] = []
+        for one in self.shard_queues:
+            queues += [
+                (queue, priorities, one.shard) for queue, priorities in one.left_to_table.items()
+            ]
+            one.left_to_table = {}
+        return UnfinishedWork([], queues)
+
     @property
     def waiting(self) -> int:
         """How many entries wait."""

@@ -119,6 +119,11 @@ class Dispatcher:
             self._is_open = False
             return self._queue.clear()
 
+    def take_left_to_table(self) -> UnfinishedWork:
+        """Return the queues whose entries were left to the table since the last call."""
+        with self._lock:
+            return self._queue.take_left_to_table()
+
     # -- what other parts of the worker ask -------------------------------------------------------
 
     @property

@@ -169,6 +169,8 @@ class WorkerRuntime:
         """Do once a second what needs no database."""
         self.watchdog.loop.check()
         self._receive_late_counts()
+        # Other workers help with the entries that were too many for this one.
+        self.work_sender.send_back(self.dispatcher.take_left_to_table())
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)

@@ -50,6 +50,9 @@ class ShardQueue:
         self.is_down = False
         self._ready = ReadyEntries()
         self._drains: dict[str, QueueDrain] = {}
+        #: The priorities of each queue whose entries were left to the table, until other workers
+        #: are asked to help.
+        self.left_to_table: dict[str, set[int]] = {}
         #: The sources of chunks. The one that had the last chunk is at the end.
         self._source_turns = ["entries", "waitlists", "drains"]
         #: The waitlists that processes have reported, or None before the first one.
@@ -78,8 +81,7 @@ class ShardQueue:
         """Leave late entries to the table, where all workers can claim them. Return how many."""
         late_before = self.clock.now_us() - int(grace_s * 1e6)
         late = self._ready.remove_late(late_before, self.backlog_wait_s)
-        for entry in late:
-            self.start_drain(entry.queue, (entry.priority,))
+        self._leave_to_table(late)
         return len(late)
 
     def drop_burst(self, most: int) -> int:
@@ -91,10 +93,16 @@ class ShardQueue:
         if self._drains or len(self._ready) <= most:
             return 0
         burst = self._ready.clear()
-        for queue, priority in {(entry.queue, entry.priority) for entry in burst}:
-            self.start_drain(queue, (priority,))
+        for queue in self._leave_to_table(burst):
             self._drains[queue].is_deep = True
         return len(burst)
+
+    def _leave_to_table(self, entries: Sequence[Entry]) -> set[str]:
+        """Drain the queues of these entries instead. Return the queues."""
+        for queue, priority in {(entry.queue, entry.priority) for entry in entries}:
+            self.start_drain(queue, (priority,))
+            self.left_to_table.setdefault(queue, set()).add(priority)
+        return {entry.queue for entry in entries}
 
     def backlog_wait_s(self, queue: str) -> float:
         """Return how much longer late entries of the queue wait here."""
@@ -104,6 +112,7 @@ class ShardQueue:
     def clear(self) -> list[Entry]:
         """Forget everything that waits, and return the entries."""
         self._drains.clear()
+        self.left_to_table.clear()
         self.waitlists = None
         return self._ready.clear()
 

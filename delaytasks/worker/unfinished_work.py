@@ -1,4 +1,4 @@
-"""Work that a stopping worker leaves to other workers."""
+"""Work that a worker leaves to others, since it stops or has too much of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 class UnfinishedWork(NamedTuple):
-    """The entries and queues that a worker kept when it stopped."""
+    """Entries, and queues that have more due rows in the table."""
 
     entries: list[Entry]
     #: The queues whose drains it had started, with their priorities (none if only their waitlists

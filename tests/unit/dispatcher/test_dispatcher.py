@@ -54,6 +54,7 @@ def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(
     bench.dispatcher.take([])
     assert bench.dispatcher.waiting == 0
     assert bench.events.counts["entry.late"] == 5000
+    assert bench.dispatcher.take_left_to_table().queues == [("default", {0}, 0)]
     bench.pool.end(Report(10, 10, 0.01))
     assert bench.pool.requests[-1][0].drained_queue == "default"
 

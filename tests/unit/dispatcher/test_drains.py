@@ -11,6 +11,7 @@ from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.queue_drain import HELD_UP_S
 from delaytasks.worker.shard_queue import CONTINUE_S
+from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 
@@ -188,6 +189,16 @@ def test_a_burst_of_slow_tasks_is_left_to_the_table_and_claimed_ahead(
     assert [request.drained_queue for request, _, _ in bench.pool.requests] == ["default"] * 2
     assert bench.continue_s() == [CONTINUE_S] * 2
     assert (bench.dispatcher.waiting, bench.events.counts["entry.late"]) == (0, 200)
+
+
+def test_other_workers_are_asked_once_to_help_with_what_is_left_to_the_table(
+    bench: DispatcherHarness,
+) -> None:
+    learn(bench, 0.02)
+    bench.dispatcher.take(bench.entries(100) + bench.entries(100, priority=5, start=101))
+    left = UnfinishedWork([], [("default", {0, 5}, 0)])
+    assert bench.dispatcher.take_left_to_table() == left
+    assert bench.dispatcher.take_left_to_table() == UnfinishedWork([], [])
 
 
 @pytest.mark.parametrize(("row_s", "entries"), [(0.02, 15), (0.0001, 1000)], ids=["few", "quick"])
