@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,17 @@ _not_run: dict[str, set[str]] = defaultdict(set)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the tests that are marked slow too")
+    parser.addoption(
+        "--share",
+        type=_share,
+        metavar="K/N",
+        help="run the quick tests, and part K of N of those that are marked slow",
+    )
+
+
+def _share(text: str) -> tuple[int, int]:
+    number, parts = map(int, text.split("/"))
+    return number % parts, parts
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -40,9 +52,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Processes of xdist receive the options of the first process.
     """
-    is_selected = config.option.all or config.option.markexpr
+    is_selected = config.option.all or config.option.share or config.option.markexpr
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not is_selected:
         config.option.markexpr = "quick or not slow"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--share`, leave out the slow tests of files that belong to other shares."""
+    if config.option.share is None:
+        return
+    number, parts = config.option.share
+
+    def is_kept(item: pytest.Item) -> bool:
+        if item.get_closest_marker("quick") or not item.get_closest_marker("slow"):
+            return True
+        return zlib.crc32(item.path.name.encode()) % parts == number
+
+    kept = [item for item in items if is_kept(item)]
+    config.hook.pytest_deselected(items=[item for item in items if not is_kept(item)])
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")
