@@ -22,7 +22,7 @@ from delaytasks.storage.rows import columns, next_version, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import db_now, db_now_plus
+from delaytasks.storage.types import db_now, db_now_plus, is_rare
 
 LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
 TOO_MANY_LOST_LEASES = (
@@ -119,9 +119,8 @@ def lease_is_over(tasks: Any, lease_s: float) -> ColumnElement[bool]:
     A row that another program set to RUNNING may have no lease. Then it lasts from the last change.
     """
     unleased = and_(tasks.c.lease_until.is_(None), tasks.c.update_time < db_now_plus(-lease_s))
-    return and_(
-        tasks.c.status == int(Status.RUNNING), or_(tasks.c.lease_until < db_now(), unleased)
-    )
+    runs = is_rare(tasks.c.status == int(Status.RUNNING))
+    return and_(runs, or_(tasks.c.lease_until < db_now(), unleased))
 
 
 def recover_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Update:

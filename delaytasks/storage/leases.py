@@ -15,7 +15,7 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.row_lists import by_index
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import db_now_plus
+from delaytasks.storage.types import db_now_plus, is_rare
 
 
 class Renewed(NamedTuple):
@@ -75,4 +75,5 @@ class Leases:
         )
 
     def _leased_by(self, workers: Sequence[str]) -> ColumnElement[Any]:
-        return and_(self._t.c.status == int(Status.RUNNING), self._t.c.worker.in_(list(workers)))
+        runs = is_rare(self._t.c.status == int(Status.RUNNING))
+        return and_(runs, self._t.c.worker.in_(list(workers)))

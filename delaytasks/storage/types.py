@@ -170,6 +170,32 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"({column} BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ)) AND (SELECT {instant}))"
 
 
+class is_rare(functions.GenericFunction[bool]):
+    """A condition of which the planner assumes that few rows meet it.
+
+    SQLite's statistics only contain how many rows each status has on average. If nearly all rows
+    are finished, it would expect as many that run, and scan the table.
+    """
+
+    type = Boolean()
+    inherit_cache = True
+    name = "is_rare"
+
+    def self_group(self, against: Any = None) -> Any:
+        """Return the expression unchanged, as `is_past` does."""
+        return self
+
+
+@compiles(is_rare)
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"({compiler.process(element.clauses, **kw)})"
+
+
+@compiles(is_rare, "sqlite")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"likelihood({compiler.process(element.clauses, **kw)}, 0.001)"
+
+
 @compiles(earliest)
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     return "'0001-01-01 00:00:00'"
