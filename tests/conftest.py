@@ -61,7 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """With `--share`, leave out the slow tests of files that belong to other shares."""
     if config.option.share is None:
         return
-    number, parts = config.option.share
+    share: tuple[int, int] = config.option.share
+    number, parts = share
 
     def is_kept(item: pytest.Item) -> bool:
         if item.get_closest_marker("quick") or not item.get_closest_marker("slow"):

@@ -14,6 +14,7 @@ from delaytasks.cli.on_time import print_on_time
 from delaytasks.cli.output import (
     BAD,
     GOOD,
+    NOTHING,
     Cell,
     cell,
     coloured,
@@ -72,9 +73,9 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         say("")
     _print_sweeps(found["sweeps"])
     say("")
-    if found["workers"]:
-        _print_workers(found["workers"])
-    else:
+    if found["workers"] or found["lost_workers"]:
+        _print_workers(found["workers"], found["lost_workers"])
+    if not found["workers"]:
         is_direct = found["timer"]["name"] == "direct"
         how = "delaytasks drain --forever" if is_direct else "celery -A … worker"
         say(hints.rewrite(f"no workers; start one with: {how}"), fg="yellow")
@@ -157,21 +158,34 @@ def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
     print_table(("sweep", "last", "armed until"), rows)
 
 
-def _print_workers(workers: list[dict[str, Any]]) -> None:
+def _print_workers(workers: list[dict[str, Any]], lost: list[dict[str, Any]]) -> None:
+    rows: list[list[Cell]] = [
+        [
+            worker["name"],
+            (_ago(worker["age_s"]), GOOD if worker["is_alive"] else BAD),
+            show_duration(worker["up_s"]),
+            worker["pool"],
+            worker["concurrency"],
+            ", ".join(worker["queues"]),
+            f"{worker['clock_offset_s'] * 1000:+.1f}ms",
+        ]
+        for worker in workers
+    ]
+    rows += [
+        [
+            worker["name"],
+            (f"lost {_ago(worker['lost_s'])}", BAD),
+            NOTHING,
+            worker["pool"],
+            worker["concurrency"],
+            ", ".join(worker["queues"]),
+            NOTHING,
+        ]
+        for worker in lost
+    ]
     print_table(
         ("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"),
-        [
-            [
-                worker["name"],
-                (_ago(worker["age_s"]), GOOD if worker["is_alive"] else BAD),
-                show_duration(worker["up_s"]),
-                worker["pool"],
-                worker["concurrency"],
-                ", ".join(worker["queues"]),
-                f"{worker['clock_offset_s'] * 1000:+.1f}ms",
-            ]
-            for worker in workers
-        ],
+        rows,
         folded="worker queues",
     )
 

@@ -44,6 +44,10 @@ def gather(cli: Cli) -> dict[str, Any]:
         "expired_leases": state.expired_leases,
         "on_time": gather_on_time(delays),
         "workers": workers,
+        "lost_workers": [
+            {**worker.as_json(), "lost_s": _age_s(state.now, worker.lost_at)}
+            for worker in state.lost
+        ],
         "sweeps": [_sweep(sweep, state.services.uses_broker) for sweep in state.sweeps],
         "policies": [policy.as_json() for policy in policies[:POLICIES]],
         "policy_counts": {

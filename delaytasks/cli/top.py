@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -16,7 +16,7 @@ from delaytasks.cli.table import NOTHING, cell
 from delaytasks.cli.times import DURATION, show_instant
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import show_duration, show_measured
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.registered_worker import LostWorker, RegisteredWorker
 from delaytasks.operations.live import LiveGroup, LiveSnapshot, snapshot
 from delaytasks.operations.verdict import Verdict, verdict_of
 
@@ -138,13 +138,14 @@ def view(found: LiveSnapshot, verdict: Verdict, width: int, height: int | None) 
     parts: list[RenderableType] = [*_header(found, verdict), Text()]
     for name, groups, all_groups in (("queue", queues, found.queues), ("tag", tags, found.tags)):
         parts += [_groups(name, groups, width), _more(len(all_groups) - len(groups))]
-    if found.workers:
-        parts += [
-            _workers(workers, found.running_of, width),
-            _more(len(found.workers) - len(workers)),
-        ]
-    else:
+    if not found.workers:
         parts.append(Text("no workers", WARNING))
+    if found.workers or found.lost:
+        lost = found.lost[: max(rows // 8, 2)]
+        parts += [
+            _workers(workers, found.running_of, lost, found.now, width),
+            _more(len(found.workers) - len(workers) + len(found.lost) - len(lost)),
+        ]
     return Lines(*parts)
 
 
@@ -256,19 +257,35 @@ def _lateness(late_s: float | None) -> Text:
 
 
 def _workers(
-    workers: Sequence[RegisteredWorker], running_of: Mapping[str, int], width: int
+    workers: Sequence[RegisteredWorker],
+    running_of: Mapping[str, int],
+    lost: Sequence[LostWorker],
+    now: datetime,
+    width: int,
 ) -> Table:
     from rich.text import Text
 
     table, shown = _table("worker", _WORKER_COLUMNS, width)
     for worker in workers:
-        values = {
-            "seen": Text(f"{show_duration(worker.age_s)} ago", GOOD if worker.is_alive else BAD),
-            "runs": _count(running_of.get(worker.name, 0)),
-            "processes": Text(f"{worker.concurrency}"),
-            "pool": Text(cell(worker.pool)),
-            "queues": Text(cell(", ".join(worker.queues))),
-        }
-        title = Text(cell(worker.name), "bold")
-        table.add_row(title, *(values[heading] for heading in shown))
+        age = Text(f"{show_duration(worker.age_s)} ago", GOOD if worker.is_alive else BAD)
+        runs = _count(running_of.get(worker.name, 0))
+        table.add_row(*_worker_row(worker, age, runs, shown))
+    for gone in lost:
+        ago = show_duration((now - gone.lost_at).total_seconds())
+        table.add_row(*_worker_row(gone, Text(f"lost {ago} ago", BAD), Text(NOTHING, "dim"), shown))
     return table
+
+
+def _worker_row(
+    worker: RegisteredWorker | LostWorker, seen: Text, runs: Text, shown: Sequence[str]
+) -> list[Text]:
+    from rich.text import Text
+
+    values = {
+        "seen": seen,
+        "runs": runs,
+        "processes": Text(f"{worker.concurrency}"),
+        "pool": Text(cell(worker.pool)),
+        "queues": Text(cell(", ".join(worker.queues))),
+    }
+    return [Text(cell(worker.name), "bold"), *(values[heading] for heading in shown)]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from delaytasks.core.inputs import ALL_QUEUES
 
@@ -43,6 +43,42 @@ class RegisteredWorker(NamedTuple):
 
     def serves(self, queue: str) -> bool:
         return ALL_QUEUES in self.queues or queue in self.queues
+
+
+class LostWorker(NamedTuple):
+    """A worker that ended without signing off: it was killed, or its host is down."""
+
+    name: str
+    #: When a sweep found that the worker no longer reports.
+    lost_at: datetime
+    #: When the worker reported for the last time.
+    seen_at: datetime
+    pool: str
+    concurrency: int
+    queues: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        times = {"lost_at": self.lost_at.isoformat(), "seen_at": self.seen_at.isoformat()}
+        return {**self._asdict(), **times}
+
+
+def lost_everywhere(
+    found: Iterable[LostWorker], registered: Collection[str]
+) -> Sequence[LostWorker]:
+    """Return the lost workers of several databases, each name once, the latest loss first.
+
+    Parameters
+    ----------
+    found
+        The lost workers of each database.
+    registered
+        The names of the workers that report to at least one database. They are not lost.
+    """
+    first: dict[str, LostWorker] = {}
+    for worker in sorted(found, key=lambda worker: worker.lost_at):
+        if worker.name not in registered:
+            first.setdefault(worker.name, worker)
+    return list(reversed(first.values()))
 
 
 def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:

@@ -10,7 +10,12 @@ from typing import NamedTuple
 from delaytasks.core.bounded_calls import all_within
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import DelayTaskError
-from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
+from delaytasks.core.registered_worker import (
+    LostWorker,
+    RegisteredWorker,
+    beat_age_s,
+    lost_everywhere,
+)
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.routing.shard import Shard
@@ -48,7 +53,7 @@ class HealthQuestion(NamedTuple):
     max_sweep_age_s: float | None = None
     timeout_s: float = 5.0
 
-    def is_about(self, worker: RegisteredWorker) -> bool:
+    def is_about(self, worker: RegisteredWorker | LostWorker) -> bool:
         """Return whether the question is about this worker."""
         if worker.pool.startswith(ONLY_DRAINING_PREFIX):
             return False
@@ -75,6 +80,7 @@ class _Answer(NamedTuple):
 
     now: datetime
     workers: Sequence[RegisteredWorker]
+    lost: Sequence[LostWorker]
     swept: Sequence[Swept]
     revision: str | None
     overdue: int
@@ -164,6 +170,7 @@ class HealthChecks:
         return _Answer(
             now,
             store.workers.registered(now, settings.silent_s),
+            store.workers.lost(),
             stats.sweeps(settings.sweep_partitions),
             migrations.current(
                 store.database, settings.table_prefix, settings.table_schema or None
@@ -227,16 +234,29 @@ def _worker_check(answers: Sequence[_Answer], question: HealthQuestion) -> Healt
     for worker in (w for answer in answers for w in answer.workers if question.is_about(w)):
         ages[worker.name] = min(worker.age_s, ages.get(worker.name, worker.age_s))
         alive |= {worker.name} if worker.is_alive else set()
-    silent = sorted(ages.keys() - alive)
+    silent, lost = sorted(ages.keys() - alive), _lost_text(answers, question)
     is_ok = bool(alive) and (question.component == "deployment" or not silent)
     if not ages:
-        return HealthCheck("worker", False, f"none is registered{_place(question)}")
+        return HealthCheck("worker", False, f"none is registered{_place(question)}{lost}")
     if is_ok:
         newest = min(alive, key=ages.__getitem__)
         more = f" and {len(alive) - 1} more" if len(alive) > 1 else ""
-        return HealthCheck("worker", True, f"{newest} ({show_duration(ages[newest])} ago){more}")
+        detail = f"{newest} ({show_duration(ages[newest])} ago){more}{lost}"
+        return HealthCheck("worker", True, detail)
     last = f"{silent[0]} has not reported for {show_duration(ages[silent[0]])}"
-    return HealthCheck("worker", False, last)
+    return HealthCheck("worker", False, last + lost)
+
+
+def _lost_text(answers: Sequence[_Answer], question: HealthQuestion) -> str:
+    """Return a clause about the lost workers, which does not change the result of the check."""
+    registered = {worker.name for answer in answers for worker in answer.workers}
+    found = [worker for answer in answers for worker in answer.lost if question.is_about(worker)]
+    lost = lost_everywhere(found, registered)
+    if not lost:
+        return ""
+    age_s = (max(answer.now for answer in answers) - lost[0].lost_at).total_seconds()
+    more = f" (and {len(lost) - 1} more within the hour)" if len(lost) > 1 else ""
+    return f"; {lost[0].name} was lost {show_duration(age_s)} ago{more}"
 
 
 def _place(question: HealthQuestion) -> str:

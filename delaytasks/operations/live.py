@@ -10,7 +10,7 @@ from typing import Any
 
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.registered_worker import LostWorker, RegisteredWorker, lost_everywhere
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.routing.shard import Shard
@@ -64,6 +64,8 @@ class LiveSnapshot:
     queues: Sequence[LiveGroup]
     tags: Sequence[LiveGroup]
     workers: Sequence[RegisteredWorker]
+    #: The workers that were lost within the last hour, the latest loss first.
+    lost: Sequence[LostWorker]
     #: The tasks that the processes of each worker run, by the worker's name.
     running_of: Mapping[str, int]
     #: Seconds since the last sweep; None if there was none.
@@ -81,6 +83,7 @@ class LiveSnapshot:
             "queues": [group.as_json() for group in self.queues],
             "tags": [group.as_json() for group in self.tags],
             "workers": [self._worker_json(worker) for worker in self.workers],
+            "lost_workers": [worker.as_json() for worker in self.lost],
             "swept_s": self.swept_s,
             "is_sweep_late": self.is_sweep_late,
             "is_capped": self.is_capped,
@@ -129,6 +132,7 @@ class _Reading:
         self._tags: dict[str, LiveGroup] = {}
         self._running_of: dict[str, int] = {}
         self._workers: dict[str, RegisteredWorker] = {}
+        self._lost: list[LostWorker] = []
         self._swept: list[float | None] = []
         self._is_capped = False
         self._now: datetime | None = None
@@ -145,6 +149,7 @@ class _Reading:
                 _of(groups, policy.name).is_paused = True
         for worker in store.workers.registered(live.now, self._settings.silent_s):
             self._workers[worker.name] = worker
+        self._lost += store.workers.lost()
         for swept in Stats(store.database, store.schema).sweeps(self._settings.sweep_partitions):
             self._swept.append(swept.age_s(live.now))
 
@@ -184,6 +189,7 @@ class _Reading:
             queues=_ordered(self._queues.values()),
             tags=_ordered(self._tags.values()),
             workers=workers,
+            lost=lost_everywhere(self._lost, self._workers),
             running_of=self._running_of,
             swept_s=swept_s,
             is_sweep_late=swept_s is None or swept_s > self._settings.self_sweep_s,

@@ -15,7 +15,12 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.policies import Policy
-from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
+from delaytasks.core.registered_worker import (
+    LostWorker,
+    RegisteredWorker,
+    beat_age_s,
+    lost_everywhere,
+)
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
@@ -94,6 +99,8 @@ class DeploymentState:
     services: ServicesState
     #: The workers by name. Each of them reports to each database.
     workers: Sequence[RegisteredWorker]
+    #: The workers that were lost within the last hour, the latest loss first.
+    lost: Sequence[LostWorker]
     #: Failed tasks with the same tag and kind of error, of all databases together.
     groups: Sequence[FailedNow]
 
@@ -177,11 +184,13 @@ def read_state(
 ) -> DeploymentState:
     """Read the state of every database. The error of a database is part of the result."""
     found, databases = list[ShardState](), list[DatabaseState]()
+    lost: list[LostWorker] = []
     for shard in shards:
         store = shard.store
         url = mask_url(store.database.url.render_as_string(hide_password=True))
         try:
             found.append(read_shard(shard, settings, most_counted, with_failed=True))
+            lost += store.workers.lost()
             server = Stats(store.database, store.schema).server()
             databases.append(DatabaseState(shard.number, url, server))
         except StoreError as error:
@@ -199,6 +208,7 @@ def read_state(
         policies,
         services,
         list(workers.values()),
+        lost_everywhere(lost, workers),
         groups_of(failed, now),
     )
 

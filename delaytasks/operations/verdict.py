@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
 from delaytasks.core.policies import Policy
+from delaytasks.core.text import count, first_names
 from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.state import DeploymentState
 
@@ -22,6 +23,8 @@ SEVERITIES: Sequence[Severity] = ("good", "note", "warning", "bad")
 RECENT = timedelta(hours=1)
 #: Problems that are named.
 MOST_PROBLEMS = 6
+#: Lost workers that are named.
+NAMED_WORKERS = 3
 #: A larger offset of a worker's clock is mentioned. The database's clock decides in any case.
 CLOCK_S = 5.0
 #: An outage of a worker's broker or timer, or a silence of beat, that is longer is mentioned.
@@ -59,7 +62,7 @@ def verdict_of(state: DeploymentState, zone: tzinfo = UTC) -> Verdict:
         return Verdict("bad", headline, [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *_failing(state, zone)]
     others = [*_services(state), *_workers(state), *_held_back(state), *_paused(state)]
-    problems = worst_first([*tasks, *others])
+    problems = worst_first([*tasks, *others, *_lost(state, zone)])
     return Verdict(worst_of(problems), _headline(state), problems[:MOST_PROBLEMS])
 
 
@@ -180,6 +183,25 @@ def _workers(state: DeploymentState) -> Iterator[Problem]:
                     "finds due tasks in the table, so they start some seconds late."
                 )
                 yield Problem("warning", text, "workers")
+
+
+def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
+    """Return a note: the others do the work of a lost worker, and if that is too much, other
+    problems say so."""
+    if not state.lost:
+        return
+    number, names = len(state.lost), [worker.name for worker in state.lost]
+    at = _clock_time(state.lost[0].lost_at, state.now, zone)
+    if number == 1:
+        text = f"Worker {names[0]} was lost at {at}: it was killed, or its host is down. Its tasks "
+    else:
+        more = ", …" if number > NAMED_WORKERS else ""
+        text = (
+            f"{count(number, 'worker')} were lost, the last one at {at}: "
+            f"{first_names(names, NAMED_WORKERS)}{more}. They were killed, or their hosts are "
+            "down. Their tasks "
+        )
+    yield Problem("note", f"{text}run again elsewhere when their leases end.", "workers")
 
 
 def _limited(state: DeploymentState) -> list[Policy]:

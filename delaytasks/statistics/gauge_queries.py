@@ -12,6 +12,7 @@ from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.queue_levels import has_status
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
+from delaytasks.storage.worker_table import is_present
 
 #: Rows that one statement counts. A larger number is the planner's estimate.
 MAX_COUNTED_ROWS = 20_000
@@ -34,7 +35,8 @@ class GaugeQueries:
     def _count(self, on: Connection, late_s: float, silent_s: float) -> Gauges:
         overdue = self._overdue.count_on(on, late_s, MAX_COUNTED_ROWS, MAX_GAUGE_QUEUES)
         w, now = self._w, on.execute(select(db_now())).scalar_one()
-        alive = select(func.count()).where(w.c.seen_at >= db_now_plus(-silent_s))
+        is_alive = w.c.seen_at >= db_now_plus(-silent_s), is_present(w)
+        alive = select(func.count()).where(*is_alive)
         return Gauges(
             pending=self._rows_of(on, Status.NOT_COMPLETE),
             overdue=overdue.tasks,

@@ -149,7 +149,7 @@ def _sweeps(tables: _TableMaker) -> Table:
 
 
 def _workers(tables: _TableMaker) -> Table:
-    """The workers that are alive."""
+    """The workers that are alive, and for an hour those that were lost."""
     return tables.make(
         "yb_delay_worker",
         Column("name", String(255), nullable=False),
@@ -168,6 +168,9 @@ def _workers(tables: _TableMaker) -> Table:
         # When beat's last message arrived, or since when the worker has waited for the first one;
         # NULL if it reads none.
         Column("beat_at", UTCDateTime),
+        # When a sweep found that the worker no longer reports. It has no effect if `seen_at` is
+        # later: a worker of the previous release reports without changing this column.
+        Column("lost_at", UTCDateTime),
         key=["name"],
     )
 

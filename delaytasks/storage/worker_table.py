@@ -1,5 +1,5 @@
 """The workers, one row each: which are alive, which queues and tags they serve, how far their
-clocks are off."""
+clocks are off, and which were lost within the last hour."""
 
 from __future__ import annotations
 
@@ -8,18 +8,51 @@ from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import delete, exc, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Delete,
+    Table,
+    Update,
+    and_,
+    delete,
+    exc,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
-from delaytasks.core.registered_worker import NO_OUTAGES, RegisteredWorker, ServiceTimes
+from delaytasks.core.registered_worker import (
+    NO_OUTAGES,
+    LostWorker,
+    RegisteredWorker,
+    ServiceTimes,
+)
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now, db_now_plus
 
-#: The number of workers that one sweep removes.
+#: The number of workers that one sweep marks as lost, and the number of lost ones that it removes.
 EXPIRED_PER_SWEEP = 100
+#: A lost worker is shown for this time.
+LOST_FOR_S = 3600.0
 #: The longest list of tags. A worker with a longer list publishes none.
 MAX_TAG_BYTES = 16_384
+
+
+def is_lost(w: Table) -> ColumnElement[bool]:
+    """Return the condition that a row is that of a lost worker.
+
+    A worker of the previous release leaves `lost_at` as it is when it reports.
+    """
+    condition: ColumnElement[bool] = w.c.lost_at > w.c.seen_at
+    return condition
+
+
+def is_present(w: Table) -> ColumnElement[bool]:
+    """Return the opposite of `is_lost`."""
+    return or_(w.c.lost_at.is_(None), w.c.lost_at <= w.c.seen_at)
 
 
 class WorkerTable:
@@ -55,6 +88,7 @@ class WorkerTable:
             "broker_down_at": _ago(services.broker_down_s),
             "timer_down_at": _ago(services.timer_down_s),
             "beat_at": _ago(services.beat_s),
+            "lost_at": None,
         }
 
         def work(connection: Any) -> None:
@@ -84,24 +118,57 @@ class WorkerTable:
         self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
     def expire(self, silent_s: float) -> list[str]:
-        """Remove some workers that were silent for `silent_s` seconds. Each is returned once.
+        """Mark some workers as lost that were silent for `silent_s` seconds. Return each name once.
 
-        A worker whose `seen_at` is as far in the future counts as silent, too, because no live
-        worker wrote it.
+        The row of a lost worker is removed after `LOST_FOR_S`. A row whose `seen_at` is
+        `silent_s` in the future is returned and removed immediately, because no live worker wrote
+        it.
         """
         w = self._w
+        silent = and_(is_present(w), w.c.seen_at < db_now_plus(-silent_s))
+        wrong = and_(is_present(w), w.c.seen_at > db_now_plus(silent_s))
+        mark, remove = update(w).where(silent).values(lost_at=db_now()), delete(w).where(wrong)
+        # The clock of the database may have been set back since the worker was lost.
+        over = and_(
+            is_lost(w),
+            or_(w.c.lost_at < db_now_plus(-LOST_FOR_S), w.c.lost_at > db_now_plus(silent_s)),
+        )
 
         def work(connection: Any) -> list[str]:
-            stale = or_(w.c.seen_at < db_now_plus(-silent_s), w.c.seen_at > db_now_plus(silent_s))
-            first = select(w.c.name).where(stale).order_by(w.c.name).limit(EXPIRED_PER_SWEEP)
-            names = connection.execute(first).scalars().all()
-            remove = delete(w).where(stale)
-            return [n for n in names if connection.execute(remove.where(w.c.name == n)).rowcount]
+            def first(condition: ColumnElement[bool]) -> Sequence[str]:
+                names = select(w.c.name).where(condition).order_by(w.c.name)
+                found: Sequence[str] = (
+                    connection.execute(names.limit(EXPIRED_PER_SWEEP)).scalars().all()
+                )
+                return found
+
+            def changes(statement: Update | Delete, name: str) -> bool:
+                return bool(connection.execute(statement.where(w.c.name == name)).rowcount)
+
+            for name in first(over):
+                changes(delete(w).where(over), name)
+            silent_names = first(or_(silent, wrong))
+            return [name for name in silent_names if changes(mark, name) or changes(remove, name)]
 
         return self._db.alone(work)
 
+    def lost(self) -> list[LostWorker]:
+        """Return the workers that were lost within the last hour. No other method returns them."""
+        w = self._w
+        return [
+            LostWorker(
+                row.name,
+                row.lost_at,
+                row.seen_at,
+                str(row.pool),
+                _number(row.concurrency),
+                _queues_of(row.queues),
+            )
+            for row in self._db.rows(select(w).where(is_lost(w)).order_by(w.c.name))
+        ]
+
     def all(self) -> list[dict[str, Any]]:
-        """Return all rows, also those of workers that have died and are yet to be removed."""
+        """Return the rows of all workers that are not lost, also of those that are silent."""
         w = self._w
         return [
             {
@@ -113,11 +180,12 @@ class WorkerTable:
                 "queues": _queues_of(row.queues),
                 "tags": _tags_of(row.tags),
             }
-            for row in self._db.rows(select(w).order_by(w.c.name))
+            for row in self._db.rows(select(w).where(is_present(w)).order_by(w.c.name))
         ]
 
     def registered(self, now: datetime, silent_s: float) -> list[RegisteredWorker]:
-        """Return all workers. Those that were silent for `silent_s` seconds are not alive."""
+        """Return all workers that are not lost. Those that were silent for `silent_s` seconds are
+        not alive."""
         found = []
         for row in self.all():
             age_s = (now - row["seen_at"]).total_seconds()

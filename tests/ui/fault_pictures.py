@@ -67,12 +67,14 @@ def stop_the_broker(shop: FaultyShop) -> str:
 
 
 def kill_a_worker(shop: FaultyShop) -> str:
+    shop.deployment.worker()
     worker = shop.deployment.worker()
     for number in range(2):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
     wait_until(lambda: len(shop.delays.find(status="RUNNING").tasks) == 2, 30, "the reports to run")
     worker.kill()
-    shop.wait_for("is silent")
+    shop.wait_for("was lost at")
+    shop.wait_for("</span> On time.</h1>")  # the other worker has taken its tasks over
     return "/"
 
 

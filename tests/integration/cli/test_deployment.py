@@ -79,6 +79,23 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
 
 
+def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
+    store = wiring_of(shop.delays).store
+    store.workers.report("w1@host", ["letters"], "prefork", 2, 0)
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.workers).values(seen_at=db_now_plus(-60)))
+    assert store.workers.expire(15) == ["w1@host"]
+    found = shop.json("stats")
+    assert found["workers"] == []
+    [worker] = found["lost_workers"]
+    assert (worker["name"], worker["queues"], worker["concurrency"]) == ("w1@host", ["letters"], 2)
+    assert worker["lost_s"] < 30
+    assert [problem["level"] for problem in found["verdict"]["problems"]] == ["note"]
+    said = shop("stats").stdout
+    assert re.search(r"^w1@host +lost \d+m?s ago +- .* letters +-$", said, re.MULTILINE)
+    assert "no workers; start one" in said
+
+
 def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
     store, now = wiring_of(shop.delays).store, wiring_of(shop.delays).store.tasks.now()
     shop("db", "upgrade")

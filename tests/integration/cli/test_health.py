@@ -121,6 +121,24 @@ def test_only_the_workers_of_this_host_or_of_the_name_count(healthy: Project) ->
     assert failed(healthy, "drain", "--live") == ["worker"]
 
 
+def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: Project) -> None:
+    def detail(*arguments: str) -> str:
+        found = json.loads(healthy("health", *arguments, "--json").stdout)["checks"]
+        text: str = next(each["detail"] for each in found if each["name"] == "worker")
+        return text
+
+    age(healthy, "workers", seen_at=60)
+    assert wiring_of(healthy.delays).store.workers.expire(15) == [f"celery@{HOST}"]
+    assert failed(healthy) == failed(healthy, "worker", "--live") == ["worker"]
+    lost = rf"celery@{re.escape(HOST)} was lost \d+m?s ago"
+    assert re.fullmatch(f"none is registered; {lost}", detail())
+    assert re.fullmatch(f"none is registered on {re.escape(HOST)}; {lost}", detail("worker"))
+    assert "lost" not in detail("worker", "--name", "w1@elsewhere")
+    report(healthy, f"w2@{HOST}")
+    assert failed(healthy) == failed(healthy, "worker") == []
+    assert re.fullmatch(rf"w2@{re.escape(HOST)} \(.* ago\); {lost}", detail())
+
+
 def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project) -> None:
     workers = wiring_of(healthy.delays).store.workers
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []

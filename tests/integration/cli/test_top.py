@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from datetime import timedelta
 
 import pytest
@@ -116,3 +117,21 @@ def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
     [worker] = busy.json("top")["workers"]
     assert not worker["is_alive"]
     assert "workers 0 of 1" in busy("top", "--once").stdout
+
+
+def test_a_worker_that_was_lost_is_shown_and_not_counted(busy: Project) -> None:
+    store = wiring_of(busy.delays).store
+    store.workers.report("w9@host", ["letters"], "prefork", 2, 0)
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        old = w.c.name == "w9@host"
+        connection.execute(
+            update(w).where(old).values(seen_at=store.tasks.now() - timedelta(minutes=5))
+        )
+    assert store.workers.expire(60) == ["w9@host"]
+    found = busy.json("top")
+    assert len(found["workers"]) == 1
+    assert [worker["name"] for worker in found["lost_workers"]] == ["w9@host"]
+    said = busy("top", "--once").stdout
+    assert "workers 1 of 1" in said
+    assert re.search(r"^w9@host +lost \d+m?s ago", said, re.MULTILINE)
