@@ -128,6 +128,7 @@ def kill_child(system: SystemUnderTest, chance: random.Random) -> Struck:
             child = chance.choice(children_of(worker.pid))
             os.kill(child, signal.SIGKILL)
         except (IndexError, ProcessLookupError):
+            assert not worker.ended(), f"{worker.name} has ended by itself\n{worker.log()[-5000:]}"
             system.pause(0.1)  # one process has just died, and its successor is not there yet
             continue
         return Struck(

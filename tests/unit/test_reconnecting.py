@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from celery import Celery
@@ -14,10 +15,12 @@ from celery.worker.consumer import Consumer
 from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.exceptions import OperationalError
+from kombu.simple import SimpleQueue
 from kombu.utils import functional
 
 from delaytasks.worker.celery_compat.broker_outage import call_in_background, turn_event_loop
 from delaytasks.worker.celery_compat.reconnecting import RECONNECT_PAUSE_S, ReconnectStep
+from tests.redis_server import RedisServer
 from tests.waiting import wait_until
 
 NOWHERE = "redis://127.0.0.1:{port}/0"
@@ -132,6 +135,35 @@ def test_what_the_pool_forgot_with_the_broker_is_recalled_before_the_event_loop_
     ReconnectStep(consumer)
     consumer.ensure_connected(SimpleNamespace(ensure_connection=None))
     assert done == ["recall", "connect"]
+
+
+def test_a_lost_connection_with_unacknowledged_messages_does_not_end_the_worker(
+    start_redis: Callable[..., RedisServer], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Celery collects the connection first. If Redis does not answer then, its channel is not closed
+    and no longer knows the server to which it should return the messages.
+    """
+    server = start_redis()
+    consumer = Looking(server.url, None)
+    consumer.app.conf.update(
+        worker_cancel_long_running_tasks_on_connection_loss=True,
+        worker_enable_prefetch_count_reduction=False,
+    )
+    consumer.blueprint = SimpleNamespace(start=None)
+    runtime = SimpleNamespace(service_watch=SimpleNamespace(mark_broker_lost=lambda: None))
+    consumer.controller = SimpleNamespace(delays_runtime=runtime)
+    ReconnectStep(consumer)
+    consumer.connection = consumer.app.connection_for_read()
+    channel = consumer.connection.default_channel
+    queue = SimpleQueue(channel, "unacknowledged")
+    queue.put("a task")
+    queue.get()
+    channel._brpop_start()
+    channel._brpop_read = Mock(side_effect=[TimeoutError, TimeoutError, None])
+    server.stop()
+    consumer.on_connection_error_after_connected(ConnectionResetError("gone"))
+    assert consumer.connection is None
+    assert "could not be closed" in caplog.text
 
 
 class HubPool:

@@ -96,6 +96,8 @@ class ReconnectStep(bootsteps.Step):
     def _close(self, consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
         """Close the connection that was lost."""
         consumer.controller.delays_runtime.service_watch.mark_broker_lost()
+        connection = consumer.connection
+        connection.close = partial(_close_or_report, connection.close)
         return close_in_background(consumer, close, error)
 
     def _is_refusal(self, consumer: Any, error: BaseException) -> bool:
@@ -121,6 +123,19 @@ class ReconnectStep(bootsteps.Step):
         if refused is not None:
             runtime.events.emit("queue.unblocked", key=refused)
         on_ready()
+
+
+def _close_or_report(close: Callable[[], None]) -> None:
+    """Close a lost connection; an error must not end the worker.
+
+    Celery 5.7 collects the connection first. If Redis does not answer then, the channel fails here
+    with an `AttributeError`, since it no longer knows the server to which it should return messages
+    that are not acknowledged. The visibility timeout returns them.
+    """
+    try:
+        close()
+    except Exception as error:
+        logger.warning("delaytasks: the lost broker connection could not be closed: %r", error)
 
 
 def _set_up_in_background(step: Any, start: Callable[[Any], None], consumer: Any) -> None:
