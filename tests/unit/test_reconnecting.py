@@ -140,7 +140,7 @@ def test_what_the_pool_forgot_with_the_broker_is_recalled_before_the_event_loop_
 def test_a_lost_connection_with_unacknowledged_messages_does_not_end_the_worker(
     start_redis: Callable[..., RedisServer], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Celery collects the connection first. If Redis does not answer then, its channel is not closed
+    """Celery collects the connection first. If Redis does not answer then, its channel stays open,
     and no longer knows the server to which it should return the messages.
     """
     server = start_redis()
