@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -17,6 +16,7 @@ from sqlalchemy.orm import Session
 
 from chaos.celery_messages import MOST_RUNS, NAME
 from chaos.history import Answer, CallRecord, Notebook
+from chaos.load_thread import LoadThread
 from chaos.producers import ABOUT_US, RolledBackError
 from chaos.project import now_us
 from chaos.system import SystemUnderTest
@@ -54,12 +54,11 @@ class CeleryLoad:
         #: The calls that will be revoked.
         self._later: list[int] = []
         self._is_running = True
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        self._thread = LoadThread(f"Celery load {seed}", self._run)
 
     def stop(self) -> None:
         self._is_running = False
-        self._thread.join(60)
+        self._thread.stop(60)
         self._revokers.shutdown(wait=False, cancel_futures=True)
         self._delays.close()
         self._engine.dispose()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from chaos.history import Answer, Call, CallRecord, Notebook
+from chaos.load_thread import LoadThread
 from chaos.project import RETRY_SCHEDULE, now_us
 from chaos.system import SystemUnderTest
 from delaytasks import DelayTask, NewTask
@@ -68,12 +68,11 @@ class ChaosProducer:
         self._notes = Notebook(system.notes)
         self.count = 0
         self.is_running = True
-        self.thread = threading.Thread(target=self._run, daemon=True)
-        self.thread.start()
+        self.thread = LoadThread(f"producer {seed}", self._run)
 
     def stop(self) -> None:
         self.is_running = False
-        self.thread.join(30)
+        self.thread.stop(30)
         self._delays.close()
         self._engine.dispose()
 

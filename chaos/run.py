@@ -86,7 +86,7 @@ def run(system: SystemUnderTest, plan: Plan, say: Say) -> RunOutcome:
     )
     until = time.monotonic() + plan.most_seconds - plan.seconds
     for producer in producers:
-        producer.thread.join(max(until - time.monotonic(), 0))
+        producer.thread.wait(max(until - time.monotonic(), 0))
         producer.stop()
     for load in celery:
         load.stop()

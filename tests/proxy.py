@@ -220,7 +220,9 @@ def proxy_to(url: str) -> Proxy:
 
 
 def _is_readable_within(source: socket.socket, seconds: float) -> bool:
-    return seconds > 0 and bool(select.select([source], [], [], seconds)[0])
+    poll = select.poll()  # `select` fails for the file descriptors above 1023
+    poll.register(source, select.POLLIN)
+    return seconds > 0 and bool(poll.poll(seconds * 1000))
 
 
 def _reset(end: socket.socket) -> None:
