@@ -33,6 +33,8 @@ from delaytasks.storage.search_limit import search
 from delaytasks.storage.task_keys import TaskKeys
 
 T = TypeVar("T")
+#: How often a row is looked at that is given back while it is asked to stop.
+CANCEL_TRIES = 5
 
 
 class Tasks:
@@ -188,15 +190,17 @@ class Tasks:
                     tried[-1].version,
                 ):
                     return left
-            try:
-                task = self._moves.take(connection, "cancel", id, version)
-            except CancelTooLateError:
-                if request is None:
-                    raise
+            for number in range(CANCEL_TRIES):
+                try:
+                    task = self._moves.take(connection, "cancel", id, version)
+                    break
+                except CancelTooLateError:
+                    if request is None or number == CANCEL_TRIES - 1:
+                        raise
                 running = self.read(id, connection)
-                if not self.cancel_requests.make(connection, running, request):
-                    raise
-                return replace(running, cancel_request=request)
+                if self.cancel_requests.make(connection, running, request):
+                    return replace(running, cancel_request=request)
+                # The run has ended between these statements, and the row may wait again.
             if task.status is Status.CANCELLED:
                 return None
             tried.append(self._moves.make(connection, "cancel", task, {}))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from delaytasks import (
     CancelTooLateError,
@@ -178,6 +179,24 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
         assert delays.cancel(task, running=True, session=connection).is_requested
         connection.rollback()
     assert delays.get(task).cancel_request == INTERRUPT
+
+
+def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
+    store: Store, delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = delays.schedule_delay("mail", {}, 0)
+    wiring_of(delays).store.claims("w", None).claim_due("default", [0], 1)
+    requests, t = wiring_of(delays).store.tasks.cancel_requests, store.schema.tasks
+    make = requests.make
+
+    def make_too_late(on: Any, running: DelayTask, request: int) -> bool:
+        given_back = {"status": int(Status.NOT_COMPLETE), "version": running.version + 1}
+        on.execute(update(t).where(t.c.id == running.id).values(given_back))
+        return make(on, running, request)
+
+    monkeypatch.setattr(requests, "make", make_too_late)
+    assert delays.cancel(task, running=True)
+    assert delays.get(task).is_cancelled
 
 
 def test_a_task_that_waits_is_cancelled_as_usual(delays: DelayTasks) -> None:
