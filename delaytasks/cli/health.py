@@ -72,6 +72,10 @@ def health(
         raise click.UsageError("--live requires a component: worker, drain or beat")
     if component in ("deployment", "beat") and name is not None:
         raise click.UsageError("--name requires a component: worker or drain")
+    if live and (max_overdue is not None or max_sweep_age is not None):
+        raise click.UsageError("--max-overdue and --max-sweep-age cannot be combined with --live")
+    if component == "beat" and max_sweep_age is not None:
+        raise click.UsageError("--max-sweep-age requires another component: beat does not sweep")
     wiring = wiring_of(cli.delays)
     settings = wiring.settings
     question = HealthQuestion(

@@ -301,6 +301,6 @@ class ChunkRunner:
                 self._detached.discard(chunk)
                 self._thread_slots.notify()
             self._executor.flush()  # a monitor sees the rows that still run
-            # Otherwise the report of this chunk or of an open one follows.
-            if chunk.is_detached and not self._time_budget.has_open:
+            # Otherwise this follows when the time budget of another chunk ends.
+            if not self._time_budget.has_open:
                 self._report_late()

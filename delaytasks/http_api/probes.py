@@ -16,6 +16,8 @@ from delaytasks.wiring import wiring_of
 
 #: Anyone may call these URLs, so the database is asked once in this time.
 ASK_AGAIN_S = 1.0
+#: The time that the database has to answer.
+ANSWER_S = 1.0
 
 
 class Probes:
@@ -32,15 +34,25 @@ class Probes:
         app.add_url_rule("/health/ready", "ready", lambda: _answer(self._ready()))
 
     def _ready(self) -> Mapping[str, bool]:
-        """Return whether each check succeeds. Callers need the databases, and no broker."""
-        with self._lock:
-            if monotonic() - self._asked_at > ASK_AGAIN_S:
-                wiring = wiring_of(self._delays)
-                checks = HealthChecks(wiring.shards, wiring.settings, lambda: None)
-                found = checks.ready(HealthQuestion("api"))
-                self._results = {check.name: check.is_ok for check in found}
-                self._asked_at = monotonic()
-            return self._results
+        """Return whether each check succeeds. Callers need the databases, and no broker.
+
+        While one thread asks, others answer from the last result, so that probes during an outage
+        do not block the threads that serve requests.
+        """
+        if self._lock.acquire(blocking=not self._results):
+            try:
+                if monotonic() - self._asked_at > ASK_AGAIN_S:
+                    self._results = self._ask()
+                    self._asked_at = monotonic()
+            finally:
+                self._lock.release()
+        return self._results
+
+    def _ask(self) -> Mapping[str, bool]:
+        wiring = wiring_of(self._delays)
+        checks = HealthChecks(wiring.shards, wiring.settings, lambda: None)
+        found = checks.ready(HealthQuestion("api", timeout_s=ANSWER_S))
+        return {check.name: check.is_ok for check in found}
 
 
 def _answer(checks: Mapping[str, bool]) -> Response:

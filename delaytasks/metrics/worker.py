@@ -22,6 +22,7 @@ FAULT_EVENTS = (
     "message.refused",
     "store.down",
     "sweep.self",
+    "task.lease_lost",
     "task.recovered",
     "task.timed_out",
     "timer.down",

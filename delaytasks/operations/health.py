@@ -79,11 +79,11 @@ class _Answer(NamedTuple):
     """What one database says."""
 
     now: datetime
-    workers: Sequence[RegisteredWorker]
-    lost: Sequence[LostWorker]
-    swept: Sequence[Swept]
     revision: str | None
-    overdue: int
+    workers: Sequence[RegisteredWorker] = ()
+    lost: Sequence[LostWorker] = ()
+    swept: Sequence[Swept] = ()
+    overdue: int = 0
 
 
 class HealthChecks:
@@ -164,17 +164,23 @@ class HealthChecks:
 
     def _answer(self, shard: Shard, question: HealthQuestion) -> _Answer:
         settings, store = self._settings, shard.store
-        stats, now = Stats(store.database, store.schema), store.tasks.now()
+        now, revision = (
+            store.tasks.now(),
+            migrations.current(
+                store.database, settings.table_prefix, settings.table_schema or None
+            ),
+        )
+        if question.component == "api":  # a producer's role may not read the other tables
+            return _Answer(now, revision)
+        stats = Stats(store.database, store.schema)
         overdue = OverdueRows(store.database, store.schema)
         most = question.max_overdue
         return _Answer(
             now,
+            revision,
             store.workers.registered(now, settings.silent_s),
             store.workers.lost(),
             stats.sweeps(settings.sweep_partitions),
-            migrations.current(
-                store.database, settings.table_prefix, settings.table_schema or None
-            ),
             # More than one beyond the limit need not be counted.
             0 if most is None else overdue.count(settings.grace_s, most + 1).tasks,
         )

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from importlib import import_module
+from operator import itemgetter
 from typing import Any
 
 from sqlalchemy import and_, bindparam, delete, select, update
@@ -70,7 +71,7 @@ class FailureGroups:
             for hour, failure in groups[tag, fingerprint]:
                 counted[hour] = counted.get(hour, 0) + failure.runs
                 runs += failure.runs
-            last = groups[tag, fingerprint][-1][1]
+            _, last = max(groups[tag, fingerprint], key=itemgetter(0))
             changes = {
                 "new_task_id": last.task_id,
                 "new_sample": last.error,

@@ -34,7 +34,9 @@ class LateCounts:
 
     def send(self, shard: int, take: Callable[[], RunStatistics]) -> None:
         """Send what `take` returns, without waiting: the caller gives rows back in time."""
-        if select.select([], [self._writer], [], 0)[1]:
+        poll = select.poll()
+        poll.register(self._writer, select.POLLOUT)
+        if poll.poll(0):
             statistics = take()
             if statistics.tags:
                 self._writer.send(pickle.dumps((shard, statistics)))

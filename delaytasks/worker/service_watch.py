@@ -34,6 +34,8 @@ class ServiceWatch:
             self._broker_lost_at = monotonic()
 
     def mark_broker_back(self) -> None:
+        if self._broker_lost_at is not None:
+            self._beat_at = monotonic()  # no message of beat could arrive in the meantime
         self._broker_lost_at = None
 
     def mark_beat(self) -> None:

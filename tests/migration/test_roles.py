@@ -20,6 +20,7 @@ from delaytasks.cli.waiting import warnings_of
 from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why
+from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.storage import migrations
 from delaytasks.storage.facts import FactReader
 from delaytasks.storage.overdue_rows import OverdueRows
@@ -169,6 +170,8 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert delays.attempts(task) == []
     with pytest.raises(StoreError):
         delays.pause(tag="mail")
+    checks = HealthChecks(wiring_of(delays).shards, wiring_of(delays).settings, lambda: None)
+    assert all(check.is_ok for check in checks.ready(HealthQuestion("api")))
     delays.close()
 
 

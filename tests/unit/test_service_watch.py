@@ -62,6 +62,18 @@ def test_beat_is_as_old_as_its_last_message(time: ManualMonotonic) -> None:
     assert watch.times(reads_beat=False).beat_s is None
 
 
+def test_beat_is_not_late_because_the_broker_was_away(time: ManualMonotonic) -> None:
+    timer: Any = SimpleNamespace(is_up=True)
+    watch = ServiceWatch(timer, lambda: None)
+    watch.mark_broker_lost()
+    time.at += 60
+    watch.mark_broker_back()
+    assert watch.times(reads_beat=True).beat_s == 0
+    time.at += 5
+    watch.mark_broker_back()  # it was not lost
+    assert watch.times(reads_beat=True).beat_s == 5
+
+
 def worker(is_alive: bool = True, **services: float) -> RegisteredWorker:
     times = ServiceTimes(**services)
     return RegisteredWorker("w", is_alive, 0, ["default"], None, "prefork", 2, NOW, NOW, 0.0, times)

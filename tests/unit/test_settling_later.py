@@ -172,6 +172,29 @@ def test_what_was_counted_after_the_last_report_is_sent_without_another_chunk(ma
     assert (counts.started, counts.outcome("done")) == (2, 2)
 
 
+def test_counts_do_not_wait_for_the_next_chunk_to_end(make: Make) -> None:
+    bench, late_counts = make(chunk_time_budget_s=0.1), LateCounts()
+    may_settle, may_end = threading.Event(), threading.Event()
+    bench.runner = bench.make_runner(
+        may_detach=True, has_others=lambda: True, report_late=partial(late_counts.send, 0)
+    )
+    bench.registry.processor("long")(lambda body: may_end.wait(20))
+    first, second, third = bench.schedule(body=1), bench.schedule("long"), bench.schedule("long")
+    bench.claims.before_settle = lambda _: may_settle.wait(10)
+    bench.run(first)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.run, second, third)
+        try:
+            wait_until(lambda: bench.statuses([second]) == ["RUNNING"], 5, "the long row")
+            may_settle.set()
+            found = list[object]()
+            wait_until(lambda: found.extend(late_counts.received()) or found, 5, "the counts")
+            assert not running.done()
+        finally:
+            may_settle.set()
+            may_end.set()
+
+
 def test_a_chunk_of_quick_rows_is_settled_before_it_reports(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

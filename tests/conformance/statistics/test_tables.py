@@ -121,6 +121,17 @@ def test_workers_that_write_simultaneously_lose_nothing(
     assert group.runs == 4 * writes
 
 
+def test_a_failure_group_shows_the_failure_of_the_latest_hour(
+    store: Store, table: StatisticsTable
+) -> None:
+    hour, mine = minute_of(NOON) // 60, some(NOON, a=3)
+    mine.add_failure(hour - 1, FailureCount("a", "broken*", 1, 1, "rare and old"))
+    mine.add_failure(hour, FailureCount("a", "broken*", 5, 2, "frequent and new"))
+    add(store, table, mine)
+    [group] = table.failure_groups.read(None, None, 10)
+    assert (group.task_id, group.sample, group.runs) == (2, "frequent and new", 6)
+
+
 def test_minutes_are_packed_hour_by_hour_and_hours_day_by_day_across_midnight(
     store: Store, table: StatisticsTable
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,29 @@ def test_a_server_is_ready_while_its_database_answers(
     assert probe(site, "live") == (200, {}), "a restart would not help"
     file.write_bytes(content)
     assert probe(site, "ready")[0] == 200
+
+
+def test_probes_do_not_wait_for_one_that_waits_for_the_database(
+    site: ApiSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe(site, "ready")[0] == 200
+    is_asking, may_answer = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> list[object]:
+        is_asking.set()
+        may_answer.wait(10)
+        return []
+
+    monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(probes.HealthChecks, "ready", hang)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(probe, site, "ready")
+        try:
+            assert is_asking.wait(5)
+            assert probe(site, "ready") == (200, {"database": True, "tables": True})
+            assert not waiting.done()
+        finally:
+            may_answer.set()
 
 
 def test_many_probes_ask_the_database_once_in_a_while(
