@@ -17,7 +17,7 @@ from delaytasks.wiring import wiring_of
 #: Anyone may call these URLs, so the database is asked once in this time.
 ASK_AGAIN_S = 1.0
 #: The time that the database has to answer.
-ANSWER_S = 1.0
+READY_ANSWER_S = 1.0
 
 
 class Probes:
@@ -51,7 +51,7 @@ class Probes:
     def _ask(self) -> Mapping[str, bool]:
         wiring = wiring_of(self._delays)
         checks = HealthChecks(wiring.shards, wiring.settings, lambda: None)
-        found = checks.ready(HealthQuestion("api", timeout_s=ANSWER_S))
+        found = checks.ready(HealthQuestion("api", timeout_s=READY_ANSWER_S))
         return {check.name: check.is_ok for check in found}
 
 

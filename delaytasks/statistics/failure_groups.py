@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from importlib import import_module
 from operator import itemgetter
 from typing import Any
 
@@ -15,7 +14,7 @@ from sqlalchemy import and_, bindparam, delete, select, update
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.run_counts import FailureCount
 from delaytasks.storage.database import Database
-from delaytasks.storage.inserts import skipping_insert
+from delaytasks.storage.inserts import insert_if_absent
 from delaytasks.storage.schema import FINGERPRINT_LENGTH, Schema
 
 #: The hours of a failure group that are kept for its sparkline.
@@ -32,13 +31,7 @@ class FailureGroups:
     def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._f = f = schema.failures
-        # MySQL would keep a shared lock on a row that exists, with which two workers deadlock.
-        skipping = skipping_insert(database)
-        if skipping is not None:
-            self._insert = skipping(f).on_conflict_do_nothing()
-        else:
-            mysql = import_module("sqlalchemy.dialects.mysql")
-            self._insert = mysql.insert(f).on_duplicate_key_update(tag=f.c.tag)
+        self._insert = insert_if_absent(database, f, f.c.tag)
         self._update = (
             update(f)
             .where(f.c.tag == bindparam("of_tag"), f.c.fingerprint == bindparam("of_fingerprint"))

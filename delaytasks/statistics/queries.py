@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from sqlalchemy import and_, bindparam, delete, func, select, union_all, update
@@ -32,7 +31,7 @@ from delaytasks.statistics.stored_counts import (
 )
 from delaytasks.statistics.worker_counts import MINUTE_US, Unwritten
 from delaytasks.storage.database import Database
-from delaytasks.storage.inserts import skipping_insert
+from delaytasks.storage.inserts import insert_if_absent
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
 
@@ -47,13 +46,7 @@ class StatisticsTable:
         self._db = database
         self._s = s = schema.statistics
         self.failure_groups = FailureGroups(database, schema)
-        # MySQL would keep a shared lock on a row that exists, with which two workers deadlock.
-        skipping = skipping_insert(database)
-        if skipping is not None:
-            self._insert = skipping(s).on_conflict_do_nothing()
-        else:
-            mysql = import_module("sqlalchemy.dialects.mysql")
-            self._insert = mysql.insert(s).on_duplicate_key_update(tag=s.c.tag)
+        self._insert = insert_if_absent(database, s, s.c.tag)
         named = (
             s.c.period == bindparam("of_period"),
             s.c.start == bindparam("of_start", type_=s.c.start.type),

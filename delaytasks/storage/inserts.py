@@ -40,6 +40,19 @@ def skipping_insert(database: Database) -> Any:
     return import_module(f"sqlalchemy.dialects.{database.backend}").insert
 
 
+def insert_if_absent(database: Database, table: Table, column: Any) -> Any:
+    """Return the INSERT that leaves rows which exist as they are.
+
+    On MySQL it sets `column` to its own value. Otherwise MySQL would keep a shared lock on a row
+    that exists, with which two transactions that update it then deadlock.
+    """
+    skipping = skipping_insert(database)
+    if skipping is not None:
+        return skipping(table).on_conflict_do_nothing()
+    mysql = import_module("sqlalchemy.dialects.mysql")
+    return mysql.insert(table).on_duplicate_key_update({column.name: column})
+
+
 class Insert:
     """INSERT into one table. A row that exists is skipped."""
 

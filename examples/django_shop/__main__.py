@@ -41,11 +41,18 @@ def main() -> None:
         )
         stage.say(f"order {unpaid} is closed, and order {paid} is still paid")
         assert call("GET", f"orders/{paid}")["status"] == "paid"
-        page = page_of_admin(f"http://{address}/admin")
-        found = re.findall(r"(DONE|CANCELLED)</span>", page)
+        admin = f"http://{address}/admin"
+        stage.wait_until(lambda: len(states_of(page_of_admin(admin))) == 3, "the end of all tasks")
+        page = page_of_admin(admin)
+        found = states_of(page)
         stage.say(f"the admin shows tasks with the states {', '.join(found)}")
         assert sorted(found) == ["CANCELLED", "DONE", "DONE"]
         assert f"/admin/orders/order/{unpaid}/change/" in page, "the key leads to the order"
+
+
+def states_of(page: str) -> list[str]:
+    """Return the states of the tasks that have ended."""
+    return re.findall(r"(DONE|CANCELLED)</span>", page)
 
 
 def page_of_admin(url: str) -> str:

@@ -6,12 +6,12 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from celery import Celery
 from fastapi import FastAPI, HTTPException
-from pydantic import AwareDatetime, BaseModel
+from pydantic import AwareDatetime, BaseModel, Field
 from sqlalchemy import DateTime, String
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
@@ -44,7 +44,7 @@ class Appointment(Base):
 
 
 class Booking(BaseModel):
-    patient: str
+    patient: str = Field(min_length=1, max_length=100)
     starts_at: AwareDatetime
 
 
@@ -71,10 +71,8 @@ async def remind(body: dict[str, str]) -> None:
         logger.info("%s is reminded", appointment.patient)
 
 
-@web.post("/appointments", status_code=201)
-async def book(booking: Booking, session: Transaction) -> Booking:
-    """Store the appointment and its reminder: both or, after an error, neither of them."""
-    patient, starts_at = booking.patient, booking.starts_at
+async def set_reminder(patient: str, starts_at: datetime, session: AsyncSession) -> None:
+    """Schedule the reminder, instead of one that waits or in addition to one that has run."""
     await remind.aschedule_at(
         {"patient": patient},
         starts_at - BEFORE,
@@ -82,6 +80,20 @@ async def book(booking: Booking, session: Transaction) -> Booking:
         on_conflict="replace",
         session=session,
     )
+
+
+async def appointment_of(patient: str, session: AsyncSession) -> Appointment:
+    appointment = await session.get(Appointment, patient)
+    if appointment is None:
+        raise HTTPException(404, f"{patient} has no appointment")
+    return appointment
+
+
+@web.post("/appointments", status_code=201)
+async def book(booking: Booking, session: Transaction) -> Booking:
+    """Store the appointment and its reminder: both or, after an error, neither of them."""
+    patient, starts_at = booking.patient, booking.starts_at
+    await set_reminder(patient, starts_at, session)
     session.add(Appointment(patient=patient, starts_at=starts_at))
     try:
         await session.flush()
@@ -92,15 +104,13 @@ async def book(booking: Booking, session: Transaction) -> Booking:
 
 @web.patch("/appointments/{patient}")
 async def move(patient: str, to: Move, session: Transaction) -> Booking:
-    appointment = await session.get(Appointment, patient)
-    if appointment is None:
-        raise HTTPException(404)
+    appointment = await appointment_of(patient, session)
     appointment.starts_at = to.starts_at
-    await delays.areschedule(tag=remind.tag, key=patient, at=to.starts_at - BEFORE, session=session)
+    await set_reminder(patient, to.starts_at, session)
     return Booking(patient=patient, starts_at=to.starts_at)
 
 
 @web.delete("/appointments/{patient}", status_code=204)
 async def call_off(patient: str, session: Transaction) -> None:
-    await session.delete(await session.get_one(Appointment, patient))
+    await session.delete(await appointment_of(patient, session))
     await remind.acancel(key=patient, session=session)

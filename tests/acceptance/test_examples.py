@@ -13,7 +13,7 @@ from tests.running import ROOT
 #: An example, and a line that it prints when it has reached its end.
 LAST_LINES = {
     "django_shop": "the admin shows tasks with the states",
-    "fastapi_reminders": "reminders that wait: bob",
+    "fastapi_reminders": "reminders that wait: ada, bob",
     "flask_webhooks": "has booked the payment once",
     "heartbeats": "98 devices are connected, and each has one row",
     "moving_celery": "and so have the 5 adopted ones",

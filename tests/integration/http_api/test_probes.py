@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks.http_api import probes
+from delaytasks.operations.health import HealthChecks
 from tests.integration.http_api.conftest import ApiSite
 
 
@@ -47,7 +48,7 @@ def test_probes_do_not_wait_for_one_that_waits_for_the_database(
         return []
 
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
-    monkeypatch.setattr(probes.HealthChecks, "ready", hang)
+    monkeypatch.setattr(HealthChecks, "ready", hang)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(probe, site, "ready")
         try:

@@ -134,13 +134,17 @@ class PolicyRowAdmin(admin.ModelAdmin):
         self._after_commit(request, clear)
 
     def _after_commit(self, request: Any, write: Callable[[], object]) -> None:
-        """Write a policy after the commit, or show why it was not written."""
+        """Write a policy after the commit, or show why this failed.
+
+        Limits and a pause are written one after the other, and an outcome may be unknown.
+        """
 
         def attempt() -> None:
             try:
                 write()
             except DelayTaskError as error:
-                self.message_user(request, f"The policy was not changed: {error}", messages.ERROR)
+                text = f"The policy may not have been changed completely: {error}"
+                self.message_user(request, text, messages.ERROR)
 
         transaction.on_commit(attempt, using=project_delays().alias)
 
