@@ -1,0 +1,76 @@
+"""The clients of docs/http-api.md in other languages, which call a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from werkzeug.serving import make_server
+
+from tests.integration.http_api.conftest import ApiSite
+from tests.running import ROOT
+
+PAGE = (ROOT / "docs" / "http-api.md").read_text()
+BLOCKS = re.findall(r"^```(text|javascript|go)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+#: By the language of a block: the file for it, and the command that runs the file.
+COMMANDS = {
+    "text": ("schedule.sh", ["sh"]),
+    "javascript": ("schedule.mjs", ["node"]),
+    "go": ("schedule.go", ["go", "run"]),
+}
+
+
+@pytest.fixture
+def url(site: ApiSite) -> Iterator[str]:
+    server = make_server("127.0.0.1", 0, site.app, threaded=True)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+
+
+def run(language: str, program: str, url: str, site: ApiSite, folder: Path) -> str:
+    """Run the program of a block with a key of its own, and return its output."""
+    name, command = COMMANDS[language]
+    needed = "curl" if language == "text" else command[0]
+    if shutil.which(needed) is None:
+        pytest.skip(f"needs {needed}")
+    (folder / name).write_text(program.replace("https://delays.example", url))
+    key, _ = site.keys.create(f"shop-{len(site.keys.entries)}", ["schedule:order.*"])
+    done = subprocess.run(
+        [*command, name],
+        cwd=folder,
+        env={**os.environ, "API_KEY": key},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("language", COMMANDS)
+def test_a_documented_client_schedules_a_task(
+    language: str, site: ApiSite, url: str, tmp_path: Path
+) -> None:
+    program = next(text for block, text in BLOCKS if block == language)
+    output = run(language, program, url, site, tmp_path)
+    [task] = site.delays.find(tag="order.close")
+    assert (task.key, task.body) == ("7", {"order": 7})
+    assert str(task.id) in output
+
+
+def test_the_documented_request_cancels_by_key(site: ApiSite, url: str, tmp_path: Path) -> None:
+    schedule, cancel = [text for block, text in BLOCKS if block == "text"][:2]
+    run("text", schedule, url, site, tmp_path)
+    assert '"is_cancelled":true' in run("text", cancel, url, site, tmp_path).replace(" ", "")
+    [task] = site.delays.find(tag="order.close", status="CANCELLED")
+    assert task.key == "7"
