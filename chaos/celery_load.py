@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from queue import Queue
 from typing import Any
 
 from celery.result import AsyncResult
@@ -49,17 +50,19 @@ class CeleryLoad:
         )
         self._engine = create_engine(wiring.store.database.url, pool_pre_ping=True)
         self._notes = Notebook(system.notes)
-        #: A revoke waits for a broker that is away.
-        self._revokers = ThreadPoolExecutor(REVOKERS, "revoke")
+        #: The calls to revoke now. A revoke waits for a broker that is away, for ever if the run
+        #: was terminated, so the process does not wait for these threads at its end.
+        self._to_revoke: Queue[int] = Queue()
         #: The calls that will be revoked.
         self._later: list[int] = []
         self._is_running = True
+        for _ in range(REVOKERS):
+            threading.Thread(target=self._revoke_each, daemon=True).start()
         self._thread = LoadThread(f"Celery load {seed}", self._run)
 
     def stop(self) -> None:
         self._is_running = False
         self._thread.stop(60)
-        self._revokers.shutdown(wait=False, cancel_futures=True)
         self._delays.close()
         self._engine.dispose()
 
@@ -70,7 +73,7 @@ class CeleryLoad:
             self._call()
             if self._later and self._chance.random() < REVOKED / 100:
                 number = self._later.pop(self._chance.randrange(len(self._later)))
-                self._revokers.submit(self._revoke, number)
+                self._to_revoke.put(number)
             self._system.pause(self._chance.uniform(0, 2 / self._rate))
 
     def _call(self) -> None:
@@ -99,6 +102,13 @@ class CeleryLoad:
         )
         if answer == "ok":
             self._later.append(number)
+
+    def _revoke_each(self) -> None:
+        while True:
+            number = self._to_revoke.get()
+            if not self._is_running:
+                return
+            self._revoke(number)
 
     def _revoke(self, number: int) -> None:
         asked_us = now_us()

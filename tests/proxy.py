@@ -171,7 +171,7 @@ class Proxy:
             else:
                 target.shutdown(socket.SHUT_WR)
                 return
-        except OSError:
+        except (OSError, ValueError):  # a closed socket has a negative number
             pass  # if one end is closed, close the other
         _reset(source)
         _reset(target)
@@ -220,9 +220,11 @@ def proxy_to(url: str) -> Proxy:
 
 
 def _is_readable_within(source: socket.socket, seconds: float) -> bool:
+    if seconds <= 0:
+        return False
     poll = select.poll()  # `select` fails for the file descriptors above 1023
     poll.register(source, select.POLLIN)
-    return seconds > 0 and bool(poll.poll(seconds * 1000))
+    return bool(poll.poll(seconds * 1000))
 
 
 def _reset(end: socket.socket) -> None:

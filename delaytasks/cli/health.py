@@ -68,14 +68,7 @@ def health(
     answers: a restart does not help against an outage. Beat is healthy if its messages have
     reached a worker recently; a server of the HTTP API has URLs for probes instead.
     """
-    if component == "deployment" and live:
-        raise click.UsageError("--live requires a component: worker, drain or beat")
-    if component in ("deployment", "beat") and name is not None:
-        raise click.UsageError("--name requires a component: worker or drain")
-    if live and (max_overdue is not None or max_sweep_age is not None):
-        raise click.UsageError("--max-overdue and --max-sweep-age cannot be combined with --live")
-    if component == "beat" and max_sweep_age is not None:
-        raise click.UsageError("--max-sweep-age requires another component: beat does not sweep")
+    _check_options(component, live, name, max_overdue, max_sweep_age)
     wiring = wiring_of(cli.delays)
     settings = wiring.settings
     question = HealthQuestion(
@@ -112,3 +105,20 @@ def health(
         )
     if not is_healthy:
         sys.exit(1)
+
+
+def _check_options(
+    component: str,
+    live: bool,
+    name: str | None,
+    max_overdue: int | None,
+    max_sweep_age: timedelta | None,
+) -> None:
+    if component == "deployment" and live:
+        raise click.UsageError("--live requires a component: worker, drain or beat")
+    if component in ("deployment", "beat") and name is not None:
+        raise click.UsageError("--name requires a component: worker or drain")
+    if live and (max_overdue is not None or max_sweep_age is not None):
+        raise click.UsageError("--max-overdue and --max-sweep-age cannot be combined with --live")
+    if component == "beat" and max_sweep_age is not None:
+        raise click.UsageError("--max-sweep-age requires another component: beat does not sweep")
