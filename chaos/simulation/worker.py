@@ -254,6 +254,7 @@ class SimulatedWorker(Host):
         play = self.play
         shard = self._shard()
         processes: Any = SimpleNamespace(
+            late_counts=None,
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
             task_events=lambda: None,
@@ -274,7 +275,7 @@ class SimulatedWorker(Host):
             timer=self.timer,
             producer_timer=self.timer,
             queues=None,
-            publisher=None,
+            publisher=SimpleNamespace(send=lambda *_: True),  # only asked whether it answers
             router=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
         )
         hub = SimpleNamespace(call_soon=self.soon)
