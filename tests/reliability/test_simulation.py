@@ -47,7 +47,6 @@ def here() -> Iterator[SimulationStage]:
         yield made
 
 
-@pytest.mark.quick
 def test_there_are_no_findings_in_the_unchanged_code(here: SimulationStage) -> None:
     for seed in range(SEEDS):
         verdict = here.play(seed, play_script)
