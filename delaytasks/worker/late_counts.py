@@ -23,9 +23,15 @@ class LateCounts:
     If no other chunk of the process follows, no report would bring its counts. A pool gives no way
     to ask one of its processes for them, so the process sends them by itself. Messages are
     datagrams, which need no lock that a killed process might hold.
+
+    Parameters
+    ----------
+    on_error
+        Reports the error of a message that is too long to be sent or read. Its counts are lost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_error: Callable[[BaseException], None]) -> None:
+        self._on_error = on_error
         self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._writer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_COUNTS_BYTES)
         self._reader.setblocking(False)
@@ -39,7 +45,10 @@ class LateCounts:
         if poll.poll(0):
             statistics = take()
             if statistics.tags:
-                self._writer.send(pickle.dumps((shard, statistics)))
+                try:
+                    self._writer.send(pickle.dumps((shard, statistics)))
+                except OSError as error:
+                    self._on_error(error)
         elif shard not in self._waiting:
             self._waiting.add(shard)
             again = threading.Timer(SEND_AGAIN_S, self._send_again, (shard, take))
@@ -57,4 +66,9 @@ class LateCounts:
                 message = self._reader.recv(MAX_COUNTS_BYTES)
             except BlockingIOError:
                 return
-            yield pickle.loads(message)
+            try:
+                shard, statistics = pickle.loads(message)
+            except Exception as error:  # a truncated message may raise any error
+                self._on_error(error)
+                continue
+            yield shard, statistics

@@ -84,7 +84,7 @@ class Processes:
         # Before the pool's processes are forked, which share them.
         self.renewals, self.others_wait = Renewals(), OthersWait()
         self.requested_runs = RequestedRuns()
-        self.late_counts = LateCounts()
+        self.late_counts = LateCounts(lambda error: self.wiring.events.failed("late counts", error))
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
