@@ -301,6 +301,6 @@ class ChunkRunner:
                 self._detached.discard(chunk)
                 self._thread_slots.notify()
             self._executor.flush()  # a monitor sees the rows that still run
-            # Otherwise this follows when the time budget of another chunk ends.
+            # Otherwise the open chunk reports the counts, or its time budget ends first.
             if not self._time_budget.has_open:
                 self._report_late()

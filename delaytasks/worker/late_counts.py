@@ -20,9 +20,9 @@ SEND_AGAIN_S = 1.5
 class LateCounts:
     """A chunk may end after its report: another thread settles it, or some of its rows run longer.
 
-    If no other chunk of the process follows, no report would bring its counts. A pool gives no way
-    to ask one of its processes for them, so the process sends them by itself. Messages are
-    datagrams, which need no lock that a killed process might hold.
+    If no other chunk of the process follows, or that chunk runs long, no report would bring its
+    counts soon. A pool gives no way to ask one of its processes for them, so the process sends them
+    by itself. Messages are datagrams, which need no lock that a killed process might hold.
 
     Parameters
     ----------
