@@ -193,13 +193,20 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
     may_end.set()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        "worker --live --max-overdue 0",
+        "beat --live --max-overdue 0",
+        "beat --live --max-sweep-age 1s",
+        "beat --max-sweep-age 1s",
+    ],
+)
+def test_a_limit_that_would_be_ignored_is_refused(shop: Project, options: str) -> None:
+    assert "--max-sweep-age" in shop.error("health", *options.split(), exit_code=2)["error"]
+
+
 def test_live_needs_a_component(shop: Project) -> None:
-    for options in (
-        ("worker", "--live", "--max-overdue", "0"),
-        ("beat", "--live", "--max-sweep-age", "1s"),
-        ("beat", "--max-sweep-age", "1s"),
-    ):
-        assert "--max-sweep-age" in shop.error("health", *options, exit_code=2)["error"]
     assert "requires a component" in shop.error("health", "--live", exit_code=2)["error"]
     assert (
         "requires a component" in shop.error("health", "beat", "--name", "w", exit_code=2)["error"]
