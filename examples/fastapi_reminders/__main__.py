@@ -31,6 +31,11 @@ def main() -> None:
             stage.say("cyd calls it off, and the reminder is cancelled")
             assert web.post("/appointments", json={"patient": "ada", **later}).status_code == 409
             stage.say("a second appointment of ada is refused, and its reminder is rolled back")
+            assert web.delete("/appointments/dan").status_code == 404
+            for patient in ("", " ", "dan ", "dan\n", "d" * 101):
+                given = {"patient": patient, **later}
+                assert web.post("/appointments", json=given).status_code == 422
+            stage.say("dan has no appointment to call off, and names that do not fit are refused")
             stage.wait_until(lambda: "ada is reminded" in stage.log("worker"), "ada's reminder")
             stage.say("ada is reminded")
             assert web.patch("/appointments/ada", json=later).is_success

@@ -10,14 +10,15 @@ from datetime import datetime, timedelta
 from typing import Annotated, Any
 
 from celery import Celery
-from fastapi import FastAPI, HTTPException
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from pydantic import AwareDatetime, BaseModel, Field
 from sqlalchemy import DateTime, String
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from delaytasks import DelayTasks
+from delaytasks import DelayTasks, InvalidInputError
 from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,12 @@ async def tables(_: FastAPI) -> AsyncIterator[None]:
 
 
 web = FastAPI(lifespan=delays_lifespan(delays, tables))
+
+
+@web.exception_handler(InvalidInputError)
+async def refuse(_: Request, error: InvalidInputError) -> JSONResponse:
+    """Refuse a name that cannot be the key of a task, such as a blank one."""
+    return JSONResponse({"detail": str(error)}, 422)
 
 
 @delays.processor("appointment.remind", retries="10s 1m 10m")
