@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import event
 
 from delaytasks import DelayTasks, Status
+from delaytasks.core.clock import UTC
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.maintenance.statistics_stage import StatisticsStage
 from delaytasks.statistics import gauge_queries, maintenance
@@ -22,8 +23,9 @@ from tests.manual_clock import ManualClock
 
 
 @pytest.fixture
-def clock(store: Store) -> ManualClock:
-    return ManualClock(store.tasks.now().replace(second=0, microsecond=0))
+def clock() -> ManualClock:
+    """At half past twelve, so that no period of a test ends by the time of the day."""
+    return ManualClock(datetime(2026, 6, 15, 12, 30, tzinfo=UTC))
 
 
 @pytest.fixture
