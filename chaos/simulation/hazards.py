@@ -41,7 +41,7 @@ class Trap(NamedTuple):
 
 
 class Hazards:
-    """One trap at a time, for the first host that makes its step."""
+    """One trap at a time, for the first host with faults that makes its step."""
 
     def __init__(self, world: SimulatedWorld, note: Callable[[Fault], None]) -> None:
         self._world = world
@@ -57,7 +57,9 @@ class Hazards:
         trap, host = self.trap, self._world.host
         if self._world.times.now_us < self.away_until_us and side == "before" and step in ASKS:
             raise StoreUnavailableError("the database is away")
-        if trap is None or host is None or (trap.step, trap.side) != (step, side):
+        if trap is None or (trap.step, trap.side) != (step, side):
+            return
+        if host is None or not host.has_faults:
             return
         self.trap = None
         self.strike(host, trap.act, f"{side} {step}")

@@ -20,6 +20,8 @@ from chaos.violation import Violation
 from delaytasks.core.states import LIVE
 
 MOST_WORKERS, MOST_PRODUCERS, MOST_TASKS, MOST_FAULTS = 2, 2, 3, 3
+#: All calls and faults of a play must be over in this time.
+CALLS_END_S = 600.0
 #: All tasks must be finished in this time after the last fault.
 PATIENCE_S = 90.0
 #: Possible clock errors of hosts: none or an hour.
@@ -45,7 +47,7 @@ class Script:
 
     def __init__(self, play: Play) -> None:
         self._play, self._world, self._chance = play, play.world, play.chance
-        self._outside = Host("outside")
+        self._outside = Host("outside", has_faults=False)
         self._open = 0
         self._is_over = False
         self._workers: list[SimulatedWorker] = []
@@ -120,7 +122,9 @@ class Script:
         """End the play when all tasks are finished, or when the time is over."""
         t, database = self._play.stage.store.schema.tasks, self._play.stage.store.database
         live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
+        calls_end_us = self._play.times.now_us + CALLS_END_S * 1e6
         while self._open:
+            assert self._play.times.now_us < calls_end_us, f"seed {self._play.seed} does not end"
             self._world.pause(0.5)
         self._play.hazards.trap = None
         self._schedules.end()

@@ -24,10 +24,14 @@ class Dead(BaseException):
 
 
 class Host:
-    """A process: it is killed or frozen as a whole, and has its own clock."""
+    """A process: it is killed or frozen as a whole, and has its own clock.
 
-    def __init__(self, name: str) -> None:
+    A host that drives the play, and records the answers to its calls, has no faults.
+    """
+
+    def __init__(self, name: str, has_faults: bool = True) -> None:
         self.name = name
+        self.has_faults = has_faults
         self.skew_us = 0
         self.is_dead = False
         self.frozen_until_us = 0
