@@ -50,7 +50,7 @@ class CeleryLoad:
         )
         self._engine = create_engine(wiring.store.database.url, pool_pre_ping=True)
         self._notes = Notebook(system.notes)
-        #: The calls to revoke now. A revoke waits for a broker that is away, for ever if the run
+        #: The calls to revoke now. A revoke waits while the broker is away, without a limit if the run
         #: was terminated, so the process does not wait for these threads at its end.
         self._to_revoke: Queue[int] = Queue()
         #: The calls that will be revoked.
@@ -115,7 +115,7 @@ class CeleryLoad:
         # The run may end before the answer.
         self._notes.note(CallRecord(number, "revoke", "unknown", asked_us, asked_us))
         answer = self._answer(AsyncResult(str(number), app=self._app).revoke)
-        # If only the workers could not be told, the row is cancelled nevertheless.
+        # If only the message to the workers failed, the row is cancelled nevertheless.
         answer = "unknown" if answer == "failed" else answer
         self._notes.note(CallRecord(number, "revoke", answer, asked_us, now_us()))
 

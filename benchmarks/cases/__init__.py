@@ -12,6 +12,7 @@ from benchmarks.cases import (
     call,
     callbacks,
     ceiling,
+    console,
     deploy,
     direct,
     drivers,
@@ -75,6 +76,7 @@ CASES: dict[str, Callable[[CaseContext], None]] = {
     "partitions": partitions.run,
     "drivers": drivers.run,
     "lone": lone.run,
+    "console": console.run,
     "forecast": forecast.run,
     "forecast_at_size": forecast.run_at_size,
 }
@@ -95,4 +97,4 @@ GROUPS: dict[str, list[str]] = {
     ],
 }
 #: Cases that take minutes to set up; they compute medians themselves.
-ONCE = {"at_size", "forecast_at_size", "partitions"}
+ONCE = {"at_size", "console", "forecast_at_size", "partitions"}

@@ -159,35 +159,24 @@ def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
 
 
 def _print_workers(workers: list[dict[str, Any]], lost: list[dict[str, Any]]) -> None:
-    rows: list[list[Cell]] = [
-        [
-            worker["name"],
-            (_ago(worker["age_s"]), GOOD if worker["is_alive"] else BAD),
-            show_duration(worker["up_s"]),
-            worker["pool"],
-            worker["concurrency"],
-            ", ".join(worker["queues"]),
-            f"{worker['clock_offset_s'] * 1000:+.1f}ms",
-        ]
-        for worker in workers
-    ]
-    rows += [
-        [
-            worker["name"],
-            (f"lost {_ago(worker['lost_s'])}", BAD),
-            NOTHING,
-            worker["pool"],
-            worker["concurrency"],
-            ", ".join(worker["queues"]),
-            NOTHING,
-        ]
-        for worker in lost
-    ]
+    rows = []
+    for worker in workers:
+        seen = (_ago(worker["age_s"]), GOOD if worker["is_alive"] else BAD)
+        offset = f"{worker['clock_offset_s'] * 1000:+.1f}ms"
+        rows.append(_worker_row(worker, seen, show_duration(worker["up_s"]), offset))
+    for gone in lost:
+        seen = (f"lost {_ago(gone['lost_s'])}", BAD)
+        rows.append(_worker_row(gone, seen, NOTHING, NOTHING))
     print_table(
         ("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"),
         rows,
         folded="worker queues",
     )
+
+
+def _worker_row(worker: dict[str, Any], seen: Cell, up_for: Cell, offset: Cell) -> list[Cell]:
+    queues = ", ".join(worker["queues"])
+    return [worker["name"], seen, up_for, worker["pool"], worker["concurrency"], queues, offset]
 
 
 def _ago(seconds: float | None) -> str:

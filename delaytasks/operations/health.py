@@ -164,12 +164,9 @@ class HealthChecks:
 
     def _answer(self, shard: Shard, question: HealthQuestion) -> _Answer:
         settings, store = self._settings, shard.store
-        now, revision = (
-            store.tasks.now(),
-            migrations.current(
-                store.database, settings.table_prefix, settings.table_schema or None
-            ),
-        )
+        now = store.tasks.now()
+        names = (settings.table_prefix, settings.table_schema or None)
+        revision = migrations.current(store.database, *names)
         if question.component == "api":  # a producer's role may not read the other tables
             return _Answer(now, revision)
         stats = Stats(store.database, store.schema)

@@ -42,12 +42,18 @@ def main() -> None:
         stage.say(f"order {unpaid} is closed, and order {paid} is still paid")
         assert call("GET", f"orders/{paid}")["status"] == "paid"
         admin = f"http://{address}/admin"
-        stage.wait_until(lambda: len(states_of(page_of_admin(admin))) == 3, "the end of all tasks")
-        page = page_of_admin(admin)
-        found = states_of(page)
+        with requests.Session() as browser:
+            log_in(browser, admin)
+
+            def page() -> str:
+                return browser.get(f"{admin}/delaytasks/delaytaskrow/", timeout=20).text
+
+            stage.wait_until(lambda: len(states_of(page())) == 3, "the end of all tasks")
+            shown = page()
+        found = states_of(shown)
         stage.say(f"the admin shows tasks with the states {', '.join(found)}")
         assert sorted(found) == ["CANCELLED", "DONE", "DONE"]
-        assert f"/admin/orders/order/{unpaid}/change/" in page, "the key leads to the order"
+        assert f"/admin/orders/order/{unpaid}/change/" in shown, "the key leads to the order"
 
 
 def states_of(page: str) -> list[str]:
@@ -55,13 +61,10 @@ def states_of(page: str) -> list[str]:
     return re.findall(r"(DONE|CANCELLED)</span>", page)
 
 
-def page_of_admin(url: str) -> str:
-    """Log in, and return the list of delayed tasks."""
-    with requests.Session() as browser:
-        browser.get(f"{url}/login/", timeout=20)
-        token = {"csrfmiddlewaretoken": browser.cookies["csrftoken"]}
-        browser.post(f"{url}/login/", data={**USER, **token}, timeout=20)
-        return browser.get(f"{url}/delaytasks/delaytaskrow/", timeout=20).text
+def log_in(browser: requests.Session, admin: str) -> None:
+    browser.get(f"{admin}/login/", timeout=20)
+    token = {"csrfmiddlewaretoken": browser.cookies["csrftoken"]}
+    browser.post(f"{admin}/login/", data={**USER, **token}, timeout=20)
 
 
 if __name__ == "__main__":

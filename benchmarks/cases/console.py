@@ -1,0 +1,247 @@
+"""The console in front of a large table: the duration of its pages, and the cost of open ones."""
+
+from __future__ import annotations
+
+import socket
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import insert, select, update
+
+from benchmarks import brokers, machine, ours, table
+from benchmarks.cases import steady
+from benchmarks.figures import Target, percentile
+from benchmarks.processes import BenchmarkProcess
+from benchmarks.sides import Ours, Side
+from benchmarks.stage import CaseContext
+from benchmarks.viewers import USER
+from benchmarks.waiting import BenchError, wait_until
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.states import Status
+from delaytasks.statistics.periods import DAY, DAY_OF_HOURS, HOUR, HOUR_OF_MINUTES
+from delaytasks.statistics.stored_counts import packed_counts
+from delaytasks.wiring import wiring_of
+
+#: The number of waiting rows, and how many finished rows there are for each of them.
+PENDING, QUICK_PENDING = 10_000_000, 100_000
+FINISHED = 5
+#: Tasks that failed, each with another text of the same error.
+FAILED = 1000
+#: The statistics have these tags, and hours and days for this time.
+TAGS, HOURS, DAYS = 20, 48, 30
+HOUR_S, DAY_S = 3600.0, 86_400.0
+#: How often each page is read, and seconds before each of these turns, so that the next one finds
+#: some shared numbers too old.
+TURNS, APART_S = 40, 2.0
+#: The targets for a page and for the page of one task, in milliseconds, and for the database.
+PAGE_MS, TASK_MS, OPEN_PERCENT = 150, 50, 2
+OPEN_S, VIEWERS, PAIRS = 60.0, 50, 3
+
+
+class Watched(Ours):
+    """delaytasks in front of rows that stay. Tasks are counted by their notes."""
+
+    is_done, lateness_ms = Side.is_done, Side.lateness_ms
+
+    def clear(self) -> None:
+        self.notes.clear()
+
+
+def run(stage: CaseContext) -> None:
+    if not table.can_fill():
+        stage.say("console: skipped, since only PostgreSQL creates these rows within minutes")
+        return
+    pages = _fill(stage, stage.size(PENDING, QUICK_PENDING))
+    with _served(stage) as address:
+        _measure_pages(stage, address, pages)
+        _measure_open_page(stage, address)
+        _measure_viewers(stage, address)
+    brokers.clear()
+    table.clear()
+
+
+def _fill(stage: CaseContext, pending: int) -> dict[str, str]:
+    """Fill the tables, and return the addresses of the pages by name."""
+    table.clear()
+    with table.indexed_at_the_end():
+        table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
+        table.fill(FAILED, Status.FAILED, -DAY_S, -HOUR_S)
+        table.fill(pending, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
+    database, tasks = wiring_of(ours.delays).store.database, _tasks()
+    is_failed = tasks.c.status == int(Status.FAILED)
+    error = "ValueError: order " + tasks.c.id.cast(tasks.c.message_body.type) + " is not paid"
+    database.alone(lambda c: c.execute(update(tasks).where(is_failed).values(error_stack=error)))
+    _fill_statistics()
+    key = table.take_keys()
+    table.settle_down()
+    failed = database.alone(lambda c: c.scalar(select(tasks.c.id).where(is_failed).limit(1)))
+    stage.say(f"console: {pending:,} wait and {FINISHED * pending:,} are finished")
+    return {
+        "overview": "",
+        "overview of a week": "?period=week",
+        "tasks": "tasks",
+        "tasks that failed": "tasks?status=FAILED",
+        "tasks that wait": "tasks?status=NOT_COMPLETE",
+        "finished tasks, the oldest first": "tasks?status=DONE&order=oldest",
+        "tasks of a tag": f"tasks?tag={ours.TAG}",
+        "tasks of a key": f"tasks?tag={ours.TAG}&key={key}",
+        "tasks by error": "tasks?status=FAILED&error=is+not+paid",
+        "failures": "failures",
+        "recurring": "recurring",
+        "policies": "policies",
+        "queues": "queues",
+        "workers": "workers",
+        "audit": "audit",
+        "one task": f"tasks/{failed}",
+    }
+
+
+def _tasks() -> Any:
+    return wiring_of(ours.delays).store.schema.tasks
+
+
+def _fill_statistics() -> None:
+    """Store what a deployment has that runs 20 tags all the time."""
+    store, now = wiring_of(ours.delays).store, wiring_of(ours.delays).clock.certain_now()
+    counts = RunCounts()
+    for number in range(50):
+        counts.add_run(0.002 * number, 0.1, None)
+        counts.add_outcome("done")
+    hour = packed_counts(dict.fromkeys(range(60), counts), 60)
+    day = packed_counts(dict.fromkeys(range(24), counts), 24)
+    starts = [
+        (HOUR, HOUR_OF_MINUTES.start_of(now) - timedelta(hours=n), hour) for n in range(1, HOURS)
+    ] + [(DAY, DAY_OF_HOURS.start_of(now) - timedelta(days=n), day) for n in range(2, DAYS)]
+    rows = [
+        {"period": period, "start": start, "tag": f"shop.{n}", "counts": None, "parts": parts}
+        for period, start, parts in starts
+        for n in range(TAGS)
+    ]
+    statistics = store.schema.statistics
+    store.database.alone(lambda c: c.execute(statistics.delete()))
+    with store.database.begin() as connection:
+        connection.execute(insert(statistics), rows)
+
+
+@contextmanager
+def _served(stage: CaseContext) -> Iterator[str]:
+    """Start `delaytasks console`, and yield its address."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command = ["delaytasks", "-A", Ours.app_path, "console", f"--port={port}"]
+    command += ["--proxy-header", USER]
+    folder = stage.ours.folder
+    console = BenchmarkProcess("console", command, folder, DELAYTASKS_DATA_DIR=str(folder))
+    address = f"http://127.0.0.1:{port}/"
+    try:
+        wait_until(lambda: _answers(address), 30, "the console to answer", 0.2)
+        yield address
+    except BenchError as error:
+        raise BenchError(f"{error}; the console:\n{console.last_words()}") from error
+    finally:
+        console.stop()
+
+
+def _answers(address: str) -> bool:
+    try:
+        _read(address)
+    except OSError:
+        return False
+    return True
+
+
+def _read(address: str) -> str:
+    request = urllib.request.Request(address, headers={USER: "viewer"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def _measure_pages(stage: CaseContext, address: str, pages: dict[str, str]) -> None:
+    """Read all pages in turn."""
+    took: dict[str, list[float]] = {name: [] for name in pages}
+    for turn in range(stage.size(TURNS, 3) + 1):
+        time.sleep(APART_S)
+        for name, path in pages.items():
+            began = time.perf_counter()
+            found = _read(address + path)
+            if turn:  # the first turn loads code
+                took[name].append((time.perf_counter() - began) * 1000)
+            if "No tasks" in found and name.startswith("tasks"):
+                raise BenchError(f"console: the page {name!r} is empty")
+    for name, each in took.items():
+        target = Target("value", most=TASK_MS if name == "one task" else PAGE_MS)
+        stage.figure("console", f"{name}: p95", "ms", target).add(percentile(each, 0.95))
+        stage.say(
+            f"console: {name}: p50 {percentile(each, 0.5):.1f} ms, p95 "
+            f"{percentile(each, 0.95):.1f} ms, longest {max(each):.1f} ms"
+        )
+
+
+def _measure_open_page(stage: CaseContext, address: str) -> None:
+    """Compare the database's CPU without viewers with that of one open overview."""
+    seconds = stage.size(int(OPEN_S), 6)
+    idle = _database_percent(seconds)
+    with _viewing(stage, address, 1):
+        viewed = _database_percent(seconds)
+    figure = stage.figure(
+        "console",
+        "an open overview: database's CPU, of one core",
+        "%",
+        Target("value", most=OPEN_PERCENT),
+        against="without:",
+    )
+    figure.add(viewed - idle, idle)
+
+
+def _database_percent(seconds: int) -> float:
+    """Return the CPU time of PostgreSQL in the next seconds, in percent of one core."""
+
+    def spent_s() -> float:
+        usage = machine.usage_of("postgres")
+        if usage is None:
+            raise BenchError("console: PostgreSQL does not run on this machine")
+        return usage.cpu_s
+
+    before = spent_s()
+    time.sleep(seconds)
+    return (spent_s() - before) / seconds * 100
+
+
+@contextmanager
+def _viewing(stage: CaseContext, address: str, count: int) -> Iterator[None]:
+    """Let some viewers look at the overview."""
+    command = ["benchmarks.viewers", address, str(count)]
+    viewers = BenchmarkProcess("viewers", command, stage.ours.folder)
+    try:
+        viewers.expect("ready", 60)
+        yield
+        viewers.tell("")
+        answers, errors = map(int, viewers.expect("answers", 10).split())
+        stage.say(f"console: {count} viewers got {answers:,} pages and {errors:,} errors")
+        if errors or not answers:
+            raise BenchError(f"console: {errors} pages of {answers + errors} were errors")
+    finally:
+        viewers.stop()
+
+
+def _measure_viewers(stage: CaseContext, address: str) -> None:
+    """Compare the lateness of 50 tasks per second with and without viewers."""
+    side = Watched(stage.ours.folder, stage.ours.notes)
+    alone: list[float] = []
+    watched: list[float] = []
+    with side.serving():
+        for _ in range(stage.size(PAIRS, 1)):
+            side.clear()
+            alone += steady.work(stage, side)
+            side.clear()
+            with _viewing(stage, address, VIEWERS):
+                watched += steady.work(stage, side)
+    for name, share in (("p50", 0.5), ("p99", 0.99)):
+        what = f"50 tasks a second with {VIEWERS} viewers, lateness {name}"
+        figure = stage.figure("console", what, "ms", against="without:")
+        figure.add(percentile(watched, share), percentile(alone, share))
