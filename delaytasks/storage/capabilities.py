@@ -21,8 +21,6 @@ class Capabilities:
     update_returning: bool = False
     #: A list of ids is one parameter, and the index is used whatever the statistics contain.
     array_parameters: bool = False
-    #: An index serves a comparison of several columns, `(a, b) <= (1, 2)`.
-    row_ranges: bool = False
     #: INSERT can skip rows that exist. Where it cannot, a failed INSERT leaves the transaction
     #: usable.
     insert_or_skip: bool = False
@@ -57,7 +55,6 @@ class Capabilities:
 POSTGRESQL = Capabilities(
     update_returning=True,
     array_parameters=True,
-    row_ranges=True,
     insert_or_skip=True,
     copy=True,
     text_arrays=True,

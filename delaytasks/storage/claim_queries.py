@@ -35,7 +35,6 @@ from sqlalchemy import (
     func,
     literal,
     select,
-    tuple_,
     update,
 )
 
@@ -56,7 +55,7 @@ from delaytasks.storage.row_lists import (
 from delaytasks.storage.rows import MAX_INTEGER, columns
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import UTCDateTime, db_now, earliest, is_past, once
+from delaytasks.storage.types import UTCDateTime, db_now, is_narrow, is_past, once
 
 #: No row has more lapses.
 ANY_LAPSES = MAX_INTEGER
@@ -201,15 +200,6 @@ class ClaimQueries:
 
     def _is_due(self, due_from: ColumnElement[datetime] | None) -> ColumnElement[bool]:
         t, until = self._t, once(db_now())
-        if self._db.can.row_ranges:
-            # Only the index of live rows has this range. The other index begins with all rows that
-            # ran before.
-            level, first = (
-                tuple_(t.c.status, t.c.queue, t.c.priority, t.c.expected_time),
-                self._level,
-            )
-            due_from = earliest() if due_from is None else due_from
-            return and_(level >= tuple_(*first, due_from), level <= tuple_(*first, until))
         return (
             t.c.expected_time <= until
             if due_from is None
@@ -225,7 +215,7 @@ class ClaimQueries:
     def _waiting(self) -> Select[Any]:
         t, (status, queue, priority) = self._t, self._level
         waiting = select(*self._candidate).where(
-            t.c.status == status, t.c.queue == queue, t.c.priority == priority
+            t.c.status == status, is_narrow(t.c.queue, queue), t.c.priority == priority
         )
         # MySQL would rather scan a small table. It locks each row that it reads for a moment, and
         # a claim of another queue would skip the row meanwhile.

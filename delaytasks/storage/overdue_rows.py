@@ -21,7 +21,7 @@ from delaytasks.core.text import DEFER_MAX_S, DEFERRALS
 from delaytasks.storage.database import Database
 from delaytasks.storage.queue_levels import first_levels_of, has_status, steps
 from delaytasks.storage.schema import Schema
-from delaytasks.storage.types import db_now_plus, is_past, once
+from delaytasks.storage.types import db_now_plus, is_narrow, is_past, once
 
 #: Rows that one call counts. A larger number is a minimum.
 MAX_OVERDUE_COUNTED = 1_000_000
@@ -92,7 +92,7 @@ class OverdueRows:
                 select(self._due.label("due"))
                 .where(
                     has_status(t, status),
-                    t.c.queue == queue,
+                    is_narrow(t.c.queue, queue),
                     t.c.priority == level.priority,
                     is_past(t.c.expected_time, db_now_plus(-late_s)),
                 )

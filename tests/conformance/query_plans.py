@@ -16,8 +16,8 @@ from delaytasks.storage.store import Store
 run_prepared = Prepared.__call__
 
 
-def plans(store: Store, work: Callable[[], object]) -> str:
-    """Return the query plan of each statement of `work`."""
+def plans(store: Store, work: Callable[[], object], options: str = "") -> str:
+    """Return the query plan of each statement of `work`; `options` are those of EXPLAIN."""
     seen: list[tuple[str, Any]] = []
 
     def note(
@@ -39,11 +39,12 @@ def plans(store: Store, work: Callable[[], object]) -> str:
         work()
     for engine in (store.database.auto, store.database.tx):
         event.remove(engine, "before_cursor_execute", note)
-    return _explain(store, seen)
+    return _explain(store, seen, options)
 
 
-def _explain(store: Store, seen: Sequence[tuple[str, Any]]) -> str:
-    words = {"sqlite": "EXPLAIN QUERY PLAN "}.get(store.database.url.get_backend_name(), "EXPLAIN ")
+def _explain(store: Store, seen: Sequence[tuple[str, Any]], options: str) -> str:
+    is_sqlite = store.database.url.get_backend_name() == "sqlite"
+    words = "EXPLAIN QUERY PLAN " if is_sqlite else f"EXPLAIN {options} "
     found: list[Any] = []
 
     def explain(connection: Connection, sql: str, given: Any) -> None:

@@ -206,6 +206,35 @@ def test_the_slow_path_uses_the_hot_index_on_good_statistics(analysed: Store) ->
         assert_no_scan(shown)
 
 
+def test_neither_a_claim_nor_a_count_reads_the_rows_that_are_not_due(database_url: str) -> None:
+    """PostgreSQL does not end a scan at the upper bound of a comparison of several columns."""
+    store = open_store(database_url, table_prefix="far_plan_")
+    if store.database.url.get_backend_name() != "postgresql":
+        store.close()
+        return  # the others do not say how many pages they read
+    later, t = seconds(store.tasks.now(), 86_400), store.schema.tasks
+    store.tasks.insert_many([task(store, expected_time=seconds(later, n)) for n in range(20_000)])
+    try:
+        with store.database.auto.connect() as connection:
+            connection.exec_driver_sql(f"VACUUM ANALYZE {t.name}")
+        for work in (
+            lambda: store.claims("w", None).claim_due("default", [0], 500),
+            lambda: OverdueRows(store.database, store.schema).count(1),
+        ):
+            shown = plans(store, work, "(ANALYZE, BUFFERS)")
+            pages = [
+                sum(map(int, re.findall(r"(?:hit|read)=(\d+)", line)))
+                for line in shown.splitlines()
+                if line.startswith("  Buffers")  # not those of the planner
+            ]
+            assert pages, shown
+            assert max(pages) < 30, shown
+    finally:
+        with store.database.begin() as connection:
+            store.schema.metadata.drop_all(connection)
+        store.close()
+
+
 def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(
     database_url: str,
 ) -> None:
