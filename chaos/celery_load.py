@@ -50,8 +50,8 @@ class CeleryLoad:
         )
         self._engine = create_engine(wiring.store.database.url, pool_pre_ping=True)
         self._notes = Notebook(system.notes)
-        #: The calls to revoke now. A revoke waits while the broker is away, without a limit if the run
-        #: was terminated, so the process does not wait for these threads at its end.
+        #: The calls to revoke now. A revoke waits while the broker is away, without a limit if the
+        #: run was terminated, so the process does not wait for these threads at its end.
         self._to_revoke: Queue[int] = Queue()
         #: The calls that will be revoked.
         self._later: list[int] = []
