@@ -141,7 +141,16 @@ class epoch_s(functions.GenericFunction[int]):
     name = "epoch_s"
 
 
-class is_past(functions.GenericFunction[bool]):
+class _Condition:
+    """A condition that the compiler writes as an expression, not as a call of a function."""
+
+    def self_group(self, against: Any = None) -> Any:
+        """Return the expression unchanged. As `(…) = 1`, for databases whose booleans are numbers,
+        it could not use an index."""
+        return self
+
+
+class is_past(_Condition, functions.GenericFunction[bool]):
     """`column <= instant`, on PostgreSQL as a range with bounds that the planner does not know.
 
     PostgreSQL estimates that such a range is narrow. It estimates a range without a lower bound as
@@ -151,11 +160,6 @@ class is_past(functions.GenericFunction[bool]):
     type = Boolean()
     inherit_cache = True
     name = "is_past"
-
-    def self_group(self, against: Any = None) -> Any:
-        """Return the expression unchanged. As `(…) = 1`, for databases whose booleans are numbers,
-        it could not use an index."""
-        return self
 
 
 @compiles(is_past)
@@ -170,7 +174,7 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"({column} BETWEEN (SELECT CAST('-infinity' AS TIMESTAMPTZ)) AND (SELECT {instant}))"
 
 
-class is_narrow(functions.GenericFunction[bool]):
+class is_narrow(_Condition, functions.GenericFunction[bool]):
     """`column = value`, of which PostgreSQL's planner assumes that few rows meet it.
 
     It compares the column with two more values that the planner does not know. Therefore the index
@@ -181,10 +185,6 @@ class is_narrow(functions.GenericFunction[bool]):
     type = Boolean()
     inherit_cache = True
     name = "is_narrow"
-
-    def self_group(self, against: Any = None) -> Any:
-        """Return the expression unchanged, as `is_past` does."""
-        return self
 
 
 @compiles(is_narrow)
@@ -199,7 +199,7 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"({column} = {value} AND {column} BETWEEN (SELECT {value}) AND (SELECT {value}))"
 
 
-class is_rare(functions.GenericFunction[bool]):
+class is_rare(_Condition, functions.GenericFunction[bool]):
     """A condition of which the planner assumes that few rows meet it.
 
     SQLite's statistics only contain how many rows each status has on average. If nearly all rows
@@ -209,10 +209,6 @@ class is_rare(functions.GenericFunction[bool]):
     type = Boolean()
     inherit_cache = True
     name = "is_rare"
-
-    def self_group(self, against: Any = None) -> Any:
-        """Return the expression unchanged, as `is_past` does."""
-        return self
 
 
 @compiles(is_rare)
