@@ -31,7 +31,7 @@ from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import listed, listing
 from delaytasks.storage.rows import next_version, task_of
 from delaytasks.storage.schema import Schema
-from delaytasks.storage.types import db_now, db_now_plus, is_past
+from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past
 
 #: Rows of other keys are looked for among this number of the oldest rows.
 OTHER_KEYS_AMONG = 100_000
@@ -181,9 +181,11 @@ class BacklogQueries:
     def __init__(self, database: Database, schema: Schema) -> None:
         t = schema.tasks
         tags: Any = listing("tags")
-        level = (t.c.queue == bindparam("queue"), t.c.priority == bindparam("priority"))
         is_due = and_(
-            t.c.status == int(MOVES["hold"].source), *level, is_past(t.c.expected_time, db_now())
+            t.c.status == int(MOVES["hold"].source),
+            is_narrow(t.c.queue, bindparam("queue", type_=String)),
+            t.c.priority == bindparam("priority"),
+            is_past(t.c.expected_time, db_now()),
         )
         key = func.coalesce(t.c.concurrency_key, "").label("concurrency_key")
         due = select(t.c.id, t.c.tag, key).where(is_due)

@@ -30,7 +30,7 @@ from delaytasks.storage.queue_levels import (
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now, db_now_plus, is_past
+from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past
 
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
@@ -225,7 +225,7 @@ class SweepQueries:
 
         def is_late(level: Level) -> bool:
             waits = t.c.status == int(Status.NOT_COMPLETE)
-            here = t.c.queue == level.queue, t.c.priority == level.priority
+            here = is_narrow(t.c.queue, level.queue), t.c.priority == level.priority
             late = and_(waits, *here, is_past(t.c.expected_time, db_now_plus(-late_s)))
             return bool(on.execute(select(exists().where(late))).scalar())
 
