@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,12 @@ from benchmarks.waiting import BenchError, wait_until
 ROOT = Path(__file__).parents[1]
 POOL = ["-P", "prefork", "-c", "2"]
 STOP_S = 30.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class BenchmarkProcess:

@@ -5,7 +5,6 @@ Its database must contain no other keys. The keys of the run are deleted afterwa
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import threading
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 from redis import Redis
 from redis.exceptions import RedisError
 
+from benchmarks.processes import free_port
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, redis_url
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks.embedded.server import find_server
@@ -138,9 +138,7 @@ def private(folder: Path) -> Iterator[PrivateRedisServer]:
     """Start a server, and remove it with its data at the end."""
     found = find_server()
     assert found is not None
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     options = [
         "--port",
         str(port),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
 
 #: Seconds between two reads, as in console.js.
@@ -37,7 +36,7 @@ class Viewers:
             try:
                 with urllib.request.urlopen(self._request, timeout=30) as answer:
                     is_shown = b'id="live"' in answer.read()
-            except (OSError, urllib.error.HTTPError):
+            except OSError:
                 is_shown = False
             with self._lock:
                 self.answers += is_shown

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 from sqlalchemy import insert, select, update
 
 from benchmarks import brokers, machine, ours, table
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
-from benchmarks.processes import BenchmarkProcess
+from benchmarks.processes import BenchmarkProcess, free_port
 from benchmarks.sides import Ours, Side
 from benchmarks.stage import CaseContext
 from benchmarks.viewers import USER
@@ -71,7 +69,8 @@ def _fill(stage: CaseContext, pending: int) -> dict[str, str]:
         table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
         table.fill(FAILED, Status.FAILED, -DAY_S, -HOUR_S)
         table.fill(pending, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
-    database, tasks = wiring_of(ours.delays).store.database, _tasks()
+    store = wiring_of(ours.delays).store
+    database, tasks = store.database, store.schema.tasks
     is_failed = tasks.c.status == int(Status.FAILED)
     error = "ValueError: order " + tasks.c.id.cast(tasks.c.message_body.type) + " is not paid"
     database.alone(lambda c: c.execute(update(tasks).where(is_failed).values(error_stack=error)))
@@ -100,10 +99,6 @@ def _fill(stage: CaseContext, pending: int) -> dict[str, str]:
     }
 
 
-def _tasks() -> Any:
-    return wiring_of(ours.delays).store.schema.tasks
-
-
 def _fill_statistics() -> None:
     """Store what a deployment has that runs 20 tags all the time."""
     store, now = wiring_of(ours.delays).store, wiring_of(ours.delays).clock.certain_now()
@@ -130,9 +125,7 @@ def _fill_statistics() -> None:
 @contextmanager
 def _served(stage: CaseContext) -> Iterator[str]:
     """Start `delaytasks console`, and yield its address."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     command = ["delaytasks", "-A", Ours.app_path, "console", f"--port={port}"]
     command += ["--proxy-header", USER]
     folder = stage.ours.folder
