@@ -25,7 +25,7 @@ from delaytasks.storage.stats import Stats, Swept
 
 
 class HealthQuestion(NamedTuple):
-    """What to check, and the limits.
+    """The processes to check, and the limits.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class HealthCheck(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What one database says."""
+    """The answer of one database."""
 
     now: datetime
     revision: str | None
