@@ -1,4 +1,4 @@
-"""What the sweep does for the statistics: gauges, roll-up, purge."""
+"""The statistics stage of a sweep: gauges, roll-up, purge."""
 
 from __future__ import annotations
 
