@@ -227,7 +227,7 @@ FAILPOINTS = [
         "settling later",
         "pool",
         "after",
-        ("execution.chunk_runner:ChunkRunner._close_later",),
+        ("execution.chunk_runner:ChunkRunner._close_in_background",),
         "R2",
         "queued",
     ),

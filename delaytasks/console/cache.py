@@ -12,8 +12,10 @@ from delaytasks.core.clock import monotonic
 T = TypeVar("T")
 #: Values that are kept. The ones that were read longest ago are dropped first.
 MOST_VALUES = 200
-#: A value is kept for so many times the duration of its read, up to so many seconds.
-READS_APART, LONGEST_KEPT_S = 20.0, 60.0
+#: A value is kept 20 times as long as its read took, so that its reads take 5 % of the time.
+KEPT_PER_READ = 20.0
+#: But not longer than this.
+LONGEST_KEPT_S = 60.0
 #: Seconds for which the waiting threads get the error of a read instead of repeating it.
 ERROR_KEPT_S = 4.0
 
@@ -66,7 +68,7 @@ class SharedCache:
                     slot.error, slot.until = error, monotonic() + min(kept_s, ERROR_KEPT_S)
                     raise
                 ended = monotonic()
-                slow_s = min(READS_APART * (ended - began), LONGEST_KEPT_S)
+                slow_s = min(KEPT_PER_READ * (ended - began), LONGEST_KEPT_S)
                 slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
             if slot.error is not None:
                 raise slot.error.with_traceback(None)  # each raise would make it longer

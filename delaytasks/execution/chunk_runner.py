@@ -49,10 +49,10 @@ class ChunkRunner:
         events: Events,
         thread_context: ThreadContext,
         costs: TagCosts,
-        report_late: Callable[[], object] = lambda: None,
+        on_late_settlement: Callable[[], object] = lambda: None,
     ) -> None:
-        """`report_late` is called when rows were settled whose chunk may be reported already."""
-        self._report_late = report_late
+        """`on_late_settlement` is called when rows were settled after their chunk's report."""
+        self._on_late_settlement = on_late_settlement
         self._thread_context = thread_context
         self._lease_s = settings.lease_s
         self._budget_s = settings.chunk_time_budget_s
@@ -74,7 +74,7 @@ class ChunkRunner:
         #: Chunks whose runner has gone on, although some of their rows still run.
         self._detached: set[Chunk] = set()
         #: The last chunk that another thread settles.
-        self._later: Chunk | None = None
+        self._closing: Chunk | None = None
 
     @contextmanager
     def opened(
@@ -82,12 +82,13 @@ class ChunkRunner:
         tasks: Sequence[DelayTask],
         claimed_at: float,
         settle: Settle | None = None,
-        settles_later: Callable[[], bool] | None = None,
+        settles_in_background: Callable[[], bool] | None = None,
     ) -> Iterator[Chunk | None]:
         """Open a chunk of claimed tasks, and close it at the end; None if none of them may run.
 
-        If `settles_later` returns True at the end, the thread of the time budget settles the rows.
-        This is limited to one chunk at a time, so that a locked row delays no more settlements.
+        If `settles_in_background` returns True at the end, the thread of the time budget settles
+        the rows. This is limited to one chunk at a time, so that a locked row delays no more
+        settlements.
         """
         chunk = self.open(tasks, claimed_at)
         try:
@@ -95,8 +96,12 @@ class ChunkRunner:
         finally:
             if chunk is None:
                 pass
-            elif settles_later is not None and self._may_close_later and settles_later():
-                self._close_later(chunk)
+            elif (
+                settles_in_background is not None
+                and self._may_close_in_background
+                and settles_in_background()
+            ):
+                self._close_in_background(chunk)
             else:
                 self.close(chunk, settle)
 
@@ -196,11 +201,11 @@ class ChunkRunner:
             self._executor.flush()
 
     @property
-    def _may_close_later(self) -> bool:
-        return self._later not in self._detached
+    def _may_close_in_background(self) -> bool:
+        return self._closing not in self._detached
 
-    def _close_later(self, chunk: Chunk) -> None:
-        self._later = chunk
+    def _close_in_background(self, chunk: Chunk) -> None:
+        self._closing = chunk
         chunk.detach(even_if_done=True)
         self._detached.add(chunk)
         self._time_budget.end_now(chunk)
@@ -303,4 +308,4 @@ class ChunkRunner:
             self._executor.flush()  # a monitor sees the rows that still run
             # Otherwise the open chunk reports the counts, or its time budget ends first.
             if not self._time_budget.has_open:
-                self._report_late()
+                self._on_late_settlement()

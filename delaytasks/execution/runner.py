@@ -83,8 +83,9 @@ class Runner:
     context between rows that a thread runs one after another. With `may_detach`, concurrent rows
     may go on while the next chunk runs: another process has to renew their leases, and `finish` has
     to be called at the end. `last_renewal` and `cancel_request` are described in `Lease`,
-    `has_others` in `ClaimAhead`, and `watcher` returns the watcher of the moment. `report_late`
-    is called with a function that returns what was counted, when no report may follow for it.
+    `has_others` in `ClaimAhead`, and `watcher` returns the watcher of the moment.
+    `send_late_counts` is called with a function that returns what was counted, when no report may
+    follow for it.
     """
 
     def __init__(
@@ -107,7 +108,7 @@ class Runner:
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
         has_others: Callable[[], bool] = lambda: False,
-        report_late: Callable[[Callable[[], RunStatistics]], object] | None = None,
+        send_late_counts: Callable[[Callable[[], RunStatistics]], object] | None = None,
     ) -> None:
         self._settings, self._claims = settings, claims
         self._clock, self._events = clock, events
@@ -137,11 +138,11 @@ class Runner:
             events,
             thread_context,
             costs,
-            self._report_late,
+            self._send_counts,
         )
         self._ahead = ClaimAhead(settings, registry, self._chunks, costs, events, has_others)
         self._may_detach, self._has_others = may_detach, has_others
-        self._send_late = report_late
+        self._send_late_counts = send_late_counts
         self._waitlists = Waitlists(limits, settings, registry, claims, self._chunks)
         self._recovered_at: dict[str, float] = {}  # the next time for them, by queue
 
@@ -152,8 +153,12 @@ class Runner:
         # If others wait, the process takes its next chunk while another thread settles this one. A
         # waitlist needs the slots of the rows that have ended.
         is_settled_here = not self._may_detach or claimed.seen.waitlists
-        settles_later = None if is_settled_here else partial(self._settles_later, tally)
-        with self._chunks.opened(claimed, claimed_at, settles_later=settles_later) as chunk:
+        settles_in_background = (
+            None if is_settled_here else partial(self._settles_in_background, tally)
+        )
+        with self._chunks.opened(
+            claimed, claimed_at, settles_in_background=settles_in_background
+        ) as chunk:
             self._chunks.run(chunk, tally, self._may_detach)
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
@@ -203,7 +208,7 @@ class Runner:
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
         return self._report(tally, tally.claimed, is_full=is_full, waitlists=states)
 
-    def _settles_later(self, tally: Tally) -> bool:
+    def _settles_in_background(self, tally: Tally) -> bool:
         """Whether another thread should settle a chunk that has run."""
         return tally.seconds >= SLOW_ROW_S * tally.ran and self._has_others()
 
@@ -242,9 +247,9 @@ class Runner:
         """The ids of rows that still run in this process although their chunks are over."""
         return self._chunks.detached
 
-    def _report_late(self) -> None:
-        if self._counter is not None and self._send_late is not None:
-            self._send_late(self._counter.take)
+    def _send_counts(self) -> None:
+        if self._counter is not None and self._send_late_counts is not None:
+            self._send_late_counts(self._counter.take)
 
     def take_statistics(self) -> RunStatistics:
         """Return what was counted since the last call, and count anew."""

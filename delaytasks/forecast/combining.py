@@ -19,11 +19,11 @@ from delaytasks.forecast.steps import TimeSteps, rounded
 MAX_NAMES = 5
 
 
-class Found(NamedTuple):
-    """What one database has."""
+class ShardForecastInput(NamedTuple):
+    """What a forecast needs from one database."""
 
     due: DueCounts
-    #: Those that are alive, by name.
+    #: The workers that are alive, by name.
     workers: Mapping[str, RegisteredWorker]
     policies: Sequence[Policy]
 
@@ -32,7 +32,7 @@ def combined(
     question: Question,
     now: datetime,
     until: datetime,
-    found: Sequence[Found],
+    found: Sequence[ShardForecastInput],
     missing: tuple[int, ...],
     rates: Rates,
     default_processes: int,

@@ -13,7 +13,7 @@ from delaytasks.core.durations import Delay
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.settings import Settings
-from delaytasks.forecast.combining import Found, combined
+from delaytasks.forecast.combining import ShardForecastInput, combined
 from delaytasks.forecast.due_counts import DueCounts
 from delaytasks.forecast.measured import measured_durations
 from delaytasks.forecast.queries import DueTable
@@ -113,9 +113,11 @@ class ForecastOperations:
                 continue
         return last.clock.certain_now()
 
-    def _ask(self, now: datetime, until: datetime) -> tuple[list[Found], tuple[int, ...]]:
+    def _ask(
+        self, now: datetime, until: datetime
+    ) -> tuple[list[ShardForecastInput], tuple[int, ...]]:
         """Return what the databases have, and the numbers of those that cannot be reached."""
-        found: list[Found] = []
+        found: list[ShardForecastInput] = []
         missing: list[int] = []
         for shard in self._router.shards:
             try:
@@ -126,7 +128,7 @@ class ForecastOperations:
                     raise
         return found, tuple(missing)
 
-    def _read(self, shard: Shard, now: datetime, until: datetime) -> Found:
+    def _read(self, shard: Shard, now: datetime, until: datetime) -> ShardForecastInput:
         store = shard.store
         due = DueTable(store.database, store.schema).counts(now, until)
         if store.due_schedules.exist((until - now).total_seconds()):
@@ -136,10 +138,13 @@ class ForecastOperations:
             due = DueCounts([*due.counts, *more.counts], due.is_estimate or more.is_estimate)
         workers = store.workers.registered(now, self._settings.silent_s)
         alive = {worker.name: worker for worker in workers if worker.is_alive}
-        return Found(due, alive, store.policies.read())
+        return ShardForecastInput(due, alive, store.policies.read())
 
     def _rates(
-        self, found: Sequence[Found], question: Question, durations: Mapping[str, float]
+        self,
+        found: Sequence[ShardForecastInput],
+        question: Question,
+        durations: Mapping[str, float],
     ) -> Rates:
         policies = {
             policy.name: policy for one in found for policy in one.policies if policy.kind == "tag"

@@ -13,9 +13,12 @@ from delaytasks.forecast.simulation import Service
 
 #: The duration of a task of which nothing is known, in seconds.
 ASSUMED_DURATION_S = 0.05
-#: What a chunk costs a process in addition to its processors, the least for one of its rows, and
-#: the most rows of a chunk. docs/capacity.md has these figures.
-CHUNK_S, LEAST_ROW_S, MAX_ROWS = 0.008, 0.00006, 200
+#: The time that a chunk costs a process in addition to its processors (docs/capacity.md).
+CHUNK_S = 0.008
+#: The part of it that one row costs at least.
+LEAST_ROW_S = 0.00006
+#: The most rows of a chunk.
+MAX_ROWS = 200
 
 
 class TagRate(NamedTuple):

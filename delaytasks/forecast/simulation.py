@@ -5,9 +5,9 @@ events the processes work at constant rates, so all times are computed exactly, 
 The rules are those of the workers, simplified:
 
 - Tasks without limits start in the order of their due times.
-- Tasks of a tag with a limit have an order of their own, and use at most the processes that the
-  limit allows. They do not delay other tags more than their share.
-- If several of these orders have a backlog, the processes are divided evenly among them, and what
+- Tasks of a tag with a limit have a service queue of their own, and use at most the processes that
+  the limit allows. They do not delay other tags more than their share.
+- If several service queues have a backlog, the processes are divided evenly among them, and what
   one cannot use is divided among the others.
 
 With more processes, no task therefore starts later.
@@ -47,11 +47,11 @@ class Service(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Tasks that become due at the same time and wait in the same order."""
+    """Tasks that become due at the same time and wait in the same service queue."""
 
     at_s: float
-    #: The tag of an order with a limit; None for the order of all tags without limits.
-    order: str | None
+    #: The tag of a service queue with a limit; None for that of all tags without limits.
+    queue: str | None
     #: The process-seconds of all its tasks, and of the last one.
     work: float
     last_work: float
@@ -65,7 +65,7 @@ class Load(NamedTuple):
     batches: Sequence[Batch]
     #: The batch of each arrival, by its index.
     batch_of: Sequence[int]
-    #: The most processes that each order can use.
+    #: The most processes that each service queue can use.
     most: Mapping[str | None, float]
 
 
@@ -100,18 +100,18 @@ def load_of(arrivals: Sequence[Arrival], services: Mapping[str, Service]) -> Loa
             here.clear()
             at = at_s
         seconds, most_per_s = services[tag]
-        order = None if most_per_s is None else tag
-        most[order] = math.inf if most_per_s is None else max(most_per_s * seconds, TINY)
+        queue = None if most_per_s is None else tag
+        most[queue] = math.inf if most_per_s is None else max(most_per_s * seconds, TINY)
         work = tasks * seconds
-        if order in here:
-            index, number = here[order]
+        if queue in here:
+            index, number = here[queue]
             work, number = work + batches[index].work, number + tasks
             length_s = min(length_s, batches[index].length_s)
         else:
             index, number = len(batches), tasks
-            batches.append(Batch(at_s, order, 0.0, 0.0, 0.0))
-        here[order] = (index, number)
-        batches[index] = Batch(at_s, order, work, work / max(number, 1.0), length_s)
+            batches.append(Batch(at_s, queue, 0.0, 0.0, 0.0))
+        here[queue] = (index, number)
+        batches[index] = Batch(at_s, queue, work, work / max(number, 1.0), length_s)
         batch_of.append(index)
     return Load(batches, batch_of, most)
 
@@ -121,15 +121,15 @@ def simulate(load: Load, processes: float) -> list[Served]:
     if processes <= 0:
         return [Served(math.inf, math.inf)] * len(load.batches)
     if len(load.most) <= 1:
-        return _in_one_order(load.batches, min([*load.most.values(), processes]))
+        return _simulate_single_queue(load.batches, min([*load.most.values(), processes]))
     served = [Served(each.at_s, each.at_s) for each in load.batches]
-    orders = {name: _Order(min(most, processes)) for name, most in load.most.items()}
+    queues = {name: _ServiceQueue(min(most, processes)) for name, most in load.most.items()}
     now = 0.0
     for index, batch in enumerate(load.batches):
-        _advance([*orders.values()], now, batch.at_s, processes, served)
+        _advance([*queues.values()], now, batch.at_s, processes, served)
         now = max(now, batch.at_s)
-        orders[batch.order].add(index, batch)
-    _advance([*orders.values()], now, math.inf, processes, served)
+        queues[batch.queue].add(index, batch)
+    _advance([*queues.values()], now, math.inf, processes, served)
     return served
 
 
@@ -138,8 +138,8 @@ def lateness_s(batch: Batch, served: Served) -> float:
     return max(served.first_s - batch.at_s, served.last_s - batch.at_s - batch.length_s, 0.0)
 
 
-def _in_one_order(batches: Sequence[Batch], rate: float) -> list[Served]:
-    """Do the same for a single order, which is a simple sum."""
+def _simulate_single_queue(batches: Sequence[Batch], rate: float) -> list[Served]:
+    """Return when the batches start if all are in one service queue, which is a simple sum."""
     served: list[Served] = []
     free_s = 0.0
     for at_s, _, work, last_work, _ in batches:
@@ -150,20 +150,20 @@ def _in_one_order(batches: Sequence[Batch], rate: float) -> list[Served]:
 
 
 class _Waiting(NamedTuple):
-    """A batch in an order."""
+    """A batch in a service queue."""
 
     #: Its index among all batches.
     number: int
-    #: The work of the order before this batch, and before its last task.
+    #: The work of the service queue before this batch, and before its last task.
     begins: float
     last: float
 
 
 @dataclass
-class _Order:
+class _ServiceQueue:
     """Tasks that start one after the other."""
 
-    #: The most processes that the order can use.
+    #: The most processes that the service queue can use.
     most: float
     arrived: float = 0.0
     done: float = 0.0
@@ -202,23 +202,27 @@ class _Order:
 
 
 def _advance(
-    orders: Sequence[_Order], now: float, until: float, processes: float, served: list[Served]
+    queues: Sequence[_ServiceQueue],
+    now: float,
+    until: float,
+    processes: float,
+    served: list[Served],
 ) -> None:
     """Let the processes work from `now` to `until`."""
     while now < until:
-        busy = [order for order in orders if order.is_busy]
+        busy = [queue for queue in queues if queue.is_busy]
         if not busy:
             return
-        rates = _shares([order.most for order in busy], processes)
-        first = min(order.waiting / rate for order, rate in zip(busy, rates, strict=True))
+        rates = _shares([queue.most for queue in busy], processes)
+        first = min(queue.waiting / rate for queue, rate in zip(busy, rates, strict=True))
         elapsed = min(first, until - now)
-        for order, rate in zip(busy, rates, strict=True):
-            order.advance(now, elapsed, rate, served)
+        for queue, rate in zip(busy, rates, strict=True):
+            queue.advance(now, elapsed, rate, served)
         now += elapsed
 
 
 def _shares(most: Sequence[float], processes: float) -> list[float]:
-    """Divide the processes evenly; what one order cannot use is divided among the others."""
+    """Divide the processes evenly; what one queue cannot use is divided among the others."""
     shares, left = [0.0] * len(most), processes
     for position, index in enumerate(sorted(range(len(most)), key=lambda index: most[index])):
         shares[index] = min(most[index], left / (len(most) - position))

@@ -30,9 +30,11 @@ class HealthQuestion(NamedTuple):
     Attributes
     ----------
     component
-        `deployment`, or the processes of one kind on one host: `worker`, or `drain` for
-        `delaytasks drain --forever`; `beat`, of which workers know when its last message arrived;
-        or `api` for a server of the HTTP API, which only needs the databases.
+        - `deployment`: the databases, the sweeps and at least one worker.
+        - `worker`: the workers of one host.
+        - `drain`: the processes of `delaytasks drain --forever` of one host.
+        - `beat`: beat. Workers know when its last message arrived.
+        - `api`: a server of the HTTP API, which only needs the databases.
     host
         The host of these processes.
     name

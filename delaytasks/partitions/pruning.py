@@ -112,7 +112,12 @@ class _Old:
         run("SET LOCAL enable_seqscan = off")  # the planner has no statistics on how few they are
         moved = connection.execute(insert(parent).from_select(names, rows)).rowcount
         if detaches_only:
-            connection.execute(delete(self._old).where(self._stays))
+            deleted = connection.execute(delete(self._old).where(self._stays)).rowcount
+            if deleted != moved:
+                raise StoreError(
+                    f"{moved} tasks of {self._part.name} were copied, but {deleted} deleted; "
+                    "nothing was changed"
+                )
         else:
             self._old.drop(connection)
         return moved

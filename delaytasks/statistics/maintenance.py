@@ -1,4 +1,8 @@
-"""What the sweep does for the statistics of a database."""
+"""What the sweep does for the statistics of a database.
+
+To pack rows means to add them to the row of the next longer period: minutes to an hour that has
+their counts as parts, and later hours to a day that has hours as parts.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +18,21 @@ from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import MINUTE_US
 from delaytasks.storage.store import Store
 
-#: The minutes of an hour are packed into one row when the hour has ended this long ago. Counts that
-#: are written later are packed later.
+#: The minutes of an hour are packed when the hour has ended this long ago. Counts that are written
+#: later are packed later.
 MINUTES_SETTLE = timedelta(minutes=5)
-#: Minutes are kept for this time, and then rolled up into hours.
+#: An hour keeps its minutes for this time, and is then packed into its day.
 MINUTES_KEPT = timedelta(days=2)
-#: Hours are kept for this time.
-HOURS_KEPT = timedelta(days=366)
-#: The hours of minutes, and the days of hours, that one turn packs.
-PACKS_PER_TURN = 3
+#: Days are deleted after this time.
+DAYS_KEPT = timedelta(days=366)
+#: The most hours, and the most days, that one sweep makes.
+PACKS_PER_SWEEP = 3
 #: Seconds between two purges.
 PURGE_S = 3600.0
 
 
 class StatisticsMaintenance:
-    """Writes gauges once a minute, rolls old minutes up into hours, and deletes old hours."""
+    """Writes gauges once a minute, packs minutes and hours, and deletes old days."""
 
     def __init__(self, settings: Settings, store: Store, clock: Clock) -> None:
         self._settings = settings
@@ -47,12 +51,12 @@ class StatisticsMaintenance:
             HOUR: HOUR_OF_MINUTES.start_of(now - MINUTES_KEPT),
         }
         for period, before in bounds.items():
-            for _ in range(PACKS_PER_TURN):
+            for _ in range(PACKS_PER_SWEEP):
                 if not self._table.pack(period, before):
                     break
                 on_step()
         if monotonic() - self._purged_at >= PURGE_S:
-            self._table.purge(now - HOURS_KEPT)
+            self._table.purge(now - DAYS_KEPT)
             self._purged_at = monotonic()
 
     def _write_gauges(self, sweep_s: float) -> None:

@@ -38,8 +38,8 @@ class RunTotals:
     lateness_max_s, duration_max_s
         The largest lateness and duration. If they are not known, upper bounds from the histograms.
     lateness, duration
-        The number of runs in each bucket. `LATENESS_BOUNDS_S` and `DURATION_BOUNDS_S` of
-        `delaytasks.core.histograms` are the upper bounds.
+        The number of runs in each bucket, whose upper bounds are `LATENESS_BOUNDS_S` and
+        `DURATION_BOUNDS_S` of this module.
     """
 
     started: int

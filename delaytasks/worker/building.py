@@ -1,6 +1,7 @@
 """Builds the worker runtime from the parts of a `DelayTasks` instance.
 
-Only this module reads the instance's parts. Each object gets what it needs in its constructor.
+Each object gets what it needs in its constructor. Besides this module, only `Processes` reads the
+instance's parts: it builds the runners in the processes of the pool.
 """
 
 from __future__ import annotations
@@ -186,7 +187,13 @@ class _Builder:
             self._celery_worker.hostname,
             self._polls_table,
             self._service_watch,
-            DeclaredSchedules(self._wiring) if shard.number == 0 else None,
+            self._declared_schedules() if shard.number == 0 else None,
+        )
+
+    def _declared_schedules(self) -> DeclaredSchedules:
+        wiring = self._wiring
+        return DeclaredSchedules(
+            wiring.shards, wiring.registry, wiring.recurring, wiring.celery.tasks, wiring.events
         )
 
     def _check_timer(self) -> None:

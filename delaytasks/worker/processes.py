@@ -170,7 +170,7 @@ class Processes:
             thread_context=task_context.reuse_stack,
             watcher=watcher,
             has_others=self.others_wait.is_so,
-            report_late=None if late_counts is None else partial(late_counts.send, number),
+            send_late_counts=None if late_counts is None else partial(late_counts.send, number),
         )
 
     def _task_context(self, clock: Clock) -> CeleryTaskContext:

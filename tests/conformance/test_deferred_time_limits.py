@@ -13,7 +13,7 @@ from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.service_watch import ServiceWatch
 from delaytasks.worker.sweep_loop import SweepLoop
-from tests.conformance.test_putoffs import bring
+from tests.conformance.test_deferrals_without_processor import bring
 from tests.recording import RecordingTimer
 
 

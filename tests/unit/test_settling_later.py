@@ -154,7 +154,7 @@ def test_a_chunk_of_concurrent_rows_is_settled_while_the_next_one_runs(make: Mak
 def test_what_was_counted_after_the_last_report_is_sent_without_another_chunk(make: Make) -> None:
     bench, late_counts, counts = make(), LateCounts(print), RunCounts()
     bench.runner = bench.make_runner(
-        may_detach=True, has_others=lambda: True, report_late=partial(late_counts.send, 3)
+        may_detach=True, has_others=lambda: True, send_late_counts=partial(late_counts.send, 3)
     )
     tasks = [bench.schedule(body=number) for number in range(2)]
     reported = bench.run(*tasks).statistics.tags
@@ -176,7 +176,7 @@ def test_counts_do_not_wait_for_the_next_chunk_to_end(make: Make) -> None:
     bench, late_counts = make(chunk_time_budget_s=0.1), LateCounts(print)
     may_settle, may_end = threading.Event(), threading.Event()
     bench.runner = bench.make_runner(
-        may_detach=True, has_others=lambda: True, report_late=partial(late_counts.send, 0)
+        may_detach=True, has_others=lambda: True, send_late_counts=partial(late_counts.send, 0)
     )
     bench.registry.processor("long")(lambda body: may_end.wait(20))
     first, second, third = bench.schedule(body=1), bench.schedule("long"), bench.schedule("long")

@@ -134,8 +134,8 @@ def _close_or_report(close: Callable[[], None]) -> None:
     """
     try:
         close()
-    except Exception as error:
-        logger.warning("delaytasks: the lost broker connection could not be closed: %r", error)
+    except Exception:
+        logger.warning("delaytasks: the lost broker connection could not be closed", exc_info=True)
 
 
 def _set_up_in_background(step: Any, start: Callable[[Any], None], consumer: Any) -> None:

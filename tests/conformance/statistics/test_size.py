@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import insert, text
 
 from delaytasks.core.run_counts import RunCounts
-from delaytasks.statistics.maintenance import HOURS_KEPT, MINUTES_KEPT
+from delaytasks.statistics.maintenance import DAYS_KEPT, MINUTES_KEPT
 from delaytasks.statistics.stored_counts import minute_text, packed_counts
 from delaytasks.storage.store import Store
 
@@ -27,7 +27,7 @@ def rows_of_a_year() -> dict[str, int]:
     return {
         "minute": TAGS * 120,
         "hour": TAGS * (MINUTES_KEPT // timedelta(hours=1) + 1),
-        "day": TAGS * (HOURS_KEPT // timedelta(days=1) + 1),
+        "day": TAGS * (DAYS_KEPT // timedelta(days=1) + 1),
     }
 
 
