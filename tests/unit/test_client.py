@@ -49,6 +49,13 @@ def test_delaytasks_has_at_most_39_public_names_and_their_twins() -> None:
     assert set(api.__all__) < public_names()
 
 
+def test_the_reference_lists_each_public_name() -> None:
+    listed = re.findall(
+        r"^        - (\w+)$", (ROOT / "docs" / "reference.md").read_text(), re.MULTILINE
+    )
+    assert set(listed) == public_names() - TWINS
+
+
 def test_the_module_has_each_function_of_the_list_and_its_docstring() -> None:
     assert set(api.__all__) < set(delaytasks.__all__)
     for name in api.__all__:
