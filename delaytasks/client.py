@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from delaytasks.operations.async_calls import AsyncCalls
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
     from delaytasks.recurrence.api import Recurring
-    from delaytasks.routing.shard import Shard
+    from delaytasks.routing.shard import ShardAddress
     from delaytasks.statistics.api import Statistics
     from delaytasks.storage.borrowed_connections import ConnectionSource
     from delaytasks.wiring import ProcessorContext, Wiring
@@ -403,7 +403,7 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.router.new_id(tag, key)
 
-    def shard_for(self, tag: str, key: str) -> Shard:
+    def shard_for(self, tag: str, key: str) -> ShardAddress:
         """Return the database that the tasks of a key belong to.
 
         Parameters
@@ -413,7 +413,7 @@ class DelayTasks(AsyncTwins):
 
         Returns
         -------
-        Shard
+        ShardAddress
             Its `url` is where a session must be open to schedule tasks with the key.
 
         Examples
@@ -421,7 +421,7 @@ class DelayTasks(AsyncTwins):
         >>> delays.shard_for("order.close", "7").number
         0
         """
-        return self._wiring.router.shard_for(tag, key)
+        return self._wiring.router.shard_for(tag, key).address
 
     # -- Celery tasks -----------------------------------------------------------------------------
 
@@ -1461,9 +1461,9 @@ class DelayTasks(AsyncTwins):
         return self._wiring.settings
 
     @property
-    def shards(self) -> Sequence[Shard]:
+    def shards(self) -> Sequence[ShardAddress]:
         """The databases, in the order of `delaytasks_database_url`."""
-        return self._wiring.shards
+        return [shard.address for shard in self._wiring.shards]
 
     def create_tables(self, connection: Any) -> None:
         """Create the tables that do not exist, without migrations: for tests.

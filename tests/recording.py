@@ -51,7 +51,7 @@ def delays_on(url: str | Sequence[str], **settings: Any) -> DelayTasks:
 def record(delays: DelayTasks) -> RecordingTimer:
     """Replace the timer of `delays` by a recording one."""
     timer = RecordingTimer()
-    for shard in delays.shards:
+    for shard in wiring_of(delays).shards:
         shard.producer._timer = timer
     return timer
 

@@ -27,7 +27,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         error = broker_error(wiring.celery, queue, settings.publish_limit_s)
     services = ServicesState(settings.timer, uses_broker, error)
     now = wiring.clock.now()
-    state = read_state(delays.shards, settings, delays.policies, services, now)
+    state = read_state(wiring_of(delays).shards, settings, delays.policies, services, now)
     if state.is_down and (down := state.databases[0].error) is not None:
         raise down
     return state

@@ -25,6 +25,7 @@ from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.routing.shard import Shard
 from delaytasks.storage.overdue_rows import OverdueRows
+from delaytasks.wiring import wiring_of
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class DrainCommand:
     def _passes(self) -> Iterator[bool]:
         """Dispatch the overdue tasks of each shard, until a pass claims none."""
         total = 0
-        for shard in self._delays.shards:
+        for shard in wiring_of(self._delays).shards:
             try:
                 total += overdue(shard)
                 self._show(total=total)

@@ -59,7 +59,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         "timer": _timer(delays, workers, broker),
         "databases": [
             _database(cli, shard, database)
-            for shard, database in zip(delays.shards, state.databases, strict=True)
+            for shard, database in zip(wiring_of(delays).shards, state.databases, strict=True)
         ],
         "versions": {
             **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},

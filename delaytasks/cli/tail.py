@@ -66,7 +66,7 @@ def tail(cli: Cli, lines: int, every: timedelta, for_: timedelta | None, **filte
     delaytasks tail --meta tenant=acme --json
     """
     given = {name: pairs_or(value) for name, value in filters.items() if value}
-    follower = Follower(cli.delays.shards, filter_of(given))
+    follower = Follower(wiring_of(cli.delays).shards, filter_of(given))
     ends_at = None if for_ is None else monotonic() + for_.total_seconds()
     try:
         step = follower.read()

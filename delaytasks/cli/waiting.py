@@ -13,6 +13,7 @@ from delaytasks.core.masking import mask_url
 from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
 from delaytasks.routing.shard import Shard
 from delaytasks.storage.replication import replication
+from delaytasks.wiring import wiring_of
 
 
 def late_json(group: ExplainedGroup) -> dict[str, Any]:
@@ -46,8 +47,9 @@ def replication_of(shard: Shard) -> dict[str, Any] | None:
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
     warnings = []
-    for shard in delays.shards:
-        where = f"shard {shard.number}: " if len(delays.shards) > 1 else ""
+    shards = wiring_of(delays).shards
+    for shard in shards:
+        where = f"shard {shard.number}: " if len(shards) > 1 else ""
         try:
             overdue = explain_overdue(shard, delays.settings)
         except StoreError as error:

@@ -73,7 +73,7 @@ class ConsoleState:
         delays, wiring = self.delays, wiring_of(self.delays)
         services = ServicesState(delays.settings.timer, wiring.direct_timer is None)
         return read_state(
-            delays.shards,
+            wiring_of(delays).shards,
             delays.settings,
             delays.policies,
             services,

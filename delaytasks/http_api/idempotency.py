@@ -78,7 +78,7 @@ def schedule(
 
 
 def _scheduled_once(delays: DelayTasks, new: NewTask, on_conflict: OnConflict) -> DelayTask:
-    database = delays.shard_for(new.tag, str(new.key)).store.database
+    database = wiring_of(delays).router.shard_for(new.tag, str(new.key)).store.database
     try:
         return database.transaction(partial(_insert, delays, new, on_conflict))
     except _ScheduledBeforeError as before:

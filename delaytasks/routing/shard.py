@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.interfaces import CallerConnection
@@ -34,9 +34,8 @@ class RerunTask(Protocol):
     ) -> DelayTask: ...
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class Shard:
-    """One database of a deployment. Most deployments have one shard, number 0.
+class ShardAddress(NamedTuple):
+    """Which database of a deployment a shard is. Most deployments have one shard, number 0.
 
     Attributes
     ----------
@@ -45,6 +44,17 @@ class Shard:
     url
         The SQLAlchemy URL of the database, with its password.
     """
+
+    number: int
+    url: str
+
+    def __repr__(self) -> str:
+        return f"<ShardAddress {self.number}: {mask_url(self.url)}>"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Shard:
+    """One database of a deployment, with the objects that work on it."""
 
     number: int
     url: str
@@ -60,6 +70,10 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"<Shard {self.number}: {mask_url(self.url)}>"
+
+    @property
+    def address(self) -> ShardAddress:
+        return ShardAddress(self.number, self.url)
 
     @property
     def store(self) -> Store:

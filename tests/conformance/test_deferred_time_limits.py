@@ -62,7 +62,7 @@ def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
     task = defer(delays)
     processes_of(wiring_of(delays).celery).queues = ["default"]
     loop = SweepLoop(
-        delays.shards[0],
+        wiring_of(delays).shards[0],
         delays.settings,
         delays.events,
         processes_of(wiring_of(delays).celery),

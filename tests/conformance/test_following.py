@@ -14,6 +14,7 @@ from delaytasks.core.filters import filter_of
 from delaytasks.operations.following import Follower
 from delaytasks.storage import changes
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.conformance.test_shards import SHARDS, schedule_at
 from tests.recording import delays_on
 from tests.runner_harness import RunnerHarness
@@ -27,7 +28,7 @@ def bench(store: Store) -> RunnerHarness:
 
 
 def follow(delays: DelayTasks, **filters: Any) -> Follower:
-    follower = Follower(delays.shards, filter_of(filters))
+    follower = Follower(wiring_of(delays).shards, filter_of(filters))
     follower.read()
     return follower
 
@@ -106,7 +107,7 @@ def statements(store: Store, delays: DelayTasks) -> Iterator[list[str]]:
     def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
         found.append(statement)
 
-    engine = delays.shards[0].store.database.auto
+    engine = wiring_of(delays).shards[0].store.database.auto
     event.listen(engine, "before_cursor_execute", note)
     yield found
     event.remove(engine, "before_cursor_execute", note)

@@ -134,8 +134,10 @@ def test_in_the_new_shard_conflicts_are_as_anywhere(growth: Growth) -> None:
 
 
 def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -> None:
-    (dead,) = growth.new.shards[growth.added].producer.build(
-        [NewTask(TAG, None, 60, key=growth.key)], "reject"
+    (dead,) = (
+        wiring_of(growth.new)
+        .shards[growth.added]
+        .producer.build([NewTask(TAG, None, 60, key=growth.key)], "reject")
     )
     assert growth.shards.stores[growth.home].tasks.key_owners.point(dead, "reject") is None
     with pytest.raises(TaskNotFoundError):
@@ -149,7 +151,7 @@ def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -
 def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(growth: Growth) -> None:
     """Another process considered the reservation abandoned and removed it."""
     home = growth.shards.stores[growth.home]
-    key_owners = growth.new.shards[growth.home].store.tasks.key_owners
+    key_owners = wiring_of(growth.new).shards[growth.home].store.tasks.key_owners
     point, taken = key_owners.point, list[DelayTask]()
 
     def point_and_lose(*asked: Any) -> tuple[DelayTask, bool] | None:

@@ -117,7 +117,7 @@ def test_a_sweep_sets_its_age(delays: DelayTasks, store: Store) -> None:
     with store.database.begin() as connection:
         connection.execute(delete(store.schema.sweeps))
     assert Values(delays).of("sweep_age_seconds", sweep_partition="0") == float("inf")
-    delays.shards[0].sweeper.sweep(0)
+    wiring_of(delays).shards[0].sweeper.sweep(0)
     age_s = Values(delays).of("sweep_age_seconds", sweep_partition="0")
     assert age_s is not None
     assert age_s < 600

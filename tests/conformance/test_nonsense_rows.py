@@ -21,6 +21,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.recording import delays_on, record
 
 pytestmark = pytest.mark.slow
@@ -269,7 +270,7 @@ def levels(store: Store) -> list[int]:
 
 def run_all(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
     """Process the rows like a worker: from messages that name them, and from the table."""
-    assert delays.shards[0].sweeper.sweep(0)
+    assert wiring_of(delays).shards[0].sweeper.sweep(0)
     delays.runner().run([Entry(id, 0, 0) for id in ids])
     while delays.runner().run_due("default", levels(store), 30).claimed:
         pass

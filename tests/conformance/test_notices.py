@@ -142,7 +142,7 @@ def test_what_strangers_tell_is_refused(payload: str) -> None:
 def test_no_other_timer_costs_a_notice(url: str, told_store: Store, listener: Listener) -> None:
     other = delays_on(url, table_prefix="n_")
     try:
-        producer = other.shards[0].producer
+        producer = wiring_of(other).shards[0].producer
         assert producer._notify is None
         assert wiring_of(other).direct_timer is None
     finally:
@@ -163,7 +163,7 @@ class Hearing:
         events = Events()
         events.subscribe(lambda name, fields: self.told.append(name))
         self.listener = NotifyListener(
-            delays.shards[0], events, self.entries.extend, self.look, self.refused.append
+            wiring_of(delays).shards[0], events, self.entries.extend, self.look, self.refused.append
         )
         self.listener.loop.start()
 

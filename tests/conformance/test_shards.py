@@ -118,7 +118,7 @@ def test_an_id_of_no_shard_and_an_id_of_another_shard_than_its_key_are_refused(
 def test_bulk_goes_to_one_shard_but_for_keys_and_ids(shards: Several, delays: DelayTasks) -> None:
     new = [NewTask(TAG, n, 60) for n in range(50)]
     new += [NewTask(TAG, None, 60, key=f"b{n}") for n in range(30)]
-    new += [NewTask(TAG, None, 60, id=delays.shards[shard].new_id()) for shard in SHARDS]
+    new += [NewTask(TAG, None, 60, id=wiring_of(delays).shards[shard].new_id()) for shard in SHARDS]
     written: list[DelayTask] = []
     assert delays.schedule_many(new, on_batch=written.extend) == 83
     assert len(written) == 83
@@ -135,7 +135,7 @@ def test_one_bad_task_keeps_its_whole_lot_from_every_shard(
     new = [NewTask(TAG, None, 60, key=f"b{n}") for n in range(30)]
     with pytest.raises(ShardMismatchError):
         delays.schedule_many(
-            [*new, NewTask(TAG, None, 60, key=key_at(0), id=delays.shards[1].new_id())]
+            [*new, NewTask(TAG, None, 60, key=key_at(0), id=wiring_of(delays).shards[1].new_id())]
         )
     with pytest.raises(InvalidScheduleError):
         delays.schedule_many([*new, NewTask(TAG, None)])

@@ -12,6 +12,7 @@ from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, W
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import waiting
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.waiting import wait_until
 
 #: The connections whose last statement began to listen for ends of tasks in this test's table.
@@ -76,7 +77,7 @@ def test_a_notice_ends_the_wait_where_the_database_has_notices(
     task = delays.schedule_delay("sum", [1], 0)
     with ThreadPoolExecutor(2) as pool:
         futures = [begin_wait(pool, delays, task) for _ in range(2)]
-        store_of_caller = delays.shards[0].store
+        store_of_caller = wiring_of(delays).shards[0].store
 
         def listeners() -> int:
             rows = store_of_caller.database.rows(LISTENING)
@@ -95,7 +96,7 @@ def test_without_notices_the_row_is_read(
     def refuse() -> None:
         raise ConnectionError("a pooler refuses LISTEN")
 
-    monkeypatch.setattr(delays.shards[0].store.end_channel, "listen", refuse)
+    monkeypatch.setattr(wiring_of(delays).shards[0].store.end_channel, "listen", refuse)
     delays.processor("sum", keep_result=True)(sum)
     task = delays.schedule_delay("sum", [1], 0)
     with ThreadPoolExecutor(1) as pool:

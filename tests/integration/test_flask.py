@@ -252,7 +252,7 @@ def test_of_several_databases_the_requests_session_is_on_its_own(
     project = FlaskProject()
     urls = [sqlite_path("other"), sqlite_path("shop")]
     app = project.create_app(urls[1], database_url=urls)
-    for shard in project.delays.shards:
+    for shard in wiring_of(project.delays).shards:
         database = wiring_of(project.delays).router.stores[shard.number].database
         migrations.upgrade(database, shard=shard.number)
     keys = {project.delays.shard_for("order.close", str(n)).number: str(n) for n in range(20)}

@@ -161,7 +161,7 @@ def test_a_worker_does_nothing_on_a_database_that_is_another_shard(
     With a reachable database, the worker would have rejected the list of databases at its start.
     """
     [task] = site.at(DOWN, 1, 0)
-    numbers = site.delays.shards[DOWN].store.schema.shards
+    numbers = wiring_of(site.delays).shards[DOWN].store.schema.shards
     engine = create_engine(shard_urls[DOWN])
     site.proxy.refuse()
     worker = site.worker()

@@ -156,7 +156,7 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     d = deploy([postgresql_url, mysql_url])
     past = wiring_of(d.delays).clock.now() - timedelta(minutes=1)
     stuck, others = list[Any](), list[Any]()
-    for shard in d.delays.shards:
+    for shard in wiring_of(d.delays).shards:
         rows = []
         for number in range(100):
             body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
@@ -172,7 +172,7 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
     d.worker(concurrency=3)
 
     def left() -> int:
-        counts = [counted(shard.store) for shard in d.delays.shards]
+        counts = [counted(shard.store) for shard in wiring_of(d.delays).shards]
         return sum(count[Status.NOT_COMPLETE] + count[Status.RUNNING] for count in counts)
 
     wait_until(

@@ -198,7 +198,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     store = wiring_of(delays).store
     store.workers.report("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
-    delays.shards[0].policies.refresh()
+    wiring_of(delays).shards[0].policies.refresh()
     delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
     for _ in range(3):
         assert wiring_of(delays).sweeper.sweep(0)

@@ -94,7 +94,7 @@ def test_functions_of_classes_are_bound_as_usual() -> None:
 
 def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -> None:
     own = delays_on(f"sqlite:///{tmp_path}/tasks.sqlite3", tags=["mail.other"])
-    with own.shards[0].store.database.begin() as connection:
+    with wiring_of(own).shards[0].store.database.begin() as connection:
         own.create_tables(connection)
     record(own)
 
@@ -115,7 +115,7 @@ def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -
     assert len(send.find(queue="bulk", until=AT)) == 3
     assert send.cancel(key="1")
     assert not send.cancel(key="1")
-    with own.shards[0].store.database.begin() as connection:
+    with wiring_of(own).shards[0].store.database.begin() as connection:
         send.schedule({"n": 4}, 5, session=connection)
         connection.rollback()
     assert len(send.find()) == 6

@@ -41,6 +41,7 @@ import sys
 from pathlib import Path
 from celery import Celery, signals
 from celery.worker import state
+from sqlalchemy import create_engine
 from delaytasks import DelayTasks
 
 PATH = Path(__file__).parent
@@ -51,7 +52,7 @@ def write_modules():
     (PATH / "modules").write_text("\\n".join(sys.modules))
 """
 PRODUCER = """
-with delays.shards[0].store.database.begin() as connection:
+with create_engine(delays.shards[0].url).begin() as connection:
     delays.create_tables(connection)
 delays.schedule_delay("mail", {"to": "ada"}, 10)
 write_modules()

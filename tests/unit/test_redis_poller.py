@@ -53,7 +53,7 @@ class Post:
             assert timer is not None
             if clocks:
                 timer._clocks = clocks
-            for shard, clock in zip(delays.shards, clocks, strict=False):
+            for shard, clock in zip(wiring_of(delays).shards, clocks, strict=False):
                 object.__setattr__(shard, "clock", clock)
             return delays
 

@@ -19,6 +19,7 @@ from delaytasks.statistics.results import (
     RunTotals,
     SeriesPoint,
 )
+from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -76,7 +77,7 @@ def gather(delays: DelayTasks, since: timedelta) -> ReportData:
         gauges=statistics.gauges(since=begin, step=step),
         on_time=statistics.on_time(since=begin),
         state=state,
-        running_of=snapshot(delays.shards, delays.settings).running_of,
+        running_of=snapshot(wiring_of(delays).shards, delays.settings).running_of,
         due=[DueStep(each.start, each.due, each.late_s) for each in forecast.steps],
         needed_workers=forecast.needed_workers,
         notes=forecast.notes,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from delaytasks import DelayTasks, StoreUnavailableError
+from delaytasks.wiring import wiring_of
 from tests.recording import delays_on
 from tests.services import free_port
 from tests.several import TAG, Several
@@ -26,7 +27,7 @@ def shards(module_shards: Several) -> Several:
 
 
 def put(delays: DelayTasks) -> None:
-    for shard in delays.shards:
+    for shard in wiring_of(delays).shards:
         for _ in range(shard.number + 1):
             delays.schedule_delay(TAG, {}, 3600, id=shard.new_id())
         shard.store.workers.report("w", ["default"], "prefork", 2, 0)
@@ -46,7 +47,7 @@ def test_a_database_that_is_down_is_missing(shards: Several) -> None:
     put(delays)
     down = f"postgresql+psycopg2://postgres@127.0.0.1:{free_port()}/none"
     for position, due in ((2, 1 + 2), (0, 2 + 3)):
-        urls = [shard.url for shard in delays.shards]
+        urls = [shard.url for shard in wiring_of(delays).shards]
         urls[position] = down
         partial = delays_on(urls, table_prefix=shards.prefix)
         forecast = partial.forecast()

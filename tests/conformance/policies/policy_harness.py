@@ -28,13 +28,13 @@ class PolicyHarness:
         self.others: list[DelayTasks] = []
         self.delays = self.process()
         self.store: Store = wiring_of(self.delays).store
-        self.timer: RecordingTimer = self.delays.shards[0].sweeper._timer  # type: ignore[assignment]
+        self.timer: RecordingTimer = wiring_of(self.delays).shards[0].sweeper._timer  # type: ignore[assignment]
 
     def process(self) -> DelayTasks:
         """Open another process on the same tables."""
         made = delays_on(self.url, table_prefix=PREFIX)
         timer = record(made)
-        [shard] = made.shards
+        [shard] = wiring_of(made).shards
         record_sweeps(shard, timer)
         holding: Any = shard.sweeper._pauses
         holding._budget_s = 60  # the pass completes even if the machine stalls for seconds
@@ -58,7 +58,7 @@ class PolicyHarness:
             connection.execute(
                 update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
             )
-        assert (process or self.delays).shards[0].sweeper.sweep()
+        assert wiring_of(process or self.delays).shards[0].sweeper.sweep()
 
     def sweep_until(self, is_so: Callable[[], object]) -> None:
         for _ in range(100):

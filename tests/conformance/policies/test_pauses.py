@@ -149,17 +149,17 @@ def test_a_process_goes_by_a_pause_within_a_second_or_so(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = field.process()
-    assert not other.shards[0].policies.current().has_pauses
+    assert not wiring_of(other).shards[0].policies.current().has_pauses
     field.delays.pause(tag="mail")
-    assert not other.shards[0].policies.current().has_pauses, "it reads once a second"
-    other.shards[0].policies._read_at -= 1
-    assert other.shards[0].policies.current().pauses("mail", "default")
+    assert not wiring_of(other).shards[0].policies.current().has_pauses, "it reads once a second"
+    wiring_of(other).shards[0].policies._read_at -= 1
+    assert wiring_of(other).shards[0].policies.current().pauses("mail", "default")
 
 
 def test_a_pool_process_reads_policies_when_its_main_process_has_others(
     field: PolicyHarness,
 ) -> None:
-    child = field.process().shards[0].policies
+    child = wiring_of(field.process()).shards[0].policies
     reads = []
     read = child._read
     child._read = lambda *asked: reads.append(1) or read(*asked)
@@ -167,7 +167,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(
     child.current()
     assert not reads, "without policies nobody asks"
     field.delays.pause(tag="mail")
-    stamp = field.delays.shards[0].policies.refresh().stamp
+    stamp = wiring_of(field.delays).shards[0].policies.refresh().stamp
     child.follow(stamp)
     assert child.current().pauses("mail", "default")
     child.follow(stamp)
@@ -178,7 +178,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
     field: PolicyHarness,
 ) -> None:
     field.delays.pause(tag="mail")
-    main, child = (field.process().shards[0].policies for _ in range(2))
+    main, child = (wiring_of(field.process()).shards[0].policies for _ in range(2))
     assert main.stamp is None
     child.follow(main.stamp)
     assert child.current().pauses("mail", "default")
@@ -190,7 +190,7 @@ def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goe
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field.delays.pause(tag="mail")
-    policies = field.process().shards[0].policies
+    policies = wiring_of(field.process()).shards[0].policies
     monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
         away.setattr(policies, "_read", find_it_away)
@@ -232,7 +232,7 @@ def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_ne
     child = field.process()
     monkeypatch.setattr(chunk_request, "current_app", wiring_of(child).celery)
     chunk = chunk_request.ChunkRequest((Entry(task.id, task.version, 0),), policies=None)
-    policies = child.shards[0].policies
+    policies = wiring_of(child).shards[0].policies
     with monkeypatch.context() as away:
         away.setattr(policies, "_read", find_it_away)
         report = chunk_request.run_chunk(chunk)
@@ -295,7 +295,7 @@ def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: PolicyHarness
     field.delays.resume(tag="mail")
     policy = field.delays.set_policy(tag="mail", key_concurrency=None)
     assert policy.limits == (10, None, 100, 1.0)
-    assert field.delays.shards[0].policies.refresh().limited == {
+    assert wiring_of(field.delays).shards[0].policies.refresh().limited == {
         "mail": field.store.policies.read()[0]
     }
     field.sweep()
@@ -374,7 +374,7 @@ def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
 
 def test_without_policies_a_chunk_asks_nothing_more(field: PolicyHarness) -> None:
     tasks = [field.add(in_s=-5) for _ in range(3)]
-    field.delays.shards[0].policies.follow(0)
+    wiring_of(field.delays).shards[0].policies.follow(0)
     field.delays.runner()
     seen: list[str] = []
     for engine in (field.store.database.auto, field.store.database.tx):

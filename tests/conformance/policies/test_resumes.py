@@ -12,6 +12,7 @@ from sqlalchemy import event, select, update
 from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.maintenance import pause_sweeper as engine_holding
 from delaytasks.storage import paused_rows as store_holding
+from delaytasks.wiring import wiring_of
 from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
 from tests.counting import counted
 from tests.recording import CrashError
@@ -90,7 +91,7 @@ def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(
 ) -> None:
     field.delays.pause(tag="mail")
     stale = field.process()
-    stale.shards[0].policies.follow(stale.shards[0].policies.refresh().stamp)
+    wiring_of(stale).shards[0].policies.follow(wiring_of(stale).shards[0].policies.refresh().stamp)
     field.delays.resume(tag="mail")
     field.sweep()
     task = field.add(in_s=-5, body="ran")
@@ -202,7 +203,7 @@ def test_who_dies_in_the_middle_leaves_the_rest_to_the_next(
         field.sweep()
     monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 2)
     getattr(field.delays, verb)(tag="mail")
-    [shard] = field.delays.shards
+    [shard] = wiring_of(field.delays).shards
     move, calls = getattr(shard.store.paused_rows, {"pause": "hold", "resume": "release"}[verb]), []
 
     def dies(ids: Any) -> Any:
@@ -226,7 +227,7 @@ def test_two_workers_that_walk_at_once_harm_nothing(field: PolicyHarness) -> Non
     walkers = [field.process() for _ in range(3)]
 
     def walk(process: DelayTasks) -> int:
-        holding = process.shards[0].sweeper._pauses
+        holding = wiring_of(process).shards[0].sweeper._pauses
         assert holding is not None
         holding.walk(holding.policies(), lambda: None)
         return sum(process.events.counts[name] for name in ("task.held", "task.released"))

@@ -14,6 +14,7 @@ from delaytasks.recurrence.api import Recurring
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.manual_clock import ManualClock
 from tests.recording import RecordingTimer, delays_on, record
 
@@ -32,7 +33,7 @@ class RecurringHarness:
         self.start = self.clock.now()
 
     def creation(self) -> Creation:
-        [shard] = self.delays.shards
+        [shard] = wiring_of(self.delays).shards
         table = RecurringTable(self.store.database, self.store.schema)
         return Creation(
             self.delays.settings, table, shard.new_id, self.clock, self.armed, self.events

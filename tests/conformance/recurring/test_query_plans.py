@@ -25,7 +25,7 @@ def many(database_url: str) -> Iterator[tuple[Store, Creation]]:
     """Yield 5,000 schedules, of which some are due, and a sweeper."""
     store = open_store(database_url, table_prefix="plan_")
     delays = delays_on(database_url, table_prefix="plan_")
-    [shard] = delays.shards
+    [shard] = wiring_of(delays).shards
     table, now = RecurringTable(store.database, store.schema), store.tasks.now()
     made = delays.recurring.set("first", "report", every="1h", overlap="skip")
     rows = [

@@ -10,6 +10,7 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTasks
 from delaytasks.core.errors import ShardMismatchError
 from delaytasks.core.ids import shard_of
+from delaytasks.wiring import wiring_of
 from tests.conformance.transactions.shop import own_engine
 from tests.several import Several
 
@@ -41,7 +42,7 @@ def test_schedules_spread_and_their_tasks_are_where_they_are(shards: Several) ->
     homes = define(delays)
     assert set(homes.values()) == {0, 1, 2}
     assert [schedule.name for schedule in delays.recurring.list()] == sorted(NAMES)
-    for shard in delays.shards:
+    for shard in wiring_of(delays).shards:
         shard.sweeper.sweep()
     tasks = delays.find(tag="report", limit=1000).tasks
     assert len(tasks) >= 3 * len(NAMES)

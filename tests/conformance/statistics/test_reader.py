@@ -17,6 +17,7 @@ from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.reading import StepRange, run_counts
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
@@ -98,7 +99,7 @@ def test_the_totals_of_a_range_need_one_count_for_each_tag(
     until = NOON + 50 * MINUTE
     for _ in range(2):  # as minutes, and as parts of an hour
         steps = StepRange.of(until, NOON, until, "1m", is_series=False)
-        [by_tag] = run_counts(delays.shards, steps, None).values()
+        [by_tag] = run_counts(wiring_of(delays).shards, steps, None).values()
         assert {tag: counts.started for tag, counts in by_tag.items()} == {"a": 2, "b": 2}
         table.pack("minute", NOON + HOUR)
 

@@ -17,11 +17,12 @@ from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.statistics.writer import WRITE_S, StatisticsWriter
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 
 
 @pytest.fixture
 def counts(store: Store, delays: DelayTasks) -> WorkerCounts:
-    made = WorkerCounts([delays.shards[0].clock], 10)
+    made = WorkerCounts([wiring_of(delays).shards[0].clock], 10)
     run = RunCounts()
     run.add_outcome("done")
     made.add(0, RunStatistics((("a", run.as_list()),)))
@@ -38,7 +39,7 @@ def refuse(*_: Any) -> None:
 
 
 def test_counts_are_written_once(delays: DelayTasks, counts: WorkerCounts) -> None:
-    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
     writer.write()
     writer.write()
     assert written(delays) == 1
@@ -47,7 +48,7 @@ def test_counts_are_written_once(delays: DelayTasks, counts: WorkerCounts) -> No
 def test_counts_whose_write_failed_before_the_commit_are_written_later(
     delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
     with monkeypatch.context() as patch:
         patch.setattr(StatisticsTable, "add", refuse)
         with pytest.raises(StoreError):
@@ -60,8 +61,8 @@ def test_counts_whose_write_failed_before_the_commit_are_written_later(
 def test_counts_whose_commit_had_no_answer_are_not_written_twice(
     delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = StatisticsWriter(delays.shards[0], counts, Events())
-    database = delays.shards[0].store.database
+    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
+    database = wiring_of(delays).shards[0].store.database
     begin: Callable[[], Any] = database.begin
 
     @contextmanager
@@ -82,7 +83,7 @@ def test_after_a_failed_write_the_loop_rests_as_long_as_after_another(
     delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = Events()
-    writer = StatisticsWriter(delays.shards[0], counts, events)
+    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, events)
     writer._turn()
     monkeypatch.setattr(StatisticsTable, "add", refuse)
     assert writer._turn() == WRITE_S
@@ -95,7 +96,7 @@ def test_counts_are_kept_after_an_error_that_is_not_of_the_database(
     def lose_group(*_: Any) -> None:
         raise NoResultFound
 
-    writer = StatisticsWriter(delays.shards[0], counts, Events())
+    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
     with monkeypatch.context() as patch:
         patch.setattr(StatisticsTable, "add", lose_group)
         with pytest.raises(NoResultFound):

@@ -329,7 +329,9 @@ def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
 
 def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
     id = shop.json("schedule", "ok", "--delay", "0s")["id"]
-    [claimed] = shop.delays.shards[0].store.claims("w", None).claim_due("default", [0], 1)
+    [claimed] = (
+        wiring_of(shop.delays).shards[0].store.claims("w", None).claim_due("default", [0], 1)
+    )
     assert shop.json("cancel", id, "--running")["requested"] == [id]
     assert "runs, and is asked to stop" in shop("cancel", id, "--terminate").stdout
     assert shop.delays.get(claimed).cancel_request == 2

@@ -127,7 +127,7 @@ def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
     two: Project, tmp_path: Path
 ) -> None:
     tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
-    for shard in two.delays.shards:
+    for shard in wiring_of(two.delays).shards:
         shard.store.workers.report("both", ["default"], "prefork", 2, 0)
     found = two.json("stats")
     assert found["counts"]["NOT_COMPLETE"] == 20
@@ -321,7 +321,7 @@ def test_db_makes_and_takes_back_the_tables_of_all_databases(two: Project) -> No
     )
     tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
     assert {task.shard for task in tasks} == {0, 1}, "each knows its number"
-    migrations.downgrade(two.delays.shards[1].store.database, revision="base")
+    migrations.downgrade(wiring_of(two.delays).shards[1].store.database, revision="base")
     assert two.json("db", "current", "--check", exit_code=1)["revision"] == [head, None]
     assert two.json("db", "downgrade", "base", "--yes")["revision"] == [None, None]
 

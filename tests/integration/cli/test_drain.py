@@ -53,9 +53,9 @@ def test_drain_runs_overdue_tasks_in_all_databases_that_answer(
     two.delays.close()
     (tmp_path / "first.sqlite3").write_text("no database any more")
     assert "shard 0" in two.error("drain", exit_code=1)["error"]
-    assert {two.delays.shards[1].store.tasks.read(task.id).status for task in second} == {
-        Status.DONE
-    }
+    assert {
+        wiring_of(two.delays).shards[1].store.tasks.read(task.id).status for task in second
+    } == {Status.DONE}
 
 
 def test_drain_prints_a_summary(shop: Project) -> None:

@@ -153,7 +153,7 @@ def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(
 
 def stored(project: Project) -> list[str]:
     found: list[str] = []
-    for shard in project.delays.shards:
+    for shard in wiring_of(project.delays).shards:
         with shard.store.database.begin() as connection:
             query = text(f"SELECT message_body FROM {shard.store.schema.tasks.name}")
             found += (row[0] for row in connection.execute(query))
@@ -163,7 +163,7 @@ def stored(project: Project) -> list[str]:
 def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
     two: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for number, shard in enumerate(two.delays.shards):
+    for number, shard in enumerate(wiring_of(two.delays).shards):
         for _ in range(number + 1):
             two.schedule("ok", 60, "cAnArY", id=shard.new_id())
     reopen(two, monkeypatch, NEW)
@@ -172,7 +172,7 @@ def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
         raise StoreUnavailableError("down")
 
     with monkeypatch.context() as patched:
-        patched.setattr(two.delays.shards[0].store.bulk, "having", is_down)
+        patched.setattr(wiring_of(two.delays).shards[0].store.bulk, "having", is_down)
         found = two.json("encryption", "rotate", exit_code=1)
         assert (found["changed"], found["missing"], found["keys"][0]["live"]) == (2, [0], 2)
         assert "shard 0 cannot be reached" in two("encryption", "status").stderr

@@ -170,7 +170,7 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
 def test_a_policy_that_one_of_two_databases_lacks_is_reported(
     two: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = (shard.store.policies for shard in two.delays.shards)
+    first, second = (shard.store.policies for shard in wiring_of(two.delays).shards)
 
     def down(*_: Any) -> Any:
         raise StoreUnavailableError("it is away")

@@ -21,7 +21,7 @@ ON_TIME = Verdict("good", "On time.", [])
 
 
 def read(shop: Project) -> LiveSnapshot:
-    return snapshot(shop.delays.shards, shop.delays.settings)
+    return snapshot(wiring_of(shop.delays).shards, shop.delays.settings)
 
 
 @pytest.fixture

@@ -221,7 +221,7 @@ def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path
                 connection.execute(insert(store.schema.shards).values(number=store.shard))
                 row = {"tag": "mail", "message_body": "{}", "expected_time": past}
                 connection.execute(insert(store.schema.tasks).values(**row))
-        for shard, number in zip(delays.shards, shards, strict=True):
+        for shard, number in zip(wiring_of(delays).shards, shards, strict=True):
             told.clear()
             assert shard.sweeper.sweep()
             assert told == [("queue.unserved", number), ("sweep.done", number)]
