@@ -2,9 +2,9 @@
 
 A read costs one row while nothing changes, and otherwise the changed policies. A worker's main
 process reads in a thread, and each job for the pool carries the stamp of the policies that it
-knows. A pool process reads only if it knows other policies, or if the main process has read none
-yet. Other processes, such as commands, read when they use the policies and the last read is older
-than a second. Without policies no pool process reads anything.
+knows. A pool process reads only if it knows other policies, if the main process has read none yet,
+or while it continues with a backlog. Other processes, such as commands, read when they use the
+policies and the last read is older than a second.
 """
 
 from __future__ import annotations
@@ -73,11 +73,14 @@ class PolicyCache:
         self._read_at, self._is_read = read_at, True
         return self.known
 
-    def follow(self, stamp: Stamp | None) -> None:
+    def follow(self, stamp: Stamp | None, is_led: bool = True) -> None:
         """Read the policies unless they have this stamp, which the main process sent.
 
-        The stamp is None if the main process has read none.
+        The stamp is None if the main process has read none. If the process is not led, `current`
+        reads them again about once a second.
         """
-        self.is_led = True
+        self.is_led = is_led
         if stamp is None or stamp != self.known.stamp:
             self.refresh(checks=True)
+        else:
+            self._read_at = monotonic()  # the main process has read

@@ -87,13 +87,6 @@ class ChunkQueue:
         """How many entries wait."""
         return sum(one.waiting for one in self.shard_queues)
 
-    def _needs_process(self) -> bool:
-        """Whether tasks wait that are not of a drain, so that processes should not continue one."""
-        return any(
-            one.waiting or (one.waitlists and one.waitlists.needs_process)
-            for one in self.shard_queues
-        )
-
     @property
     def free_processes(self) -> int:
         return self._pool.size - sum(len(one.in_flight) for one in self.shard_queues)
@@ -136,7 +129,7 @@ class ChunkQueue:
     def next_chunk(self) -> ChunkRequest | None:
         """Return the next chunk, or None if none may be sent. Shards take turns."""
         request = self._next_chunk()
-        self._others_wait.record(self._needs_process())
+        self._others_wait.record(any(one.needs_process for one in self.shard_queues))
         return request
 
     def _next_chunk(self) -> ChunkRequest | None:

@@ -63,7 +63,8 @@ def run_chunk(request: ChunkRequest) -> Report:
         processes = processes_of(current_app)
         if request.counts_outcomes:
             processes.count_outcomes()
-        processes.wiring.shards[request.shard].policies.follow(request.policies)
+        policies = processes.wiring.shards[request.shard].policies
+        policies.follow(request.policies, is_led=not request.continue_s)
         runner = processes.runner(request.shard, request.sends_events)
         if request.waitlist is not None:
             report = runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)

@@ -26,9 +26,9 @@ LONG_CHUNK_S = 1.0
 #: A late entry is left to the table. If its queue has a backlog there, the task would come last,
 #: so its entry waits here for this much longer.
 BACKLOG_WAIT_S = 10.0
-#: How long a process continues with a deep queue before it reports. It reports earlier if other
-#: tasks wait.
-CONTINUE_S = 0.5
+#: How long a process continues with a deep queue before it reports, and how long if other queues or
+#: shards have drains too. It reports earlier if other tasks wait.
+CONTINUE_S, CONTINUE_IN_TURN_S = 2.0, 0.5
 
 
 class ShardQueue:
@@ -127,6 +127,15 @@ class ShardQueue:
     def drain_count(self) -> int:
         """How many queues are drained, or wait for their turn."""
         return len(self._drains)
+
+    @property
+    def needs_process(self) -> bool:
+        """Whether tasks wait for which no process works, so that none should continue a drain."""
+        return bool(
+            self.waiting
+            or any(not drain.chunks for drain in self._drains.values())
+            or (self.waitlists and self.waitlists.needs_process)
+        )
 
     @property
     def is_busy(self) -> bool:
@@ -275,9 +284,14 @@ class ShardQueue:
                     size,
                     shard=self.shard,
                     number=number,
-                    continue_s=CONTINUE_S if drain.is_deep else 0.0,
+                    continue_s=self._continue_s if drain.is_deep else 0.0,
                 )
         return None
+
+    @property
+    def _continue_s(self) -> float:
+        is_alone = self._is_only_shard and len(self._drains) == 1
+        return CONTINUE_S if is_alone else CONTINUE_IN_TURN_S
 
     def drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
         """Continue the drain of a queue that may have more rows; otherwise end it."""
