@@ -275,6 +275,8 @@ class SimulatedWorker(Host):
             timer=self.timer,
             producer_timer=self.timer,
             queues=None,
+            recurring=None,  # no code declares schedules
+            celery=SimpleNamespace(tasks={}),
             publisher=SimpleNamespace(send=lambda *_: True),  # only asked whether it answers
             router=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
         )

@@ -10,13 +10,17 @@ claims the next one:
 Each yield of `ClaimAhead.chunks` is one "run": the caller runs the chunk, and then asks for the
 next one, which waits for the other thread. At most one chunk is claimed ahead. If that chunk has to
 wait for a slow row, the thread of the time budget gives it back two time budgets after its claim.
-Therefore nothing is claimed ahead of a row whose tag is known to take longer.
+Therefore the other thread waits with the claim if the tag of a row is known to take longer, until
+the row has one time budget left.
 """
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 from delaytasks.core.chunk_size import ChunkSize
@@ -89,22 +93,20 @@ class ClaimAhead:
         until = monotonic() + for_s
         current = self._claim(claim, most)
         while self._may_continue(current, until):
-            # A chunk that would have to wait for a slow row is claimed after that row.
-            is_slow = self._is_slow(current)
-            ahead = 0 if is_slow else size.rows
-            beside = self._threads.submit(self._close_and_claim, ended, claim, ahead)
+            has_run = threading.Event()
+            wait = partial(self._wait, self._claim_time(current), has_run, until)
+            beside = self._threads.submit(self._close_and_claim, ended, claim, size.rows, wait)
             before = tally.sample
             tally.claimed += current.rows
             try:
                 yield current
+                has_run.set()
                 tally.add(*self._chunks.ended())
                 rows, seconds = tally.sample
                 size.learn(rows - before.rows, seconds - before.seconds, tally.wanted_next)
-                following = beside.result()
-                if is_slow:
-                    following = self._claim(claim, size.rows)
-                ended, current = current.chunk, following
+                ended, current = current.chunk, beside.result()
             except BaseException as error:
+                has_run.set()
                 self._give_up(current, beside, error)
                 raise
         tally.claimed += current.rows
@@ -123,15 +125,26 @@ class ClaimAhead:
             return False
         return monotonic() < until and not self._has_others()
 
-    def _is_slow(self, current: ClaimedChunk) -> bool:
-        """Whether a chunk that is claimed now would be given back before this one has ended."""
-        limit_s = MAX_BUDGETS * self._budget_s
-        return current.chunk is not None and self._costs.expected_s(current.chunk.waiting) > limit_s
-
-    def _close_and_claim(self, ended: Chunk | None, claim: Claim, most: int) -> ClaimedChunk:
-        """Run in another thread while a chunk runs."""
+    def _close_and_claim(
+        self, ended: Chunk | None, claim: Claim, most: int, wait: Callable[[], bool]
+    ) -> ClaimedChunk:
+        """Run in another thread while a chunk runs. Claim nothing if `wait` returns False."""
         self._close(ended)
-        return self._claim(claim, most, self._budget_s)
+        return self._claim(claim, most if wait() else 0, self._budget_s)
+
+    def _claim_time(self, current: ClaimedChunk) -> float:
+        """Return when the next chunk is to be claimed, so that it is not given back again."""
+        assert current.chunk is not None
+        expected_s = self._costs.expected_s(current.chunk.waiting)
+        is_slow = expected_s > MAX_BUDGETS * self._budget_s
+        return monotonic() + expected_s - self._budget_s if is_slow else -math.inf
+
+    def _wait(self, claim_time: float, has_run: threading.Event, until: float) -> bool:
+        """Wait for `claim_time`, or until the chunk has run. Return whether to claim at all."""
+        if claim_time == -math.inf:
+            return True
+        has_run.wait(max(claim_time - monotonic(), 0))
+        return monotonic() < until and not self._has_others()
 
     def _claim(self, claim: Claim, most: int, waits_s: float = 0.0) -> ClaimedChunk:
         claimed_at = monotonic()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,6 +75,29 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(make: Make) -> None:
             goes_on.set()
         running.result(5)
     assert bench.statuses(tasks[:1]) == ["DONE"]
+
+
+def test_the_chunk_behind_a_row_that_is_known_to_be_slow_is_claimed_shortly_before_its_end(
+    make: Make,
+) -> None:
+    bench = make(chunk_time_budget_s=0.05, chunk_max=1)
+    at_begin: list[str] = []
+
+    def slow(number: int) -> None:
+        if number == 0:
+            time.sleep(0.5)  # the process learns this
+        else:
+            time.sleep(0.02)
+            at_begin.append(bench.now(following).status.name)
+            wait_until(lambda: bench.now(following).status.name == "RUNNING", 5, "the claim")
+
+    bench.registry.processor("slow")(slow)
+    bench.run(bench.schedule("slow", 0))
+    bench.schedule("slow", 1)
+    following = bench.schedule()
+    drain(bench)
+    assert at_begin == ["NOT_COMPLETE"]
+    assert bench.now(following).status.name == "DONE"
 
 
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(make: Make) -> None:

@@ -110,26 +110,6 @@ def test_a_chunk_of_slow_rows_makes_the_next_one_small_although_only_one_row_ran
     assert size_after(quick, Report(40, 1, report.seconds)).rows > 1, "by the row that ran alone"
 
 
-def test_nothing_is_claimed_ahead_of_a_row_that_is_known_to_outlast_the_next_chunk(
-    make: Make,
-) -> None:
-    seen: list[list[str]] = []
-    is_claimed = threading.Event()
-
-    def look(body: Any) -> None:
-        is_claimed.clear()
-        is_claimed.wait(0.3)
-        seen.append(bench.statuses(tasks))
-
-    bench = mixed(make, look, chunk_max=1)
-    bench.claims.after_claim = is_claimed.set
-    tasks = [bench.schedule(), bench.schedule("slow"), bench.schedule(), bench.schedule()]
-    report = bench.runner.run_due("default", [0], 1, continue_s=60)
-    assert (report.ran, report.is_full) == (4, False), "the process goes on by itself"
-    assert [statuses[1:] for statuses in seen] == [["RUNNING", "NOT_COMPLETE", "NOT_COMPLETE"]]
-    assert bench.statuses(tasks) == ["DONE"] * 4
-
-
 def test_rows_without_a_processor_are_not_remembered(make: Make) -> None:
     bench = make(chunk_time_budget_s=BUDGET_S, strict_tags=False)
     learned: list[str] = []
