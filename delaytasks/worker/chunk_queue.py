@@ -74,12 +74,11 @@ class ChunkQueue:
 
     def take_left_to_table(self) -> UnfinishedWork:
         """Return the queues whose entries were left to the table since the last call."""
-        queues: list[tuple[str, set[int], int]] = []
-        for one in self.shard_queues:
-            queues += [
-                (queue, priorities, one.shard) for queue, priorities in one.left_to_table.items()
-            ]
-            one.left_to_table = {}
+        queues = [
+            (queue, priorities, one.shard)
+            for one in self.shard_queues
+            for queue, priorities in one.take_left_to_table().items()
+        ]
         return UnfinishedWork([], queues)
 
     @property

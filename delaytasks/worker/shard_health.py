@@ -45,8 +45,7 @@ class ShardHealth:
             self._mark_down(shard_queue, str(error))
             return False
         with self._lock:
-            shard_queue.is_down = False
-            shard_queue.mark_answered()
+            shard_queue.mark_up()
         self.outages.mark_up(shard)
         self._on_answer()
         return True
@@ -71,5 +70,5 @@ class ShardHealth:
 
     def _mark_down(self, shard_queue: ShardQueue, error: str) -> None:
         with self._lock:
-            shard_queue.is_down = True
+            shard_queue.mark_down()
         self.outages.mark_down(shard_queue.shard, error)

@@ -52,7 +52,7 @@ class ShardQueue:
         self._drains: dict[str, QueueDrain] = {}
         #: The priorities of each queue whose entries were left to the table, until other workers
         #: are asked to help.
-        self.left_to_table: dict[str, set[int]] = {}
+        self._left_to_table: dict[str, set[int]] = {}
         #: The sources of chunks. The one that had the last chunk is at the end.
         self._source_turns = ["entries", "waitlists", "drains"]
         #: The waitlists that processes have reported, or None before the first one.
@@ -101,8 +101,13 @@ class ShardQueue:
         """Drain the queues of these entries instead. Return the queues."""
         for queue, priority in {(entry.queue, entry.priority) for entry in entries}:
             self.start_drain(queue, (priority,))
-            self.left_to_table.setdefault(queue, set()).add(priority)
+            self._left_to_table.setdefault(queue, set()).add(priority)
         return {entry.queue for entry in entries}
+
+    def take_left_to_table(self) -> dict[str, set[int]]:
+        """Return the priorities of each queue whose entries were left since the last call."""
+        left, self._left_to_table = self._left_to_table, {}
+        return left
 
     def backlog_wait_s(self, queue: str) -> float:
         """Return how much longer late entries of the queue wait here."""
@@ -112,7 +117,7 @@ class ShardQueue:
     def clear(self) -> list[Entry]:
         """Forget everything that waits, and return the entries."""
         self._drains.clear()
-        self.left_to_table.clear()
+        self._left_to_table.clear()
         self.waitlists = None
         return self._ready.clear()
 
@@ -220,6 +225,14 @@ class ShardQueue:
     def mark_answered(self) -> None:
         self._asked_at = None
         self._answered_at = monotonic()
+
+    def mark_up(self) -> None:
+        """Record an answer to a question, after which the shard is no longer down."""
+        self.is_down = False
+        self.mark_answered()
+
+    def mark_down(self) -> None:
+        self.is_down = True
 
     def is_silent(self) -> bool:
         return self._asked_at is not None and monotonic() - self._asked_at > SHARD_ANSWER_S
