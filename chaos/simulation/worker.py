@@ -26,8 +26,8 @@ from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
 from delaytasks.worker.building import build_runtime
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.processes import OthersWait, Renewals
 from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.shared_memory import OthersWait, Renewals
 
 CHILDREN = 2
 #: The loops of a worker runtime that are simulated.

@@ -13,8 +13,8 @@ from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
-from delaytasks.worker.processes import OthersWait
 from delaytasks.worker.shard_queue import ShardQueue
+from delaytasks.worker.shared_memory import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
 
 #: How long one process serves waitlists before its next chunk may be of another kind: the first

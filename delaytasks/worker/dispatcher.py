@@ -28,9 +28,9 @@ from delaytasks.worker.chunk_queue import ChunkQueue
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.pool import POOL_REST_S, Pool
-from delaytasks.worker.processes import OthersWait
 from delaytasks.worker.shard_health import ShardHealth
 from delaytasks.worker.shard_queue import FAILED_SHARD_PAUSE_S
+from delaytasks.worker.shared_memory import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
 
 

@@ -1,14 +1,12 @@
-"""The processes of a worker: their names, their queues, and the runners of this process."""
+"""The processes of a worker: their names and queues, and the runners of this process."""
 
 from __future__ import annotations
 
 import atexit
-import mmap
 import os
 import secrets
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.processors.thread_slots import ThreadSlots
 from delaytasks.worker.late_counts import LateCounts
+from delaytasks.worker.outcome_counts import OutcomeCounts
 from delaytasks.worker.requested_runs import Interrupts, RequestedRuns
+from delaytasks.worker.shared_memory import OthersWait, Renewals
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
@@ -32,12 +31,9 @@ if TYPE_CHECKING:
     from delaytasks.worker.celery_context import CeleryTaskContext
     from delaytasks.worker.task_events import TaskEvents
 
-#: The events that are counted, and for which of them each tag is counted.
-_COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
-
 
 class Processes:
-    """Knows the main process and the pool's processes by name, and keeps this process's runners.
+    """The name of this process, what it shares with its worker's other processes, and its runners.
 
     Runners and their parts are built when they are first needed: most processes only schedule, and
     load no module that runs tasks.
@@ -203,69 +199,6 @@ class Processes:
             from delaytasks.statistics.writer import write_rest
 
             write_rest(wiring.shards, rest, wiring.settings.statistics_tags, wiring.events)
-
-
-class Renewals:
-    """When the leases of each shard were renewed last, and which leases ended before that.
-
-    The main process writes it to memory that its children share, by the monotonic clock, which all
-    processes of a host share. Each number is written as a whole.
-    """
-
-    def __init__(self) -> None:
-        self._asked_at = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
-        self._ended_before = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
-
-    def record(self, shard: int, asked_at: float, lease_ago: float) -> None:
-        """Record a renewal that succeeded and was requested at `asked_at`.
-
-        `lease_ago` is the time one lease before the answer. If the previous renewal was requested
-        before it, the leases of that renewal had ended when this one succeeded.
-        """
-        if self._asked_at[shard] < lease_ago:
-            self._ended_before[shard] = lease_ago
-        self._asked_at[shard] = asked_at
-
-    def last(self, shard: int) -> tuple[float, float]:
-        """Return when the last renewal was requested.
-
-        The second number is the time before which a lease must have begun to have ended without a
-        renewal.
-        """
-        asked_at = self._asked_at[shard]  # read first, since it is written last
-        return asked_at, self._ended_before[shard]
-
-
-class OthersWait:
-    """Whether tasks wait in the main process for a process that continues with a backlog.
-
-    The main process writes it to memory that its children share.
-    """
-
-    def __init__(self) -> None:
-        self._flag = mmap.mmap(-1, 1)
-
-    def record(self, is_so: bool) -> None:
-        self._flag[0] = is_so
-
-    def is_so(self) -> bool:
-        return bool(self._flag[0])
-
-
-class OutcomeCounts:
-    """Counts the outcomes of tasks. A subscriber of the events of one process."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def __call__(self, name: str, fields: dict[str, Any]) -> None:
-        counts_tags = _COUNTED.get(name)
-        if counts_tags is not None:
-            self._counts[name, fields["tag"] if counts_tags else ""] += fields.get("count", 1)
-
-    def take(self) -> tuple[tuple[str, str, int], ...]:
-        counts, self._counts = self._counts, Counter()
-        return tuple((name, tag, count) for (name, tag), count in counts.items())
 
 
 def logical_queues(names: Iterable[str], namespace: str) -> list[str]:

@@ -16,7 +16,7 @@ from delaytasks.execution import task_run as run_module
 from delaytasks.storage.store import Store
 from delaytasks.worker import lease_keeper as keeper_module
 from delaytasks.worker.lease_keeper import LeaseKeeper
-from delaytasks.worker.processes import Renewals
+from delaytasks.worker.shared_memory import Renewals
 from tests.conformance.store_rows import has_row_locks, lapse_all
 from tests.runner_harness import RunnerHarness
 from tests.waiting import wait_until

@@ -31,8 +31,8 @@ from delaytasks.storage.leases import Leases
 from delaytasks.storage.row_lists import list_of
 from delaytasks.storage.tasks import Tasks
 from delaytasks.timers import redis
-from delaytasks.worker.processes import Renewals
 from delaytasks.worker.redis_poller import RedisPoller
+from delaytasks.worker.shared_memory import Renewals
 
 SEEDS = 120
 #: Each planted bug is found within this number of seeds, most of them within twenty.

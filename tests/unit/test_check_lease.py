@@ -9,7 +9,7 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.execution import task_run as run_module
-from delaytasks.worker.processes import Renewals
+from delaytasks.worker.shared_memory import Renewals
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 

@@ -17,7 +17,7 @@ from delaytasks.worker import pool, queue_drain, shard_queue
 from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.processes import OthersWait
+from delaytasks.worker.shared_memory import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.manual_clock import ManualClock
 
