@@ -21,7 +21,8 @@ line names what the module adds:
 `Report`. The report may hold entries that were early, which return to `near_entries`.
 
 **What else arrives.** `sweep_loop` and `lease_keeper` start drains, the latter for the rows of a
-process that died. `shard_health` reports which databases answer.
+process that died. `shard_health` reports which databases answer. The processes of the pool read in
+`shared_memory` when leases were renewed, and whether other tasks wait for them.
 
 **What leaves.** Chunks go to the pool, and `unfinished_work` returns to the timer what a worker
 holds when it stops. A row whose entry is dropped is claimed from the table, and the watch loop of
