@@ -10,7 +10,14 @@ from typing import Any
 from celery import Celery
 
 from benchmarks.notes import note, run
-from benchmarks.settings import NAMESPACES, TABLE_PREFIX, broker_url, database_url, redis_url
+from benchmarks.settings import (
+    NAMESPACES,
+    TABLE_PREFIX,
+    broker_url,
+    database_url,
+    metrics_port,
+    redis_url,
+)
 from delaytasks import DelayTasks
 
 TAG = "bench.note"
@@ -43,6 +50,7 @@ def make(
         namespace=NAMESPACES[timer],
         table_prefix=TABLE_PREFIX,
         callback_allow="127.0.0.1",
+        metrics_port=metrics_port(),
         **settings,
     )
     return made, found

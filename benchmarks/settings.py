@@ -49,6 +49,12 @@ def use(broker: str | None) -> None:
         os.environ["BENCH_BROKER_URL"] = broker
 
 
+def metrics_port() -> int | None:
+    """Return the port at which the worker of this process serves its metrics, or None."""
+    port = os.environ.get("BENCH_METRICS_PORT")
+    return None if port is None else int(port)
+
+
 def notes_path() -> str | None:
     """Return the file for the notes of tasks; None in a process that runs no task."""
     return os.environ.get("BENCH_NOTES")

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from celery import signals
 from opentelemetry import trace
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
@@ -49,17 +50,27 @@ class MetricFile(MetricExporter):
     def shutdown(self, timeout_millis: float = 30_000, **_: Any) -> None: ...
 
 
+def observe_this_worker(sender: Any, **_: Any) -> None:
+    opentelemetry.observe_worker(sender, metrics)
+
+
 if FOLDER in os.environ:
     spans = TracerProvider()
     spans.add_span_processor(SimpleSpanProcessor(SpanFile()))
     metrics = MeterProvider([PeriodicExportingMetricReader(MetricFile(), 200)])
     opentelemetry.instrument(spans, metrics)
+    signals.worker_ready.connect(observe_this_worker)
 
 
 @processor("otel.works")
 def works(body: dict[str, Any]) -> None:
     with trace.get_tracer("shop", tracer_provider=spans).start_as_current_span("inside"):
         pass
+
+
+@processor("otel.prompt", on_time="1h")
+def begin_on_time(body: dict[str, Any]) -> None:
+    """Is on time on any machine."""
 
 
 @processor("otel.async")

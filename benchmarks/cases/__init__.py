@@ -27,6 +27,7 @@ from benchmarks.cases import (
     limits,
     lone,
     long_transaction,
+    metrics,
     mixed,
     overload,
     partitions,
@@ -77,6 +78,7 @@ CASES: dict[str, Callable[[CaseContext], None]] = {
     "drivers": drivers.run,
     "lone": lone.run,
     "console": console.run,
+    "metrics": metrics.run,
     "forecast": forecast.run,
     "forecast_at_size": forecast.run_at_size,
 }

@@ -40,6 +40,7 @@ def exporter(cli: Cli, host: str, port: int, printed: str | None) -> None:
     from delaytasks.metrics.prometheus import serve  # needs the extra `prometheus`
     from delaytasks.metrics.snapshot import DatabaseMetrics
 
+    cli.import_processors()  # a forecast asks how many tasks of a tag a process runs concurrently
     source, stopping = DatabaseMetrics(wiring_of(cli.delays)), threading.Event()
     try:
         server = serve(host, port, source)

@@ -10,7 +10,6 @@ from typing import Any
 from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import Cli, shown_url
 from delaytasks.cli.deployment import read_deployment
-from delaytasks.cli.on_time import gather_on_time
 from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
 from delaytasks.client import DelayTasks
@@ -22,6 +21,7 @@ from delaytasks.operations.overdue import ExplainedGroup
 from delaytasks.operations.state import DatabaseState, DeploymentState, SweepState
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.routing.shard import Shard
+from delaytasks.statistics.on_time import gather_on_time
 from delaytasks.storage import migrations
 from delaytasks.wiring import wiring_of
 
@@ -42,7 +42,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         "late": [_late(cli, group) for group in state.late],
         "overdue": _overdue(state),
         "expired_leases": state.expired_leases,
-        "on_time": gather_on_time(delays),
+        "on_time": gather_on_time(delays.statistics, wiring_of(delays).registry),
         "workers": workers,
         "lost_workers": [
             {**worker.as_json(), "lost_s": _age_s(state.now, worker.lost_at)}

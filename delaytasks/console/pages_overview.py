@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from flask import Flask, abort, render_template, request
 
+from delaytasks.client import DelayTasks
 from delaytasks.console.counts import count_due, count_queues
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.run_charts import PERIODS, due_chart, runs_of
 from delaytasks.console.searches import Searches
-from delaytasks.console.shown import viewer_zone
+from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.page import Page
+from delaytasks.forecast.sentences import peak_sentences
 from delaytasks.operations.failed_now import FailedNow
-from delaytasks.operations.verdict import verdict_of
+from delaytasks.operations.state import DeploymentState
+from delaytasks.operations.verdict import Problem, verdict_of
+from delaytasks.statistics.on_time import gather_on_time
+from delaytasks.wiring import wiring_of
 
-#: Seconds for which all viewers see the same counts of queues.
-QUEUES_S = 5.0
+#: Seconds for which all viewers see the same counts of queues, and the same shares on time.
+QUEUES_S, SHARES_S = 5.0, 60.0
 #: Tasks that the page of a group shows.
 SHOWN_FAILURES = 50
 
@@ -33,6 +40,7 @@ def install(app: Flask) -> None:
 def overview() -> str:
     found, shared = state().snapshot(), state()
     due = shared.cache.get("due", SNAPSHOT_S, lambda: count_due(shared.delays, found.now))
+    on_time = shared.cache.get("on_time", SHARES_S, lambda: _on_time(shared.delays))
     period = request.args.get("period", "hour")
     period = period if period in PERIODS else "hour"
     return render_template(
@@ -40,13 +48,30 @@ def overview() -> str:
         page="overview",
         s=found,
         now=found.now,
-        verdict=verdict_of(found, viewer_zone()),
+        verdict=verdict_of(found, viewer_zone(), _ahead(found)),
         due=due,
         due_chart=due_chart(due, found.now, viewer_zone()),
         period=period,
         periods=list(PERIODS),
         runs=runs_of(period, viewer_zone()),
+        on_time=on_time,
     )
+
+
+def _ahead(found: DeploymentState) -> list[Problem]:
+    """Return a problem if the last forecast has a peak that will start late."""
+    if found.is_down or not found.alive:
+        return []  # the forecast would be that of an assumed worker
+    recent = state().forecast.get()
+    peak = None if recent is None else recent.forecast.peak
+    if recent is None or peak is None or (found.overdue and peak.start <= found.now):
+        return []  # the overdue tasks are the peak
+    sentences = peak_sentences(recent.forecast, day_and_time)
+    return [Problem("warning", f"A peak is ahead. {sentences}", "forecast")] if sentences else []
+
+
+def _on_time(delays: DelayTasks) -> list[dict[str, Any]]:
+    return gather_on_time(delays.statistics, wiring_of(delays).registry)
 
 
 @requires(Role.VIEW)

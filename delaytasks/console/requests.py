@@ -18,6 +18,7 @@ from delaytasks.console.bulk_runs import BulkRuns
 from delaytasks.console.cache import SharedCache
 from delaytasks.console.login_limit import LoginLimit
 from delaytasks.console.viewers import Access, Role, Viewer
+from delaytasks.forecast.latest import LatestForecast
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.timers.broker_link import bounded_connection
 from delaytasks.wiring import wiring_of
@@ -52,8 +53,14 @@ class ConsoleState:
         self.delays = delays
         self.access = access
         self.cache = SharedCache()
-        self.runs = BulkRuns(on_end=self.cache.forget)
+        self.forecast = LatestForecast(delays.forecast)
+        self.runs = BulkRuns(on_end=self.forget)
         self.logins = LoginLimit()
+
+    def forget(self) -> None:
+        """Drop what was read, after an action of many tasks: it may have spread a peak."""
+        self.cache.forget()
+        self.forecast = LatestForecast(self.delays.forecast)
 
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the

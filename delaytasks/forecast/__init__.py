@@ -15,6 +15,7 @@ A process imports this package with the first call of `DelayTasks.forecast`. The
 `steps`               the numbers and the lateness of each step and tag
 `combining`           one forecast from all of these
 `result`              what callers get
+`latest`              keeps a recent forecast for callers that must not wait
 `sentences`           the result in words
 ====================  =============================================================================
 """

@@ -85,6 +85,10 @@ class ForecastOperations:
                 self._kept.pop(next(iter(self._kept)))
             return made
 
+    def of_next_week(self) -> Forecast:
+        """Make a forecast with the defaults of `DelayTasks.forecast`."""
+        return self.forecast(7, None, None, None, None, target=60, step=3600, max_age=0)
+
     # -- read -------------------------------------------------------------------------------------
 
     def _make(self, question: Question) -> Forecast:

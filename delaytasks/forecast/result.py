@@ -65,6 +65,9 @@ class ForecastStep:
         tasks do not start at all.
     late_s_doubled
         The same with twice as many workers.
+    late_s_served
+        The longest time between the due time of a task of this step and its start, without the
+        tasks that no worker runs.
     backlog
         The number of due tasks that have not started at the end of the step. Tasks that no worker
         runs are not included.
@@ -81,6 +84,7 @@ class ForecastStep:
     due_by_tag: dict[str, int]
     late_s: float | None
     late_s_doubled: float | None
+    late_s_served: float
     backlog: int
 
 
@@ -167,6 +171,11 @@ class Forecast:
     def worst(self) -> ForecastStep | None:
         """The step whose tasks start latest; of equally late steps the one with most tasks."""
         return max(self.steps, key=rank_of, default=None)
+
+    @property
+    def peak(self) -> ForecastStep | None:
+        """The step whose tasks start latest, without the tasks that no worker runs."""
+        return max(self.steps, key=lambda step: (step.late_s_served, step.due), default=None)
 
     @property
     def late_s(self) -> float | None:

@@ -25,13 +25,40 @@ def worst_sentence(found: Forecast, show: Callable[[datetime], str]) -> str | No
     show
         Shows the start of the step, as the reader sees times.
     """
-    worst, workers = found.worst, sum(pool.workers for pool in found.pools)
+    worst, workers = found.worst, _workers(found)
     if worst is None or not worst.late_s or not workers or worst.late_s_doubled is None:
         return None
-    late, doubled = lateness_text(worst.late_s), lateness_text(worst.late_s_doubled)
     return (
-        f"{show(worst.start)} on: {count(worst.due, 'task')}, which "
-        f"{count(workers, 'worker')} would start {late}, and {2 * workers:,} workers {doubled}"
+        f"{_late_sentence(worst, worst.late_s, workers, show)}, and {2 * workers:,} workers "
+        f"{lateness_text(worst.late_s_doubled)}"
+    )
+
+
+def peak_sentences(found: Forecast, show: Callable[[datetime], str]) -> str | None:
+    """Return how late the peak starts, and how many workers are enough.
+
+    Return None if no task that workers run starts later than the target of the forecast.
+    """
+    peak, needed = found.peak, found.needed_workers
+    if peak is None or peak.late_s_served <= found.target_s:
+        return None
+    late = _late_sentence(peak, peak.late_s_served, _workers(found), show)
+    if needed is None:
+        return f"From {late}. More workers would not help, because of the limit of a tag."
+    enough = f"at most {show_duration(found.target_s)} late"
+    return f"From {late}. {count(needed, 'worker')} would start each task {enough}."
+
+
+def _workers(found: Forecast) -> int:
+    return sum(pool.workers for pool in found.pools)
+
+
+def _late_sentence(
+    step: ForecastStep, late_s: float, workers: int, show: Callable[[datetime], str]
+) -> str:
+    return (
+        f"{show(step.start)} on: {count(step.due, 'task')}, which {count(workers, 'worker')} "
+        f"would start {lateness_text(late_s)}"
     )
 
 

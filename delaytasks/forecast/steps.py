@@ -27,6 +27,7 @@ class _Step:
     due: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     late_s: float = 0.0
     late_s_doubled: float = 0.0
+    late_s_served: float = 0.0
     #: The numbers of tasks that arrive and that start in this step, of those that workers run.
     arrived: float = 0.0
     started: float = 0.0
@@ -98,6 +99,7 @@ class TimeSteps:
             step.late_s_doubled = max(step.late_s_doubled, doubled[index])
             self._late_s[each.tag] = max(self._late_s.get(each.tag, 0.0), late[index])
             if pool.workers:
+                step.late_s_served = max(step.late_s_served, late[index])
                 step.arrived += each.tasks
                 self._start(served[index], each.tasks)
         return ForecastPool(
@@ -154,6 +156,7 @@ class TimeSteps:
                         },
                         late_s=_finite(step.late_s),
                         late_s_doubled=_finite(step.late_s_doubled),
+                        late_s_served=round(step.late_s_served, 3),
                         backlog=rounded(backlog),
                     )
                 )

@@ -2,6 +2,7 @@
 
     families       the values of one metric, without a library for metrics
     snapshot       the metrics of the databases, the broker and the timer
+    peak           the metrics of a forecast
     shard_labels   the values with labels of one database
     worker         the metrics of a worker's main process
     producer       the metrics of a process that schedules tasks

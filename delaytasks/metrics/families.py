@@ -43,6 +43,7 @@ class Source(Protocol):
     def families(self) -> Iterable[Family]: ...
 
 
-def gauge(name: str, about: str, value: float | bool) -> Family:
-    """Return a metric without labels."""
-    return Family(name, about, "gauge", (), [Sample((), float(value))])
+def gauge(name: str, about: str, value: float | bool | None) -> Family:
+    """Return a metric without labels, and without a value if that is None."""
+    samples = [] if value is None else [Sample((), float(value))]
+    return Family(name, about, "gauge", (), samples)

@@ -12,7 +12,9 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.registered_worker import beat_age_s
+from delaytasks.forecast.latest import LatestForecast
 from delaytasks.metrics.families import Family, Sample, gauge
+from delaytasks.metrics.peak import peak_families
 from delaytasks.metrics.shard_labels import (
     MAX_QUEUES,
     labelled_workers,
@@ -48,6 +50,7 @@ class DatabaseMetrics:
     def __init__(self, wiring: Wiring, rest_s: float = REST_S) -> None:
         self._wiring = wiring
         self._rest_s = rest_s
+        self._forecast = LatestForecast(lambda: wiring.forecasts().of_next_week())
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()
         self._all_are_up = True
@@ -78,6 +81,7 @@ class DatabaseMetrics:
         yield from row_families(found)
         yield from worker_families(found)
         yield from service_families(found)
+        yield from peak_families(self._forecast.get() if found else None)
         if wiring.direct_timer is None:
             yield _broker_up([Sample((), float(self._is_broker_up()))])
         if wiring.redis_timer is not None:
@@ -95,7 +99,7 @@ def known_families() -> list[Family]:
     """Return all metrics of `DatabaseMetrics`, without values."""
     timer = [family._replace(samples=()) for family in _redis_timer({})]
     of_shards = [*row_families([]), *worker_families([]), *service_families([])]
-    return [_database_up([]), *of_shards, _broker_up([]), *timer]
+    return [_database_up([]), *of_shards, *peak_families(None), _broker_up([]), *timer]
 
 
 def _database_up(samples: Sequence[Sample]) -> Family:

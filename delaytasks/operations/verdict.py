@@ -54,16 +54,22 @@ class Verdict:
         return {"level": self.level, "headline": self.headline, "problems": problems}
 
 
-def verdict_of(state: DeploymentState, zone: tzinfo = UTC) -> Verdict:
-    """Judge a state. Times of day are in `zone`."""
+def verdict_of(
+    state: DeploymentState, zone: tzinfo = UTC, ahead: Sequence[Problem] = ()
+) -> Verdict:
+    """Judge a state. Times of day are in `zone`.
+
+    `ahead` has problems that will make tasks late.
+    """
     if state.is_down:
         text = f"The database does not answer: {state.databases[0].error}"
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
-    tasks = [*_stopped(state), *_late(state), *_failing(state, zone)]
+    tasks = [*_stopped(state), *_late(state), *_failing(state, zone), *ahead]
     others = [*_services(state), *_workers(state), *_held_back(state), *_paused(state)]
     problems = worst_first([*tasks, *others, *_lost(state, zone)])
-    return Verdict(worst_of(problems), _headline(state), problems[:MOST_PROBLEMS])
+    headline = _headline(state, bool(ahead))
+    return Verdict(worst_of(problems), headline, problems[:MOST_PROBLEMS])
 
 
 def worst_first(problems: Sequence[Problem]) -> list[Problem]:
@@ -74,7 +80,7 @@ def worst_of(problems: Sequence[Problem]) -> Severity:
     return max((each.level for each in problems), key=SEVERITIES.index, default="good")
 
 
-def _headline(state: DeploymentState) -> str:
+def _headline(state: DeploymentState, is_peak_ahead: bool) -> str:
     if not state.alive:
         if state.waiting or state.overdue:
             return "Stopped. No worker is alive."
@@ -82,7 +88,7 @@ def _headline(state: DeploymentState) -> str:
     if state.overdue and state.oldest is not None:
         late = show_duration((state.now - state.oldest).total_seconds())
         return f"Late. {_tasks_are(state.overdue)} overdue, the oldest by {late}."
-    flaw = _flaw(state)
+    flaw = _flaw(state) or ("a peak ahead will start late" if is_peak_ahead else None)
     return f"On time, but {flaw}." if flaw else "On time."
 
 

@@ -10,6 +10,7 @@
     api                 `delays.statistics`
     reading             reads the tables of all databases
     results             the values that it returns
+    on_time             the shares of tasks on time of an hour, a day and a week
 
 The pool processes count with `delaytasks.execution.run_counter`.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
@@ -33,6 +34,7 @@ from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
 
 if TYPE_CHECKING:
     from delaytasks.metrics.endpoint import MetricsEndpoint
+    from delaytasks.metrics.worker import WorkerMetrics
     from delaytasks.routing.shard import Shard
     from delaytasks.sharding.router import Router
     from delaytasks.timers.publisher import Publisher
@@ -109,23 +111,28 @@ class WorkerRuntime:
 
     def _make_endpoint(self) -> MetricsEndpoint | None:
         """Return what serves this worker's metrics, or None if the settings ask for none."""
-        settings, counts, pool = self.settings, self.counts, self.celery_worker.pool
+        settings = self.settings
         if settings.metrics_port is None and not settings.metrics_file:
             return None
         # Imported here, since other deployments need no client of Prometheus.
         from delaytasks.metrics.endpoint import MetricsEndpoint
+
+        path = node_format(settings.metrics_file, self.celery_worker.hostname)
+        return MetricsEndpoint(settings, self.events, path, self.metrics)
+
+    @cached_property
+    def metrics(self) -> WorkerMetrics:
+        """The metrics of this worker, which include the sweeps from the first use on."""
         from delaytasks.metrics.worker import SweepTimes, WorkerMetrics
 
-        sweep_times = SweepTimes()
+        counts, pool, sweep_times = self.counts, self.celery_worker.pool, SweepTimes()
         self.events.subscribe(sweep_times)
-        metrics = WorkerMetrics(
+        return WorkerMetrics(
             self.info,
             dict if counts is None else counts.totals,
             lambda: int(pool.limit or 1),
             sweep_times,
         )
-        path = node_format(settings.metrics_file, self.celery_worker.hostname)
-        return MetricsEndpoint(settings, self.events, path, metrics)
 
     def stop(self, is_warm: bool = False) -> None:
         """Send back what is kept, and ask other workers to continue the drains of this one.

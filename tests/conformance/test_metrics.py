@@ -9,8 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, update
 
-from delaytasks import DelayTasks
+from delaytasks import DelayTasks, NewTask
 from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.forecast import latest
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
@@ -40,6 +41,9 @@ class Values:
     def of(self, name: str, **labels: str) -> float | None:
         """Return a value of shard 0."""
         return self._values.get((f"delaytasks_{name}", frozenset({"shard": "0", **labels}.items())))
+
+    def of_forecast(self, name: str) -> float | None:
+        return self._values.get((f"delaytasks_forecast_{name}", frozenset()))
 
     def all(self, name: str) -> Iterator[Mapping[str, str]]:
         return (dict(labels) for found, labels in self._values if found == f"delaytasks_{name}")
@@ -136,6 +140,27 @@ def test_a_lease_that_has_ended_is_counted(
     assert Values(delays).of("expired_leases") == 1
 
 
+def test_the_peak_of_the_next_week_is_forecast(
+    delays: DelayTasks, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
+    values = Values(delays)
+    assert values.of_forecast("peak_late_seconds") == values.of_forecast("peak_tasks") == 0
+    assert values.of_forecast("peak_in_seconds") is None
+    store.workers.report("alive", ["default"], "prefork", 2, 0)
+    at = store.tasks.now() + timedelta(days=2)
+    delays.schedule_many(NewTask("mail", n, at=at) for n in range(3000))
+    delays.schedule_delay("mail", {}, 60)
+    delays.schedule_many([NewTask("mail", {}, at=at, queue="unserved")])
+    values = Values(delays)
+    # A process is assumed to run 17 tasks in a second.
+    assert values.of_forecast("peak_late_seconds") == pytest.approx(87, rel=0.05)
+    assert values.of_forecast("peak_tasks") == 3001
+    assert 47 * 3600 - 60 <= (values.of_forecast("peak_in_seconds") or 0) <= 48 * 3600
+    assert values.of_forecast("needed_workers") == 3, "two, and one for the other queue"
+    assert 0 <= (values.of_forecast("age_seconds") or -1) < 300
+
+
 def test_scrapes_within_the_rest_read_the_database_once(delays: DelayTasks) -> None:
     source = DatabaseMetrics(wiring_of(delays), rest_s=timedelta(hours=1).total_seconds())
     registry = registry_of(source)
@@ -152,4 +177,5 @@ def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPa
     values = Values(delays)
     assert values.of("database_up") == 0
     assert values.of("workers") is None
+    assert values.of_forecast("age_seconds") is None
     delays.close()

@@ -28,6 +28,8 @@ from delaytasks.wiring import wiring_of
 #: What other users may write into tags, keys, bodies and errors.
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">'\"{{7*7}}"
 SECRET = "card 4111-secret"
+#: What `order.close` promises.
+ON_TIME_S = 0.5
 
 
 def make_delays(url: str, **settings: Any) -> DelayTasks:
@@ -46,7 +48,7 @@ def make_delays(url: str, **settings: Any) -> DelayTasks:
     def build(body: Any) -> None:
         raise ValueError(f"no template for order {body['order']}")
 
-    @delays.processor("order.close", keep_result=True)
+    @delays.processor("order.close", keep_result=True, on_time=ON_TIME_S)
     def close(body: Any) -> Any:
         return {"closed": body["order"]}
 
@@ -116,7 +118,7 @@ def write_statistics(delays: DelayTasks) -> None:
         counts.add_outcome("retried", ago % 4)
         for number in range(runs):
             slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
-            counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, None)
+            counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, ON_TIME_S)
         unwritten.add_run(int(now.timestamp()) // 60 - ago, "order.close", counts)
     table = StatisticsTable(store.database, store.schema)
     with store.database.begin() as connection:

@@ -33,6 +33,9 @@ HEALTHY = {
     'delaytasks_worker_broker_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
     'delaytasks_worker_timer_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
     'delaytasks_beat_age_seconds{shard="0"}': "4x20 45 4x99",
+    # A small lateness is no problem, and nor is a large one that is not a forecast any more.
+    "delaytasks_forecast_peak_late_seconds": "300x75 900x45",
+    "delaytasks_forecast_peak_in_seconds": "3600x75 0x45",
     'delaytasks_timer_up{instance="w1"}': "1x120",
     'delaytasks_loop_alive{instance="w1",loop="sweep"}': "1x120",
 }
@@ -72,6 +75,13 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"worker": "w1"},
     ),
     "DelayTasksBeatSilent": ({'delaytasks_beat_age_seconds{shard="0"}': "61+60x120"}, {}),
+    "DelayTasksPeakWillBeLate": (
+        {
+            "delaytasks_forecast_peak_late_seconds": "840x120",
+            "delaytasks_forecast_peak_in_seconds": "7200x120",
+        },
+        {},
+    ),
     "DelayTasksTimerDown": ({'delaytasks_timer_up{instance="w1"}': "0x120"}, {"instance": "w1"}),
     "DelayTasksLoopDead": (
         {'delaytasks_loop_alive{instance="w1",loop="sweep"}': "0x120"},

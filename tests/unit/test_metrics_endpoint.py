@@ -79,8 +79,7 @@ def test_a_server_that_dies_is_replaced_and_reported(monkeypatch: pytest.MonkeyP
     made = endpoint_at(port, events)
     start(made)
     try:
-        wait_until(lambda: is_served(port), 20, "the metrics to be served")
-        server: Any = made._server
+        server: Any = wait_until(lambda: made._server, 20, "the metrics to be served")
         server._server.shutdown()  # ends its thread
         wait_until(lambda: events.counts["loop.restarted"] == 1, 20, "the report")
         wait_until(lambda: is_served(port), 20, "the metrics to be served again")

@@ -15,7 +15,7 @@ except ImportError as missing:
         "pip install 'delaytasks[opentelemetry]'"
     ) from missing
 
-from delaytasks.contrib.opentelemetry.gauges import observe
 from delaytasks.contrib.opentelemetry.instrumentation import instrument, uninstrument
+from delaytasks.contrib.opentelemetry.observing import observe, observe_worker
 
-__all__ = ["instrument", "observe", "uninstrument"]
+__all__ = ["instrument", "observe", "observe_worker", "uninstrument"]

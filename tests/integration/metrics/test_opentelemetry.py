@@ -200,6 +200,25 @@ def test_metrics_count_runs_and_measure_their_times(site: TracedSite, pool: str)
         assert sum(point["sum"] for point in site.measured(name)) > 0
 
 
+def test_a_worker_measures_its_pool_its_sweeps_and_runs_on_time(site: TracedSite) -> None:
+    site.worker("prefork")
+    site.wait_for(site.deployment.schedule("otel.prompt"))
+
+    def values(name: str) -> dict[str | None, float]:
+        """Return the values of a metric by tag."""
+        found = site.measured(f"delaytasks.{name}")
+        return {point["attributes"].get("delaytasks.tag"): point["value"] for point in found}
+
+    wait_until(lambda: values("sweep.count").get(None), 30, site.deployment.logs, every_s=0.1)
+    assert values("sweep.sum")[None] > 0
+    wanted: dict[str | None, float] = {"otel.prompt": 1}
+    wait_until(lambda: values("runs_on_time") == wanted, 20, site.deployment.logs, every_s=0.1)
+    assert values("runs_late") == {"otel.prompt": 0}
+    assert values("run_duration.count") == wanted
+    assert values("pool_processes") == {None: 2}
+    assert values("timer_up") == {None: 1}
+
+
 def test_gauges_show_what_the_database_contains(site: TracedSite) -> None:
     reader = InMemoryMetricReader()
     opentelemetry.observe(site.deployment.delays, MeterProvider([reader]))

@@ -12,25 +12,26 @@ from typing import Any
 import pytest
 
 from delaytasks.metrics.files import NAMES, read_file
+from delaytasks.metrics.producer import ProducerMetrics
+from delaytasks.metrics.prometheus import MetricsServer, serve
 from tests.integration.metrics.prometheus_server import PrometheusServer
 from tests.running import Deployment
 from tests.services import MissingServiceError, free_port
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-#: Metrics of features that the deployment of these tests does not use.
-ABSENT = {
-    "delaytasks_partitions_end_seconds",
-    "delaytasks_redis_timer_up",
-    "delaytasks_runs_on_time_total",
-    "delaytasks_runs_late_total",
-}
+#: The table of these tests has no partitions. The rule about them has a test with promtool.
+ABSENT = {"delaytasks_partitions_end_seconds"}
+#: Expressions about the timer `redis` have a test of their own.
+REDIS_TIMER = "delaytasks_redis_timer_"
+JOBS = ("prefork", "threads", "exporter", "producer")
 
 
 class ScrapedSite:
-    def __init__(self, folder: Path, database_url: str, redis_url: str) -> None:
-        self.deployment = Deployment(folder, database_url, redis_url)
-        self.ports = {"prefork": free_port(), "threads": free_port(), "exporter": free_port()}
+    def __init__(self, folder: Path, database_url: str, broker_url: str, **settings: Any) -> None:
+        self.deployment = Deployment(folder, database_url, broker_url, **settings)
+        self.ports = {job: free_port() for job in JOBS}
+        self._producer: MetricsServer | None = None
         rules = folder / NAMES["rules"]
         rules.write_text(read_file("rules"))
         try:
@@ -40,14 +41,32 @@ class ScrapedSite:
             pytest.skip(f"needs prometheus: {error}")
 
     def start(self) -> None:
+        metrics = ProducerMetrics.of(self.deployment.delays)
+        self._producer = serve("127.0.0.1", self.ports["producer"], metrics)
         self.deployment.beat()
         for pool in ("prefork", "threads"):
             self.deployment.worker(pool=pool, DELAYTASKS_METRICS_PORT=str(self.ports[pool]))
+        self.export()
+
+    def export(self) -> None:
         command = ["exporter", "--port", str(self.ports["exporter"])]
         exporter = self.deployment.python("exporter", "delaytasks", *command)
         wait_until(lambda: "metrics at" in exporter.log(), 30, exporter.log, every_s=0.1)
 
+    def expect_result(self, expression: str, what: str) -> None:
+        """Wait until an expression has a result. A rate needs two scrapes.
+
+        A comparison has one whatever it says: with `bool` it is 0 or 1.
+        """
+        compared = re.sub(r"==|[<>]", r"\g<0> bool", expression)
+        has_result = partial(self.prometheus.query, compared)
+        wait_until(has_result, 30, f"a result of {what}: {compared}", every_s=0.3)
+        known = set(self.prometheus.get("label/__name__/values"))
+        assert set(re.findall(r"delaytasks_\w+", expression)) <= known, what
+
     def close(self) -> None:
+        if self._producer is not None:
+            self._producer.stop()
         self.prometheus.stop()
         self.deployment.close()
 
@@ -59,8 +78,17 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Scrape
     made.close()
 
 
-def names_in(expression: str) -> set[str]:
-    return set(re.findall(r"delaytasks_\w+", expression))
+@pytest.fixture
+def redis_timer_site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[ScrapedSite]:
+    settings = {"timer": "redis", "redis_url": redis_url, "horizon_s": 120}
+    made = ScrapedSite(tmp_path, postgresql_url, redis_url, **settings)
+    yield made
+    made.close()
+
+
+def is_used(expression: str) -> bool:
+    """Return whether the deployment of the first test has these metrics."""
+    return not any(name in expression for name in (*ABSENT, REDIS_TIMER))
 
 
 def expressions_of_dashboard() -> list[tuple[str, str]]:
@@ -75,11 +103,12 @@ def expressions_of_dashboard() -> list[tuple[str, str]]:
 
 
 def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite) -> None:
-    site.start()
     d, prometheus = site.deployment, site.prometheus
+    d.schedule("test.quiet", 3600)  # the first forecast has this peak
+    site.start()
     unserved = d.schedule("test.quiet", queue="nobody")
     tasks = [d.schedule("test.quiet") for _ in range(30)]
-    d.wait_for(tasks)
+    d.wait_for([*tasks, d.schedule("test.prompt")])
     for _ in range(7):
         d.schedule("test.fail")
     failed = 'sum(delaytasks_runs_total{tag="test.fail",outcome="failed"})'
@@ -103,22 +132,23 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite)
     wait_until(lambda: prometheus.value(late) == 1, 60, "the late task", every_s=0.3)
     assert prometheus.value("delaytasks_workers") == 2
     assert prometheus.value("delaytasks_broker_up") == 1
+    assert prometheus.value("sum(delaytasks_runs_on_time_total)") == 1
+    scheduled = 'delaytasks_scheduled_total{job="producer"}'
+    wait_until(lambda: prometheus.value(scheduled) == 40, 30, "the scheduled tasks", every_s=0.3)
+    assert prometheus.value("delaytasks_forecast_peak_late_seconds") == 0
 
-    known = set(prometheus.get("label/__name__/values"))
     expressions = expressions_of_dashboard()
     assert len(expressions) > 25
     for title, text in expressions:
-        assert names_in(text) <= known | ABSENT, title
-        if not names_in(text) & ABSENT and " > 0" not in text:
-            # A rate needs two scrapes.
-            has_result = partial(prometheus.query, text)
-            wait_until(has_result, 30, f"a result of {title}: {text}", every_s=0.3)
-    check_rules(prometheus, known)
+        if is_used(text):
+            site.expect_result(text, title)
+    check_rules(site)
     d.delays.cancel(unserved.id)
 
 
-def check_rules(prometheus: PrometheusServer, known: set[str]) -> None:
-    """Check that Prometheus evaluates all rules, and which alerts are active."""
+def check_rules(site: ScrapedSite) -> None:
+    """Check that each rule compares values that exist, and which alerts are active."""
+    prometheus = site.prometheus
 
     def rules() -> list[dict[str, Any]]:
         return [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
@@ -128,7 +158,8 @@ def check_rules(prometheus: PrometheusServer, known: set[str]) -> None:
     )
     assert len(rules()) == read_file("rules").count("- alert:")
     for rule in rules():
-        assert names_in(rule["query"]) <= known | ABSENT
+        if is_used(rule["query"]):
+            site.expect_result(rule["query"], rule["name"])
 
     def active() -> set[str]:
         return {rule["name"] for rule in rules() if rule["state"] != "inactive"}
@@ -137,10 +168,25 @@ def check_rules(prometheus: PrometheusServer, known: set[str]) -> None:
     assert active() <= {"DelayTasksQueueWithoutWorker", "DelayTasksFailing"}
 
 
+def test_expressions_about_the_redis_timer_have_results(redis_timer_site: ScrapedSite) -> None:
+    site = redis_timer_site
+    site.start()
+    d, prometheus = site.deployment, site.prometheus
+    d.wait_for([d.schedule("test.quiet")])
+    expressions = [one for one in expressions_of_dashboard() if REDIS_TIMER in one[1]]
+    assert expressions
+    for title, text in expressions:
+        site.expect_result(text, title)
+    assert prometheus.value("delaytasks_redis_timer_up") == 1
+    task = d.schedule("test.quiet", 100)
+    entries = "sum(delaytasks_redis_timer_entries)"
+    wait_until(lambda: prometheus.value(entries) == 1, 60, d.logs, every_s=0.3)
+    d.delays.cancel(task.id)
+
+
 def test_without_workers_the_alert_about_them_is_pending(site: ScrapedSite) -> None:
     d, prometheus = site.deployment, site.prometheus
-    command = ["exporter", "--port", str(site.ports["exporter"])]
-    d.python("exporter", "delaytasks", *command)
+    site.export()
     task = d.schedule("test.quiet", queue="nobody")
 
     def alerts() -> set[str]:

@@ -1,0 +1,136 @@
+"""What the overview says about a peak ahead, and about the promises of processors."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from sqlalchemy import update
+
+from delaytasks import NewTask
+from delaytasks.console.viewers import Role
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.forecast import latest
+from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.storage.types import db_now_plus
+from delaytasks.wiring import wiring_of
+from tests.ui.console_site import Site, make_delays, post
+from tests.ui.test_console_pages import finish, heading
+
+PEAK = 3000
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A deployment with one worker, in which nothing is wrong."""
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'ahead.sqlite3'}"))
+    wiring = wiring_of(site.delays)
+    wiring.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
+    wiring.sweeper.sweep(0)
+    yield site
+    site.delays.close()
+
+
+def schedule_peak(site: Site) -> None:
+    at = wiring_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
+    site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(PEAK))
+
+
+def problems(text: str) -> list[str]:
+    return re.findall(r'<li class="warn">.*?</li>', text, re.DOTALL)
+
+
+def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
+    schedule_peak(quiet)
+    text = quiet.client(Role.VIEW).get("/").text
+    assert heading(text) == "! On time, but a peak ahead will start late."
+    [problem] = problems(text)
+    # A process is assumed to run 17 tasks in a second.
+    sentences = (
+        r"A peak is ahead\. From \w+ \w+ \d+, \d\d:\d\d UTC on: 3,000 tasks, which 1 worker would "
+        r"start up to 2m\d+s late\. 3 workers would start each task at most 1m late\."
+    )
+    assert re.search(sentences, problem), problem
+    assert 'href="/forecast"' in problem
+
+
+def test_a_peak_that_is_on_time_is_not_named(quiet: Site) -> None:
+    quiet.delays.schedule_many(NewTask("order.close", {}, delay=3600) for _ in range(500))
+    text = quiet.client().get("/").text
+    assert heading(text) == "✓ On time."
+    assert "A peak" not in text
+
+
+def test_tasks_that_no_worker_runs_do_not_hide_a_peak(quiet: Site) -> None:
+    schedule_peak(quiet)
+    quiet.delays.schedule_delay("feed.read", {}, timedelta(days=4), queue="feeds")
+    assert heading(quiet.client().get("/").text) == "! On time, but a peak ahead will start late."
+
+
+def test_after_a_spread_the_peak_is_no_longer_named(quiet: Site) -> None:
+    schedule_peak(quiet)
+    client = quiet.client(Role.OPERATE)
+    assert problems(client.get("/").text)
+    page = client.get("/bulk?action=spread&tag=newsletter.send&status=NOT_COMPLETE").text
+    found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', page)
+    fields = {name: html.unescape(value) for name, value in found}
+    run = post(client, "/bulk", **{**fields, "delay": "10m"}).location
+    assert f"{PEAK:,} changed" in finish(client, run)
+    assert heading(client.get("/").text) == "✓ On time."
+
+
+def test_overdue_tasks_are_no_peak_ahead(quiet: Site) -> None:
+    schedule_peak(quiet)
+    rows = wiring_of(quiet.delays).store.schema.tasks
+    with wiring_of(quiet.delays).store.database.begin() as connection:
+        connection.execute(update(rows).values(expected_time=db_now_plus(-60)))
+    text = quiet.client().get("/").text
+    assert heading(text).startswith("! Late.")
+    assert "A peak" not in text
+
+
+def test_without_a_live_worker_the_overview_names_no_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker has to be started in any case, and the forecast would be for an assumed one."""
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'stopped.sqlite3'}"))
+    schedule_peak(site)
+    text = site.client().get("/").text
+    assert heading(text) == "! Stopped. No worker is alive."
+    assert "A peak" not in text
+    site.delays.close()
+
+
+def test_the_overview_shows_the_share_on_time_and_the_error_budget_of_each_tag(quiet: Site) -> None:
+    assert "Error budget" not in quiet.client().get("/").text
+    store, now = wiring_of(quiet.delays).store, wiring_of(quiet.delays).clock.now()
+    table = StatisticsTable(store.database, store.schema)
+    for ago, tag, on_time, late in (
+        (timedelta(), "mail", 98, 2),
+        (timedelta(days=5), "mail", 700, 200),
+        (timedelta(), "alarm", 1000, 5),
+    ):
+        counts, unwritten = RunCounts(), Unwritten()
+        counts.on_time, counts.late = on_time, late
+        unwritten.add_run(int((now - ago).timestamp()) // 60, tag, counts)
+        with store.database.begin() as connection:
+            table.add(connection, unwritten, now)
+    quiet.app.extensions["delaytasks_console"].forget()
+    text = quiet.client(Role.VIEW).get("/").text
+    [card] = re.findall(r'aria-label="On time">.*?</table>', text, re.DOTALL)
+    rows = [
+        re.sub(r"<[^>]*>|\s+", " ", row).split()
+        for row in re.findall("<tr data-row>.*?</tr>", card, re.DOTALL)
+    ]
+    assert [" ".join(row) for row in rows] == [
+        "alarm – 99.50% 5 late 99.50% 5 late 99.50% 5 late 50%",
+        "mail – 98.00% 2 late 98.00% 2 late 79.80% 202 late -1920%",
+    ]
+    assert card.count("bad-text") == 4, "the shares below 99 %, and the used budget"
