@@ -14,7 +14,7 @@ from tests.running import Deployment, Process
 
 CONF: dict[str, Any] = {
     "imports": ["tests.durable_tasks"],
-    "accept_content": ["json", "pickle", "msgpack"],
+    "accept_content": ["json", "pickle", "msgpack", "yaml"],
     "result_accept_content": ["json"],
 }
 
