@@ -47,9 +47,12 @@ def here() -> Iterator[SimulationStage]:
 
 @pytest.mark.slow
 def test_there_are_no_findings_in_the_unchanged_code(here: SimulationStage) -> None:
+    claimed_ahead = 0
     for seed in range(SEEDS):
         verdict = here.play(seed, play_script)
         assert not verdict.findings, f"./dev simulate --seed {seed}\n{verdict}"
+        claimed_ahead += verdict.claimed_ahead
+    assert claimed_ahead, "no worker has claimed rows while it ran others"
 
 
 def test_playing_a_seed_again_gives_the_same_history(here: SimulationStage) -> None:
