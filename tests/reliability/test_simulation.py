@@ -185,10 +185,7 @@ def the_first_task_of_a_visit_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 def schedules_are_not_advanced_with_their_tasks(patch: pytest.MonkeyPatch) -> None:
     """Nor does the key of a task keep another one from the same occurrence."""
     patch.setattr(RecurringTable, "advance", lambda *_: None)
-    patch.setattr(RecurringTable, "taken", lambda *_: set())
-    patch.setattr(
-        RecurringTable, "write", lambda self, on, tasks: tasks and self._insert_tasks(on, tasks)
-    )
+    patch.setattr(RecurringTable, "take_keys", lambda _, on, tasks: {task.id for task in tasks})
 
 
 def unconfirmed_messages_count_as_published(patch: pytest.MonkeyPatch) -> None:
