@@ -26,10 +26,13 @@ def _facts(request: Any) -> dict[str, Any]:
     facts["root_id"] = None if request.root_id == request.id else request.root_id
     facts["is_correlated"] = request.correlation_id == request.id
     properties = request.properties or {}
-    names = (
-        "content_type", "content_encoding", "delivery_mode", "priority", "message_id", "expiration",
-    )  # fmt: skip
-    facts["properties"] = {name: properties.get(name) for name in names}
+    facts["properties"] = {
+        name: properties.get(name)
+        for name in (
+            "content_type", "content_encoding", "delivery_mode", "priority", "message_id",
+            "expiration",
+        )
+    }  # fmt: skip
     return facts
 
 
