@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 from celery import Task, shared_task
@@ -14,18 +18,21 @@ def _facts(request: Any) -> dict[str, Any]:
         "args", "kwargs", "retries", "parent_id", "group", "group_index", "timelimit", "time_limit",
         "soft_time_limit", "headers", "shadow", "ignore_result", "stamps", "stamped_headers",
         "callbacks", "errbacks", "chain", "chord", "replaced_task_nesting", "delivery_info",
-        "is_eager", "called_directly", "utc",
+        "is_eager", "called_directly", "utc", "expires", "reply_to", "origin",
     )  # fmt: skip
     # Celery 5.5 lacks some of the names.
     facts: dict[str, Any] = {name: getattr(request, name, None) for name in names}
     facts["delivery_info"]["redelivered"] = bool(facts["delivery_info"]["redelivered"])
-    facts["has"] = [name for name in ("expires", "reply_to") if getattr(request, name)]
-    facts["is_own_root"] = request.root_id == request.id == request.correlation_id
+    facts["root_id"] = None if request.root_id == request.id else request.root_id
+    facts["is_correlated"] = request.correlation_id == request.id
     properties = request.properties or {}
     facts["properties"] = {
         name: properties.get(name)
-        for name in ("content_type", "content_encoding", "delivery_mode", "priority")
-    }
+        for name in (
+            "content_type", "content_encoding", "delivery_mode", "priority", "message_id",
+            "expiration",
+        )
+    }  # fmt: skip
     return facts
 
 
@@ -101,6 +108,20 @@ def describe_order(order: OrderModel) -> str:
 @shared_task(name="durable.kind")
 def kind_of(value: Any) -> str:
     return type(value).__name__
+
+
+@shared_task(name="durable.die_once", acks_late=True, reject_on_worker_lost=True)
+def die_once(path: str) -> str:
+    """Kill the process at the first run. The message comes back, since it is acknowledged late."""
+    if not Path(path).exists():
+        Path(path).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "survived"
+
+
+@shared_task(name="durable.limited", rate_limit="1/s")
+def limited() -> float:
+    return time.time()
 
 
 @shared_task(name="durable.note")

@@ -39,8 +39,8 @@ class Proxy:
         #: The numbers of accepted connections and of connections broken by a cut.
         self.accepted = 0
         self.cut = 0
-        #: The number of requests that followed an answer on their connection, or opened it. Several
-        #: requests that were sent before the first answer are one round trip.
+        #: The number of answers. Several requests that were sent before the first answer are one
+        #: round trip, and a request without an answer is none.
         self.round_trips = 0
         self._asking: set[int] = set()
         self._listener: socket.socket | None = None
@@ -195,10 +195,10 @@ class Proxy:
 
     def _count(self, direction: str, number: int) -> None:
         with self._lock:
-            if direction == "answer":
-                self._asking.discard(number)
-            elif number not in self._asking:
+            if direction == "request":
                 self._asking.add(number)
+            elif number in self._asking:
+                self._asking.discard(number)
                 self.round_trips += 1
 
     def _cuts_now(self, number: int, data: bytes, direction: str) -> bool:

@@ -1,16 +1,13 @@
-"""A task that runs alone: the work of one process for its claim, its run and its settlement.
-
-The number of function calls does not depend on the load of the machine.
-"""
+"""A task that runs alone: the work of one process for its claim, its run and its settlement."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import ours, table
+from benchmarks.call_counts import count_calls
 from benchmarks.stage import CaseContext
 from delaytasks.core.interfaces import Entry
 
@@ -29,7 +26,7 @@ def run(stage: CaseContext) -> None:
     tasks = [ours.delays.schedule_delay(TAG, None, 0) for _ in range(WARM_UP + COUNTED + timed)]
     entries = [Entry.of(task) for task in tasks]
     _run_each(entries[:WARM_UP])
-    calls = _count_calls(entries[WARM_UP : WARM_UP + COUNTED])
+    calls = count_calls(lambda: _run_each(entries[WARM_UP : WARM_UP + COUNTED])) / COUNTED
     began = time.thread_time()
     _run_each(entries[WARM_UP + COUNTED :])
     spent_s = time.thread_time() - began
@@ -42,18 +39,3 @@ def _run_each(entries: Sequence[Entry]) -> None:
     runner = ours.delays.runner()
     for entry in entries:
         runner.run([entry])
-
-
-def _count_calls(entries: Sequence[Entry]) -> float:
-    count = 0
-
-    def observe(_frame: object, event: str, _argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(observe)
-    try:
-        _run_each(entries)
-    finally:
-        sys.setprofile(None)
-    return count / len(entries)

@@ -28,6 +28,8 @@ WORKER_LOST = "worker_lost"
 #: All names, in the order in which they are stored. A name may be appended only.
 OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
 _POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
+_OUTCOMES = len(OUTCOME_NAMES)
+_LATENESS_BUCKETS, _DURATION_BUCKETS = len(LATENESS_BOUNDS_S) + 1, len(DURATION_BOUNDS_S) + 1
 
 
 class RunCounts:
@@ -47,7 +49,7 @@ class RunCounts:
 
     def __init__(self) -> None:
         #: The number of each outcome, in the order of `OUTCOME_NAMES`.
-        self.outcomes = [0] * len(OUTCOME_NAMES)
+        self.outcomes = [0] * _OUTCOMES
         #: For tags with `on_time`: the runs that began in time, and those that did not, with the
         #: tasks that expired.
         self.on_time = self.late = 0
@@ -55,8 +57,8 @@ class RunCounts:
         self.lateness_s = self.duration_s = 0.0
         #: The largest of these times, or an upper bound of it.
         self.lateness_max_s = self.duration_max_s = 0.0
-        self.lateness = [0] * (len(LATENESS_BOUNDS_S) + 1)
-        self.duration = [0] * (len(DURATION_BOUNDS_S) + 1)
+        self.lateness = [0] * _LATENESS_BUCKETS
+        self.duration = [0] * _DURATION_BUCKETS
 
     @property
     def started(self) -> int:

@@ -115,8 +115,7 @@ class Chunk:
     @property
     def returned(self) -> list[DelayTask]:
         """The rows that were given back."""
-        with self._lock:
-            return list(self._returned)
+        return list(self._returned)
 
     @property
     def running(self) -> list[int]:
@@ -130,6 +129,8 @@ class Chunk:
 
     def give_back(self) -> int:
         """Settle the waiting rows as given back, and return their number."""
+        if not self._waiting:  # as nearly always; rows never begin to wait again
+            return 0
         with self._lock:
             returned = list(self._waiting)
             self._finished.extend(Settlement(task, "give_back") for task in returned)
@@ -183,8 +184,9 @@ class TimeBudget:
             self._changed.notify()
 
     def close(self, chunk: Chunk) -> None:
-        with self._changed:
-            self._open.pop(chunk, None)
+        if chunk in self._open:  # a chunk of a single row need not be open
+            with self._changed:
+                self._open.pop(chunk, None)
 
     @property
     def has_open(self) -> bool:

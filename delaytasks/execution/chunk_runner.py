@@ -176,7 +176,8 @@ class ChunkRunner:
         self._events.emit("chunk.claimed", count=len(tasks))
         lease_left_s = self._lease_s - (monotonic() - claimed_at)
         chunk = Chunk(self._in_order(tasks), lease_left_s, self._budget_s + waits_s)
-        chunk.keep(refused)
+        if refused:
+            chunk.keep(refused)
         # Without a watcher, a single row that runs now has nothing to settle, to give back or to
         # show before it ends, and the thread of the time budget need not wake up for it.
         if len(tasks) > 1 or waits_s or refused or self._executor.is_watched:

@@ -80,10 +80,10 @@ class RunCounter:
 
     def _add_runs(self) -> None:
         """Add the runs of the queue to the counts of their tags."""
-        runs, last, counts, on_time_s = self._runs, None, RunCounts(), None
+        runs, last, counts, on_time_s = self._runs, "", None, None
         for _ in range(len(runs)):
             tag, lateness, duration_s = runs.popleft()
-            if tag != last:  # most neighbours have the same tag
+            if counts is None or tag != last:  # most neighbours have the same tag
                 last, counts, on_time_s = tag, self._of(tag), self._on_time_s(tag)
             counts.add_run(lateness.total_seconds(), duration_s, on_time_s)
 

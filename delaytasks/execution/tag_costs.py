@@ -28,6 +28,8 @@ class TagCosts:
 
     def counted(self, tasks: Sequence[DelayTask]) -> tuple[int, float]:
         """Return how many of these rows have known tags, and the time that counts for them."""
+        if not tasks:  # as nearly always
+            return 0, 0.0
         known = [self._row_s[task.tag] for task in tasks if task.tag in self._row_s]
         return len(known), sum(min(row_s, self._time_budget_s) for row_s in known)
 

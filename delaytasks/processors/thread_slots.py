@@ -80,6 +80,8 @@ class ThreadSlots:
 
     def ended(self) -> tuple[int, float]:
         """Return the rows that ended since the last call, and their time divided by the slots."""
+        if not self._ended:  # as in a process without concurrent calls
+            return 0, 0.0
         with self._changed:
             ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
             return ended

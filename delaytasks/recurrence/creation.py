@@ -101,7 +101,7 @@ class Creation:
             if tasks >= BATCH_TASKS and each is not found[-1]:
                 last = each  # after an outage, each schedule may have many missed occurrences
                 break
-        visits = self._without_taken(on, visits)
+        visits = self._with_keys(on, visits)
         self._table.write(on, [task for visit in visits for _, task in visit.tasks])
         self._table.advance(on, [advance for visit in visits if (advance := visit.advance)])
         return visits, last
@@ -122,16 +122,14 @@ class Creation:
         ]
         return Visit(schedule, planned, tasks)
 
-    def _without_taken(self, on: Any, visits: Sequence[Visit]) -> list[Visit]:
-        """Leave out the occurrences that have a live task already."""
-        keys = [task.key for visit in visits for _, task in visit.tasks if task.key is not None]
-        taken = self._table.taken(on, keys)
-        if not taken:
-            return list(visits)
+    def _with_keys(self, on: Any, visits: list[Visit]) -> list[Visit]:
+        """Take the keys of the tasks, and leave out the occurrences that have a live task."""
+        tasks = [task for visit in visits for _, task in visit.tasks]
+        free = self._table.take_keys(on, tasks)
+        if len(free) == len(tasks):
+            return visits
         return [
-            visit._replace(
-                tasks=[each for each in visit.tasks if (each[1].tag, each[1].key) not in taken]
-            )
+            visit._replace(tasks=[each for each in visit.tasks if each[1].id in free])
             for visit in visits
         ]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import and_, delete, func, insert, or_, select, update
+from sqlalchemy import and_, delete, func, insert, null, or_, select, true, update
 
 from delaytasks.core.errors import RecurringNotFoundError
 from delaytasks.core.interfaces import CallerConnection
@@ -15,7 +15,7 @@ from delaytasks.core.states import LIVE
 from delaytasks.core.task import DelayTask
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.storage.database import Database
-from delaytasks.storage.inserts import BulkInsert, Insert
+from delaytasks.storage.inserts import BulkInsert, Insert, skipping_insert
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import instant_text, json_rows, listed
 from delaytasks.storage.schema import BODY, Schema
@@ -28,6 +28,8 @@ SCHEDULE_COLUMNS = (
     "missed most_missed overlap is_declared is_paused next_at last_at last_task_id version "
     "create_time update_time updated_by id"
 ).split()
+#: The columns that the sweep does not read. An instant takes longer to read than any other value.
+_UNREAD = ("last_at", "create_time", "update_time")
 _FIELD_OF = {"message_body": "body_json", "headers": "headers_json"}
 #: The values of each row of `advance`.
 _ADVANCED = ("name", "version", "next_at", "last_at", "last_task_id")
@@ -51,17 +53,28 @@ class RecurringTable:
         self._schema = schema
         self._r = r = schema.recurring
         self._columns = [r.c[name] for name in SCHEDULE_COLUMNS]
+        self._swept = [
+            null().label(name) if name in _UNREAD else r.c[name] for name in SCHEDULE_COLUMNS
+        ]
         self._insert = Insert(database, r, SCHEDULE_COLUMNS)
         self._keys = TaskKeys(database, schema)
         self._insert_tasks = BulkInsert(database, schema)
         keys, t = schema.keys, schema.tasks
-        self._taken = select(keys.c.tag, keys.c.task_key).where(
+        self._owners = select(keys.c.tag, keys.c.task_key, keys.c.task_id).where(
             listed(database, keys.c.task_key, "task_keys")
         )
         new = json_rows(database, ("tag", "task_key", "id"))
-        self._insert_keys = insert(keys).from_select(
-            ["tag", "task_key", "task_id"], select(new.c.tag, new.c.task_key, new.c.id)
-        )
+        rows = select(new.c.tag, new.c.task_key, new.c.id)
+        skipping, names = skipping_insert(database), ["tag", "task_key", "task_id"]
+        self._insert_keys = insert(keys).from_select(names, rows)
+        if skipping is not None:
+            # Without a condition, SQLite would read ON CONFLICT as that of a join.
+            self._insert_keys = (
+                skipping(keys)
+                .from_select(names, rows.where(true()))
+                .on_conflict_do_nothing()
+                .execution_options(preserve_rowcount=True)
+            )
         self._live = select(t.c.id).where(
             listed(database, t.c.id, "ids"), t.c.status.in_([int(status) for status in LIVE])
         )
@@ -154,9 +167,12 @@ class RecurringTable:
     def due(
         self, on: Any, until: datetime, after: RecurringSchedule | None, limit: int
     ) -> list[RecurringSchedule]:
-        """Lock and return the schedules with an occurrence up to `until`, the earliest first."""
+        """Lock and return the schedules with an occurrence up to `until`, the earliest first.
+
+        Their `last_at`, `create_time` and `update_time` are None.
+        """
         r = self._r
-        query = select(*self._columns).where(r.c.next_at <= until)
+        query = select(*self._swept).where(r.c.next_at <= until)
         if after is not None:
             same = and_(r.c.next_at == after.next_at, r.c.name > after.name)
             query = query.where(
@@ -190,17 +206,28 @@ class RecurringTable:
             return set()
         return set(on.execute(self._live, {"ids": sorted(ids)}).scalars())
 
-    def taken(self, on: Any, keys: Collection[str]) -> set[tuple[str, str]]:
-        """Return the tags and keys that live tasks have."""
-        if not keys:
-            return set()
-        return {(row[0], row[1]) for row in on.execute(self._taken, {"task_keys": sorted(keys)})}
+    def take_keys(self, on: Any, tasks: Sequence[DelayTask]) -> set[int]:
+        """Insert the keys of new tasks, and return the ids of the tasks whose keys were free."""
+        if tasks and not self._db.can.insert_or_skip:
+            taken = {(tag, key) for tag, key, _ in self._key_rows(on, tasks)}
+            tasks = [task for task in tasks if (task.tag, task.key) not in taken]
+        ids = {task.id for task in tasks}
+        if not tasks:
+            return ids
+        rows = [{"tag": task.tag, "task_key": task.key, "id": task.id} for task in tasks]
+        inserted = on.execute(self._insert_keys, {"rows": dump_json(rows)}).rowcount
+        if inserted == len(tasks):
+            return ids
+        return ids & {id for _, _, id in self._key_rows(on, tasks)}
+
+    def _key_rows(self, on: Any, tasks: Sequence[DelayTask]) -> Sequence[Any]:
+        keys = sorted(task.key for task in tasks if task.key is not None)
+        rows: Sequence[Any] = on.execute(self._owners, {"task_keys": keys}).all()
+        return rows
 
     def write(self, on: Any, tasks: Sequence[DelayTask]) -> None:
-        """Insert tasks whose keys are free."""
+        """Insert tasks that have their keys already."""
         if tasks:
-            rows = [{"tag": task.tag, "task_key": task.key, "id": task.id} for task in tasks]
-            on.execute(self._insert_keys, {"rows": dump_json(rows)})
             self._insert_tasks(on, tasks)
 
     def ids_of_keys(self, on: Any, tag: str, keys: Sequence[str]) -> list[int]:

@@ -108,8 +108,10 @@ class RecurringSchedule:
     @property
     def task_options(self) -> tuple[str | None, str | None]:
         """The headers and the meta of each task, as the row of the task stores them."""
+        if self.headers_json is None:
+            return None, None
         try:
-            headers = json.loads(self.headers_json or "{}")
+            headers = json.loads(self.headers_json)
             meta = headers.pop(META, None)
         except (ValueError, AttributeError, RecursionError):
             return self.headers_json, None  # another program has written them

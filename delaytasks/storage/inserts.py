@@ -136,8 +136,8 @@ class BulkInsert:
                 left += some
                 continue
             values: list[Any] = []
-            for id, body, *others in some:
-                values += (id, body, *bound(others[0]), *bound(*others[1:]))
+            for id, body, due, key, *others in some:
+                values += (id, body, *bound(due), key, *bound(*others))
             on.exec_driver_sql(statement, tuple(values))
         self._insert_all(on, left, names)
 
@@ -234,13 +234,14 @@ def _part(rows: Iterator[tuple[Any, ...]], known: dict[Any, str]) -> str:
     lines: list[str] = []
     size = 0
     for row in itertools.islice(rows, _COPY_ROWS):
-        id, body, due = row[:DIFFERING_COLUMNS]
+        id, body, due, key = row[:DIFFERING_COLUMNS]
         common = row[DIFFERING_COLUMNS:]
         if due not in known:
             known[due] = str(due)
         if common not in known:
             known[common] = "\t".join(map(_field, common))
-        line = f"{id}\t{_field(body)}\t{known[due]}\t{known[common]}\n"
+        shown_key = "\\N" if key is None else _field(key)
+        line = f"{id}\t{_field(body)}\t{known[due]}\t{shown_key}\t{known[common]}\n"
         lines.append(line)
         size += len(line)
         if size > _COPY_CHARACTERS:

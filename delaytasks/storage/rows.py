@@ -44,6 +44,7 @@ _ATTRIBUTES = {
     "id": "id",
     "message_body": "body_json",
     "expected_time": "expected_time",
+    "task_key": "key",
     "tag": "tag",
     "status": "status",
     "version": "version",
@@ -52,14 +53,13 @@ _ATTRIBUTES = {
     "update_time": "create_time",
     "queue": "queue",
     "priority": "priority",
-    "task_key": "key",
     "headers": "headers_json",
     "concurrency_key": "concurrency_key",
     "meta": "meta_json",
 }
 NEW_COLUMNS = tuple(_ATTRIBUTES)
-#: The first columns, which differ in nearly all rows.
-DIFFERING_COLUMNS = 3
+#: The first columns, which differ in nearly all rows, or are NULL.
+DIFFERING_COLUMNS = 4
 _TAG = NEW_COLUMNS.index("tag")
 #: The columns of new rows without meta, so that the others cost nothing.
 PLAIN_COLUMNS = tuple(name for name in NEW_COLUMNS if name != "meta")

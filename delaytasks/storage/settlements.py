@@ -48,6 +48,7 @@ _NEW = (
     "never_ran",
 )
 _INSTANTS = ("execution_time", "expected_time", "due_time")
+_SHARED_NAMES = {name: shared_name(name) for name in (*_NEW, "version")}
 
 #: Ids in one notice, which has at most 8,000 bytes.
 NOTICE_IDS = 300
@@ -125,6 +126,8 @@ class Settlements:
         """Notify those who wait for the ends of these tasks, where the database can do that."""
         ended = [s for s in settlements if s.announces_end and s.target in FINISHED]
         ids = [str(s.task.id) for s in ended if s.task.id in accepted]
+        if not ids:
+            return
         payloads = [" ".join(some) for some in batches(ids, NOTICE_IDS)]
         try:
             self._notices.send(payloads, on)
@@ -237,7 +240,7 @@ class Settlements:
             each = zip(*(columns[name] for name in own), strict=True)
             parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
         if are_alike:
-            parameters |= {shared_name(name): columns[name][0] for name in shared}
+            parameters |= {_SHARED_NAMES[name]: columns[name][0] for name in shared}
         if statement(connection, parameters).row_count == len(ordered):
             return set(columns["id"])
         # Some leases were lost, or an earlier try of the same settlement was committed and its
@@ -269,7 +272,9 @@ def _is_shared(values: Sequence[Any]) -> bool:
     Texts are not shared, since MariaDB would use a temporary table on disk.
     """
     first = values[0]
-    return (first is None or isinstance(first, int)) and values.count(first) == len(values)
+    if first is not None and not isinstance(first, int):
+        return False
+    return values.count(first) == len(values)
 
 
 def _may_release_key(settlement: Settlement) -> bool:

@@ -65,6 +65,9 @@ class DelaysStep(bootsteps.StartStopStep):
         queues = runtime.processes.queues
         check_time_limits(runtime.registry, self._wiring.queues, queues, worker.pool)
         log_tags((processor.tag for processor in runtime.registry), queues)
+        warn_of_blocking_driver(
+            worker.pool, (shard.store.database.url.drivername for shard in runtime.shards)
+        )
         runtime.start()
 
     def stop(self, worker: Any) -> None:
@@ -76,6 +79,15 @@ class DelaysStep(bootsteps.StartStopStep):
     def info(self, worker: Any) -> dict[str, Any]:
         """Return what `celery inspect stats` shows."""
         return {"delaytasks": worker.delays_runtime.info()}
+
+
+def warn_of_blocking_driver(celery_pool: Any, drivers: Iterable[str]) -> None:
+    """Warn if greenlets share a thread with psycopg2, which waits in C, where no greenlet runs."""
+    if getattr(celery_pool, "is_green", False) and "postgresql+psycopg2" in drivers:
+        logger.warning(
+            "delaytasks: with psycopg2, each statement stops all greenlets of this worker until "
+            "the database answers: begin delaytasks_database_url with postgresql+psycopg://"
+        )
 
 
 def log_tags(tags: Iterable[str], queues: Iterable[str]) -> None:

@@ -60,6 +60,9 @@ class Pool:
     def size(self) -> int:
         """How many chunks the pool runs simultaneously."""
         pool = self._celery_pool
+        # Before Celery 5.7, a pool of greenlets counts those that run as its processes.
+        if getattr(pool, "is_green", False):
+            return int(pool.limit or 1)
         return int(getattr(pool, "num_processes", None) or pool.limit or 1)
 
     def rest(self) -> None:

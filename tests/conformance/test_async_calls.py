@@ -7,18 +7,21 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 from sqlalchemy import event
+from sqlalchemy.ext.asyncio import AsyncSession
 
-from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks import DelayTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
 from delaytasks.operations.single_tasks import SingleTasks
 from delaytasks.wiring import wiring_of
 from tests.event_loops import (
     LIMIT_S,
     MOST_BLOCKED_S,
     WaitingTimer,
+    engine_at,
     let_arm,
     own_threads,
     run,
@@ -97,6 +100,42 @@ def test_the_thread_has_the_context_variables_of_the_caller(
 
     run(both())
     assert sorted(seen) == ["acme", "umbrella"]
+
+
+def test_the_handle_of_a_processor_has_the_twins_of_its_methods(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    @delays.processor("order.close", queue="orders")
+    def close_order(body: dict[str, int]) -> None: ...
+
+    at = datetime(2031, 1, 1, tzinfo=timezone.utc)
+
+    async def go() -> None:
+        first = await close_order.aschedule({"order": 1}, "1h", key="1", priority=3)
+        assert (first.tag, first.queue, first.key) == ("order.close", "orders", "1")
+        assert (first.body, first.priority, first.delay_s) == ({"order": 1}, 3, 3600)
+        with pytest.raises(DuplicateTaskError):
+            await close_order.aschedule({"order": 1}, 60, key="1")
+        kept = await close_order.aschedule_at({"order": 9}, at, key="1", on_conflict="keep")
+        assert kept.id == first.id
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            second = await close_order.aschedule_at({"order": 2}, at, key="2", session=session)
+            await close_order.aschedule({"order": 3}, 60, session=session)
+            assert len(await close_order.afind(session=session)) == 3
+            await session.rollback()
+        assert (second.expected_time, second.key) == (at, "2")
+        await delays.aschedule_delay("other", {}, 60)
+        second = await close_order.aschedule_at({"order": 2}, at, key="2")
+        page = await close_order.afind(newest_first=True, limit=1)
+        assert [task.id for task in page] == [second.id]
+        rest = await close_order.afind(newest_first=True, cursor=page.cursor)
+        assert [task.id for task in rest] == [first.id]
+        with pytest.raises(StaleVersionError):
+            await close_order.acancel(key="1", version=7, strict=True)
+        assert (await close_order.acancel(key="1")).id == first.id
+        assert [task.key for task in await close_order.afind(status="NOT_COMPLETE")] == ["2"]
+
+    run(go())
 
 
 class BlockedCancellations:

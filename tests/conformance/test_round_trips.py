@@ -1,4 +1,4 @@
-"""The number of round trips to PostgreSQL and Redis per call and per chunk.
+"""The number of round trips to each database and broker per call and per chunk.
 
 A proxy counts them. docs/how-it-works.md shows the numbers; `python -m tests.unit.test_docs` writes
 them there.
@@ -33,31 +33,55 @@ class RoundTrips(NamedTuple):
     broker: int
 
 
+class ByServers(NamedTuple):
+    """The round trips of a step."""
+
+    postgresql_redis: RoundTrips
+    mysql_rabbitmq: RoundTrips
+
+
+def _only(postgresql: int, mysql: int) -> ByServers:
+    """Return the round trips of a step without a broker."""
+    return ByServers(RoundTrips(postgresql, 0), RoundTrips(mysql, 0))
+
+
 #: The rows of the table in the docs.
 ROUND_TRIPS = {
-    "`schedule_delay`, due beyond the horizon": RoundTrips(1, 0),
-    "`schedule_delay`, due within the horizon": RoundTrips(1, 0),
-    "`schedule_delay` in the caller's transaction": RoundTrips(1, 0),
-    "commit of the caller's transaction, after a call due within the horizon": RoundTrips(1, 0),
-    "in a thread: arming up to 100 tasks of these calls together": RoundTrips(0, 1),
-    "claim of a chunk": RoundTrips(1, 0),
-    "settlement of a chunk": RoundTrips(1, 0),
+    "`schedule_delay`, due beyond the horizon": _only(1, 1),
+    "`schedule_delay`, due within the horizon": _only(1, 1),
+    "`schedule_delay` with a key": _only(4, 4),
+    "`schedule_delay` in the caller's transaction": _only(1, 1),
+    # On MariaDB, the pool of the caller's engine sends ROLLBACK after the commit.
+    "commit of the caller's transaction, after a call due within the horizon": _only(1, 2),
+    "`apply_async` of a [durable Celery task](durable-eta.md)": _only(4, 4),
+    # RabbitMQ sends no answer to these messages.
+    "in a thread: arming up to 100 tasks of these calls together": ByServers(
+        RoundTrips(0, 1), RoundTrips(0, 0)
+    ),
+    "claim of a chunk": _only(1, 3),
+    "settlement of a chunk": _only(1, 1),
+    "settlement of a chunk of tasks with keys": _only(5, 4),
 }
 
 
 class TripCounter:
     """A `DelayTasks` and a runner that reach their servers through counting proxies."""
 
-    def __init__(self, database_url: str, broker_url: str) -> None:
+    def __init__(self, servers: str, database_url: str, broker_url: str) -> None:
+        self._servers = servers
         self._database, self._broker = proxy_to(database_url), proxy_to(broker_url)
         self.url = self._database.url(database_url)
-        app = Celery("trips", broker=self._broker.url(broker_url), set_as_current=False)
+        self.app = Celery("trips", broker=self._broker.url(broker_url), set_as_current=False)
         # A slow machine does not settle a part of a chunk at the end of its time budget.
         self.delays = DelayTasks(
-            app, self.url, table_prefix=f"{NAME}_", namespace=NAME, chunk_time_budget_s=10
+            self.app, self.url, table_prefix=f"{NAME}_", namespace=NAME, chunk_time_budget_s=10
         )
         self.store = open_store(self.url, table_prefix=f"{NAME}_")
         self._last = RoundTrips(0, 0)
+
+    def expected(self, step: str) -> RoundTrips:
+        trips: RoundTrips = getattr(ROUND_TRIPS[step], self._servers)
+        return trips
 
     def since_last(self) -> RoundTrips:
         """Return the round trips since the last call of this method."""
@@ -77,26 +101,31 @@ class TripCounter:
         with self.store.database.begin() as connection:
             self.store.schema.metadata.drop_all(connection)
         self.store.close()
+        publisher = wiring_of(self.delays).publisher
+        with self.app.connection_for_write() as connection:
+            queue = publisher.queue("default")(connection)
+            queue.delete()
+            queue.exchange.delete()
+            delete_keys(connection, NAME)
         self.delays.close()
+        self.app.close()
         self._database.close()
         self._broker.close()
 
 
-@pytest.fixture
+@pytest.fixture(params=["postgresql_redis", pytest.param("mysql_rabbitmq", marks=pytest.mark.slow)])
 def counter(
-    postgresql_url: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TripCounter]:
     # Once a second, a process that no worker leads reads the policies besides.
     monkeypatch.setattr(policy_cache, "POLICY_REFRESH_S", 3600)
     # The thread arms only when the test flushes.
     for name in ("ARM_DELAY_S", "ARM_DELAY_PART"):
         monkeypatch.setattr(background, name, 3600)
-    made = TripCounter(postgresql_url, redis_url)
+    urls = (request.getfixturevalue(f"{name}_url") for name in request.param.split("_"))
+    made = TripCounter(request.param, *urls)
     yield made
     made.close()
-    app = Celery("trips", broker=redis_url, set_as_current=False)
-    with app.connection_for_write() as connection:
-        delete_keys(connection, NAME)
 
 
 @pytest.mark.parametrize(("where", "delay"), [("beyond", FAR_S), ("within", NEAR_S)])
@@ -106,7 +135,23 @@ def test_a_call_makes_these_round_trips(counter: TripCounter, where: str, delay:
 
     schedule()  # opens the connections
     counter.flush()
-    assert counter.of(schedule) == ROUND_TRIPS[f"`schedule_delay`, due {where} the horizon"]
+    expected = counter.expected(f"`schedule_delay`, due {where} the horizon")
+    assert counter.of(schedule) == expected
+
+
+def test_a_call_with_a_key_makes_these_round_trips(counter: TripCounter) -> None:
+    counter.delays.schedule_delay("note", None, FAR_S, key="1")  # opens the connections
+    trips = counter.of(lambda: counter.delays.schedule_delay("note", None, FAR_S, key="2"))
+    assert trips == counter.expected("`schedule_delay` with a key")
+
+
+def test_a_call_of_a_durable_celery_task_makes_these_round_trips(counter: TripCounter) -> None:
+    @counter.app.task(durable_eta=True, shared=False)
+    def remind() -> None: ...
+
+    remind.apply_async(countdown=FAR_S)  # opens the connections
+    trips = counter.of(lambda: remind.apply_async(countdown=FAR_S))
+    assert trips == counter.expected("`apply_async` of a [durable Celery task](durable-eta.md)")
 
 
 def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: TripCounter) -> None:
@@ -115,7 +160,7 @@ def test_entries_of_several_calls_are_armed_in_one_round_trip(counter: TripCount
     for _ in range(100):
         counter.delays.schedule_delay("note", None, NEAR_S)
     name = "in a thread: arming up to 100 tasks of these calls together"
-    assert counter.of(counter.flush) == ROUND_TRIPS[name]
+    assert counter.of(counter.flush) == counter.expected(name)
 
 
 def test_a_call_in_the_callers_transaction_makes_these_round_trips(counter: TripCounter) -> None:
@@ -133,25 +178,27 @@ def test_a_call_in_the_callers_transaction_makes_these_round_trips(counter: Trip
     counter.flush()
     scheduled, committed = schedule()
     engine.dispose()
-    assert scheduled == ROUND_TRIPS["`schedule_delay` in the caller's transaction"]
+    assert scheduled == counter.expected("`schedule_delay` in the caller's transaction")
     name = "commit of the caller's transaction, after a call due within the horizon"
-    assert committed == ROUND_TRIPS[name]
+    assert committed == counter.expected(name)
 
 
-@pytest.mark.parametrize("rows", [1, 50])
-def test_a_chunk_makes_these_round_trips(counter: TripCounter, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "has_keys"), [(1, False), (50, False), (1, True), (50, True)])
+def test_a_chunk_makes_these_round_trips(counter: TripCounter, rows: int, has_keys: bool) -> None:
     claims: list[RoundTrips] = []
     counter.delays.processor("note")(lambda body: claims.append(counter.since_last()))
     runner = counter.delays.runner()
 
     def run() -> RoundTrips:
         """Return the round trips after the last row has run."""
-        tasks = [counter.delays.schedule_delay("note", None, 0) for _ in range(rows)]
+        keys = [str(n) if has_keys else None for n in range(rows)]
+        tasks = [counter.delays.schedule_delay("note", None, 0, key=key) for key in keys]
         counter.flush()
         return counter.of(lambda: runner.run([Entry.of(task) for task in tasks]))
 
     run()  # opens the connections and prepares the statements
     claims.clear()
     settled = run()
-    assert claims == [ROUND_TRIPS["claim of a chunk"]] + [RoundTrips(0, 0)] * (rows - 1)
-    assert settled == ROUND_TRIPS["settlement of a chunk"]
+    assert claims == [counter.expected("claim of a chunk")] + [RoundTrips(0, 0)] * (rows - 1)
+    name = "settlement of a chunk of tasks with keys" if has_keys else "settlement of a chunk"
+    assert settled == counter.expected(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -13,6 +14,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.operations import waiting
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
+from tests.event_loops import run as run_coroutine
 from tests.waiting import wait_until
 
 #: The connections whose last statement began to listen for ends of tasks in this test's table.
@@ -103,3 +105,34 @@ def test_without_notices_the_row_is_read(
         future = begin_wait(pool, delays, task)
         run(delays, task)
         assert future.result(20).result == 1
+
+
+def test_several_coroutines_wait_for_results(delays: DelayTasks) -> None:
+    delays.processor("sum", keep_result=True)(sum)
+    delays.processor("fails")(lambda body: Fail("no"))
+    tasks = [delays.schedule_delay("sum", [n, 1], 0, key=str(n)) for n in range(3)]
+    fails = delays.schedule_delay("fails", None, 0)
+
+    async def go() -> list[DelayTask]:
+        waits = [delays.await_(task, 20) for task in [*tasks, tasks[0], fails]]
+        waits.append(delays.await_(tag="sum", key="1", timeout="20s"))
+        together = asyncio.gather(*waits)
+        await asyncio.wait([together], timeout=0.1)
+        assert not together.done(), "they wait for tasks that have not run"
+        await asyncio.to_thread(run, delays, *tasks, fails)
+        return await together
+
+    ended = run_coroutine(go())
+    assert [task.result for task in ended] == [1, 2, 3, 1, None, 2]
+    assert ended[4].status is Status.FAILED
+    assert run_coroutine(delays.await_(tasks[0].id, 0)).result == 1, "it has ended before"
+
+
+@pytest.mark.parametrize("timeout", [0, 0.05, "50ms"])
+def test_a_coroutine_gets_a_timeout_too(delays: DelayTasks, timeout: Any) -> None:
+    task = delays.schedule_delay("mail", {}, 60)
+    with pytest.raises(WaitTimeoutError, match="NOT_COMPLETE") as caught:
+        run_coroutine(delays.await_(task, timeout))
+    assert caught.value.id == task.id
+    with pytest.raises(TaskNotFoundError):
+        run_coroutine(delays.await_(7, 1))

@@ -71,8 +71,11 @@ def test_a_running_task_hears_of_its_cancellation_and_is_not_retried(
         d.wait_for([other], Status.CANCELLED)
 
 
-def test_terminate_interrupts_a_processor_that_checks_nothing(deploy: Deploy) -> None:
-    d = deploy("postgresql")
+@pytest.mark.parametrize("database", ["postgresql", "mysql"])
+def test_terminate_interrupts_a_processor_that_checks_nothing(
+    deploy: Deploy, database: str
+) -> None:
+    d = deploy(database)
     worker = d.worker(concurrency=2)
     task, other = begun(d, "cancel.deaf"), begun(d, "cancel.deaf")
     assert d.delays.cancel(task, terminate=True).is_requested

@@ -174,16 +174,22 @@ def test_a_key_that_is_not_a_list_keeps_no_other_queue_from_its_messages(far: Fa
     ]
 
 
-def test_a_worker_receives_several_messages_in_a_round_trip_to_a_distant_redis(
-    tmp_path: Path, postgresql_url: str, redis_url: str
+@pytest.mark.parametrize("arm", ["inline", "background"])
+@BROKERS
+def test_a_worker_receives_several_tasks_in_a_round_trip_to_a_distant_broker(
+    tmp_path: Path, postgresql_url: str, request: pytest.FixtureRequest, broker: str, arm: str
 ) -> None:
-    """With one message in each round trip of 0.1 s, a hundred messages would take ten seconds."""
-    place = proxy_to(redis_url)
+    """With one task in each round trip of 0.1 s, a hundred tasks would take ten seconds.
+
+    With `arm="inline"` each task has a message of its own.
+    """
+    broker_url = request.getfixturevalue(f"{broker}_url")
+    place = proxy_to(broker_url)
     place.delay_s = DELAY_S
     # Only messages can start tasks within the time of this test.
-    d = Deployment(tmp_path, postgresql_url, redis_url, arm="inline", self_sweep_s=600, grace_s=60)
+    d = Deployment(tmp_path, postgresql_url, broker_url, arm=arm, self_sweep_s=600, grace_s=60)
     try:
-        d.conf["broker_url"] = place.url(redis_url)
+        d.conf["broker_url"] = place.url(broker_url)
         worker = d.worker(concurrency=1)
         ids = {str(d.schedule().id) for _ in range(100)}
         wait_until(lambda: {run[0] for run in d.runs()} == ids, 7, worker.log)

@@ -33,7 +33,10 @@ def site(
 ) -> Iterator[Deployment]:
     url = "memory://" if broker == "direct" else request.getfixturevalue(broker)
     settings: dict[str, Any] = {"timer": "direct"} if broker == "direct" else {}
-    made = Deployment(tmp_path, request.getfixturevalue(database), url, **settings)
+    database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
+    if database != "sqlite":
+        database_url = request.getfixturevalue(database)
+    made = Deployment(tmp_path, database_url, url, **settings)
     yield made
     made.close()
 
@@ -47,18 +50,22 @@ def tasks_of(site: Deployment, tag: str = "test.note") -> list[DelayTask]:
     [
         combination("postgresql_url", "redis_url", is_quick=True),
         combination("mysql_url", "rabbitmq_url"),
+        combination("sqlite", "redis_url"),
         combination("postgresql_url", "direct"),
     ],
 )
-def test_each_occurrence_runs_once_on_time_while_workers_are_killed(site: Deployment) -> None:
-    first = site.worker(pool="threads")
+def test_each_occurrence_runs_once_on_time_while_workers_and_beats_are_killed(
+    site: Deployment,
+) -> None:
+    first = [site.worker(pool="threads")]
     site.worker(pool="threads")
     if site.settings.get("timer") != "direct":
-        site.beat()
+        first.append(site.beat())
         site.beat()
     site.delays.recurring.set("each second", "test.note", {"file": str(site.file)}, every="1s")
     wait_until(lambda: len(site.runs()) >= 5, 30, lambda: f"five runs\n{site.logs()}", every_s=0.1)
-    first.kill()
+    for process in first:
+        process.kill()
     wait_until(lambda: len(site.runs()) >= 15, 30, lambda: f"15 runs\n{site.logs()}", every_s=0.1)
     site.delays.recurring.pause("each second")
     done = [task for task in tasks_of(site) if task.status is not Status.CANCELLED]

@@ -23,8 +23,18 @@ POOLS = [
     combination("sqlite", "filesystem", "prefork"),
     combination("sqlite", "filesystem", "threads", is_quick=True),
     combination("sqlite", "filesystem", "solo"),
+    combination("psycopg", "redis", "gevent"),
+    combination("mysql", "rabbitmq", "gevent"),
 ]
-in_each_pool = pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
+in_each_pool = pytest.mark.parametrize(
+    ("database", "pool"),
+    [
+        ("postgresql", "prefork"),
+        ("postgresql", "threads"),
+        ("postgresql", "solo"),
+        ("psycopg", "gevent"),
+    ],
+)
 WAITS = ["test.wait", "test.async"]
 
 
@@ -72,8 +82,13 @@ def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
 
 @in_each_pool
 @pytest.mark.parametrize("tag", WAITS)
-def test_a_worker_that_stops_waits_for_what_waits(deploy: Deploy, pool: str, tag: str) -> None:  # noqa: F811
-    d = deploy()
+def test_a_worker_that_stops_waits_for_what_waits(
+    deploy: Deploy,  # noqa: F811
+    database: str,
+    pool: str,
+    tag: str,
+) -> None:
+    d = deploy(database)
     worker = d.worker(pool=pool)
     tasks = [d.schedule(tag, 0, body={"seconds": 3}) for _ in range(5)]
     wait_until(lambda: len(began(d)) == 5, 10, "them to begin")
@@ -96,8 +111,12 @@ def test_what_waits_in_a_worker_that_is_told_to_quit_runs_elsewhere(deploy: Depl
 
 
 @in_each_pool
-def test_the_leases_of_what_waits_for_long_are_renewed(deploy: Deploy, pool: str) -> None:  # noqa: F811
-    d = deploy(lease_s=2)
+def test_the_leases_of_what_waits_for_long_are_renewed(
+    deploy: Deploy,  # noqa: F811
+    database: str,
+    pool: str,
+) -> None:
+    d = deploy(database, lease_s=2)
     d.worker(pool=pool)
     tasks = [d.schedule(tag, 0, body={"seconds": 7}) for tag in WAITS]
     d.wait_for(tasks)

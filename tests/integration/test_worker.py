@@ -39,6 +39,9 @@ COMBINATIONS = [
     combination("sqlite", "filesystem", "prefork"),
     combination("sqlite", "filesystem", "threads"),
     combination("sqlite", "filesystem", "solo", is_quick=True),
+    combination("psycopg", "redis", "gevent"),
+    combination("mysql", "rabbitmq", "gevent"),
+    combination("sqlite", "filesystem", "gevent"),
 ]
 Deploy = Callable[..., Deployment]
 #: A row that blocks its chunk runs for this many seconds.

@@ -22,6 +22,8 @@ async def use_asyncio() -> None:
     assert_type((await delays.afind(status="FAILED")).tasks, list[DelayTask])
     assert_type(await delays.acancel_many(tag="order.close"), BulkResult)
     assert_type(await delays.aset_policy(tag="order.close", concurrency=2), Policy)
+    assert_type(await delays.await_(7, "30s"), DelayTask)
+    assert_type(await delaytasks.await_(tag="order.close", key="1"), DelayTask)
     async for finding in delays.acheck():
         assert_type(finding.tag, str)
     await delays.aschedule_delay("order.close", {}, object())  # type: ignore[arg-type]

@@ -347,10 +347,11 @@ def moves_table() -> str:
 
 
 def round_trips_table() -> str:
-    rows = ["| step | PostgreSQL | Redis |", "|---|---|---|"]
-    rows += [
-        f"| {step} | {trips.database} | {trips.broker} |" for step, trips in ROUND_TRIPS.items()
-    ]
+    rows = ["| step | PostgreSQL | MariaDB | Redis | RabbitMQ |", "|---|---|---|---|---|"]
+    for step, (first, second) in ROUND_TRIPS.items():
+        rows.append(
+            f"| {step} | {first.database} | {second.database} | {first.broker} | {second.broker} |"
+        )
     return "\n".join(rows)
 
 

@@ -61,7 +61,7 @@ def test_a_sweeper_may_die_at_each_step(harness: RecurringHarness) -> None:
         assert harness.due_s(name) in ([], EXPECTED_S), f"step {steps} left a part of the tasks"
         harness.sweep(0)
         assert harness.due_s(name) == EXPECTED_S, f"after a death at step {steps}"
-    assert steps > 8
+    assert steps >= 8
 
 
 def test_sweepers_that_sweep_together_make_each_task_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,7 +15,7 @@ from tests.running import Deployment, Process
 
 CONF: dict[str, Any] = {
     "imports": ["tests.durable_tasks"],
-    "accept_content": ["json", "pickle", "msgpack"],
+    "accept_content": ["json", "pickle", "msgpack", "yaml"],
     "result_accept_content": ["json"],
 }
 
@@ -61,16 +62,32 @@ def end(project: Shop) -> None:
     project.deployment.close()
 
 
-@pytest.fixture(scope="module", params=["redis", "rabbitmq"])
+#: The databases and brokers of the central tests.
+COMBINATIONS = ["postgresql-redis", "postgresql-rabbitmq", "mysql-rabbitmq", "sqlite-redis"]
+in_each_combination = pytest.mark.parametrize("project", COMBINATIONS, indirect=True)
+
+
+def url_of(database: str, folder: Path, request: pytest.FixtureRequest) -> str:
+    """Return the URL of a database, which for SQLite is a file in `folder`."""
+    if database == "sqlite":
+        return f"sqlite:///{folder / 'test.sqlite3'}"
+    url: str = request.getfixturevalue(f"{database}_url")
+    return url
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS[:2])
 def project(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    postgresql_url: str,
-    redis_url: str,
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, redis_url: str
 ) -> Iterator[Shop]:
-    """A project with a running worker."""
-    broker_url = request.getfixturevalue(f"{request.param}_url")
-    made = begin(tmp_path_factory.mktemp("durable"), postgresql_url, broker_url, redis_url)
+    """A project with a running worker, on a database and a broker."""
+    folder = tmp_path_factory.mktemp("durable")
+    database, broker = request.param.split("-")
+    made = begin(
+        folder,
+        url_of(database, folder, request),
+        request.getfixturevalue(f"{broker}_url"),
+        redis_url,
+    )
     made.start_worker()
     yield made
     end(made)

@@ -12,7 +12,7 @@ from celery.exceptions import TaskRevokedError
 
 from delaytasks import Status
 from tests.durable_tasks import OrderModel
-from tests.integration.durable_eta.conftest import Shop
+from tests.integration.durable_eta.conftest import Shop, in_each_combination
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -38,7 +38,7 @@ def wait_for_done(project: Shop, name: str, task_id: str, rows: int = 1) -> None
     wait_until(are_done, WAIT_S, lambda: f"{rows} rows of {name}: {project.rows(name)}")
 
 
-@pytest.mark.quick
+@in_each_combination
 def test_apply_async_with_a_countdown_runs_the_task_once_its_row_is_due(
     project: Shop,
 ) -> None:
@@ -72,6 +72,7 @@ def test_an_eta_with_a_time_zone_without_one_and_as_text_is_the_due_time(
     project.app.control.revoke([result.id for result in results])
 
 
+@pytest.mark.quick
 def test_signatures_and_send_task_become_rows(project: Shop) -> None:
     add = project.task("add")
 
@@ -103,6 +104,7 @@ def test_an_option_of_the_call_goes_before_the_option_of_the_task(project: Shop)
     assert result.id not in keys(project, "add")
 
 
+@in_each_combination
 def test_each_retry_is_a_row_with_the_id_of_the_task(project: Shop) -> None:
     result = project.task("persist").apply_async((2,), {"countdown": SOON_S}, countdown=SOON_S)
 
@@ -153,6 +155,7 @@ def test_pickled_values_keep_their_type(project: Shop) -> None:
     assert result.get(timeout=WAIT_S) == "set"
 
 
+@in_each_combination
 def test_links_are_called_with_the_result_and_the_error(project: Shop, tmp_path: Any) -> None:
     file = tmp_path / "words"
     file.touch()
@@ -211,6 +214,7 @@ def test_each_task_of_a_group_with_a_countdown_is_a_row(project: Shop) -> None:
     assert {each.id for each in result} <= keys(project, "add")
 
 
+@in_each_combination
 def test_each_header_task_of_a_chord_with_a_countdown_is_a_row(project: Shop) -> None:
     add, total = project.task("add"), project.task("total")
     header = group(add.s(number, 1).set(countdown=SOON_S) for number in range(3))
@@ -244,6 +248,7 @@ def test_starmap_and_chunks_with_a_countdown_are_rows(project: Shop) -> None:
 # -- revoke ------------------------------------------------------------------------------------
 
 
+@in_each_combination
 def test_revoking_a_waiting_task_cancels_its_row_and_stores_its_state(
     project: Shop,
 ) -> None:

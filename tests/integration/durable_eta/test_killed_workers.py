@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks import Status
-from tests.integration.durable_eta.conftest import begin, end
+from tests.integration.durable_eta.conftest import COMBINATIONS, begin, end, url_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -16,12 +16,14 @@ COUNT = 600
 KILLS = 3
 
 
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
+@pytest.mark.parametrize("combination", COMBINATIONS)
 def test_each_task_runs_although_the_workers_that_publish_are_killed(
-    broker: str, tmp_path: Path, postgresql_url: str, request: pytest.FixtureRequest
+    combination: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    database, broker = combination.split("-")
     broker_url, redis_url = (request.getfixturevalue(f"{name}_url") for name in (broker, "redis"))
-    project = begin(tmp_path, postgresql_url, broker_url, redis_url, task_ignore_result=True)
+    database_url = url_of(database, tmp_path, request)
+    project = begin(tmp_path, database_url, broker_url, redis_url, task_ignore_result=True)
     try:
         note, file = project.task("note"), project.deployment.file
         queue = f"{project.deployment.settings['namespace']}.default"
