@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
@@ -102,7 +103,9 @@ def schedule_a_peak(shop: FaultyShop) -> str:
     shop.delays.schedule_many(NewTask("newsletter.send", {"to": n}, delay=0) for n in range(200))
     now = wiring_of(shop.delays).clock.now()
     nine = now.replace(hour=9, minute=0, second=0, microsecond=0)
-    monday = nine + timedelta(days=7 - now.weekday())
+    monday = nine + timedelta(days=-now.weekday() % 7)
+    if monday <= now:
+        monday += timedelta(days=7)
     shop.delays.schedule_many(
         NewTask("newsletter.send", {"to": number}, at=monday) for number in range(PEAK)
     )
@@ -110,12 +113,41 @@ def schedule_a_peak(shop: FaultyShop) -> str:
     return "/forecast"
 
 
-FAULTS: dict[str, Callable[[FaultyShop], str]] = {
-    "fault-broker": stop_the_broker,
-    "fault-worker": kill_a_worker,
-    "fault-tag": let_a_tag_fail,
-    "fault-limit": reach_a_limit,
-    "fault-peak": schedule_a_peak,
+class Fault(NamedTuple):
+    """A fault, and what the page says at its top: the headline, and the sentences below it."""
+
+    cause: Callable[[FaultyShop], str]
+    headline: str
+    sentence: str
+
+
+FAULTS = {
+    "fault-broker": Fault(
+        stop_the_broker,
+        r"On time, but the broker does not answer\.",
+        r"The broker does not answer",
+    ),
+    "fault-worker": Fault(
+        kill_a_worker,
+        r"On time\.",
+        r"Worker w1@\w+ was lost at \d\d:\d\d UTC: it was killed, or its host is down\.",
+    ),
+    "fault-tag": Fault(
+        let_a_tag_fail,
+        r"On time, but 40 tasks failed\.",
+        r"40 tasks of pay\.notify have failed since \d\d:\d\d UTC: .*timed out",
+    ),
+    "fault-limit": Fault(
+        reach_a_limit,
+        r"On time, but 59 tasks wait for a limit\.",
+        r"59 tasks of report\.build wait for its limit \(concurrency 1\)\.",
+    ),
+    "fault-peak": Fault(
+        schedule_a_peak,
+        r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks, which 2 workers would start "
+        r"up to \w+ late",
+        r"Queues default: 2 workers with 4 processes would start each task up to \w+ late; ",
+    ),
 }
 
 
@@ -132,9 +164,9 @@ def opened(services: Services) -> Iterator[FaultyShop]:
 def draw_faults(folder: Path) -> None:
     services = Services()
     with chromium(find_chromium()) as browser:
-        for name, cause in FAULTS.items():
+        for name, fault in FAULTS.items():
             with opened(services) as shop, served(shop.site.app) as address:
-                path = cause(shop)
+                path = fault.cause(shop)
                 shop.site.client(Role.OPERATE)
                 context = browser.new_context(**MODES["light"])
                 draw_page(context.new_page(), address + path, folder / f"{name}.png", TALLEST)
