@@ -22,7 +22,7 @@ SCHEDULES_PER_PAGE = 100
 #: Occurrences that are shown of each schedule.
 NEXT = 3
 #: The fields of the form, apart from the name and the body.
-FIELDS = ("tag", "cron", "every", "tz", "queue", "missed", "overlap")
+FORM_FIELDS = ("tag", "cron", "every", "tz", "queue", "missed", "overlap")
 
 
 def install(app: Flask) -> None:
@@ -123,7 +123,7 @@ def remove_recurring() -> Response:
 def set_recurring() -> Response:
     """Add a schedule, or change the one of this name, which keeps the options without a field."""
     name, form, schedules = _name(), request.form, state().delays.recurring
-    given = {field: form[field].strip() for field in FIELDS if field in form}
+    given = {field: form[field].strip() for field in FORM_FIELDS if field in form}
     text = form.get("body", "").strip()
 
     def do() -> str:

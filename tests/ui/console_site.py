@@ -99,7 +99,9 @@ def fill(delays: DelayTasks) -> None:
     delays.recurring.set("feeds", "feed.read", {"feed": 1}, every="5m", overlap="skip")
     delays.recurring.pause("feeds", actor="maria")
     delays.cancel_many(
-        tag="feed.read", since=wiring_of(delays).clock.now() + timedelta(days=9), actor="maria"
+        tag="feed.read",
+        since=wiring_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9),
+        actor="maria",
     )
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
         tags = ["order.close", "pay.notify"]

@@ -39,6 +39,7 @@ def paths_of(site: Site) -> dict[str, str]:
     group = re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)[0]
     special = {
         "overview": "/",
+        "tasks": "/tasks?tag=order.close",
         "task": f"/tasks/{task.id}",
         "failure": group,
         "schedule": "/recurring?name=report-nightly",
@@ -117,6 +118,15 @@ def tab(browser: Any, address: str) -> Iterator[Any]:
     opened.goto(address)
     yield opened
     context.close()
+
+
+def test_a_key_is_shown_on_one_line(tab: Any, address: str) -> None:
+    tab.goto(f"{address}/tasks?tag=report.build")
+    cell = tab.locator("td[data-label=Key]").first
+    one_line = cell.evaluate("cell => parseFloat(getComputedStyle(cell).lineHeight)")
+    text = cell.evaluate("cell => { const r = document.createRange(); r.selectNodeContents(cell);"
+                         " return r.getBoundingClientRect().height; }")  # fmt: skip
+    assert text <= one_line
 
 
 def test_the_keyboard_opens_pages_the_palette_and_rows(tab: Any) -> None:

@@ -77,10 +77,8 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
         connection.execute(update(store.schema.sweeps).values(swept_at=db_now_plus(-60)))
     assert shop.json("stats")["sweeps"][0]["is_late"]
     said = shop("stats").stdout
-    assert re.search(r"^fresh .* 1/2 ", said, re.MULTILINE)
-    assert re.search(r"^silent .* 2 +default", said, re.MULTILINE)
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
-    assert re.search(r"^fresh .* default, letters +\+1\.5ms +\S+$", said, re.MULTILINE)
+    assert re.search(r"^fresh .* 1/2 +default, letters +\+1\.5ms +\S+$", said, re.MULTILINE)
 
 
 def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
