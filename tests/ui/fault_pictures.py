@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
@@ -50,6 +50,11 @@ class FaultyShop:
             lambda: text in client.get(path).text, deadline_s, f"{path} to show {text!r}", every_s=1
         )
 
+    def wait_for_tasks(self, number: int, **filters: Any) -> None:
+        """Wait for this number of tasks, so that a page is not read while it changes."""
+        found = self.delays.find
+        wait_until(lambda: len(found(**filters)) == number, 60, f"{number} tasks with {filters}")
+
     def close(self) -> None:
         self.broker.stop()
         self.broker.start()  # the queues of the deployment are deleted there
@@ -72,7 +77,7 @@ def kill_a_worker(shop: FaultyShop) -> str:
     worker = shop.deployment.worker()
     for number in range(2):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
-    wait_until(lambda: len(shop.delays.find(status="RUNNING").tasks) == 2, 30, "the reports to run")
+    shop.wait_for_tasks(2, status="RUNNING")
     worker.kill()
     shop.wait_for("was lost at")
     shop.wait_for("</span> On time.</h1>")  # the other worker has taken its tasks over
@@ -84,6 +89,7 @@ def let_a_tag_fail(shop: FaultyShop) -> str:
     for number in range(40):
         body = {"port": 440 + number % 4}
         shop.delays.schedule_delay("pay.notify", body, 0)
+    shop.wait_for_tasks(40, tag="pay.notify", status="FAILED")
     shop.wait_for("40 tasks of pay.notify have failed")
     return "/"
 
@@ -93,6 +99,7 @@ def reach_a_limit(shop: FaultyShop) -> str:
     shop.deployment.worker()
     for number in range(60):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
+    shop.wait_for_tasks(59, status="HELD")
     shop.wait_for("59 tasks of report.build wait")
     return "/"
 
@@ -113,7 +120,7 @@ def schedule_a_peak(shop: FaultyShop) -> str:
     return "/forecast"
 
 
-class Fault(NamedTuple):
+class ShownFault(NamedTuple):
     """A fault, and what the page says at its top: the headline, and the sentences below it."""
 
     cause: Callable[[FaultyShop], str]
@@ -122,27 +129,27 @@ class Fault(NamedTuple):
 
 
 FAULTS = {
-    "fault-broker": Fault(
+    "fault-broker": ShownFault(
         stop_the_broker,
         r"On time, but the broker does not answer\.",
         r"The broker does not answer",
     ),
-    "fault-worker": Fault(
+    "fault-worker": ShownFault(
         kill_a_worker,
         r"On time\.",
         r"Worker w1@\w+ was lost at \d\d:\d\d UTC: it was killed, or its host is down\.",
     ),
-    "fault-tag": Fault(
+    "fault-tag": ShownFault(
         let_a_tag_fail,
         r"On time, but 40 tasks failed\.",
         r"40 tasks of pay\.notify have failed since \d\d:\d\d UTC: .*timed out",
     ),
-    "fault-limit": Fault(
+    "fault-limit": ShownFault(
         reach_a_limit,
         r"On time, but 59 tasks wait for a limit\.",
         r"59 tasks of report\.build wait for its limit \(concurrency 1\)\.",
     ),
-    "fault-peak": Fault(
+    "fault-peak": ShownFault(
         schedule_a_peak,
         r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks, which 2 workers would start "
         r"up to \w+ late",

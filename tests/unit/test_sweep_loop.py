@@ -152,7 +152,9 @@ def test_a_worker_that_cannot_report_sweeps_nevertheless(
     assert place.turn() == ["report"], "and says it at the next turn"
 
 
-def test_a_worker_publishes_its_load_and_the_tags_that_it_has_processors_for(place: SweepLoopHarness) -> None:
+def test_a_worker_publishes_its_load_and_the_tags_that_it_has_processors_for(
+    place: SweepLoopHarness,
+) -> None:
     place.loop._turn()
     assert (place.published, place.busy) == (["mail"], 1)
 
