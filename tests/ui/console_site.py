@@ -100,7 +100,7 @@ def fill(delays: DelayTasks) -> None:
     delays.recurring.pause("feeds", actor="maria")
     delays.cancel_many(
         tag="feed.read",
-        since=wiring_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9),
+        since=wiring_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9, hours=1),
         actor="maria",
     )
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
