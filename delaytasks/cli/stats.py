@@ -168,15 +168,17 @@ def _print_workers(workers: list[dict[str, Any]], lost: list[dict[str, Any]]) ->
         seen = (f"lost {_ago(gone['lost_s'])}", BAD)
         rows.append(_worker_row(gone, seen, NOTHING, NOTHING))
     print_table(
-        ("worker", "seen", "up for", "pool", "processes", "queues", "clock offset"),
+        ("worker", "seen", "up for", "pool", "busy", "queues", "clock offset", "version"),
         rows,
         folded="worker queues",
     )
 
 
 def _worker_row(worker: dict[str, Any], seen: Cell, up_for: Cell, offset: Cell) -> list[Cell]:
-    queues = ", ".join(worker["queues"])
-    return [worker["name"], seen, up_for, worker["pool"], worker["concurrency"], queues, offset]
+    queues, busy = ", ".join(worker["queues"]), worker.get("busy")
+    processes = worker["concurrency"] if busy is None else f"{busy}/{worker['concurrency']}"
+    version = worker.get("version") or NOTHING
+    return [worker["name"], seen, up_for, worker["pool"], processes, queues, offset, version]
 
 
 def _ago(seconds: float | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from datetime import datetime
-from importlib import metadata
 from typing import Any
 
 from delaytasks.cli.config import broker_url
@@ -14,6 +13,7 @@ from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
+from delaytasks.core.installed import installed_version
 from delaytasks.core.masking import mask_url
 from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.states import Status
@@ -62,7 +62,10 @@ def gather(cli: Cli) -> dict[str, Any]:
             for shard, database in zip(wiring_of(delays).shards, state.databases, strict=True)
         ],
         "versions": {
-            **{name: _version(name) for name in ("delaytasks", "celery", "sqlalchemy")},
+            **{
+                name: installed_version(name) or "(not installed)"
+                for name in ("delaytasks", "celery", "sqlalchemy")
+            },
             "python": platform.python_version(),
         },
     }
@@ -123,6 +126,8 @@ def worker_json(now: datetime, worker: RegisteredWorker) -> dict[str, Any]:
         "up_s": _age_s(now, worker.started_at),
         "pool": worker.pool,
         "concurrency": worker.concurrency,
+        "busy": worker.busy,
+        "version": worker.version,
         "queues": worker.queues,
         "tags": worker.tags and sorted(worker.tags),
         "clock_offset_s": worker.clock_offset_s,
@@ -139,13 +144,6 @@ def _sweep(sweep: SweepState, is_armed: bool) -> dict[str, Any]:
         "is_late": sweep.is_late,
         "armed_until": show_instant(sweep.armed_until) if sweep.armed_until and is_armed else None,
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def _broker(delays: DelayTasks, state: DeploymentState) -> dict[str, Any]:

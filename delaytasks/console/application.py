@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from importlib import metadata
 from typing import Any
 
 from flask import Flask, render_template, request, session
@@ -26,6 +25,7 @@ from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, pro
 from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
 from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
+from delaytasks.core.installed import installed_version
 
 logger = logging.getLogger(__name__)
 #: Bytes that one request may contain.
@@ -120,15 +120,8 @@ def _of_every_page() -> dict[str, Any]:
         "zone": zone_label(),
         "theme": session.get("theme", "auto"),
         "here": request.full_path.rstrip("?"),
-        "version": _version(),
+        "version": installed_version() or "?",
     }
-
-
-def _version() -> str:
-    try:
-        return metadata.version("delaytasks")
-    except metadata.PackageNotFoundError:
-        return "?"
 
 
 def _refused(error: DelayTaskError) -> tuple[str, int]:

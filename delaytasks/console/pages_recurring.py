@@ -12,12 +12,17 @@ from werkzeug.wrappers import Response
 from delaytasks.console.actions import act
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.viewers import Role
-from delaytasks.core.errors import BodyNotJSONError, DelayTaskError
+from delaytasks.core.durations import show_duration
+from delaytasks.core.errors import BodyNotJSONError, DelayTaskError, RecurringNotFoundError
+from delaytasks.recurrence.definition import options_of, timing_options
+from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.wiring import wiring_of
 
 SCHEDULES_PER_PAGE = 100
 #: Occurrences that are shown of each schedule.
 NEXT = 3
+#: The fields of the form, apart from the name and the body.
+FORM_FIELDS = ("tag", "cron", "every", "tz", "queue", "missed", "overlap")
 
 
 def install(app: Flask) -> None:
@@ -35,14 +40,25 @@ def recurring() -> str:
     now = wiring_of(delays).clock.now()
     after, prefix = request.args.get("after") or None, request.args.get("prefix") or None
     found = delays.recurring.list(prefix=prefix, after=after, limit=SCHEDULES_PER_PAGE)
+    name = request.args.get("name", "").strip()
+    edited = _stored(name) if name else None
     return render_template(
         "recurring.html",
         page="recurring",
-        schedules=[(each, _next(each, now)) for each in found],
+        schedules=[(each, _timing(each), _next(each, now)) for each in found],
         more=found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
         prefix=prefix or "",
+        edited=edited,
+        values={} if edited is None else _values_of(edited),
+        body="" if edited is None else _body_text(edited),
         now=now,
     )
+
+
+def _timing(schedule: RecurringSchedule) -> str:
+    """Return the timing for readers: "every 5m" instead of "every 300"."""
+    seconds = timing_options(schedule.timing).get("every", "")
+    return f"every {show_duration(int(seconds))}" if seconds.isdecimal() else schedule.timing
 
 
 def _next(schedule: Any, now: datetime) -> list[datetime]:
@@ -105,22 +121,47 @@ def remove_recurring() -> Response:
 
 @requires(Role.ADMIN)
 def set_recurring() -> Response:
-    """Add a schedule, or change the one of this name."""
+    """Add a schedule, or change the one of this name, which keeps the options without a field."""
     name, form, schedules = _name(), request.form, state().delays.recurring
-    fields = ("tag", "cron", "every", "tz", "queue", "missed", "overlap")
-    given = {field: form[field].strip() for field in fields if form.get(field, "").strip()}
+    given = {field: form[field].strip() for field in FORM_FIELDS if field in form}
+    text = form.get("body", "").strip()
 
     def do() -> str:
-        options: dict[str, Any] = dict(given)
-        tag = options.pop("tag", "")
-        schedules.set(name, tag, _body(form.get("body", "")), actor=viewer().name, **options)
+        known = _stored(name)
+        values: dict[str, Any] = {} if known is None else {**options_of(known), **_values_of(known)}
+        values |= given
+        options = {option: value for option, value in values.items() if value not in (None, "")}
+        body = known.body if known is not None and not text else _body(text)
+        schedules.set(name, options.pop("tag", ""), body, actor=viewer().name, **options)
         return f"The schedule {name} is stored."
 
-    return act("set_recurring", {"recurring": name, **given}, do)
+    shown = {field: value for field, value in given.items() if value}
+    return act("set_recurring", {"recurring": name, **shown}, do)
+
+
+def _stored(name: str) -> RecurringSchedule | None:
+    try:
+        return state().delays.recurring.get(name)
+    except RecurringNotFoundError:
+        return None
+
+
+def _values_of(schedule: RecurringSchedule) -> dict[str, Any]:
+    """Return what the fields of the form show of a stored schedule."""
+    same = ("tag", "tz", "queue", "missed", "overlap")
+    return timing_options(schedule.timing) | {field: getattr(schedule, field) for field in same}
+
+
+def _body_text(schedule: RecurringSchedule) -> str:
+    """Return the body for the form, or no text if this process cannot decrypt or decode it."""
+    try:
+        return json.dumps(schedule.body, ensure_ascii=False, indent=2)
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _body(text: str) -> Any:
-    if not text.strip():
+    if not text:
         return None
     try:
         return json.loads(text)

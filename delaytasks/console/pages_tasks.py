@@ -24,6 +24,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.ids import check_id
 from delaytasks.core.page import Page
 from delaytasks.core.states import Status, moves_from
+from delaytasks.core.trace_meta import trace_id_of
 from delaytasks.wiring import wiring_of
 
 
@@ -69,13 +70,17 @@ def task(id: str) -> str:
     found = delays.get(check_id(id))
     now = wiring_of(delays).clock.now()
     attempts = delays.attempts(found)
+    reasons = wiring_of(delays).explanations().of(found).reasons
+    schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
+    # The trace is a part of the meta, which the role may not show.
+    trace = trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
     return render_template(
         "task.html",
         page="tasks",
         task=found,
         attempts=attempts,
-        events=timeline_of(found, attempts, now),
-        reasons=wiring_of(delays).explanations().of(found).reasons,
+        events=timeline_of(found, attempts, now, next(schedules, None), trace),
+        reasons=reasons,
         moves=set(moves_from(found.status)),
         now=now,
     )

@@ -26,10 +26,22 @@ class LifeEvent(NamedTuple):
 _ENDS = {Status.DONE: "done", Status.FAILED: "failed", Status.CANCELLED: "cancelled"}
 
 
-def timeline_of(task: DelayTask, attempts: Sequence[Attempt], now: datetime) -> list[LifeEvent]:
-    """Return what happened to a task, and what happens next, in the order of time."""
+def timeline_of(
+    task: DelayTask,
+    attempts: Sequence[Attempt],
+    now: datetime,
+    schedule: str | None = None,
+    trace: str | None = None,
+) -> list[LifeEvent]:
+    """Return what happened to a task, and what happens next, in the order of time.
+
+    `schedule` is the name of the recurring schedule that made the task, and `trace` the id of the
+    trace of the call that scheduled it, if they are known.
+    """
+    title = f"Scheduled by the recurring schedule {schedule}" if schedule else "Scheduled"
     delay = f"with a delay of {show_duration(task.delay_s)}" if task.delay_s else "for now"
-    events = [LifeEvent(task.create_time, "scheduled", "Scheduled", delay)]
+    detail = f"{delay}, in the trace {trace}" if trace else delay
+    events = [LifeEvent(task.create_time, "scheduled", title, detail)]
     events += (_attempt(each) for each in attempts)
     events += _last_run(task, attempts)
     past = [each for each in events if each.at is None or each.at <= now]

@@ -40,6 +40,10 @@ class RegisteredWorker(NamedTuple):
     #: How far the clock of its machine is ahead of the clock of the database.
     clock_offset_s: float
     services: ServiceTimes = NO_OUTAGES
+    #: How many of its processes ran delayed tasks when it last reported, and its version of
+    #: delaytasks; None if a worker of an earlier version has reported.
+    busy: int | None = None
+    version: str | None = None
 
     def serves(self, queue: str) -> bool:
         return ALL_QUEUES in self.queues or queue in self.queues

@@ -7,6 +7,7 @@ tracers of these libraries do. Without a source, scheduling a task costs nothing
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 
 from delaytasks.core.errors import InvalidMetaError
@@ -15,6 +16,12 @@ from delaytasks.core.task import DelayTask
 
 #: Returns the pairs of meta for new tasks of one tag. The tasks are not written yet.
 TraceSource = Callable[[str, Sequence[DelayTask]], Mapping[str, str]]
+
+#: The pairs of meta with the trace: the W3C Trace Context, and that of Sentry.
+_TRACE_PAIRS = {
+    "traceparent": re.compile("[0-9a-f]{2}-([0-9a-f]{32})-.*"),
+    "sentry-trace": re.compile("([0-9a-f]{32})-.*"),
+}
 
 logger = logging.getLogger("delaytasks")
 _sources: list[TraceSource] = []
@@ -47,6 +54,15 @@ def add_trace(tasks: Sequence[DelayTask]) -> None:
                 continue
             if pairs:
                 _add(group, pairs)
+
+
+def trace_id_of(meta: Mapping[str, str]) -> str | None:
+    """Return the id of the trace of the call that scheduled a task, or None without a trace."""
+    for name, pattern in _TRACE_PAIRS.items():
+        found = pattern.fullmatch(meta.get(name, ""))
+        if found is not None:
+            return found[1]
+    return None
 
 
 def _add(tasks: Sequence[DelayTask], pairs: Mapping[str, str]) -> None:

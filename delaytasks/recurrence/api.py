@@ -185,7 +185,7 @@ class Recurring(AsyncRecurringTwins):
         overlap : str, optional
             `"skip"` makes no task for an occurrence while the task before it waits or runs.
             `"allow"` is the default.
-        queue, priority, retries, expires, concurrency_key, meta : optional
+        queue, priority, retries, expires, concurrency_key, meta, body_version : optional
             See `DelayTasks.schedule_delay`. `expires` counts from the due time of each task.
 
         Returns

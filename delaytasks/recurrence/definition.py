@@ -45,6 +45,7 @@ class RecurringOptions(TypedDict, total=False):
     expires: float | str | timedelta | None
     concurrency_key: str | None
     meta: Mapping[str, str] | None
+    body_version: int | None
 
 
 class Recurrence(TypedDict):
@@ -59,7 +60,7 @@ class Recurrence(TypedDict):
     overlap: Overlap
 
 
-_OF_TASKS = ("queue", "priority", "retries", "expires", "concurrency_key", "meta")
+_OF_TASKS = ("queue", "priority", "retries", "expires", "concurrency_key", "meta", "body_version")
 
 
 class Definition(NamedTuple):
@@ -117,6 +118,35 @@ class Definition(NamedTuple):
             "most_missed": _most_missed(options.get("most_missed", DEFAULT_MISSED)),
             "overlap": cast(Overlap, _one_of("overlap", options.get("overlap", "allow"), Overlap)),
         }
+
+
+def options_of(schedule: RecurringSchedule) -> RecurringOptions:
+    """Return the options of a stored schedule except its timing, for a form that changes some."""
+    # A task reads these options from the same headers.
+    headers_json, _ = schedule.task_options
+    task = DelayTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
+    return {
+        "tz": schedule.tz,
+        "start": schedule.start_at,
+        "jitter": schedule.jitter_s,
+        "missed": schedule.missed,
+        "most_missed": schedule.most_missed,
+        "overlap": schedule.overlap,
+        "queue": schedule.queue,
+        "priority": schedule.priority,
+        "retries": task.retry_schedule,
+        "expires": task.expires_s,
+        "concurrency_key": schedule.concurrency_key,
+        "meta": schedule.meta or None,
+        "body_version": task.body_version,
+    }
+
+
+def timing_options(timing: str) -> dict[str, str]:
+    """Return the text of a timing as the option `cron` or `every` of `Recurring.set`."""
+    text = " ".join(timing.split())
+    interval = text.removeprefix(f"{EVERY} ")
+    return {"cron": text} if interval == text else {"every": interval}
 
 
 def preview(cron: Any, options: RecurringOptions, after: datetime, count: int) -> list[datetime]:

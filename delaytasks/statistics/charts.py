@@ -7,6 +7,7 @@ the time zone of the instants.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta, tzinfo
 from html import escape
@@ -20,6 +21,8 @@ WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 6, 10, 24
 #: Labels on the time axis, and lines on the other one.
 TIME_LABELS, LINES = 6, 4
+#: The durations on an axis: from a millisecond to four weeks.
+ROUND_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 259_200.0, 2_419_200.0)
 
 
 class Series(NamedTuple):
@@ -126,7 +129,9 @@ def sparkline(values: Sequence[float], label: str) -> str:
 def _counts(most: float) -> Scale:
     step = _round_up(max(most, 1) / LINES)
     top = step * math.ceil(max(most, 1) / step)
-    marks = [(n * step, f"{n * step:,.0f}") for n in range(round(top / step) + 1)]
+    values = [n * step for n in range(round(top / step) + 1)]
+    # The margin has space for six characters.
+    marks = [(v, f"{v / 1000:,.0f}k" if v >= 100_000 else f"{v:,.0f}") for v in values]
     return Scale(lambda value: value / top, marks)
 
 
@@ -137,13 +142,15 @@ def _round_up(step: float) -> float:
 
 
 def _durations(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale of whole powers of ten around the values."""
+    """Return a logarithmic scale of the round durations around the values."""
     positive = [value for value in values if value > 0] or [0.01, 1.0]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
-    low, high = max(low, -3), max(high, max(low, -3) + 1)
-    marks = [(10.0**n, show_measured(10.0**n)) for n in range(low, high + 1)]
+    first = min(max(bisect_right(ROUND_S, min(positive)) - 1, 0), len(ROUND_S) - 2)
+    last = max(bisect_left(ROUND_S, max(positive)), first + 1)
+    marks = ROUND_S[first : last + 1]
+    low, high = math.log10(marks[0]), math.log10(marks[-1])
     return Scale(
-        lambda value: (math.log10(value) - low) / (high - low) if value > 0 else 0.0, marks
+        lambda value: (math.log10(value) - low) / (high - low) if value > 0 else 0.0,
+        [(mark, show_measured(mark)) for mark in marks],
     )
 
 

@@ -37,6 +37,7 @@ from delaytasks.storage.types import LongText, UTCDateTime, db_now
 
 #: The longest text of a timing, such as a cron expression.
 TIMING_LENGTH = 500
+VERSION_LENGTH = 32
 #: The length of a hash in hexadecimal digits.
 FINGERPRINT_LENGTH = 32
 #: The columns that encryption keys encrypt.
@@ -171,6 +172,10 @@ def _workers(tables: _TableMaker) -> Table:
         # When a sweep found that the worker no longer reports. It has no effect if `seen_at` is
         # later: a worker of the previous release reports without changing this column.
         Column("lost_at", UTCDateTime),
+        # The processes that ran delayed tasks at the last report, and the version of delaytasks;
+        # NULL if a worker of an earlier version has reported.
+        Column("busy", Integer),
+        Column("version", String(VERSION_LENGTH)),
         key=["name"],
     )
 

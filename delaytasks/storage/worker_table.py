@@ -23,6 +23,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
+from delaytasks.core.installed import installed_version
 from delaytasks.core.registered_worker import (
     NO_OUTAGES,
     LostWorker,
@@ -30,7 +31,7 @@ from delaytasks.core.registered_worker import (
     ServiceTimes,
 )
 from delaytasks.storage.database import Database
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.schema import VERSION_LENGTH, Schema
 from delaytasks.storage.types import db_now, db_now_plus
 
 #: The number of workers that one sweep marks as lost, and the number of lost ones that it removes.
@@ -71,9 +72,10 @@ class WorkerTable:
         offset_us: int,
         tags: Collection[str] | None = None,
         services: ServiceTimes = NO_OUTAGES,
+        busy: int | None = None,
     ) -> None:
         """Record that the worker is alive. `tags` are those with processors; None if they are not
-        known.
+        known. `busy` is the number of processes that run delayed tasks.
 
         The first report of a process is the start of its worker. The row may be that of a worker of
         this name that has died.
@@ -89,6 +91,8 @@ class WorkerTable:
             "timer_down_at": _ago(services.timer_down_s),
             "beat_at": _ago(services.beat_s),
             "lost_at": None,
+            "busy": busy,
+            "version": (installed_version() or "")[:VERSION_LENGTH] or None,
         }
 
         def work(connection: Any) -> None:
@@ -179,6 +183,8 @@ class WorkerTable:
                 "clock_offset_us": _number(row.clock_offset_us),
                 "queues": _queues_of(row.queues),
                 "tags": _tags_of(row.tags),
+                "busy": row.busy if isinstance(row.busy, int) else None,
+                "version": row.version if isinstance(row.version, str) else None,
             }
             for row in self._db.rows(select(w).where(is_present(w)).order_by(w.c.name))
         ]
@@ -206,6 +212,8 @@ class WorkerTable:
                         _age_s(now, row["timer_down_at"]),
                         _age_s(now, row["beat_at"]),
                     ),
+                    row["busy"],
+                    row["version"],
                 )
             )
         return found

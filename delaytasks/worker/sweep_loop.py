@@ -170,6 +170,7 @@ class SweepLoop:
             int(self._shard.clock.offset_s * 1e6),
             self._tags(),
             services,
+            len(self._dispatcher.in_flight),
         )
         self._reported_at = monotonic()
         self._contact.mark_answered()

@@ -101,12 +101,13 @@ def test_values_of_other_types_do_not_stop_the_workers(store: Store, delays: Del
     with store.database.begin() as connection:
         connection.exec_driver_sql(
             "UPDATE s_yb_delay_worker SET queues = x'00', pool = x'00', concurrency = 'x', "
-            "clock_offset_us = 'x', tags = x'00'"
+            "clock_offset_us = 'x', tags = x'00', busy = 'x', version = x'00'"
         )
     add_overdue_row(store)
     assert sweep(delays) == []
     [worker] = workers_of_stats(delays)
     assert (worker["queues"], worker["concurrency"], worker["tags"]) == ([], 0, None)
+    assert (worker["busy"], worker["version"]) == (None, None)
 
 
 def test_a_worker_that_was_seen_in_the_future_is_lost(store: Store, delays: DelayTasks) -> None:

@@ -20,10 +20,11 @@ from django.contrib.auth.models import Permission, User
 from django.core.management import call_command
 from django.db import connection
 from django.test import Client
-from django.urls import path
+from django.urls import include, path
 
 from delaytasks import Status, StoreUnavailableError
 from delaytasks.contrib.django.admin import DelayTaskRowAdmin
+from delaytasks.contrib.django.console import console_urls
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.core.task import DelayTask
@@ -31,7 +32,11 @@ from delaytasks.wiring import wiring_of
 
 plain = admin.AdminSite("plain")
 plain.register(DelayTaskRow)
-urlpatterns = [path("admin/", admin.site.urls), path("plain/", plain.urls)]
+urlpatterns = [
+    path("admin/", admin.site.urls),
+    path("plain/", plain.urls),
+    path("console/", include(console_urls())),
+]
 delays = project_delays()
 TASKS = "/admin/delaytasks/delaytaskrow/"
 POLICIES = "/admin/delaytasks/policyrow/"
@@ -421,3 +426,31 @@ def test_a_declared_schedule_can_only_be_paused_and_run() -> None:
     assert len(delays.find(tag="declared.report", status="NOT_COMPLETE", until=None)) >= 1
     looks = user("view_recurringschedulerow")
     assert 'name="is_paused"' not in text_of(looks.get(f"{page}change/"))
+
+
+# -- the console ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [None, {}, {"is_staff": True, "is_active": False}])
+def test_the_console_is_not_for_others_than_staff(flags: dict[str, bool] | None) -> None:
+    client = Client()
+    if flags is not None:
+        account = User.objects.create(username=secrets.token_hex(4))
+        client.force_login(account)
+        User.objects.filter(pk=account.pk).update(**flags or {"is_staff": False})
+    assert client.get("/console/").status_code == 401
+    assert client.get("/console/tasks").status_code == 401
+
+
+@pytest.mark.parametrize(("is_superuser", "role"), [(False, "view"), (True, "admin")])
+def test_staff_look_at_the_console_and_superusers_change_everything(
+    is_superuser: bool, role: str
+) -> None:
+    client = user(is_superuser=is_superuser)
+    text = text_of(client.get("/console/policies"))
+    assert f'<span class="chip">{role}</span>' in text
+    token = re.findall(r'name="csrf" value="([^"]+)"', text)[0]
+    data = {"csrf": token, "kind": "tag", "name": "mail", "concurrency": "3"}
+    answer = client.post("/console/policies/limits", data)
+    assert answer.status_code == (303 if is_superuser else 403)
+    assert len(delays.policies()) == int(is_superuser)

@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from delaytasks import Status
+from delaytasks.core.installed import installed_version
 from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
@@ -35,6 +36,11 @@ def open_deployment(
         deployment.close()
 
 
+def reports(d: Deployment) -> list[tuple[int, str]]:
+    """Return the busy processes and the version of each worker, as its row has them."""
+    return [(worker["busy"], worker["version"]) for worker in d.store.workers.all()]
+
+
 @pytest.mark.parametrize("timer", ["eta", "redis"])
 def test_each_inspection_answers_while_a_chunk_runs(
     open_deployment: Callable[..., Deployment], timer: str
@@ -44,6 +50,7 @@ def test_each_inspection_answers_while_a_chunk_runs(
     worker = d.worker(concurrency=1)
     running, near = d.schedule("test.sleep", body={"seconds": 600}), d.schedule(delay=2900)
     wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")
+    wait_until(lambda: reports(d) == [(1, installed_version())], 10, "the report of its load")
     said = d.command("inspect", "stats", "-d", d.node(0), "-t", "10")
     assert said.status == 0, f"{said.log()}\n{worker.log()}"
     assert re.search(r'"oldest_chunk": "\d{4}-\d\d-\d\dT', said.log())

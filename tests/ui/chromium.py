@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -26,6 +27,30 @@ def chromium(program: str | None) -> Iterator[Any]:
         )
         yield started
         started.close()
+
+
+@contextmanager
+def watched(browser: Any, **options: Any) -> Iterator[Any]:
+    """Yield a tab whose errors, refused scripts and requests to other hosts raise an error."""
+    context = browser.new_context(**options)
+    opened, problems = context.new_page(), list[str]()
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+
+    def hear(message: Any) -> None:
+        if message.type == "error" and not re.search("status of 40[0-4]", message.text):
+            problems.append(message.text)
+
+    def see(sent: Any) -> None:
+        if "//127.0.0.1:" not in sent.url:
+            problems.append(sent.url)
+
+    opened.on("console", hear)
+    opened.on("request", see)
+    try:
+        yield opened
+    finally:
+        context.close()
+    assert problems == []
 
 
 def draw_page(page: Any, address: str, picture: Path, tallest: int) -> None:

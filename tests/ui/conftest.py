@@ -24,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A console that the tests of a module share."""
     made = _site(tmp_path_factory.mktemp("console"))
     yield made
-    made.delays.close()
+    made.close()
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def own_site(tmp_path: Path) -> Iterator[Site]:
     """A console whose tasks the test changes."""
     made = _site(tmp_path)
     yield made
-    made.delays.close()
+    made.close()
 
 
 @pytest.fixture(scope="module")

@@ -17,13 +17,17 @@ from sqlalchemy import update
 
 from delaytasks import DelayTasks, Retry
 from delaytasks.console.application import make_console
+from delaytasks.console.bulk_runs import BulkRunState, ReportProgress, new_run_id
+from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import HostAccess, Role, Viewer
+from delaytasks.core.bulk import BulkResult
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.serving import make_server
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
+from tests.waiting import wait_until
 
 #: What other users may write into tags, keys, bodies and errors.
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">'\"{{7*7}}"
@@ -97,13 +101,50 @@ def fill(delays: DelayTasks) -> None:
     delays.recurring.set("feeds", "feed.read", {"feed": 1}, every="5m", overlap="skip")
     delays.recurring.pause("feeds", actor="maria")
     delays.cancel_many(
-        tag="feed.read", since=wiring_of(delays).clock.now() + timedelta(days=9), actor="maria"
+        tag="feed.read",
+        since=wiring_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9, hours=1),
+        actor="maria",
     )
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
-        store.workers.report(name, queues, "prefork", 8, 1400, ["order.close", "pay.notify"])
+        tags = ["order.close", "pay.notify"]
+        store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=len(queues))
     wiring_of(delays).sweeper.sweep(0)
     spread_failures(delays)
     write_statistics(delays)
+
+
+def add_hostile(delays: DelayTasks) -> None:
+    """Write hostile text wherever another program, a caller or a viewer can write a text."""
+
+    @delays.processor(HOSTILE)
+    def fail(body: Any) -> None:
+        raise ValueError(HOSTILE)
+
+    store, body = wiring_of(delays).store, {"text": HOSTILE}
+    options: Any = {"meta": {"tenant": HOSTILE}, "concurrency_key": HOSTILE}
+    delays.schedule_delay(HOSTILE, body, 0, key=HOSTILE, **options)
+    delays.schedule_delay(HOSTILE, body, 0, key=f"{HOSTILE} again", retries="1h", **options)
+    delays.runner().run_due("default", range(10), limit=10)
+    waiting = delays.schedule_delay(HOSTILE, body, 600, key=f"{HOSTILE} waits", **options)
+    delays.recurring.set(HOSTILE, HOSTILE, body, cron="0 2 * * *", actor=HOSTILE)
+    delays.recurring.run(HOSTILE)
+    delays.schedule_delay(HOSTILE, body, 3600, key="cancelled")
+    delays.cancel_many(tag=HOSTILE, key_prefix="cancelled", actor=HOSTILE)
+    delays.pause(tag=HOSTILE, actor=HOSTILE)
+    delays.set_policy(tag=HOSTILE, concurrency=1, actor=HOSTILE)
+    for name in (HOSTILE, f"{HOSTILE} lost"):
+        store.workers.report(name, ["default"], HOSTILE, 2, 0, [HOSTILE])
+    schema = store.schema
+    t, a, w, r = schema.tasks, schema.attempts, schema.workers, schema.recurring
+    with store.database.begin() as connection:
+        connection.execute(update(t).where(t.c.id == waiting.id).values(queue=HOSTILE))
+        connection.execute(update(t).where(t.c.tag == HOSTILE).values(worker=HOSTILE))
+        connection.execute(update(a).values(worker=HOSTILE))
+        connection.execute(update(w).where(w.c.name == HOSTILE).values(version=HOSTILE))
+        is_lost = w.c.name.endswith(" lost")
+        connection.execute(update(w).where(is_lost).values(seen_at=db_now_plus(-600)))
+        connection.execute(update(r).where(r.c.name == HOSTILE).values(tz=HOSTILE))
+    store.workers.expire(delays.settings.silent_s)
 
 
 def write_statistics(delays: DelayTasks) -> None:
@@ -143,10 +184,33 @@ class Site:
         self.delays = delays
         self.viewer: Viewer | None = Viewer("maria", Role.ADMIN)
         self.app: Flask = make_console(delays, HostAccess(lambda environ: self.viewer))
+        self._begun_run: BulkRunState | None = None
 
     def client(self, role: Role | None = Role.ADMIN) -> FlaskClient:
         self.viewer = None if role is None else Viewer("maria", role)
         return self.app.test_client()
+
+    def begun_run(self, tag: str) -> str:
+        """Return the path of a bulk run that has done a half, and goes on until it is stopped."""
+        if self._begun_run is None or self._begun_run.filters != {"tag": tag}:
+            run = BulkRunState(new_run_id(), "cancel", "maria", {"tag": tag}, 5200)
+            half = BulkResult(5200, 2600, 12, wiring_of(self.delays).clock.now())
+
+            def work(report: ReportProgress) -> BulkResult:
+                report(half)
+                run.stop.wait()
+                report(half)  # ends the run
+                return half
+
+            assert self.app.extensions[EXTENSION].runs.start(run, work)
+            wait_until(lambda: run.result, 10, "the first step of the run")
+            self._begun_run = run
+        return f"/bulk/{self._begun_run.id}"
+
+    def close(self) -> None:
+        if self._begun_run is not None:
+            self._begun_run.stop.set()
+        self.delays.close()
 
 
 def token_of(client: FlaskClient, path: str = "/") -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
@@ -49,6 +50,11 @@ class FaultyShop:
             lambda: text in client.get(path).text, deadline_s, f"{path} to show {text!r}", every_s=1
         )
 
+    def wait_for_tasks(self, number: int, **filters: Any) -> None:
+        """Wait for this number of tasks, so that a page is not read while it changes."""
+        found = self.delays.find
+        wait_until(lambda: len(found(**filters)) == number, 60, f"{number} tasks with {filters}")
+
     def close(self) -> None:
         self.broker.stop()
         self.broker.start()  # the queues of the deployment are deleted there
@@ -71,7 +77,7 @@ def kill_a_worker(shop: FaultyShop) -> str:
     worker = shop.deployment.worker()
     for number in range(2):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
-    wait_until(lambda: len(shop.delays.find(status="RUNNING").tasks) == 2, 30, "the reports to run")
+    shop.wait_for_tasks(2, status="RUNNING")
     worker.kill()
     shop.wait_for("was lost at")
     shop.wait_for("</span> On time.</h1>")  # the other worker has taken its tasks over
@@ -83,6 +89,7 @@ def let_a_tag_fail(shop: FaultyShop) -> str:
     for number in range(40):
         body = {"port": 440 + number % 4}
         shop.delays.schedule_delay("pay.notify", body, 0)
+    shop.wait_for_tasks(40, tag="pay.notify", status="FAILED")
     shop.wait_for("40 tasks of pay.notify have failed")
     return "/"
 
@@ -92,6 +99,7 @@ def reach_a_limit(shop: FaultyShop) -> str:
     shop.deployment.worker()
     for number in range(60):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
+    shop.wait_for_tasks(59, status="HELD")
     shop.wait_for("59 tasks of report.build wait")
     return "/"
 
@@ -102,7 +110,9 @@ def schedule_a_peak(shop: FaultyShop) -> str:
     shop.delays.schedule_many(NewTask("newsletter.send", {"to": n}, delay=0) for n in range(200))
     now = wiring_of(shop.delays).clock.now()
     nine = now.replace(hour=9, minute=0, second=0, microsecond=0)
-    monday = nine + timedelta(days=7 - now.weekday())
+    monday = nine + timedelta(days=-now.weekday() % 7)
+    if monday <= now:
+        monday += timedelta(days=7)
     shop.delays.schedule_many(
         NewTask("newsletter.send", {"to": number}, at=monday) for number in range(PEAK)
     )
@@ -110,12 +120,41 @@ def schedule_a_peak(shop: FaultyShop) -> str:
     return "/forecast"
 
 
-FAULTS: dict[str, Callable[[FaultyShop], str]] = {
-    "fault-broker": stop_the_broker,
-    "fault-worker": kill_a_worker,
-    "fault-tag": let_a_tag_fail,
-    "fault-limit": reach_a_limit,
-    "fault-peak": schedule_a_peak,
+class ShownFault(NamedTuple):
+    """A fault, and what the page says at its top: the headline, and the sentences below it."""
+
+    cause: Callable[[FaultyShop], str]
+    headline: str
+    sentence: str
+
+
+FAULTS = {
+    "fault-broker": ShownFault(
+        stop_the_broker,
+        r"On time, but the broker does not answer\.",
+        r"The broker does not answer",
+    ),
+    "fault-worker": ShownFault(
+        kill_a_worker,
+        r"On time\.",
+        r"Worker w1@\w+ was lost at \d\d:\d\d UTC: it was killed, or its host is down\.",
+    ),
+    "fault-tag": ShownFault(
+        let_a_tag_fail,
+        r"On time, but 40 tasks failed\.",
+        r"40 tasks of pay\.notify have failed since \d\d:\d\d UTC: .*timed out",
+    ),
+    "fault-limit": ShownFault(
+        reach_a_limit,
+        r"On time, but 59 tasks wait for a limit\.",
+        r"59 tasks of report\.build wait for its limit \(concurrency 1\)\.",
+    ),
+    "fault-peak": ShownFault(
+        schedule_a_peak,
+        r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks, which 2 workers would start "
+        r"up to \w+ late",
+        r"Queues default: 2 workers with 4 processes would start each task up to \w+ late; ",
+    ),
 }
 
 
@@ -132,9 +171,9 @@ def opened(services: Services) -> Iterator[FaultyShop]:
 def draw_faults(folder: Path) -> None:
     services = Services()
     with chromium(find_chromium()) as browser:
-        for name, cause in FAULTS.items():
+        for name, fault in FAULTS.items():
             with opened(services) as shop, served(shop.site.app) as address:
-                path = cause(shop)
+                path = fault.cause(shop)
                 shop.site.client(Role.OPERATE)
                 context = browser.new_context(**MODES["light"])
                 draw_page(context.new_page(), address + path, folder / f"{name}.png", TALLEST)

@@ -1,8 +1,8 @@
-"""Draws the pictures of docs/images/console.
+"""Draws the pictures of docs/images/console, and docs/images/report.png.
 
-`python -m tests.ui.pictures` draws all of them, with the argument `pages` those of the pages, and
-with `faults` those of docs/console-faults.md. It needs Chromium, and pngquant makes the pictures
-small.
+`python -m tests.ui.pictures` draws all of them, with the argument `pages` those of the pages and
+the report, and with `faults` those of docs/console-faults.md. It needs Chromium, and pngquant makes
+the pictures small.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from pathlib import Path
 from sqlalchemy import delete, func, update
 
 from delaytasks import DelayTasks, NewTask
+from delaytasks.console.application import make_console
+from delaytasks.console.requests import EXTENSION
 from delaytasks.wiring import wiring_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served
 from tests.ui.fault_pictures import draw_faults
-from tests.ui.test_console_in_a_browser import MODES, paths_of
+from tests.ui.report_picture import draw_report, write_day
+from tests.ui.test_console_in_a_browser import MODES, logins, paths_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
 #: Pixels of a picture, and the tasks of a peak.
@@ -38,11 +41,17 @@ def draw() -> None:
     site = Site(delays)
     with served(site.app) as address, chromium(find_chromium()) as browser:
         for mode, options in MODES.items():
-            _report(delays)
             page = browser.new_context(**options).new_page()
             for name, path in paths_of(site).items():
+                _keep_alive(site)
                 draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
-    delays.close()
+            for name, access in zip(("login", "openid"), logins(Path()), strict=True):
+                with served(make_console(delays, access)) as login:
+                    draw_page(page, login, FOLDER / f"{name}-{mode}.png", TALLEST)
+        write_day(delays)
+        _keep_alive(site)
+        draw_report(delays, browser, FOLDER.parent / "report.png")
+    site.close()
 
 
 def _add_peak(delays: DelayTasks) -> None:
@@ -68,12 +77,16 @@ def _rename(delays: DelayTasks) -> None:
     assert not any(re.search(r"console_site", error) for error in found)
 
 
-def _report(delays: DelayTasks) -> None:
-    """Let the workers of the pictures be alive."""
+def _keep_alive(site: Site) -> None:
+    """Do what the workers of the pictures would have done: run what is due, and report."""
+    delays = site.delays
     store = wiring_of(delays).store
+    delays.runner().run_due("default", range(10), limit=100)
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
-        store.workers.report(name, queues, "prefork", 8, 1400, ["order.close", "pay.notify"])
+        tags = ["order.close", "pay.notify"]
+        store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=3 * len(queues))
     wiring_of(delays).sweeper.sweep(0)
+    site.app.extensions[EXTENSION].cache.forget()
 
 
 if __name__ == "__main__":

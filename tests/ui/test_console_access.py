@@ -15,9 +15,11 @@ from delaytasks.console.login_limit import MOST_FAILURES, MOST_OF_ADDRESS, Login
 from delaytasks.console.requests import SESSION_S
 from delaytasks.console.users import FIRST_USER, UserFile
 from delaytasks.console.viewers import HostAccess, ProxyAccess, Role, Viewer
+from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.errors import ConfigError
 from delaytasks.wiring import wiring_of
 from tests.ui.console_site import SECRET, Site, post, token_of
+from tests.waiting import wait_until
 
 #: The least role of each page and action. A new route needs a line here.
 ROLES = {
@@ -81,6 +83,57 @@ def test_each_route_is_refused_below_its_role(own_site: Site, role: Role | None)
             assert answer.status_code == 403, where
         else:
             assert answer.status_code not in (401, 403, 500), where
+
+
+#: Actions without an audit entry of their own. The entry of a bulk run says that it was stopped.
+UNAUDITED = {"log_out", "preferences", "stop_bulk"}
+
+
+def test_each_action_is_audited_with_the_name_of_its_viewer(own_site: Site) -> None:
+    client, delays = own_site.client(Role.ADMIN), own_site.delays
+    known = {entry.id for entry in delays.audit()}
+    done: set[str] = set()
+
+    def do(endpoint: str, id: object = None, **fields: Any) -> str:
+        """Do the action, wait for the end of its audit entry, and return the id of this entry."""
+        values: dict[str, Any] = {} if id is None else {"id": id}
+        with own_site.app.test_request_context():
+            path = own_site.app.url_for(endpoint, **values)
+        answer = post(client, path, **fields)
+        assert answer.status_code == 303, f"{endpoint}: {answer.text}"
+
+        def ended() -> list[AuditEntry]:
+            found = [entry for entry in delays.audit() if entry.id not in known]
+            return [] if any(entry.state == "running" for entry in found) else found
+
+        [entry] = wait_until(ended, 10, f"the audit entry of {endpoint}")
+        assert (entry.actor, entry.state) == ("maria", "done"), f"{endpoint}: {entry}"
+        known.add(entry.id)
+        done.add(endpoint)
+        bulk_runs.append(answer.location.removeprefix("/bulk/"))
+        return str(entry.id)
+
+    bulk_runs: list[str] = []
+    waiting = delays.find(tag="order.close", status="NOT_COMPLETE").tasks[0].id
+    do("reschedule_task", waiting, when="1h")
+    do("cancel_task", waiting)
+    do("rerun_task", waiting)
+    do("run_task_now", waiting)
+    tag, schedule = {"kind": "tag", "name": "report.build"}, {"name": "hourly"}
+    do("pause", **tag)
+    do("resume", **tag)
+    do("set_limits", **tag, concurrency="3")
+    do("clear_policy", **tag)
+    do("set_recurring", **schedule, tag="report.build", cron="0 * * * *")
+    do("pause_recurring", **schedule)
+    do("resume_recurring", **schedule)
+    do("run_recurring", **schedule)
+    do("remove_recurring", **schedule)
+    do("start_bulk", action="cancel", tag="order.close")
+    do("undo_bulk", bulk_runs[-1])
+    do("undo_entry", do("start_bulk", action="cancel", tag="order.close"))
+    actions = {endpoint for method, endpoint in LEAST if method == "POST"}
+    assert done == actions - UNAUDITED
 
 
 @pytest.mark.parametrize("token", [None, "", "wrong"])

@@ -14,7 +14,8 @@ from delaytasks import NewTask
 from delaytasks.console.viewers import Role
 from delaytasks.wiring import wiring_of
 from tests.ui.console_site import Site, make_delays, post
-from tests.ui.test_console_pages import finish, heading
+from tests.ui.test_console_bulk import finish
+from tests.ui.test_console_pages import heading
 
 PEAK = 600
 

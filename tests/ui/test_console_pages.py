@@ -16,14 +16,14 @@ from delaytasks.console.queries import ConsoleQueries
 from delaytasks.console.searches import SEARCH_S
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import SearchTimeoutError
+from delaytasks.core.installed import installed_version
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.error_search import error_matcher
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
-from tests.ui.console_site import HOSTILE, Site, fill, make_delays, post
-from tests.waiting import wait_until
+from tests.ui.console_site import Site, fill, make_delays, post
 
 PAGES = "/ /tasks /failures /forecast /recurring /policies /queues /workers /audit".split()
 
@@ -285,16 +285,32 @@ def test_times_are_in_the_zone_of_the_viewer(site: Site) -> None:
     assert "times are in Asia/Tokyo" in client.get("/").text
 
 
-def test_hostile_text_is_shown_as_text(site: Site) -> None:
-    client = site.client()
-    task = site.delays.find(tag="hostile").tasks[0]
-    paths = [*PAGES, f"/tasks/{task.id}", "/tasks?error=" + HOSTILE[:20], f"/nope{HOSTILE}"]
-    paths += re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)
-    for path in paths:
-        text = client.get(path).text
-        assert "<img src=x" not in text, path
-        assert "{49}" not in text, path
-    assert html.escape(HOSTILE[:9]) in client.get(f"/tasks/{task.id}").text
+def test_the_life_of_a_task_names_what_scheduled_it(own_site: Site) -> None:
+    delays, trace = own_site.delays, "4bf92f3577b34da6a3ce929d0e0e4736"
+    meta = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
+    other = {"sentry-trace": f"{trace}-00f067aa0ba902b7-1"}
+    delays.recurring.set("traced", "order.close", {"order": 1}, every="1h", meta=meta)
+
+    def life(task: Any, role: Role = Role.OPERATE) -> str:
+        text = own_site.client(role).get(f"/tasks/{task.id}").text
+        [events] = re.findall(r'<ol class="timeline">(.*?)</ol>', text, re.DOTALL)
+        return re.sub(r"<[^>]*>", " ", events)
+
+    made = life(delays.recurring.run("traced"))
+    assert "Scheduled by the recurring schedule traced " in made
+    assert f"for now, in the trace {trace} " in made
+    task = delays.schedule_delay("order.close", {"order": 1}, 60, meta=other)
+    assert f"Scheduled with a delay of 1m, in the trace {trace} " in re.sub(r"\s+", " ", life(task))
+    assert trace not in life(task, Role.VIEW), "the trace is a part of the meta"
+    alike = delays.schedule_delay("order.close", {"order": 1}, 60, key="gone@2030-01-31T18:00:00Z")
+    assert "recurring" not in life(alike)
+
+
+def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> None:
+    text = site.client().get("/workers").text
+    assert re.findall(r'data-label="Busy" class="num">([^<]*)<', text) == ["1 of 8", "2 of 8"]
+    versions = re.findall(r'data-label="Version">([^<]*)<', text)
+    assert versions == [installed_version()] * 2
 
 
 def test_viewers_share_what_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,78 +368,6 @@ def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:
     assert 'class="notice bad"' in client.get("/").text
 
 
-def finish(client: Any, location: str) -> str:
-    def ended() -> str | None:
-        text: str = client.get(location).text
-        return None if ">running</span>" in text else text
-
-    return wait_until(ended, 30, "the bulk run") or ""
-
-
-def test_a_group_of_failures_runs_again_after_a_count(own_site: Site) -> None:
-    client, delays = own_site.client(Role.OPERATE), own_site.delays
-    links = re.findall(r'href="(/bulk\?action=rerun[^"]*)"', client.get("/failures").text)
-    [link] = [html.unescape(each) for each in links if "report.build" in each]
-    text = client.get(link).text
-    assert heading(text) == "Run again 9 tasks?"
-    found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', text)
-    # Browsers send the line ends of a form like this.
-    fields = {name: html.unescape(value).replace("\n", "\r\n") for name, value in found}
-    answer = client.post("/bulk", data=fields)
-    text = finish(client, answer.location)
-    assert "report.build" not in client.get("/failures").text, "the counts are fresh"
-    counts = re.search(r"<progress.*?</p>", text, re.DOTALL)
-    assert "9 changed, 0 left as they were" in text, counts and counts[0]
-    assert len(delays.find(tag="report.build", status="NOT_COMPLETE")) == 9
-    assert len(delays.find(tag="pay.notify", status="FAILED")) == 4, "other groups stay"
-
-
-def test_a_bulk_cancel_is_undone_from_its_page(own_site: Site) -> None:
-    client, delays = own_site.client(Role.OPERATE), own_site.delays
-    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
-    answer = post(client, "/bulk", action="cancel", tag="order.close", expected=before)
-    finish(client, answer.location)
-    assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
-    answer = post(client, f"{answer.location}/undo")
-    finish(client, answer.location)
-    assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
-
-
-def test_a_bulk_action_without_a_filter_is_refused(own_site: Site) -> None:
-    client = own_site.client()
-    assert client.get("/bulk?action=cancel").status_code == 400
-    assert post(client, "/bulk", action="cancel").status_code == 400
-    assert own_site.delays.find(status="CANCELLED", tag="order.close").tasks == []
-
-
-def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site: Site) -> None:
-    client, delays = own_site.client(Role.OPERATE), own_site.delays
-    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
-    chosen = {"action": "cancel", "tag": "order.close", "status": ["NOT_COMPLETE", "DONE"]}
-    assert heading(client.get("/bulk", query_string=chosen).text) == f"Cancel {before} tasks?"
-    answer = post(client, "/bulk", **chosen)
-    assert answer.status_code == 303, answer.text
-    finish(client, answer.location)
-    assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
-
-
-def test_the_count_before_a_bulk_action_reads_small_pages(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits, lookup = [], wiring_of(site.delays).lookup
-    find = lookup.find
-
-    def finding(filters: Any, cursor: Any, limit: int, *others: Any) -> Any:
-        limits.append(limit)
-        return find(filters, cursor, limit, *others)
-
-    monkeypatch.setattr(lookup, "find", finding)
-    text = site.client().get("/bulk?action=cancel&queue=default").text
-    assert int(re.findall(r"\d+", heading(text))[0]) > 100
-    assert len(limits) > 1
-    assert max(limits) <= 100, "a page contains the bodies"
-
-
 @pytest.mark.parametrize("number", ["\N{SUPERSCRIPT TWO}", "1" * 5000, "x", "-1"])
 def test_a_text_that_is_no_number_is_refused(site: Site, number: str) -> None:
     client = site.client()
@@ -452,19 +396,3 @@ def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
     assert policy().concurrency == 3
     post(client, "/policies/clear", kind="tag", name="order.close")
     assert policy() is None
-
-
-def test_recurring_schedules_are_changed(own_site: Site) -> None:
-    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
-    fields = {"name": "hourly", "tag": "order.close", "cron": "0 * * * *", "body": '{"order": 1}'}
-    post(client, "/recurring", **fields)
-    assert recurring.get("hourly").body == {"order": 1}
-    post(client, "/recurring/pause", name="hourly")
-    assert recurring.get("hourly").is_paused
-    post(client, "/recurring/run", name="hourly")
-    post(client, "/recurring/remove", name="hourly")
-    assert "hourly" not in {each.name for each in recurring.list()}
-    actions = [entry.action for entry in own_site.delays.audit(limit=4)]
-    assert actions == ["remove_recurring", "run_recurring", "pause_recurring", "set_recurring"]
-    post(client, "/recurring", **{**fields, "body": "{"})
-    assert "not JSON" in html.unescape(client.get("/recurring").text)

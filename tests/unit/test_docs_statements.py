@@ -13,7 +13,7 @@ from sqlalchemy.schema import CreateIndex
 
 from delaytasks.attachment import ENTRY_POINTS
 from delaytasks.storage.schema import build_schema
-from tests.unit.test_docs import ROOT, blocks
+from tests.unit.test_docs import PAGES, ROOT, blocks
 
 
 def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
@@ -36,3 +36,17 @@ def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> N
 def test_the_entry_point_of_processors_is_the_one_that_workers_load() -> None:
     [block] = [block for block in blocks(ROOT / "docs/worker.md") if block.language == "toml"]
     assert block.text.startswith(f'[project.entry-points."{ENTRY_POINTS}"]\n')
+
+
+def test_each_picture_is_on_a_page() -> None:
+    pages = "".join(page.read_text() for page in PAGES)
+    files = (ROOT / "docs/images").rglob("*.*")
+    unused = [str(file) for file in files if str(file.relative_to(ROOT / "docs")) not in pages]
+    assert unused == []
+
+
+def test_the_gallery_has_each_picture_of_the_console_once_with_a_sentence() -> None:
+    page = (ROOT / "docs/console-gallery.md").read_text()
+    shown = re.findall(r"^!\[[^]]+\]\(images/(\S+)\)\n+([A-Z*`].*?\.)$", page, re.MULTILINE)
+    files = [f"console/{file.name}" for file in (ROOT / "docs/images/console").iterdir()]
+    assert sorted(name for name, _ in shown) == sorted([*files, "report.png"])

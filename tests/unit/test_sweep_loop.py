@@ -37,10 +37,11 @@ class SweepLoopHarness:
         self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
         self.workers = [{"name": "w1", "started_at": 1}]
         self.published: list[str] = []
+        self.busy: int | None = None
         self.registry = [SimpleNamespace(tag="mail")]
         self.defer: list[Any] = []
         self.brought: list[Any] = []
-        self.dispatcher = SimpleNamespace()
+        self.dispatcher = SimpleNamespace(in_flight=[1.0])
         self.timer = SimpleNamespace(arm=self.brought.append)
         self.pool = SimpleNamespace(limit=2)
         self.service_watch = SimpleNamespace(times=lambda reads_beat: ServiceTimes())
@@ -89,9 +90,10 @@ class SweepLoopHarness:
         _offset_us: int,
         tags: list[str],
         _services: ServiceTimes,
+        busy: int,
     ) -> None:
         self.note("report")
-        self.published = tags
+        self.published, self.busy = tags, busy
 
     def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
         self.note("stale")
@@ -150,9 +152,11 @@ def test_a_worker_that_cannot_report_sweeps_nevertheless(
     assert place.turn() == ["report"], "and says it at the next turn"
 
 
-def test_a_worker_publishes_the_tags_that_it_has_processors_for(place: SweepLoopHarness) -> None:
+def test_a_worker_publishes_its_load_and_the_tags_that_it_has_processors_for(
+    place: SweepLoopHarness,
+) -> None:
     place.loop._turn()
-    assert place.published == ["mail"]
+    assert (place.published, place.busy) == (["mail"], 1)
 
 
 def test_a_worker_looks_for_what_is_overdue_in_its_queues_at_its_start_and_every_self_sweep(

@@ -24,7 +24,7 @@ section { background: var(--card); border: 1px solid var(--line); border-radius:
 .verdict.warning strong { color: var(--warning); } .verdict.bad strong { color: var(--bad); }
 .verdict ul { margin: 6px 0 0; padding-left: 20px; } .verdict li { margin-bottom: 4px; }
 li.bad::marker { color: var(--bad); } li.warning::marker { color: var(--warning); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(104px, 1fr)); gap: 12px;
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 12px;
   margin-bottom: 16px; }
 .tile { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
   padding: 9px 12px; }

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.urls import re_path
 from django.views.decorators.csrf import csrf_exempt
@@ -19,7 +20,8 @@ REQUEST_VARIABLE = "delaytasks.django_request"
 def wsgi_urls(application: Callable[[], Any], name: str) -> list[Any]:
     """Return the URL patterns of a WSGI application, which `application` returns.
 
-    Django checks no CSRF token of these requests.
+    Django checks no CSRF token of these requests, and opens no transaction for them: the
+    application writes with connections of its own, which would wait for it on SQLite.
     """
 
     def view(request: HttpRequest, path: str) -> HttpResponse:
@@ -35,7 +37,10 @@ def wsgi_urls(application: Callable[[], Any], name: str) -> list[Any]:
                 response.headers[header] = value
         return response
 
-    return [re_path(r"^(?P<path>.*)$", csrf_exempt(view), name=name)]
+    exempt: Any = csrf_exempt(view)
+    for alias in connections:
+        exempt = transaction.non_atomic_requests(using=alias)(exempt)
+    return [re_path(r"^(?P<path>.*)$", exempt, name=name)]
 
 
 def _environ(request: HttpRequest, path: str) -> dict[str, Any]:

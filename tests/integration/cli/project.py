@@ -58,8 +58,12 @@ class Project:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __call__(self, *arguments: str, typed: str | bytes | None = None) -> Result:
-        result = CliRunner().invoke(main, ["-A", self.name, *arguments], input=typed)
+    def __call__(
+        self, *arguments: str, typed: str | bytes | None = None, color: bool = False
+    ) -> Result:
+        """Run a command. With `color`, its output is that on a terminal."""
+        command = ["-A", self.name, *arguments]
+        result = CliRunner().invoke(main, command, input=typed, color=color)
         assert result.exception is None or isinstance(result.exception, SystemExit), (
             result.exception
         )

@@ -41,8 +41,8 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
             .where(store.schema.tasks.c.id == late.id)
             .values(expected_time=db_now_plus(-90))
         )
-    for name in ("fresh", "silent"):
-        store.workers.report(name, ["default", "letters"], "prefork", 2, 1500)
+    for name, busy in (("fresh", 1), ("silent", None)):
+        store.workers.report(name, ["default", "letters"], "prefork", 2, 1500, busy=busy)
     with store.database.begin() as connection:
         workers = store.schema.workers
         connection.execute(
@@ -64,6 +64,8 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
         ("silent", False, ["default", "letters"]),
     ]
     assert found["workers"][0]["clock_offset_s"] == 0.0015
+    assert [worker["busy"] for worker in found["workers"]] == [1, None]
+    assert {worker["version"] for worker in found["workers"]} == {found["versions"]["delaytasks"]}
     assert found["sweeps"][0]["age_s"] < 30
     assert not found["sweeps"][0]["is_late"]
     assert found["broker"] == {"url": "memory://", "is_up": True, "error": None}
@@ -76,7 +78,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
     assert shop.json("stats")["sweeps"][0]["is_late"]
     said = shop("stats").stdout
     assert re.search(r"^overdue +1, the oldest since \S+Z, 1m3\ds ago$", said, re.MULTILINE)
-    assert re.search(r"^fresh .* default, letters +\+1\.5ms$", said, re.MULTILINE)
+    assert re.search(r"^fresh .* 1/2 +default, letters +\+1\.5ms +\S+$", said, re.MULTILINE)
 
 
 def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
@@ -92,7 +94,7 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
     assert worker["lost_s"] < 30
     assert [problem["level"] for problem in found["verdict"]["problems"]] == ["note"]
     said = shop("stats").stdout
-    assert re.search(r"^w1@host +lost \d+m?s ago +- .* letters +-$", said, re.MULTILINE)
+    assert re.search(r"^w1@host +lost \d+m?s ago +- .* 2 +letters +- +-$", said, re.MULTILINE)
     assert "no workers; start one" in said
 
 

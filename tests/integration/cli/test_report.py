@@ -186,6 +186,24 @@ def test_bars_are_stacked_to_the_height_of_their_sum() -> None:
     assert "1970-01-01 00:00 to 00:01 UTC: done 60, failed 40" in chart
 
 
+def test_the_labels_of_an_axis_are_short() -> None:
+    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
+
+    def labels(chart: str) -> list[str]:
+        return re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
+
+    assert labels(stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])) == [
+        "0", "100k", "200k", "300k",
+    ]  # fmt: skip
+    for seconds, expected in (
+        ([109.0, 217.0], ["1m", "10m"]),
+        ([0.004, 7200.0], ["1ms", "10ms", "100ms", "1.0s", "10s", "1m", "10m", "1h", "10h"]),
+        ([1e9, None], ["3d", "4w"]),
+        ([1e-9, None], ["1ms", "10ms"]),
+    ):
+        assert labels(lines(starts, step, [Series("late", "p99", seconds)])) == expected
+
+
 def test_a_step_without_runs_is_a_gap_in_a_line() -> None:
     starts = [from_us(n * 60_000_000) for n in range(5)]
     chart = lines(starts, parse_duration("1m"), [Series("p99", "p99", [0.1, 0.2, None, 0.1, 10])])

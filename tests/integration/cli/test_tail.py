@@ -32,6 +32,27 @@ def test_tail_prints_a_line_for_each_change(shop: Project) -> None:
     assert not [line for line in lines if line.startswith("forged")]
 
 
+def test_tail_on_a_terminal_colors_the_status_and_no_text_of_a_task(shop: Project) -> None:
+    tasks = {name: shop.schedule(name) for name in ("ok", "bad")}
+    shop.delays.runner().run([Entry(task.id, 0, 0) for task in tasks.values()])
+    shop.delays.cancel(shop.schedule("mail", 60))
+    shop.schedule("mail", 60)
+    lines = shop("tail", "--for", "0", color=True).stdout.splitlines()
+    styled = [re.sub(r"\d\d:.{9}|\d{6,}.*", "", line) for line in lines]
+    dim, bold, end = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+    assert sorted(styled) == sorted(
+        f"{dim}{end} {color}{status:12}{end} {bold}{tag:16}{end} "
+        for color, status, tag in [
+            ("\x1b[32m", "DONE", "ok"),
+            ("\x1b[31m", "FAILED", "bad"),
+            ("\x1b[90m", "CANCELLED", "mail"),
+            ("", "NOT_COMPLETE", "mail"),
+        ]
+    )
+    assert all(line.count("\x1b") == styled[at].count("\x1b") for at, line in enumerate(lines))
+    assert shop("tail", "--for", "0").stdout.count("\x1b") == 0
+
+
 def test_tail_in_json_has_a_document_in_each_line(shop: Project) -> None:
     def work() -> None:
         shop.schedule("ok", body={"secret": 1}, meta={"tenant": "acme"})

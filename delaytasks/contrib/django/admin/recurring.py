@@ -14,10 +14,8 @@ from delaytasks.contrib.django.admin.task_html import NOTHING_SHOWN, instant_htm
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import RecurringScheduleRow
 from delaytasks.core.errors import DelayTaskError, InvalidInputError, RecurringNotFoundError
-from delaytasks.core.task import DelayTask
-from delaytasks.recurrence.definition import Definition
+from delaytasks.recurrence.definition import Definition, options_of, timing_options
 from delaytasks.recurrence.schedule import Missed, Overlap, RecurringSchedule
-from delaytasks.recurrence.timing import EVERY
 from delaytasks.wiring import wiring_of
 
 #: Occurrences that the page of a schedule shows.
@@ -78,8 +76,10 @@ def definition_of(
     name: str, values: dict[str, Any], stored: RecurringSchedule | None
 ) -> Definition:
     """Return the definition that a form contains, with the options of `stored` that it lacks."""
-    start, timing = values["start_at"], " ".join(values["timing"].split())
+    start = values["start_at"]
     options: dict[str, Any] = {
+        **({} if stored is None else options_of(stored)),
+        **timing_options(values["timing"]),
         "tz": values["tz"] or None,
         "start": make_aware(start) if start is not None and is_naive(start) else start,
         "jitter": values["jitter_s"],
@@ -88,25 +88,8 @@ def definition_of(
         "priority": values["priority"],
         **{each: values[each] for each in ("missed", "overlap") if values[each]},
     }
-    interval = timing.removeprefix(f"{EVERY} ")
-    if interval != timing:
-        options["every"] = interval
-    if stored is not None:
-        # A task reads these options from the same headers.
-        task = DelayTask(0, stored.tag, "", stored.create_time, headers_json=stored.headers_json)  # type: ignore[arg-type]
-        options |= {
-            "retries": task.retry_schedule,
-            "expires": task.expires_s,
-            "meta": stored.meta or None,
-            "concurrency_key": stored.concurrency_key,
-        }
-    return Definition(
-        name,
-        values["tag"],
-        values["body"],
-        None if "every" in options else timing,
-        options,  # type: ignore[arg-type]
-    )
+    cron = options.pop("cron", None)
+    return Definition(name, values["tag"], values["body"], cron, options)  # type: ignore[arg-type]
 
 
 def stored_schedule(name: str | None) -> RecurringSchedule | None:

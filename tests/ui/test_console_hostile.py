@@ -1,0 +1,119 @@
+"""The console shows the texts of callers, viewers and other programs as texts."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+
+from delaytasks import Status
+from delaytasks.console.viewers import Viewer
+from delaytasks.core.error_patterns import error_pattern
+from delaytasks.operations.failed_now import group_name
+from tests.ui.chromium import watched
+from tests.ui.console_site import HOSTILE, Site, add_hostile, fill, make_delays, post, served
+
+QUOTED = quote(HOSTILE, safe="")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A console in whose tables each text is hostile."""
+    file = tmp_path_factory.mktemp("hostile") / "console.sqlite3"
+    made = Site(make_delays(f"sqlite:///{file}"))
+    fill(made.delays)
+    add_hostile(made.delays)
+    yield made
+    made.close()
+
+
+def client_of(site: Site) -> Any:
+    """Return a client of an administrator whose own name is hostile."""
+    client = site.client()
+    assert site.viewer is not None
+    site.viewer = Viewer(HOSTILE, site.viewer.role)
+    return client
+
+
+def pages_of(site: Site) -> Mapping[str, int]:
+    """Return the path of each page that shows hostile text, and how often it does so at least.
+
+    Each page names the viewer once.
+    """
+    tasks = site.delays.find(tag=HOSTILE).tasks
+    assert len(tasks) == 5
+    [failed] = [task for task in tasks if task.status is Status.FAILED]
+    group = group_name(HOSTILE, error_pattern(failed.error or ""))
+    return {
+        "/": 4,
+        f"/tasks?tag={QUOTED}&key={QUOTED}&error={QUOTED}&meta=tenant%3D{QUOTED}": 5,
+        f"/tasks?since={QUOTED}": 1,
+        f"/tasks?tag={QUOTED}": 11,
+        **{f"/tasks/{task.id}": 6 for task in tasks},
+        "/failures": 3,
+        f"/failures/{group}": 8,
+        f"/forecast?tag={QUOTED}": 2,
+        "/recurring": 4,
+        f"/recurring?name={QUOTED}": 8,
+        "/policies": 3,
+        "/queues": 2,
+        "/workers": 5,
+        "/audit": 3,
+        f"/bulk?action=cancel&tag={QUOTED}": 6,
+        site.begun_run(HOSTILE): 2,
+        f"/tasks/1{QUOTED}": 1,
+        f"/nope{QUOTED}": 1,
+    }
+
+
+def test_hostile_text_is_shown_as_text(hostile: Site) -> None:
+    client = client_of(hostile)
+    for path, times in pages_of(hostile).items():
+        text = client.get(path).text
+        assert "<img src=x" not in text, path
+        assert "{49}" not in text, path
+        assert html.unescape(text).count(HOSTILE) >= times, path
+
+
+def test_a_notice_shows_hostile_text_as_text(hostile: Site) -> None:
+    client = client_of(hostile)
+    post(client, "/policies/pause", kind="queue", name=HOSTILE)
+    text = client.get("/").text
+    [notice] = re.findall(r'<p class="notice bad">(.*?)</p>', text)
+    assert HOSTILE[:9] in html.unescape(notice)
+    assert "<img" not in notice
+
+
+@pytest.mark.slow
+def test_hostile_text_runs_no_script_in_a_browser(hostile: Site, browser: Any) -> None:
+    paths = pages_of(hostile)
+    with served(hostile.app) as address, watched(browser) as tab:
+        for path in paths:
+            tab.goto(address + path)
+            check_tab(tab, path)
+            if tab.locator("#live").count():  # what the live view brings is inserted by a script
+                with tab.expect_response(lambda answer: "/static/" not in answer.url):
+                    tab.evaluate("htmx.trigger('#live', 'refresh')")
+                tab.wait_for_function("!document.querySelector('.htmx-request')")
+                check_tab(tab, path)
+
+
+@pytest.mark.slow
+def test_a_question_in_a_browser_shows_hostile_text_as_text(hostile: Site, browser: Any) -> None:
+    [group] = [path for path in pages_of(hostile) if path.startswith("/failures/")]
+    with served(hostile.app) as address, watched(browser) as tab:
+        tab.goto(address + group)
+        tab.get_by_role("button", name="Pause the tag").click()
+        assert HOSTILE in tab.locator("#confirm-text").inner_text()
+        check_tab(tab, group)
+
+
+def check_tab(tab: Any, path: str) -> None:
+    """Check that the browser shows the text, made no element of it, and ran no script in it."""
+    assert HOSTILE[:20] in tab.locator("body").inner_text(), path
+    assert tab.locator("img[src=x]").count() == 0, path
+    assert tab.title() != "owned", path

@@ -1,0 +1,90 @@
+"""The form of recurring schedules in the console."""
+
+from __future__ import annotations
+
+import html
+import re
+from typing import Any
+
+import pytest
+
+from delaytasks.console.viewers import Role
+from delaytasks.recurrence.schedule import DEFINED
+from tests.ui.console_site import Site, post
+
+
+def test_recurring_schedules_are_changed(own_site: Site) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    fields = {"name": "hourly", "tag": "order.close", "cron": "0 * * * *", "body": '{"order": 1}'}
+    post(client, "/recurring", **fields)
+    assert recurring.get("hourly").body == {"order": 1}
+    post(client, "/recurring/pause", name="hourly")
+    assert recurring.get("hourly").is_paused
+    post(client, "/recurring/run", name="hourly")
+    post(client, "/recurring/remove", name="hourly")
+    assert "hourly" not in {each.name for each in recurring.list()}
+    actions = [entry.action for entry in own_site.delays.audit(limit=4)]
+    assert actions == ["remove_recurring", "run_recurring", "pause_recurring", "set_recurring"]
+    post(client, "/recurring", **{**fields, "body": "{"})
+    assert "not JSON" in html.unescape(client.get("/recurring").text)
+
+
+def form_of(text: str) -> dict[str, str]:
+    """Return what a browser sends if a viewer changes nothing in the form of a schedule."""
+    [form] = re.findall(r'<form method="post" action="/recurring" .*?</form>', text, re.DOTALL)
+    fields = dict(re.findall(r'<input[^>]* name="(\w+)"[^>]* value="([^"]*)"', form))
+    for name, options in re.findall(r'<select name="(\w+)">(.*?)</select>', form):
+        [fields[name], *_] = re.findall(r"<option selected>(\w+)|$", options)
+    fields |= re.findall(r'<textarea name="(\w+)"[^>]*>(.*?)</textarea>', form, re.DOTALL)
+    return {name: html.unescape(value) for name, value in fields.items()}
+
+
+@pytest.mark.parametrize("timing", [{"cron": "0 3 * * *", "tz": "Asia/Tokyo"}, {"every": "5m"}])
+def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
+    own_site: Site, timing: dict[str, Any]
+) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    recurring.set(
+        "nightly",
+        "order.close",
+        {"order": 1, "text": "</textarea>é"},
+        **timing,
+        jitter="10s",
+        missed="all",
+        most_missed=7,
+        overlap="skip",
+        queue="mail",
+        priority=3,
+        retries="15s 3m",
+        expires=60,
+        concurrency_key="k",
+        meta={"tenant": "acme"},
+        body_version=3,
+    )
+    stored = recurring.get("nightly")
+    fields = form_of(client.get("/recurring?name=nightly").text)
+    client.post("/recurring", data=fields)
+    assert recurring.get("nightly") == stored
+    client.post("/recurring", data={**fields, "tag": "report.build"})
+    changed = recurring.get("nightly")
+    assert changed.tag == "report.build"
+    for name in set(DEFINED) - {"tag"}:
+        assert getattr(changed, name) == getattr(stored, name), name
+    client.post("/recurring", data={**fields, "body": " ", "overlap": "allow"})
+    assert (recurring.get("nightly").body, recurring.get("nightly").overlap) == (
+        {"order": 1, "text": "</textarea>é"},
+        "allow",
+    )
+
+
+def test_the_form_of_schedules_is_for_those_that_can_be_changed(own_site: Site) -> None:
+    @own_site.delays.recurring("0 9 * * *", name="declared")
+    @own_site.delays.processor("declared.report")
+    def report(body: Any) -> None: ...
+
+    own_site.delays.recurring.follow_code()
+    text = own_site.client(Role.ADMIN).get("/recurring").text
+    assert "<code>every 5m</code>" in text
+    assert re.findall(r'href="/recurring\?name=([\w-]+)#edit"', text) == ["feeds", "report-nightly"]
+    assert "name=feeds#edit" not in own_site.client(Role.OPERATE).get("/recurring").text
+    assert form_of(own_site.client(Role.ADMIN).get("/recurring?name=gone").text)["name"] == ""
