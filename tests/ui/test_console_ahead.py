@@ -20,7 +20,8 @@ from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.ui.console_site import Site, make_delays, post
-from tests.ui.test_console_pages import finish, heading
+from tests.ui.test_console_bulk import finish
+from tests.ui.test_console_pages import heading
 
 PEAK = 3000
 
