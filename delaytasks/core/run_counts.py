@@ -28,7 +28,7 @@ WORKER_LOST = "worker_lost"
 #: All names, in the order in which they are stored. A name may be appended only.
 OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
 _POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
-_OUTCOMES = len(OUTCOME_NAMES)
+_OUTCOME_BUCKETS = len(OUTCOME_NAMES)
 _LATENESS_BUCKETS, _DURATION_BUCKETS = len(LATENESS_BOUNDS_S) + 1, len(DURATION_BOUNDS_S) + 1
 
 
@@ -49,7 +49,7 @@ class RunCounts:
 
     def __init__(self) -> None:
         #: The number of each outcome, in the order of `OUTCOME_NAMES`.
-        self.outcomes = [0] * _OUTCOMES
+        self.outcomes = [0] * _OUTCOME_BUCKETS
         #: For tags with `on_time`: the runs that began in time, and those that did not, with the
         #: tasks that expired.
         self.on_time = self.late = 0

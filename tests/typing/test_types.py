@@ -47,8 +47,8 @@ def _check(command: list[str]) -> None:
 
 #: The public names, without the errors.
 VALUES = """
-Attempt AuditEntry BulkResult Cancel CancelResult DelayTask DelayTasks Done Fail LEVELS NOTIFY
-NewTask Page Policy Processor Retry RetrySchedule Snooze Status TouchResult
+Attempt AuditEntry BulkResult Cancel CancelResult DelayTask DelayTasks Done Fail LEVELS LogFormatter
+NOTIFY NewTask Page Policy Processor Retry RetrySchedule Snooze Status TouchResult
 """.split()
 FUNCTIONS = """
 apply_async attempts audit cancel cancel_many clear_policy find get new_id pause policies
