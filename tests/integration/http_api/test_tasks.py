@@ -76,7 +76,7 @@ def test_a_waiting_task_is_moved_postponed_and_cancelled(site: ApiSite, shop: Ap
     assert shop.json("POST", "/v1/keys/reschedule", {**named, "delay": 90})["id"] == task["id"]
     assert shop.json("POST", "/v1/keys/cancel", named)["is_cancelled"]
     assert not shop.json("POST", f"{path}/cancel")["is_cancelled"]
-    assert shop.json("POST", f"{path}/retry", {"delay": "1m"})["status"] == "NOT_COMPLETE"
+    assert shop.json("POST", f"{path}/rerun", {"delay": "1m"})["status"] == "NOT_COMPLETE"
     assert shop.json("GET", f"{path}/attempts") == {"attempts": []}
 
 
