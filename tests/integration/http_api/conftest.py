@@ -75,7 +75,15 @@ def site_at(url: str, folder: Path, **options: Any) -> Iterator[ApiSite]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[ApiSite]:
+def site(database_url: str, tmp_path: Path) -> Iterator[ApiSite]:
+    """An API on each database."""
+    with site_at(database_url, tmp_path, requests_per_s=1e9) as made:
+        yield made
+
+
+@pytest.fixture
+def file_site(tmp_path: Path) -> Iterator[ApiSite]:
+    """An API on the SQLite file `api.sqlite3`, for what does not depend on the database."""
     with site_at(f"sqlite:///{tmp_path / 'api.sqlite3'}", tmp_path, requests_per_s=1e9) as made:
         yield made
 
