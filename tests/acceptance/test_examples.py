@@ -23,7 +23,6 @@ LAST_LINES = {
 OTHERS = {"demo", "flask_shop"}
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="it starts a Redis on a Unix socket")
 @pytest.mark.parametrize("name", LAST_LINES)
 def test_an_example_runs_with_one_command(name: str) -> None:
