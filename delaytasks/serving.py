@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -62,12 +64,15 @@ def serve_at(
     trusted_proxy: str | None,
     announce: Callable[[str], None],
 ) -> None:
-    """Serve until the process is interrupted. `announce` is called with the URL."""
+    """Serve until the process gets INT or TERM. `announce` is called with the URL."""
     server = make_server(app, host, port, prefix, trusted_proxy)
+    # The first process of a container ignores TERM unless it has a handler.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     announce(f"http://{host}:{server.effective_port}{prefix}/")
     try:
-        server.run()
+        server.run()  # the exit ends it after the requests that have begun
     finally:
+        signal.signal(signal.SIGTERM, before)
         server.close()
 
 

@@ -17,7 +17,7 @@ from delaytasks.cli.supervisor import die_with_parent
 from delaytasks.embedded.server import answers, find_server
 
 #: Longest time for each step of an example.
-STEP_S = 30.0
+STEP_S = 60.0
 
 
 def free_port() -> int:

@@ -1,9 +1,9 @@
 """Requests that are repeated with the same Idempotency-Key schedule one task.
 
-The row of the task has a mark in its meta: a hash of the API key's name and the Idempotency-Key. It
-is written together with the row, so neither exists without the other. A
-request without a key of its own gets one made of the mark, which the unique keys of live tasks
-protect from a second, simultaneous insert.
+The meta of the task has a mark: a hash of the API key's name and the Idempotency-Key. The mark is
+written with the row, so neither exists without the other. A task without a key gets one that is
+made of the mark, because two live tasks cannot have the same key: of two simultaneous requests, one
+inserts its row and the other returns that row.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _scheduled_once(delays: DelayTasks, new: NewTask, on_conflict: OnConflict) -
     except _ScheduledBeforeError as before:
         return before.task
     except (DuplicateTaskError, SessionUnusableError):
-        # The other task with this key may be that of the same request, committed meanwhile. MariaDB
-        # may have waited too long for its lock.
+        # The live task with this key may be that of a simultaneous request with the same mark.
+        # On MariaDB, the wait for the lock of that task may have timed out.
         found = _found(delays, new)
         if found is None:
             raise
@@ -93,7 +93,12 @@ def _scheduled_once(delays: DelayTasks, new: NewTask, on_conflict: OnConflict) -
 
 
 def _insert(delays: DelayTasks, new: NewTask, on_conflict: OnConflict, on: Any) -> DelayTask:
-    """Write the row, unless a row with the mark was written and has ended since the first look."""
+    """Write the row, then look for another one with the mark, and roll back if there is one.
+
+    Another request may have written a row since the first look. If that task has ended, no unique
+    key prevents this insert. The second look comes after the insert, because from then on the key
+    of this row prevents further inserts.
+    """
     task = _schedule(delays, new, on_conflict, on)
     before = _found(delays, new, on, task.id)
     if before is not None:

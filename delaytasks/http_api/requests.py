@@ -126,8 +126,12 @@ def _forbidden(route: Route) -> RefusedRequestError:
     )
 
 
-def visible_tag(request: ApiRequest) -> list[str]:
-    """Return the tag of the task in the path; hide whether a task of another tag exists."""
+def tags_of_visible_task(request: ApiRequest) -> list[str]:
+    """Return the tag of the task in the path.
+
+    If the caller's scopes do not cover the tag, the error is that of a missing task, so that
+    callers cannot find out which ids exist.
+    """
     id = request.path["id"]
     try:
         tag = request.delays.get(id).tag

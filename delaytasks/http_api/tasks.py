@@ -60,7 +60,7 @@ def touch_keys(request: ApiRequest) -> Reply:
     return _touched(request.delays.touch_many(**request.body))
 
 
-def retry_task(request: ApiRequest) -> Reply:
+def rerun_task(request: ApiRequest) -> Reply:
     return task_json(request.delays.rerun(request.path["id"], **request.body))
 
 

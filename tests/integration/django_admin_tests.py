@@ -22,11 +22,13 @@ from django.db import connection
 from django.test import Client
 from django.urls import include, path
 
-from delaytasks import Status, StoreUnavailableError
-from delaytasks.contrib.django.admin import DelayTaskRowAdmin
+from delaytasks import NewTask, Status, StoreUnavailableError
+from delaytasks.contrib.django.admin import DelayTaskRowAdmin, task_counts
+from delaytasks.contrib.django.admin.task_counts import count_tasks
 from delaytasks.contrib.django.console import console_urls
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
+from delaytasks.core.filters import Filter
 from delaytasks.core.task import DelayTask
 from delaytasks.wiring import wiring_of
 
@@ -222,6 +224,30 @@ def test_the_hook_links_the_key_to_an_object(caplog: pytest.LogCaptureFixture) -
     for tag in ("script", "broken", "other"):
         assert f'field-key">key-{tag}<' in shown
     assert "the hook fails" in caplog.text
+
+
+def test_a_large_number_of_tasks_is_an_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays.schedule_many([NewTask("many", number, 3600) for number in range(40)])
+    many = Filter(tag="many")
+    assert str(count_tasks(delays, many)) == "40"
+    monkeypatch.setattr(task_counts, "MAX_EXACT_COUNT", 5)
+    analyze = {"postgresql": "ANALYZE", "mysql": "ANALYZE TABLE"}.get(connection.vendor)
+    if analyze is None:  # SQLite has no estimates
+        assert str(count_tasks(delays, many, reads_rows=False)) == "more than 5"
+    else:
+        with connection.cursor() as cursor:
+            cursor.execute(f"{analyze} {wiring_of(delays).store.schema.tasks.name}")
+        assert re.fullmatch(r"about (3|4|5)\d", str(count_tasks(delays, many)))
+        monkeypatch.setattr(task_counts, "MAX_EXACT_COUNT", 1000)
+        assert str(count_tasks(delays, many)) == "40"
+        assert re.fullmatch(r"about (3|4|5)\d", str(count_tasks(delays, many, reads_rows=False)))
+
+
+def test_a_count_ends_where_the_estimate_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    delays.schedule_many([NewTask("many", number, 3600) for number in range(40)])
+    monkeypatch.setattr(task_counts, "MAX_EXACT_COUNT", 5)
+    monkeypatch.setattr(task_counts, "estimate", lambda *_: 0)
+    assert str(count_tasks(delays, Filter(tag="many"))) == "more than 5"
 
 
 # -- act ------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
     python tests/integration/django_task_suite.py FOLDER PACKAGE
 
 FOLDER contains PACKAGE: the folder `tests` of Django's sources contains `tasks`, and the sources of
-the package `django-tasks` contain `tests`. `./dev test-django` runs the tests of Django.
+the package `django-tasks` contain `tests`. `./dev test-django` runs the tests of Django, and
+`./dev test-oldest` those of the package.
 """
 
 from __future__ import annotations
@@ -41,21 +42,27 @@ def main(folder: str, package: str) -> int:
     os.environ["DJANGO_ALLOW_ASYNC_UNSAFE"] = "true"
     sys.path.insert(0, folder)
     urls = f"{package}.urls"
-    settings.configure(
-        DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
-        INSTALLED_APPS=["delaytasks.contrib.django", *_apps()],
-        DELAYTASKS={"celery_app": f"{__name__}.celery_app"},
-        ROOT_URLCONF=urls if find_spec(urls) else __name__,
-        SECRET_KEY="a secret of the tests",
-        USE_TZ=True,
-    )
+    given = _settings_of(package)
+    ours: dict[str, Any] = {
+        "DATABASES": {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}},
+        "INSTALLED_APPS": ["delaytasks.contrib.django", *given.pop("INSTALLED_APPS", [])],
+        "DELAYTASKS": {"celery_app": f"{__name__}.celery_app"},
+        "ROOT_URLCONF": urls if find_spec(urls) else __name__,
+        "SECRET_KEY": "a secret of the tests",
+        "USE_TZ": True,
+    }
+    settings.configure(**{**given, **ours})
     django.setup()
     _replace_backends()
     return _run(package)
 
 
-def _apps() -> list[str]:
-    return [] if find_spec("django.tasks") is not None else ["django_tasks"]
+def _settings_of(package: str) -> dict[str, Any]:
+    """Return the settings that come with the tests. Those of Django itself have none."""
+    if find_spec(f"{package}.settings") is None:
+        return {}
+    found = vars(importlib.import_module(f"{package}.settings"))
+    return {name: value for name, value in found.items() if name.isupper()}
 
 
 def _replace_backends() -> None:

@@ -10,6 +10,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import requests
 from celery import Celery
 from sqlalchemy import create_engine, make_url
 
-from delaytasks import DelayTask, DelayTasks
+from delaytasks import DelayTask, DelayTasks, Status
 from tests.running import ROOT, Process
 from tests.services import free_port
 from tests.waiting import wait_until
@@ -135,6 +136,35 @@ class ExampleShop:
             f"order {number} to be {status}: {self.tasks()}\n{self.logs()}",
             every_s=0.05,
         )
+
+    def check_orders(self) -> None:
+        """Check that an unpaid order is closed on time, but neither a paid nor a failed one."""
+        unpaid = self.post("/orders", 201, item="a book")["number"]
+        paid = self.post("/orders", 201, item="a pen")["number"]
+        self.post("/orders/fail", 500)
+        assert self.post(f"/orders/{paid}/pay", 200) == {"number": paid, "status": "paid"}
+        assert self.status(unpaid) == "placed"
+
+        self.wait_for(unpaid, "closed")
+        assert self.status(paid) == "paid"
+        assert self.post(f"/orders/{unpaid}/pay", 409)["error"] == "too late to pay"
+
+        tasks = {task.body["order"]: task for task in self.tasks()}
+        # The request that failed has no task.
+        assert set(tasks) == {unpaid, paid}
+        wait_until(
+            lambda: self.delays.get(tasks[unpaid]).status is Status.DONE,
+            10,
+            "the task to be settled",
+        )
+        done = self.delays.get(tasks[unpaid])
+        assert tasks[paid].status is Status.CANCELLED
+        assert done.execution_time is not None
+        assert done.create_time is not None
+        assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), (
+            self.logs()
+        )
+        assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
 
     # -- tasks in the database --------------------------------------------------------------------
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from delaytasks.cli.main import main
 from delaytasks.wiring import wiring_of
 
 pytest.importorskip("django")
 
 from django.core.management import CommandError, call_command
 
+from delaytasks import Status
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.management.commands import delays as command
 from delaytasks.storage import migrations
@@ -66,6 +70,30 @@ def test_help_names_the_program(delays: DjangoDelays, capsys: pytest.CaptureFixt
     shown = capsys.readouterr().out
     assert "Usage: manage.py delays" in shown
     assert "reschedule" in shown
+
+
+def test_the_commands_are_those_of_the_command_line(
+    delays: DjangoDelays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def names(shown: str) -> list[str]:
+        return re.findall(r"^  ([a-z][a-z-]*)  ", shown.partition("Commands:")[2], re.MULTILINE)
+
+    assert manage("--help") == 0
+    found = names(capsys.readouterr().out)
+    assert found == names(CliRunner().invoke(main, ["--help"]).output)
+    assert len(found) > 30
+    for name in found:
+        assert manage(name, "--help") == 0
+        assert f"Usage: manage.py delays {name} " in capsys.readouterr().out
+
+
+def test_drain_runs_the_tasks_of_djangos_database(delays: DjangoDelays) -> None:
+    orders: list[Any] = []
+    delays.processor("order.close")(orders.append)
+    tasks = [delays.schedule_delay("order.close", number, 0) for number in range(3)]
+    assert manage("drain") == 0
+    assert sorted(orders) == [0, 1, 2]
+    assert {delays.get(task).status for task in tasks} == {Status.DONE}
 
 
 def test_call_command_returns_the_output_and_raises_the_error(delays: DjangoDelays) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import psycopg
 import pytest
 
 from delaytasks.wiring import wiring_of
 
 pytest.importorskip("django")
 
-from django.db import connections
+from django.db import connections, transaction
 from django.test.utils import override_settings
 
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
@@ -118,6 +119,26 @@ def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
         delays.close()
     finally:
         django_settings.remove_database("moving")
+
+
+def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: str) -> None:
+    django_settings.add_database("modern", postgresql_url)
+    delays = DjangoDelays(django_settings.new_celery_app(), "modern", table_prefix="psycopg3_")
+    store = wiring_of(delays).store
+    with store.database.begin() as own:
+        delays.create_tables(own)
+    try:
+        with transaction.atomic("modern"), connections["modern"].cursor() as cursor:
+            task = delays.schedule_delay("order.close", {"order": 7}, 60)
+            assert isinstance(connections["modern"].connection, psycopg.Connection)
+            cursor.execute(f"SELECT id FROM {store.schema.tasks.name}")
+            assert cursor.fetchall() == [(task.id,)]
+            assert delays.get(task).body == {"order": 7}
+    finally:
+        with store.database.begin() as own:
+            store.schema.metadata.drop_all(own)
+        delays.close()
+        django_settings.remove_database("modern")
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,16 +17,15 @@ from starlette.applications import Starlette
 from delaytasks import DelayTasks
 from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
 from delaytasks.core.errors import ConfigError
+from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
 from tests.event_loops import engine_at, run
+from tests.recording import delays_on
 
 
 @pytest.fixture
-def delays(tmp_path: Path) -> Iterator[DelayTasks]:
-    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
-    made = DelayTasks(Celery("shop", broker="memory://"), url, timer="direct", strict_tags=False)
-    with wiring_of(made).store.database.begin() as connection:
-        made.create_tables(connection)
+def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
+    made = delays_on(database_url, table_prefix="s_", timer="direct", strict_tags=False)
     yield made
     made.close()
 
@@ -74,7 +72,8 @@ class FastAPIShop:
 
 @asynccontextmanager
 async def shop_of(delays: DelayTasks) -> AsyncIterator[FastAPIShop]:
-    async with engine_at(wiring_of(delays).store.database.url.render_as_string()) as engine:
+    url = wiring_of(delays).store.database.url
+    async with engine_at(url.render_as_string(hide_password=False)) as engine:
         yield FastAPIShop(delays, engine)
 
 

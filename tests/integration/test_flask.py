@@ -6,7 +6,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,7 @@ from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage import migrations
-from tests.integration.shops import PAY_WITHIN_S, ExampleShop, new_database
-from tests.waiting import wait_until
+from tests.integration.shops import ExampleShop, new_database
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +44,8 @@ class FlaskProject:
         self.delays = FlaskDelays(**options)
         self.armed: list[Entry] = []
 
-    def create_app(self, url: str | None, **settings: Any) -> Flask:
-        app = Flask("shop")
+    def create_app(self, url: str | None, name: str = "shop", **settings: Any) -> Flask:
+        app = Flask(name)
         app.config.update(CELERY={"broker_url": "memory://"}, DELAYTASKS=settings)
         if url is not None:
             app.config["SQLALCHEMY_DATABASE_URI"] = url
@@ -465,30 +463,7 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Exa
     )
     shop.serve("-m", "flask", "--app", "shop", "run", "--no-reload", "--port", "{port}")
     shop.work()
-    unpaid = shop.post("/orders", 201, item="a book")["number"]
-    paid = shop.post("/orders", 201, item="a pen")["number"]
-    shop.post("/orders/fail", 500)
-    assert shop.post(f"/orders/{paid}/pay", 200) == {"number": paid, "status": "paid"}
-    assert shop.status(unpaid) == "placed"
-
-    shop.wait_for(unpaid, "closed")
-    assert shop.status(paid) == "paid"
-    assert shop.post(f"/orders/{unpaid}/pay", 409)["error"] == "too late to pay"
-
-    tasks = {task.body["order"]: task for task in shop.tasks()}
-    # The request that failed has no task.
-    assert set(tasks) == {unpaid, paid}
-    wait_until(
-        lambda: shop.delays.get(tasks[unpaid]).status is Status.DONE, 10, "the task to be settled"
-    )
-    done = shop.delays.get(tasks[unpaid])
-    assert tasks[paid].status is Status.CANCELLED
-    assert done.execution_time is not None
-    assert done.create_time is not None
-    assert timedelta(0) <= done.execution_time - done.expected_time < timedelta(seconds=1.5), (
-        shop.logs()
-    )
-    assert done.expected_time - done.create_time == timedelta(seconds=PAY_WITHIN_S)
+    shop.check_orders()
 
 
 def test_the_shops_own_tests_pass(shop: ExampleShop) -> None:

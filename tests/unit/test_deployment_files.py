@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from delaytasks.cli.api import API_PORT
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
+from delaytasks.http_api.probes import READY_ANSWER_S
 from tests.running import ROOT
 from tests.unit.test_docs import check_command
 
@@ -57,9 +59,13 @@ def commands() -> Iterator[tuple[str, list[str]]]:
         assert line is not None
         for found in re.findall(r"/bin/((?:celery|delaytasks) [^;']+)", line[1]):
             yield unit.name, shlex.split(found)
-    line = re.search(r"^CMD (.*)", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
-    assert line is not None
-    yield "Dockerfile", json.loads(line[1])
+    yield "Dockerfile", json.loads(instructions("CMD")[0])
+
+
+def instructions(*names: str) -> list[str]:
+    """Return the arguments of the instructions of the Dockerfile that have one of the names."""
+    found = re.findall(r"^([A-Z]+) (.*)$", (FOLDER / "Dockerfile").read_text(), re.MULTILINE)
+    return [arguments for name, arguments in found if name in names]
 
 
 def test_each_command_exists_with_its_options() -> None:
@@ -91,6 +97,60 @@ def test_the_probes_of_a_worker_end_before_kubernetes_gives_them_up() -> None:
     probes = [worker[f"{name}Probe"] for name in ("startup", "liveness", "readiness")]
     assert all(probe["timeoutSeconds"] >= 15 for probe in probes)
     assert ["--live" in probe["exec"]["command"] for probe in probes] == [True, True, False]
+
+
+def test_the_probes_of_the_http_api_are_its_urls() -> None:
+    [api] = [c for pod in pods() for c in pod["containers"] if c["name"] == "api"]
+    paths = {name: api[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")}
+    assert paths == {"liveness": "/health/live", "readiness": "/health/ready"}
+    assert api["ports"] == [{"name": "http", "containerPort": API_PORT}]
+    assert min(api[f"{name}Probe"]["timeoutSeconds"] for name in paths) > READY_ANSWER_S
+    check = COMPOSE["services"]["api"]["healthcheck"]["test"]
+    assert f"http://127.0.0.1:{API_PORT}/health/ready" in check[-1]
+    compile(check[-1], "healthcheck", "exec")
+
+
+def test_the_image_is_made_from_a_tag_that_names_a_version() -> None:
+    images = {re.sub(r" AS \w+$", "", image) for image in instructions("FROM")}
+    assert len(images) == 1, "both stages need the same Python"
+    assert all(re.fullmatch(r"python:3\.\d+-slim", image) for image in images)
+
+
+def test_the_image_runs_as_a_user_without_rights() -> None:
+    [user] = instructions("USER")
+    users = {pod["securityContext"]["runAsUser"] for pod in pods()}
+    assert users == {int(user)}
+    assert int(user) >= 1000
+    assert any(f"--uid {user}" in command for command in instructions("RUN"))
+    text = (FOLDER / "Dockerfile").read_text()
+    assert not re.search(r"^(RUN|COPY|FROM) ", text.partition("\nUSER ")[2], re.MULTILINE)
+
+
+def test_the_layers_of_the_image_contain_no_cache_and_no_secret() -> None:
+    pips = [command for command in instructions("RUN") if "pip install" in command]
+    assert pips
+    assert all("--no-cache-dir" in command for command in pips)
+    assert not any("apt-get" in command for command in instructions("RUN"))
+    assert instructions("ADD", "ARG") == []
+    assert not re.search(r"(?i)password|secret|token", " ".join(instructions("ENV", "RUN")))
+
+
+def test_the_process_of_the_image_gets_the_signals() -> None:
+    """Without the exec form, a shell would be the main process and would not pass TERM on."""
+    forms = [json.loads(arguments) for arguments in instructions("CMD", "ENTRYPOINT")]
+    assert [form[0] for form in forms] == ["celery"]
+
+
+def test_the_image_has_only_files_that_it_needs() -> None:
+    ignored, *kept = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
+    assert ignored == "*"
+    names = {line[1:] for line in kept if line.startswith("!")}
+    assert all((ROOT / name).exists() for name in names)
+    copied = [line.split()[0] for line in instructions("COPY") if not line.startswith("--from")]
+    assert set(copied) - {"."} <= names
+    packages = re.search(r"^packages = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert packages is not None
+    assert {*json.loads(packages[1]), "alembic"} <= names
 
 
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
@@ -133,8 +193,8 @@ def test_the_compose_file_agrees_with_the_schema_of_compose() -> None:
 def test_compose_starts_each_process_of_a_deployment() -> None:
     services = COMPOSE["services"]
     assert set(services) == {
-        *("postgres", "redis", "migrate", "worker", "beat", "console", "exporter")
+        *("postgres", "redis", "migrate", "worker", "beat", "console", "api", "exporter")
     }
     waits = {"condition": "service_completed_successfully"}
-    for name in ("worker", "beat", "console", "exporter"):
+    for name in ("worker", "beat", "console", "api", "exporter"):
         assert services[name]["depends_on"]["migrate"] == waits

@@ -18,6 +18,7 @@ REPAIRED = {
     "pymysql": "1.1.1",  # CVE-2024-36039
     "requests": "2.32.4",  # CVE-2024-47081
     "setuptools": "78.1.1",  # CVE-2025-47273
+    "starlette": "0.49.1",  # CVE-2025-62727
     "tornado": "6.5.3",  # CVE-2025-67724 and others
     "urllib3": "2.6.3",  # CVE-2026-21441
     "werkzeug": "3.1.6",  # CVE-2026-27199

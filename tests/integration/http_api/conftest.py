@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 from flask import Flask
 from werkzeug.test import TestResponse
 
 from delaytasks import DelayTasks
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.application import make_api
+from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
+from tests.recording import delays_on
 
 
 class ApiCaller:
@@ -60,23 +60,32 @@ class ApiSite:
 
 
 @contextmanager
-def site_at(url: str, folder: Path, **options: Any) -> Iterator[ApiSite]:
-    """Yield an API whose tables have a prefix of their own, and are dropped afterwards."""
-    settings = {"timer": "direct", "strict_tags": False, "max_delay_s": 1e10}
-    prefix = f"h{secrets.token_hex(3)}_"
-    delays = DelayTasks(Celery("shop", broker="memory://"), url, table_prefix=prefix, **settings)
-    store = wiring_of(delays).store
-    with store.database.begin() as connection:
-        store.schema.metadata.create_all(connection)
-    yield ApiSite(delays, folder, **options)
-    with store.database.begin() as connection:
-        store.schema.metadata.drop_all(connection)
+def site_at(url: str, folder: Path, **settings: Any) -> Iterator[ApiSite]:
+    delays = delays_on(url, timer="direct", strict_tags=False, max_delay_s=1e10, **settings)
+    yield ApiSite(delays, folder, requests_per_s=1e9)
     delays.close()
 
 
+@contextmanager
+def site_on_a_file(folder: Path) -> Iterator[ApiSite]:
+    """Yield an API on the SQLite file `api.sqlite3`."""
+    with site_at(f"sqlite:///{folder / 'api.sqlite3'}", folder) as site:
+        with wiring_of(site.delays).store.database.begin() as connection:
+            site.delays.create_tables(connection)
+        yield site
+
+
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[ApiSite]:
-    with site_at(f"sqlite:///{tmp_path / 'api.sqlite3'}", tmp_path, requests_per_s=1e9) as made:
+def site(store: Store, database_url: str, tmp_path: Path) -> Iterator[ApiSite]:
+    """An API on each database."""
+    with site_at(database_url, tmp_path, table_prefix="s_") as made:
+        yield made
+
+
+@pytest.fixture
+def file_site(tmp_path: Path) -> Iterator[ApiSite]:
+    """An API for what does not depend on the database."""
+    with site_on_a_file(tmp_path) as made:
         yield made
 
 

@@ -24,7 +24,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "cancelTask": {},
     "rescheduleTask": {"delay": 60},
     "touchTask": {"delay": 60},
-    "retryTask": {},
+    "rerunTask": {},
     "cancelKey": {"tag": "mine", "key": "a"},
     "rescheduleKey": {"tag": "mine", "key": "a", "delay": 60},
     "touchKeys": {"tag": "mine", "keys": ["a"], "delay": 60},
@@ -61,7 +61,7 @@ def test_a_route_is_refused_without_its_scope(site: ApiSite, name: str) -> None:
         assert status == (404 if is_hidden else 403), scope
     for scope in allowed:
         # Tasks that wait cannot be run again.
-        assert call(site.caller(scope), route, task.id) == (409 if name == "retryTask" else 200)
+        assert call(site.caller(scope), route, task.id) == (409 if name == "rerunTask" else 200)
 
 
 def test_a_key_finds_no_difference_between_hidden_and_missing_tasks(site: ApiSite) -> None:

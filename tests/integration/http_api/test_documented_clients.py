@@ -27,8 +27,8 @@ COMMANDS = {
 
 
 @pytest.fixture
-def url(site: ApiSite) -> Iterator[str]:
-    server = make_server("127.0.0.1", 0, site.app, threaded=True)
+def url(file_site: ApiSite) -> Iterator[str]:
+    server = make_server("127.0.0.1", 0, file_site.app, threaded=True)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -59,18 +59,20 @@ def run(language: str, program: str, url: str, site: ApiSite, folder: Path) -> s
 
 @pytest.mark.parametrize("language", COMMANDS)
 def test_a_documented_client_schedules_a_task(
-    language: str, site: ApiSite, url: str, tmp_path: Path
+    language: str, file_site: ApiSite, url: str, tmp_path: Path
 ) -> None:
     program = next(text for block, text in BLOCKS if block == language)
-    output = run(language, program, url, site, tmp_path)
-    [task] = site.delays.find(tag="order.close")
+    output = run(language, program, url, file_site, tmp_path)
+    [task] = file_site.delays.find(tag="order.close")
     assert (task.key, task.body) == ("7", {"order": 7})
     assert str(task.id) in output
 
 
-def test_the_documented_request_cancels_by_key(site: ApiSite, url: str, tmp_path: Path) -> None:
+def test_the_documented_request_cancels_by_key(
+    file_site: ApiSite, url: str, tmp_path: Path
+) -> None:
     schedule, cancel = [text for block, text in BLOCKS if block == "text"][:2]
-    run("text", schedule, url, site, tmp_path)
-    assert '"is_cancelled":true' in run("text", cancel, url, site, tmp_path).replace(" ", "")
-    [task] = site.delays.find(tag="order.close", status="CANCELLED")
+    run("text", schedule, url, file_site, tmp_path)
+    assert '"is_cancelled":true' in run("text", cancel, url, file_site, tmp_path).replace(" ", "")
+    [task] = file_site.delays.find(tag="order.close", status="CANCELLED")
     assert task.key == "7"

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 from typing import Any
 
 import pytest
 
 from delaytasks.http_api import idempotency
-from tests.integration.http_api.conftest import ApiCaller, ApiSite, site_at
+from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 0}
-
-
-@pytest.fixture
-def site(database_url: str, tmp_path: Path) -> Iterator[ApiSite]:
-    with site_at(database_url, tmp_path, requests_per_s=1e9) as made:
-        yield made
 
 
 def post(caller: ApiCaller, body: Any = NEW, key: str = "a", path: str = "/v1/tasks") -> Any:

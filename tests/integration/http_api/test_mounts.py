@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,29 @@ def test_the_server_refuses_a_long_request_before_it_receives_the_body(site: Api
         connection.endheaders()
         assert connection.getresponse().status == 413
         connection.close()
+
+
+ENDING = """
+import os, signal, sys
+from delaytasks.serving import serve_at
+
+def app(environ, start_response):
+    os.kill(os.getpid(), signal.SIGTERM)
+    start_response("200 OK", [("Content-Type", "text/plain")])
+    return [b"answered"]
+
+serve_at(app, "127.0.0.1", 0, "", None, lambda url: print(url, flush=True))
+print("ended")
+"""
+
+
+def test_the_server_answers_its_requests_before_it_ends_on_term() -> None:
+    command = [sys.executable, "-c", ENDING]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        assert httpx.get(server.stdout.readline().strip(), timeout=10).text == "answered"
+        assert server.stdout.read() == "ended\n"
+    assert server.returncode == 0
 
 
 def test_commands_make_list_and_remove_keys(

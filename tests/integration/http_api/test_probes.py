@@ -21,25 +21,29 @@ def probe(site: ApiSite, name: str) -> tuple[int, dict[str, bool]]:
     return answer.status_code, document["checks"]
 
 
+def test_a_server_is_ready_on_each_database(site: ApiSite) -> None:
+    assert probe(site, "ready") == (200, {"database": True, "tables": True})
+
+
 def test_a_server_is_ready_while_its_database_answers(
-    site: ApiSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file_site: ApiSite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
-    assert probe(site, "ready") == (200, {"database": True, "tables": True})
-    site.delays.close()
+    assert probe(file_site, "ready") == (200, {"database": True, "tables": True})
+    file_site.delays.close()
     file = tmp_path / "api.sqlite3"
     content = file.read_bytes()
     file.write_text("no database any more")
-    assert probe(site, "ready") == (503, {"database": False})
-    assert probe(site, "live") == (200, {}), "a restart would not help"
+    assert probe(file_site, "ready") == (503, {"database": False})
+    assert probe(file_site, "live") == (200, {}), "a restart would not help"
     file.write_bytes(content)
-    assert probe(site, "ready")[0] == 200
+    assert probe(file_site, "ready")[0] == 200
 
 
 def test_probes_do_not_wait_for_one_that_waits_for_the_database(
-    site: ApiSite, monkeypatch: pytest.MonkeyPatch
+    file_site: ApiSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert probe(site, "ready")[0] == 200
+    assert probe(file_site, "ready")[0] == 200
     is_asking, may_answer = threading.Event(), threading.Event()
 
     def hang(*_: object) -> list[object]:
@@ -50,20 +54,20 @@ def test_probes_do_not_wait_for_one_that_waits_for_the_database(
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 0.0)
     monkeypatch.setattr(HealthChecks, "ready", hang)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(probe, site, "ready")
+        waiting = pool.submit(probe, file_site, "ready")
         try:
             assert is_asking.wait(5)
-            assert probe(site, "ready") == (200, {"database": True, "tables": True})
+            assert probe(file_site, "ready") == (200, {"database": True, "tables": True})
             assert not waiting.done()
         finally:
             may_answer.set()
 
 
 def test_many_probes_ask_the_database_once_in_a_while(
-    site: ApiSite, monkeypatch: pytest.MonkeyPatch
+    file_site: ApiSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 60.0)
-    assert probe(site, "ready")[0] == 200
-    site.delays.close()
+    assert probe(file_site, "ready")[0] == 200
+    file_site.delays.close()
     monkeypatch.setattr(probes, "wiring_of", None)
-    assert probe(site, "ready")[0] == 200
+    assert probe(file_site, "ready")[0] == 200

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from delaytasks.http_api.routes import ROUTES
-from tests.integration.http_api.conftest import ApiSite, site_at
+from tests.integration.http_api.conftest import ApiSite, site_on_a_file
 
 schemathesis: Any = pytest.importorskip("schemathesis")
 pytestmark = pytest.mark.slow
@@ -17,8 +17,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def generated_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ApiSite]:
-    folder = tmp_path_factory.mktemp("schemathesis")
-    with site_at(f"sqlite:///{folder / 'api.sqlite3'}", folder, requests_per_s=1e9) as site:
+    with site_on_a_file(tmp_path_factory.mktemp("schemathesis")) as site:
         yield site
 
 

@@ -8,12 +8,21 @@ from typing import Any
 import pytest
 
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
+from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.application import make_api
 from delaytasks.http_api.requests import instant_of
+from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.wiring import wiring_of
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
 FAR = "2222-01-01T00:00:00Z"
+NEW = {"tag": "order.close", "delay": 0}
+
+
+def run_due(site: ApiSite) -> None:
+    """Run the one task that is due."""
+    assert site.delays.runner().run_due("default", range(10), limit=10).ran == 1
 
 
 def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCaller) -> None:
@@ -22,11 +31,9 @@ def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCa
         return {"closed": body["order"]}
 
     big = 2**60 + 1
-    task = shop.json(
-        "POST", "/v1/tasks", {"tag": "order.close", "body": {"order": big}, "delay": 0}
-    )
+    task = shop.json("POST", "/v1/tasks", {**NEW, "body": {"order": big}})
     assert task["status"] == "NOT_COMPLETE"
-    assert site.delays.runner().run_due("default", range(10), limit=10).ran == 1
+    run_due(site)
     done = shop.json("GET", f"/v1/tasks/{task['id']}")
     assert (done["status"], done["result"]) == ("DONE", {"closed": big})
 
@@ -76,8 +83,31 @@ def test_a_waiting_task_is_moved_postponed_and_cancelled(site: ApiSite, shop: Ap
     assert shop.json("POST", "/v1/keys/reschedule", {**named, "delay": 90})["id"] == task["id"]
     assert shop.json("POST", "/v1/keys/cancel", named)["is_cancelled"]
     assert not shop.json("POST", f"{path}/cancel")["is_cancelled"]
-    assert shop.json("POST", f"{path}/retry", {"delay": "1m"})["status"] == "NOT_COMPLETE"
+    assert shop.json("POST", f"{path}/rerun", {"delay": "1m"})["status"] == "NOT_COMPLETE"
+
+
+def test_a_failed_task_shows_its_attempts_and_runs_again(site: ApiSite, shop: ApiCaller) -> None:
+    is_open: list[bool] = []
+
+    @site.delays.processor("order.close")
+    def close(body: Any) -> None:
+        if not is_open:
+            raise ValueError(f"the bank is closed for order {body}")
+
+    path = f"/v1/tasks/{shop.json('POST', '/v1/tasks', {**NEW, 'body': 7})['id']}"
     assert shop.json("GET", f"{path}/attempts") == {"attempts": []}
+    run_due(site)
+    [attempt] = shop.json("GET", f"{path}/attempts")["attempts"]
+    assert attempt["number"] == 1
+    assert "ValueError: the bank is closed for order 7" in attempt["error"]
+    failed = shop.json("GET", path)
+    assert failed["status"] == "FAILED"
+    stale = {"version": failed["version"] - 1}
+    assert shop.problem("POST", f"{path}/rerun", stale) == (409, "StaleVersionError")
+    is_open.append(True)
+    assert shop.json("POST", f"{path}/rerun")["status"] == "NOT_COMPLETE"
+    run_due(site)
+    assert shop.json("GET", path)["status"] == "DONE"
 
 
 def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: ApiCaller) -> None:
@@ -105,10 +135,31 @@ def test_recurring_schedules_are_stored_changed_and_removed(site: ApiSite, shop:
     assert shop.problem("GET", path) == (404, "RecurringNotFoundError")
 
 
-def test_statistics_have_totals_by_tag(site: ApiSite, shop: ApiCaller) -> None:
+def write_statistics(site: ApiSite, outcomes: dict[str, tuple[int, int]]) -> None:
+    """Write the numbers of done and of failed tasks by tag, as a worker does."""
+    wiring, unwritten = wiring_of(site.delays), Unwritten()
+    now = wiring.clock.now()
+    for tag, (done, failed) in outcomes.items():
+        counts = RunCounts()
+        counts.add_outcome("done", done)
+        counts.add_outcome("failed", failed)
+        unwritten.add_run(int(now.timestamp()) // 60, tag, counts)
+    table = StatisticsTable(wiring.store.database, wiring.store.schema)
+    with wiring.store.database.begin() as connection:
+        table.add(connection, unwritten, now)
+
+
+def test_statistics_have_totals_by_tag_and_gauges(site: ApiSite, shop: ApiCaller) -> None:
+    assert shop.json("GET", "/v1/statistics") == {"tags": {}, "gauges": None}
+    write_statistics(site, {"mail": (5, 2), "order.close": (3, 0)})
+    site.delays.schedule_delay("mail", {}, 60)
     wiring_of(site.delays).sweeper.sweep(0)
     found = shop.json("GET", "/v1/statistics?since=1d&tag=mail")
-    assert found["tags"] == {}
+    assert found["gauges"]["pending"] == 1
+    [(tag, totals)] = found["tags"].items()
+    assert (tag, totals["done"], totals["failed"]) == ("mail", 5, 2)
+    both = shop.json("GET", "/v1/statistics")["tags"]
+    assert {tag: totals["done"] for tag, totals in both.items()} == {"mail": 5, "order.close": 3}
     assert shop.problem("GET", "/v1/statistics?since=later") == (400, "InvalidQueryError")
 
 
