@@ -17,8 +17,8 @@ import pytest
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
+from tests.doc_commands import check_command
 from tests.running import ROOT
-from tests.unit.test_docs import check_command
 
 yaml = pytest.importorskip("yaml")
 
