@@ -172,7 +172,7 @@ def check_command(words: list[str], where: str) -> None:
     match words:
         case ["./dev", name, *rest]:
             _check_dev(name, rest, where)
-        case ["celery" | "flask", *_] if "delays" in words:
+        case ["celery" | "flask" | "python", *_] if "delays" in words:
             _check_click(main, words[words.index("delays") + 1 :], where)
         case ["celery", *rest]:
             from celery.bin.celery import celery
