@@ -6,7 +6,6 @@ The first line of a block names its file. The blocks of Django and Flask belong 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -16,10 +15,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 
+from tests.doc_pages import section
 from tests.event_loops import DRIVERS
 from tests.integration.shops import new_database
 from tests.running import ROOT
-from tests.unit.test_docs import blocks
 
 PAGE = ROOT / "docs" / "testing.md"
 
@@ -41,17 +40,11 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     drop()
 
 
-def write_files(heading: str, folder: Path) -> None:
+def write_files(heading: str, folder: Path, page: Path = PAGE) -> None:
     """Write the files of a section."""
-    lines = PAGE.read_text().splitlines()
-    begins = lines.index(f"## {heading}")
-    ends = next(
-        (n for n, line in enumerate(lines) if n > begins and line.startswith("## ")), len(lines)
-    )
-    for block in blocks(PAGE):
-        named = re.match(r"# ([\w/]+\.py)\n", block.text)
-        if begins < block.line < ends and named is not None:
-            path = folder / named[1]
+    for block in section(page, heading):
+        if block.file is not None:
+            path = folder / block.file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
 
@@ -102,6 +95,7 @@ def test_flask_sqlalchemy(url: str, tmp_path: Path) -> None:
 
 
 def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
+    write_files("A first task", tmp_path, ROOT / "docs" / "fastapi.md")
     write_files("FastAPI and asyncio", tmp_path)
     place = make_url(url)
     driver = DRIVERS[place.get_driver_name()]

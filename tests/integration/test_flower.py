@@ -22,6 +22,7 @@ from sqlalchemy import insert
 from delaytasks import DelayTask, Status
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
+from tests.doc_pages import block_beginning
 from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 
@@ -259,6 +260,9 @@ def test_the_metrics_have_the_tag_and_no_ids(site: FlowerSite) -> None:
         r'flower_events_total\{task="test.note",type="task-succeeded",worker="WORKER"\} [1-9]'
     ).replace("WORKER", site.worker)
     assert re.search(count, metrics), metrics
+    for line in block_beginning("docs/flower.md", "flower_events_total").text.splitlines():
+        series = line.replace("order.close", "test.note").replace("celery@shop-1", site.worker)
+        assert f"\n{series.rpartition(' ')[0]} " in metrics, line
     assert str(task.id) not in metrics
 
 

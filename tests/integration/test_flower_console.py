@@ -12,6 +12,7 @@ import requests
 from sqlalchemy import text
 from tornado.web import create_signed_value
 
+from tests.doc_pages import block_beginning
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -34,15 +35,19 @@ def deployment(
 
 @pytest.fixture(scope="module")
 def start(deployment: Deployment) -> Start:
-    """Start Flower with arguments of `add_console` and options, and return its address."""
+    """Start Flower with arguments of `add_console` and options, and return its address.
 
-    def started(arguments: str, *options: str, prefix: str = "") -> str:
+    With None, the arguments are those in docs/flower.md.
+    """
+    documented = block_beginning("docs/flower.md", "from delaytasks.console.viewers import").text
+
+    def started(arguments: str | None, *options: str, prefix: str = "") -> str:
         config = deployment.folder / "flowerconfig.py"
-        config.write_text(
-            "from delaytasks.console.viewers import Role\n"
-            "from delaytasks.contrib.flower_console import add_console\n"
-            f"add_console({arguments})\n"
-        )
+        if arguments is None:
+            config.write_text(documented)
+        else:
+            imports = documented.partition("\nadd_console(")[0]
+            config.write_text(f"{imports}\nadd_console({arguments})\n")
         return deployment.flower(
             f"--conf={config}", "--enable-events=False", *options, prefix=prefix
         )
@@ -52,7 +57,7 @@ def start(deployment: Deployment) -> Start:
 
 @pytest.fixture(scope="module")
 def with_passwords(start: Start) -> str:
-    return start("roles={'ann': Role.OPERATE}", "--basic-auth=ann:secret,bob:other")
+    return start(None, "--basic-auth=ann:secret,bob:other")
 
 
 def session(name: str, password: str) -> requests.Session:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks.wiring import wiring_of
+from tests.doc_pages import block_beginning
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -119,6 +120,8 @@ def test_each_line_of_a_worker_and_of_beat_is_structured(structured: Deployment)
         assert (failed["key"], failed["attempt"], failed["version"]) == ("k 1", 1, 1)
         assert 0 <= failed["late_s"] < 15
         assert "raise ValueError(" in failed["traceback"]
+        documented = block_beginning("docs/see-what-happens.md", '{"time": ').text.splitlines()
+        assert [[*json.loads(line)] for line in documented] == [[*started], [*failed]]
     else:
         started, failed = changes
         assert f' event=task.started id={bad.id} tag=test.fail key="k 1" ' in started

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from delaytasks.wiring import wiring_of
+from tests.doc_pages import blocks
 from tests.running import ROOT
-from tests.unit.test_docs import blocks
 
 
 def application(framework: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks.metrics.files import NAMES, read_file
+from tests.doc_pages import block_beginning
 
 #: The state of a deployment without problems: series and their values, one each minute.
 HEALTHY = {
@@ -135,6 +136,15 @@ def fired(rules: Path, changes: dict[str, str]) -> tuple[list[str], str]:
 
 def test_the_rules_are_valid(rules: Path) -> None:
     run = promtool("check", "rules", NAMES["rules"], cwd=rules)
+    assert run.returncode == 0, run.stderr
+    assert f"{len(alert_names())} rules found" in run.stdout
+
+
+def test_prometheus_accepts_the_configuration_in_the_documentation(rules: Path) -> None:
+    block = block_beginning("docs/metrics.md", "scrape_configs:")
+    (rules / "prometheus.yml").write_text(block.text)
+    (rules / "delaytasks-rules.yml").write_text(read_file("rules"))
+    run = promtool("check", "config", "prometheus.yml", cwd=rules)
     assert run.returncode == 0, run.stderr
     assert f"{len(alert_names())} rules found" in run.stdout
 

@@ -27,8 +27,8 @@ from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.testing import DelaysTester
 from delaytasks.wiring import wiring_of
 from tests.async_twins import WRITTEN_BY_HAND
+from tests.doc_pages import blocks
 from tests.recording import delays_on, record
-from tests.unit.test_docs import blocks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -19,8 +19,8 @@ from delaytasks.cli.api import API_PORT
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.http_api.probes import READY_ANSWER_S
+from tests.doc_commands import check_command
 from tests.running import ROOT
-from tests.unit.test_docs import check_command
 
 yaml = pytest.importorskip("yaml")
 

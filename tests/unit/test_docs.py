@@ -1,9 +1,6 @@
-"""The documentation agrees with the code: examples run, commands and settings exist.
+"""The documentation agrees with the code: settings, metrics, errors and files exist.
 
-A Python block after `<!-- runs -->` is executed, and `<!-- not run: … -->` says why another is not.
-All blocks of a page run in one process, on an SQLite file and an in-memory broker. A comment that
-begins with `<!-- setup` adds code that a reader already has. A diff block that runs is executed as
-it is after the change.
+`test_docs_code.py` and `test_docs_commands.py` run the code and the commands in the documentation.
 
 `python -m tests.unit.test_docs` writes the tables, which start with `<!-- generated: … -->` and
 stop with `<!-- end -->`.
@@ -11,30 +8,22 @@ stop with `<!-- end -->`.
 
 from __future__ import annotations
 
-import ast
-import asyncio
 import dataclasses
-import inspect
 import json
 import logging
-import os
 import re
-import shlex
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import click
 import pytest
 
 from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
 from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
-from delaytasks.core.settings import Settings, load_settings
+from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics.files import read_file
@@ -44,63 +33,14 @@ from delaytasks.metrics.worker import SweepTimes, WorkerMetrics
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
 from tests.conformance.test_round_trips import ROUND_TRIPS
-
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-#: The pages use this URL for the reader's own database.
-DATABASE_URL = r"postgresql(\+psycopg2)?://localhost/shop"
-SHELLS = {"sh", "bash", "console"}
-
+from tests.doc_pages import NAMES, PAGES, ROOT, blocks, environment
 
 #: A file of the project in backticks, perhaps with the name of a test.
 _FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::[^`]*)?`")
-#: An example of a user's project, and a module that a decision gives up.
-_OTHER_FILES = {"shop/__init__.py", "shop/celery.py", "worker/heap.py"}
-
-
-class Block(NamedTuple):
-    """A piece of code in a page, which begins at `line`."""
-
-    language: str
-    text: str
-    line: int
-    runs: bool
-    #: The line of the page before the block, such as a comment.
-    before: str
-
-
-def blocks(page: Path) -> Iterator[Block]:
-    lines = page.read_text().splitlines()
-    before = ""
-    numbers = iter(range(len(lines)))
-    for number in numbers:
-        stripped = lines[number].strip()
-        if stripped.startswith("```") or stripped == "<!-- setup":
-            end = "-->" if stripped == "<!-- setup" else "```"
-            inside = []
-            for inner in numbers:
-                if lines[inner].strip() == end:
-                    break
-                inside.append(lines[inner])
-            else:
-                raise ValueError(f"{page}:{number + 1}: the block has no end")
-            language = "python" if end == "-->" else stripped.removeprefix("```")
-            runs = end == "-->" or before == "<!-- runs -->"
-            if language == "diff" and runs:
-                language = "python"
-                inside = [line[1:] if line[:1] != "-" else "" for line in inside]
-            text = textwrap.dedent("\n".join(inside)) + "\n"
-            yield Block(language, text, number + 2, runs, before)
-        if stripped:
-            before = stripped
-
-
-def _of(language: str) -> list[Any]:
-    found = [
-        (page, block) for page in PAGES for block in blocks(page) if block.language == language
-    ]
-    return [pytest.param(*each, id=f"{each[0].relative_to(ROOT)}:{each[1].line}") for each in found]
+#: A module that a decision gives up.
+_OTHER_FILES = {"worker/heap.py"}
+#: The folders with the files that pages name; pages about Django have the files of the example.
+_PLACES = ("", "delaytasks", "tests", "examples/django_shop")
 
 
 # -- settings -------------------------------------------------------------------------------------
@@ -121,84 +61,7 @@ def test_a_page_names_each_setting_with_its_prefix(page: Path) -> None:
     assert not bare, f"write delaytasks_{bare[0]}"
 
 
-# -- Python ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("page", "block"), _of("python"))
-def test_each_python_block_is_python(page: Path, block: Block) -> None:
-    compile(block.text, f"{page.name}:{block.line}", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-
-
-def test_each_python_block_runs_or_says_why_not() -> None:
-    silent = [
-        f"{page.name}:{block.line}"
-        for page in PAGES
-        for block in blocks(page)
-        if block.language == "python"
-        and not block.runs
-        and not block.before.startswith("<!-- not run: ")
-        # `integration/test_docs_testing.py` runs the projects of docs/testing.md.
-        and not (page.name == "testing.md" and block.text.startswith("# "))
-    ]
-    assert silent == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))]
-)
-def test_the_blocks_of_a_page_that_say_so_run(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.unit.test_docs", "run", str(ROOT / name)]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=_environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """Return the environment of a process with its own SQLite file and an in-memory broker."""
-    return {
-        **{
-            key: value
-            for key, value in os.environ.items()
-            if not key.startswith(("DELAYTASKS_", "CELERY_"))
-        },
-        "PYTHONPATH": str(ROOT),
-        "DELAYTASKS_DATABASE_URL": f"sqlite:///{folder / 'docs.sqlite3'}",
-        "CELERY_BROKER_URL": "memory://",
-    }
-
-
-def run_page(page: Path) -> None:
-    """Execute the page's blocks in order, with the names that their setups may use."""
-    from delaytasks.api import default
-    from delaytasks.storage import migrations
-    from delaytasks.wiring import wiring_of
-
-    def make_tables(delays: Any = None) -> None:
-        for store in wiring_of(delays or default()).router.stores:
-            migrations.upgrade(store.database, shard=store.shard)
-
-    url, loop = os.environ["DELAYTASKS_DATABASE_URL"], asyncio.new_event_loop()
-    names: dict[str, Any] = {"__name__": "docs", "database_url": url, "make_tables": make_tables}
-    for block in blocks(page):
-        if block.runs:
-            # Empty lines before the block make tracebacks show the page's line numbers.
-            text = "\n" * (block.line - 1) + re.sub(DATABASE_URL, url, block.text)
-            code = compile(text, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
-            if inspect.iscoroutine(awaits := eval(code, names)):
-                loop.run_until_complete(awaits)
-            load_settings(names, {})  # the names that begin as settings do are settings
-    loop.close()
-
-
-# -- tests, commands, settings, links -------------------------------------------------------------
-
+# -- tests, metrics, settings, links --------------------------------------------------------------
 
 #: An example is `transaction/test_docs.py::test_each_test_that_is_named_exists`.
 _KINDS = "unit|integration|conformance|reliability|migration|property"
@@ -212,60 +75,6 @@ def test_each_test_that_is_named_exists() -> None:
         assert f"def {function}(" in (ROOT / "tests" / path).read_text() or not function, (
             f"{path}::{function}"
         )
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_each_command_shown_exists_with_its_options(name: str) -> None:
-    for block in blocks(ROOT / name):
-        if block.language in SHELLS:
-            for line in block.text.splitlines():
-                words = shlex.split(line, comments=True)
-                if words:
-                    check_command(words, f"{name}: {line}")
-
-
-def check_command(words: list[str], where: str) -> None:
-    from delaytasks.cli.main import main
-
-    if words[0] == "./dev":
-        assert words[1] in re.findall(
-            r"^    ([\w-]+)\)", (ROOT / "dev").read_text(), re.MULTILINE
-        ), where
-    elif words[0] in ("celery", "flask") and "delays" in words:
-        _check_click(main, words[words.index("delays") + 1 :], where)
-    elif words[0] == "celery":
-        from celery.bin.celery import celery
-
-        _check_click(celery, words[1:], where)
-    elif words[0] == "delaytasks":
-        _check_click(main, words[1:], where)
-
-
-def _check_click(command: click.Command, words: list[str], where: str) -> None:
-    """Follow the words into subcommands. Each option must belong to its command."""
-    context = click.Context(command)
-    while words:
-        word = words.pop(0)
-        if word.startswith("-") and word != "-":
-            option = word.partition("=")[0]
-            known = {
-                o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)
-            }
-            assert option in known, (
-                f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
-            )
-            takes_value = not getattr(known[option], "is_flag", False) and not getattr(
-                known[option], "count", False
-            )
-            if takes_value and "=" not in word:
-                words.pop(0)
-        elif isinstance(command, click.Group):
-            inner = command.get_command(context, word)
-            if command.name == "celery" and word == "flower":
-                # The command exists only where Flower is installed.
-                return
-            assert inner is not None, f"{where}: {command.name} has no command {word}"
-            command, context = inner, click.Context(inner)
 
 
 #: Variables of the environment that are no settings begin like this.
@@ -435,7 +244,7 @@ def test_the_columns_in_the_docs_are_those_of_the_table() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_that_a_page_names_exist(name: str) -> None:
     for file in set(_FILE.findall((ROOT / name).read_text())) - _OTHER_FILES:
-        assert any((ROOT / place / file).exists() for place in ("", "delaytasks", "tests")), file
+        assert any((ROOT / place / file).exists() for place in _PLACES), file
 
 
 def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
@@ -460,7 +269,7 @@ def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
-        env=_environment(tmp_path),
+        env=environment(tmp_path),
         capture_output=True,
         timeout=60,
     )
@@ -535,13 +344,6 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
     assert found["N instead of S"] == f"{unswept_s:g} s instead of {settings.sweep_s:g} s"
 
 
-if __name__ == "__main__":
-    if sys.argv[1:2] == ["run"]:
-        run_page(Path(sys.argv[2]))
-    else:
-        write_tables()
-
-
 def test_each_test_that_the_docs_name_is_there() -> None:
     pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
     named = re.findall(r"`(\S+\.py)::(\w+)`", pages)
@@ -549,3 +351,7 @@ def test_each_test_that_the_docs_name_is_there() -> None:
     assert not [
         name for name in named if f"def {name[1]}(" not in (ROOT / "tests" / name[0]).read_text()
     ]
+
+
+if __name__ == "__main__":
+    write_tables()

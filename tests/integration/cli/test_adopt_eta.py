@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from importlib import import_module
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from tests.doc_pages import block_beginning
 from tests.integration.cli.project import Project
 from tests.services import free_port
 
@@ -61,3 +63,11 @@ def test_the_text_has_a_table_of_tasks_and_the_messages_that_stay(
     assert counted[0].split() == ["task", "messages", "first", "due", "last", "due"]
     assert counted[1].split()[:2] == ["adopted.remind", "2"]
     assert counted[-1] == "1 message without an eta: stay in their queue"
+    documented = block_beginning("docs/move-from-eta.md", "task  ").text.splitlines()
+    assert [*map(without_numbers, counted)] == [*map(without_numbers, documented)]
+
+
+def without_numbers(line: str) -> str:
+    """Return the line without the name of the task, numbers, times and the width of columns."""
+    line = re.sub(r"\w+\.remind", "TASK", re.sub(r"\d{4}-\S+Z", "INSTANT", line))
+    return re.sub(r" +", " ", re.sub(r"[\d,]+", "N", line).replace("messages", "message")).strip()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import re
 import shutil
 import subprocess
 import threading
@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 from werkzeug.serving import make_server
 
-from tests.integration.http_api.conftest import ApiSite
-from tests.running import ROOT
+from tests.doc_pages import ROOT, blocks
+from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
-PAGE = (ROOT / "docs" / "http-api.md").read_text()
-BLOCKS = re.findall(r"^```(text|javascript|go)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+BLOCKS = [(block.language, block.text) for block in blocks(ROOT / "docs" / "http-api.md")]
 #: By the language of a block: the file for it, and the command that runs the file.
 COMMANDS = {
     "text": ("schedule.sh", ["sh"]),
@@ -76,3 +75,15 @@ def test_the_documented_request_cancels_by_key(
     assert '"is_cancelled":true' in run("text", cancel, url, file_site, tmp_path).replace(" ", "")
     [task] = file_site.delays.find(tag="order.close", status="CANCELLED")
     assert task.key == "7"
+
+
+def test_a_key_that_is_in_use_is_answered_with_the_documented_problem(shop: ApiCaller) -> None:
+    [documented] = [json.loads(text) for language, text in BLOCKS if language == "json"]
+    body = {"tag": "order.close", "body": {"order": 7}, "delay": "30m", "key": "7"}
+    task = shop.json("POST", "/v1/tasks", body)
+    problem = shop("POST", "/v1/tasks", body).json
+    assert problem is not None
+    assert problem.pop("id") == task["id"] != documented.pop("id")
+    assert problem.pop("detail").startswith(f"task {task['id']} ")
+    assert documented.pop("detail").startswith("task 7 ")
+    assert problem == documented

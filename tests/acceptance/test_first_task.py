@@ -1,0 +1,133 @@
+"""Follow "A first task" of docs/django.md, docs/flask.md and docs/fastapi.md.
+
+The files and the commands are those of the page, in their order, and then the tests of
+docs/testing.md. With DELAYTASKS_TEST_PYTHON, they run in the environment of that interpreter, for
+example one that has only the built wheel.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.doc_pages import ROOT, SHELLS, Block, blocks, section
+from tests.redis_server import RedisServer
+from tests.running import Process
+from tests.services import free_port
+from tests.waiting import wait_until
+
+#: The beginning of a command that serves, and what its log has when it is ready.
+SERVERS = {
+    "python manage.py runserver": "Starting development server",
+    "flask --app shop run": "Running on",
+    "uvicorn": "startup complete",
+    "celery -A shop worker": " ready.",
+    "celery -A shop beat": " is starting.",
+}
+#: The environment of the test has this already.
+SKIPPED = ("python -m venv", ". .venv/bin/activate", "pip install")
+
+
+class Reader:
+    """A reader who follows a page in an empty folder."""
+
+    def __init__(self, folder: Path, broker_url: str) -> None:
+        self.folder = folder
+        #: The address of the reader's Redis and the port of the web server, by those of the page.
+        self._own = {"redis://localhost:6379/0": broker_url, "8000": str(free_port())}
+        others = ("DELAYTASKS_", "CELERY_", "DJANGO_", "PYTEST_", "PYTHONPATH")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+        python = os.environ.get("DELAYTASKS_TEST_PYTHON", sys.executable)
+        path = os.pathsep.join([str(Path(python).parent), kept["PATH"]])
+        self._environment = {**kept, "PATH": path, "PYTHONUNBUFFERED": "1"}
+        self._processes: list[Process] = []
+
+    def copy(self, found: list[Block]) -> None:
+        """Write the blocks that are files; one of settings is added to those that exist."""
+        for block in found:
+            if block.file is not None:
+                path = self.folder / block.file
+                path.parent.mkdir(exist_ok=True)
+                begun = path.read_text() if path.name == "settings.py" else ""
+                path.write_text(begun + self._with_own(block.text))
+
+    def _with_own(self, text: str) -> str:
+        for given, own in self._own.items():
+            text = text.replace(given, own)
+        return text
+
+    def do(self, line: str) -> None:
+        """Run a command, or start a server."""
+        command, _, comment = self._with_own(line).partition("    #")
+        server = next((each for each in SERVERS if command.startswith(each)), None)
+        if server is not None:
+            self._start(command, SERVERS[server])
+        elif "DONE" in comment:
+            wait_until(lambda: "DONE" in self._run(command), 40, f"{line}\n{self.logs()}", 0.2)
+        elif comment.startswith(" {"):
+            assert json.loads(self._run(command)) == json.loads(comment), f"{line}\n{self.logs()}"
+        elif not command.startswith(SKIPPED):
+            self._run(command)
+
+    def _run(self, command: str) -> str:
+        done = subprocess.run(
+            ["sh", "-c", command],
+            cwd=self.folder, env=self._environment, capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}\n{self.logs()}"
+        return done.stdout
+
+    def _start(self, command: str, ready: str) -> None:
+        log = self.folder / f"{len(self._processes)}.log"
+        process = Process(["sh", "-c", f"exec {command}"], self._environment, log)
+        self._processes.append(process)
+        wait_until(
+            lambda: ready in process.log() or process.ended(), 30, lambda: f"{command}{self.logs()}"
+        )
+        assert not process.ended(), f"{command}\n{self.logs()}"
+
+    def logs(self) -> str:
+        return "\n".join(process.log()[-5000:] for process in self._processes)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+
+
+@pytest.fixture
+def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[Reader]:
+    folder = tmp_path / "reader"
+    folder.mkdir()
+    made = Reader(folder, start_redis().url)
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "tests"),
+    [
+        ("django", "Django"),
+        pytest.param("flask", "Flask-SQLAlchemy", marks=pytest.mark.quick),
+        ("fastapi", "FastAPI and asyncio"),
+    ],
+)
+def test_a_reader_sees_the_first_task_done_and_the_tests_pass(
+    name: str, tests: str, reader: Reader
+) -> None:
+    page = ROOT / f"docs/{name}.md"
+    first_task = section(page, "A first task")
+    others = [block for block in blocks(page) if block not in first_task]
+    for block in [*first_task, *others]:
+        if block is first_task[-1]:  # it runs the tests, which the reader has copied
+            reader.copy(section(ROOT / "docs/testing.md", tests))
+        reader.copy([block])
+        if block.language in SHELLS:
+            for line in block.text.splitlines():
+                reader.do(line)

@@ -1,0 +1,253 @@
+"""Run the commands in the shell blocks of a page: `python -m tests.doc_commands PAGE`.
+
+They run in one process, in their order, in an empty folder with an SQLite file, an in-memory
+broker, the app `shop` and the tasks that the commands name. Of a command that serves, or needs
+another server, only the options are checked.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from unittest.mock import patch
+
+import click
+from celery import Celery
+from click.testing import CliRunner
+
+from delaytasks import DelayTasks, Status, TaskNotFoundError
+from delaytasks.cli.context import Cli
+from delaytasks.cli.main import main
+from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
+from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
+
+#: The beginnings of commands that serve, or need a broker, another database or a deployment.
+_ONLY_CHECKED = (
+    "adopt-eta",
+    "console",
+    "db partitions",
+    "drain --forever",
+    "exporter --host",
+    "recurring import django",
+    "recurring import redbeat",
+    "serve",
+    "up",
+)
+#: Options with which a command that follows changes ends.
+_END = {"tail": ["--for", "0s"], "top": ["--once"]}
+#: The exit code 1 of these commands is an answer, such as that no worker lives.
+_ANSWERS_BY_CODE = ("check", "health")
+_ANSWERS = {"console-user": "correct horse battery staple\n" * 2}
+_APP = """
+from celery import Celery
+
+from delaytasks import DelayTasks
+
+app = Celery("shop")
+app.conf.beat_schedule = {"report": {"task": "shop.report", "schedule": 3600}}
+delays = DelayTasks(app)
+"""
+
+
+def command_lines(block: Block) -> Iterator[str]:
+    """Yield the commands of a shell block. In a `console` block they begin with `$`."""
+    for line in block.text.splitlines():
+        if block.language != "console":
+            yield line
+        elif line.startswith("$ "):
+            yield line.removeprefix("$ ")
+
+
+def runs_here(page: Path, block: Block) -> bool:
+    """Return whether this module runs the commands of a block."""
+    is_excused = block.test is not None or block.before.startswith("<!-- not run: ")
+    return block.language in SHELLS and not is_excused and files_test(page) is None
+
+
+class Commands:
+    """The commands of a page, which run one after the other."""
+
+    def __init__(self) -> None:
+        self._delays = DelayTasks(Celery("rows", set_as_current=False))
+        migrations.upgrade(wiring_of(self._delays).store.database)
+        #: What the last command has printed.
+        self._output = ""
+
+    def run(self, line: str) -> None:
+        words = shlex.split(line, comments=True)
+        while words and re.match(r"[A-Z_]+=", words[0]):
+            words.pop(0)  # a variable of the environment
+        match words[: words.index(">")] if ">" in words else words:
+            case []:
+                pass
+            case ["delaytasks", *rest]:
+                self._run_ours(rest)
+            case ["celery", "-A", app, "delays", *rest]:
+                self._run_ours(["-A", app, *rest])
+            case ["export", assignment]:
+                name, _, value = assignment.partition("=")
+                # A value that the page leaves out is the output of the command before.
+                os.environ[name] = self._output.strip() if "…" in value else value
+            case ["python", "-m", "venv", *_]:
+                pass
+            case ["python", *_] | ["cd", *_]:
+                _run_in_shell(line)
+            case _:
+                check_command(words, line)
+
+    def _run_ours(self, words: list[str]) -> None:
+        command = words[2:] if words[0] == "-A" else words
+        text = " ".join(command) + " "
+        if any(text.startswith(f"{each} ") for each in _ONLY_CHECKED):
+            check_command(["delaytasks", *words], text)
+            return
+        self._make_tasks(command)
+        with patch.object(Cli, "require_terminal"):
+            done = CliRunner().invoke(
+                main, [*words, *_END.get(command[0], [])], input=_ANSWERS.get(command[0], "y\n")
+            )
+        codes = (0, 1) if command[0] in _ANSWERS_BY_CODE else (0,)
+        assert done.exit_code in codes, f"{text}\n{done.output}\n{done.exception!r}"
+        self._output = done.stdout
+        assert done.output, f"{text} has printed nothing"
+
+    def _make_tasks(self, command: list[str]) -> None:
+        """Make the tasks whose keys or ids the command names."""
+        name, options = command[0], [*pairwise(command)]
+        tag = next((value for option, value in options if option == "--tag"), "order.close")
+        if name != "schedule":
+            for key in (value for option, value in options if option == "--key"):
+                self._delays.schedule_delay(tag, {}, "1d", key=key, on_conflict="keep")
+        for id in (int(word) for word in command if re.fullmatch(r"\d{18,}", word)):
+            try:
+                task = self._delays.get(id)
+            except TaskNotFoundError:
+                task = self._delays.schedule_delay(tag, {"order": 7}, "1d", id=id)
+            if name == "rerun":
+                self._delays.cancel(task)
+            elif task.status is Status.CANCELLED:
+                self._delays.rerun(id)
+
+
+def run_page(page: Path) -> None:
+    Path("tasks.jsonl").write_text('{"tag": "order.close", "body": {"order": 9}, "delay": 60}\n')
+    Path("celeryconfig.py").write_text("delaytasks_strict_tags = False  # it has no processors\n")
+    for package in ("shop", "proj"):
+        Path(package).mkdir()
+        Path(package, "celery.py").write_text(_APP)
+        Path(package, "__init__.py").write_text(f"from {package}.celery import app\n")
+    commands = Commands()
+    for block in blocks(page):
+        if runs_here(page, block):
+            for line in command_lines(block):
+                commands.run(line)
+
+
+def _run_in_shell(line: str) -> None:
+    """Run a line in the shell, with this interpreter and a copy of the examples."""
+    shutil.copytree(ROOT / "examples", "examples", dirs_exist_ok=True)
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**environment(Path.cwd()), "PATH": programs}
+    del variables["DELAYTASKS_DATABASE_URL"]  # it would win over the databases of the examples
+    done = subprocess.run(
+        ["sh", "-c", line], env=variables, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
+
+
+# -- commands whose options are checked -----------------------------------------------------------
+
+
+def check_command(words: list[str], where: str) -> None:
+    """Check that a command exists, and its options."""
+    match words:
+        case ["./dev", name, *rest]:
+            _check_dev(name, rest, where)
+        case ["celery" | "flask" | "python", *_] if "delays" in words:
+            _check_click(main, words[words.index("delays") + 1 :], where)
+        case ["celery", *rest]:
+            from celery.bin.celery import celery
+
+            _check_click(celery, rest, where)
+        case ["delaytasks", *rest]:
+            _check_click(main, rest, where)
+        case ["pip", "install", *names]:
+            for extra in re.findall(r"\[([\w,-]+)\]", " ".join(names)):
+                assert set(extra.split(",")) <= _extras(), where
+        case _:
+            assert words == [".", ".venv/bin/activate"], f"{where}: an unknown program"
+
+
+def _check_click(command: click.Command, words: list[str], where: str) -> None:
+    """Follow the words into subcommands. Each option must belong to its command."""
+    words = words.copy()
+    context = click.Context(command)
+    while words:
+        word = words.pop(0)
+        if word.startswith("-") and word != "-":
+            option = word.partition("=")[0]
+            known = {
+                o: p for p in command.get_params(context) for o in (*p.opts, *p.secondary_opts)
+            }
+            assert option in known, (
+                f"{where}: {command.name} has no option {option} (known: {', '.join(known)})"
+            )
+            takes_value = not getattr(known[option], "is_flag", False) and not getattr(
+                known[option], "count", False
+            )
+            if takes_value and "=" not in word:
+                words.pop(0)
+        elif isinstance(command, click.Group):
+            inner = command.get_command(context, word)
+            if command.name == "celery" and word == "flower":
+                # The command exists only where Flower is installed.
+                return
+            assert inner is not None, f"{where}: {command.name} has no command {word}"
+            command, context = inner, click.Context(inner)
+
+
+def _check_dev(name: str, words: list[str], where: str) -> None:
+    """Find the case of a command in `dev`, and its options in the help of the module that runs."""
+    found = re.search(
+        rf"^    {name}\)(.*?);;$", (ROOT / "dev").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert found is not None, f"{where}: ./dev has no command {name}"
+    options = [word for word in words if word.startswith("--")]
+    if options:
+        module = re.findall(r"-m ([\w.]+)", found[1])[-1]
+        has_own_options = module == "benchmarks" and words[0] in ("work", "networks")
+        known = _help(module, words[0]) if has_own_options else _help(module)
+        for option in options:
+            assert re.search(rf"(?<![\w-]){option}(?![\w-])", known), f"{where}: {option}"
+
+
+@cache
+def _help(module: str, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@cache
+def _extras() -> set[str]:
+    text = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2]
+    return {*re.findall(r"^([\w-]+) = \[", text.partition("\n[")[0], re.MULTILINE)}
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))

@@ -1,0 +1,124 @@
+"""Run the Python blocks of a page in an empty folder: `python -m tests.doc_runner PAGE`.
+
+The setups of a page may use `database_url`, `make_tables`, `django_project` and `run_tests`.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib
+import inspect
+import os
+import re
+import sys
+import unittest
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from celery import Celery
+
+from delaytasks.api import default
+from delaytasks.core.settings import load_settings
+from delaytasks.storage import migrations
+from delaytasks.wiring import wiring_of
+from tests.doc_pages import blocks
+
+#: The pages use this URL for the reader's own database.
+DATABASE_URL = r"postgresql(\+psycopg2)?://localhost/shop"
+_MODELS = """
+from django.db import models
+
+
+class Order(models.Model):
+    status = models.CharField(max_length=10, default="placed")
+"""
+
+_DJANGO: dict[str, Any] = {
+    "INSTALLED_APPS": [
+        "django.contrib.admin",
+        "django.contrib.auth",
+        "django.contrib.contenttypes",
+        "django.contrib.sessions",
+        "django.contrib.messages",
+        "delaytasks.contrib.django",
+        "orders",
+    ],
+    "DATABASES": {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.sqlite3"}},
+    "DEFAULT_AUTO_FIELD": "django.db.models.BigAutoField",
+    "MIDDLEWARE": [
+        "django.contrib.sessions.middleware.SessionMiddleware",
+        "django.contrib.auth.middleware.AuthenticationMiddleware",
+        "django.contrib.messages.middleware.MessageMiddleware",
+    ],
+    "TEMPLATES": [
+        {
+            "BACKEND": "django.template.backends.django.DjangoTemplates",
+            "APP_DIRS": True,
+            "OPTIONS": {
+                "context_processors": [
+                    "django.template.context_processors.request",
+                    "django.contrib.auth.context_processors.auth",
+                    "django.contrib.messages.context_processors.messages",
+                ]
+            },
+        }
+    ],
+    "ROOT_URLCONF": "docs",  # the names of the page
+    "ALLOWED_HOSTS": ["testserver"],
+    "SECRET_KEY": "a secret of the shop",
+    "USE_TZ": True,
+}
+
+
+def run_page(page: Path) -> None:
+    """Execute the page's blocks in order, as one module whose name is `docs`."""
+    url, loop = os.environ["DELAYTASKS_DATABASE_URL"], asyncio.new_event_loop()
+    sys.modules["docs"] = ModuleType("docs")
+    names = vars(sys.modules["docs"])
+    names |= {"database_url": url, "make_tables": make_tables}
+    names |= {"django_project": django_project, "run_tests": run_tests}
+    for block in blocks(page):
+        if block.runs:
+            # Empty lines before the block make tracebacks show the page's line numbers.
+            text = "\n" * (block.line - 1) + re.sub(DATABASE_URL, url, block.text)
+            code = compile(text, str(page), "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, True)
+            if inspect.iscoroutine(awaits := eval(code, names)):
+                loop.run_until_complete(awaits)
+            load_settings(names, {})  # the names that begin as settings do are settings
+    loop.close()
+
+
+def make_tables(delays: Any = None) -> None:
+    for store in wiring_of(delays or default()).router.stores:
+        migrations.upgrade(store.database, shard=store.shard)
+
+
+def django_project(**settings: Any) -> Any:
+    """Set Django up with the admin, the app `orders` and the page as URLs, and return the model."""
+    import django
+    from django.conf import settings as django_settings
+    from django.core.management import call_command
+
+    Path("orders").mkdir()
+    Path("orders/__init__.py").touch()
+    Path("orders/models.py").write_text(_MODELS)
+    importlib.invalidate_caches()
+    del os.environ["DELAYTASKS_DATABASE_URL"]  # it would win over Django's database
+    Celery("project")  # is the current app from now on, instead of one that the page has made
+    django_settings.configure(**{**_DJANGO, **settings})
+    django.setup()
+    call_command("migrate", run_syncdb=True, verbosity=0)
+    return importlib.import_module("orders.models").Order
+
+
+def run_tests(case: type[unittest.TestCase]) -> None:
+    found = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+    result = unittest.TextTestRunner().run(found)
+    assert result.testsRun > 0
+    assert result.wasSuccessful()
+
+
+if __name__ == "__main__":
+    run_page(Path(sys.argv[1]))

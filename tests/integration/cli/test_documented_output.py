@@ -1,0 +1,57 @@
+"""Commands print what docs/forecast.md and docs/see-what-happens.md show, apart from the times."""
+
+from __future__ import annotations
+
+import re
+from datetime import datetime, timedelta, timezone
+
+import pytest
+from sqlalchemy import text
+
+from delaytasks.wiring import wiring_of
+from tests.doc_pages import block_beginning
+from tests.integration.cli.project import Project
+from tests.integration.cli.test_policies import sweep
+
+
+def shown(page: str, beginning: str) -> tuple[list[str], list[str]]:
+    """Return the words of the documented command, and the lines that it prints."""
+    command, *lines = block_beginning(page, beginning).text.splitlines()
+    return command.split()[2:], [without_times(line) for line in lines]
+
+
+def without_times(line: str) -> str:
+    line = re.sub(r"\b[A-Z][a-z]{2} (?=\d{4}-)", "DAY ", line)
+    return re.sub(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ( \(\w+\))?", "INSTANT", line).rstrip()
+
+
+def printed(shop: Project, words: list[str]) -> list[str]:
+    said = shop(*words)
+    assert said.exit_code == 0, said.output
+    own = said.stdout.replace(f"delaytasks -A {shop.name}", "delaytasks")
+    return [without_times(line) for line in own.splitlines()]
+
+
+@pytest.mark.slow
+def test_the_forecast_of_a_peak(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    at = datetime.now(timezone.utc).replace(hour=9, minute=0) + timedelta(days=2)
+    rows = """
+        INSERT INTO yb_delay_task_message (tag, message_body, delay_time, expected_time)
+        WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :n)
+        SELECT 'newsletter.send', '{}', 0, :due FROM numbers
+    """
+    with wiring_of(shop.delays).store.database.begin() as connection:
+        due = f"{at:%Y-%m-%d %H:%M:00.000000}"
+        connection.execute(text(rows), {"n": 240_000, "due": due})
+    words, lines = shown("docs/forecast.md", "$ delaytasks forecast")
+    assert printed(shop, words) == lines
+
+
+def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
+    words, lines = shown("docs/see-what-happens.md", "$ delaytasks why")
+    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
+    shop.schedule("mail.send", id=int(words[-1]))
+    shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
+    sweep(shop)
+    assert printed(shop, words) == lines
