@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 
@@ -12,6 +13,8 @@ from delaytasks.cli.output import print_json, say
 from delaytasks.core.errors import ConfigError
 from delaytasks.metrics.files import NAMES, read_file
 from delaytasks.wiring import wiring_of
+
+logger = logging.getLogger(__name__)
 
 #: Prometheus scrapes this port.
 EXPORTER_PORT = 9819
@@ -40,7 +43,10 @@ def exporter(cli: Cli, host: str, port: int, printed: str | None) -> None:
     from delaytasks.metrics.prometheus import serve  # needs the extra `prometheus`
     from delaytasks.metrics.snapshot import DatabaseMetrics
 
-    cli.import_processors()  # a forecast asks how many tasks of a tag a process runs concurrently
+    try:
+        cli.import_processors()  # a forecast asks how many tasks a process runs concurrently
+    except Exception:
+        logger.exception("the forecast does not know the processors; all other metrics are served")
     source, stopping = DatabaseMetrics(wiring_of(cli.delays)), threading.Event()
     try:
         server = serve(host, port, source)

@@ -13,7 +13,12 @@ from delaytasks.console.actions import act
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.viewers import Role
 from delaytasks.core.durations import show_duration
-from delaytasks.core.errors import BodyNotJSONError, DelayTaskError, RecurringNotFoundError
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    DelayTaskError,
+    InvalidQueryError,
+    RecurringNotFoundError,
+)
 from delaytasks.recurrence.definition import options_of, timing_options
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.wiring import wiring_of
@@ -128,10 +133,15 @@ def set_recurring() -> Response:
 
     def do() -> str:
         known = _stored(name)
-        values: dict[str, Any] = {} if known is None else {**options_of(known), **_values_of(known)}
+        if known is not None and "is_change" not in form:
+            raise InvalidQueryError(f"there is a schedule {name} already: change it in the list")
+        body = known.body if known is not None and not text else _body(text)
+        values: dict[str, Any] = {}
+        if known is not None:
+            kept = options_of(known, given.get("tag", known.tag), body)
+            values = {**kept, **_values_of(known)}
         values |= given
         options = {option: value for option, value in values.items() if value not in (None, "")}
-        body = known.body if known is not None and not text else _body(text)
         schedules.set(name, options.pop("tag", ""), body, actor=viewer().name, **options)
         return f"The schedule {name} is stored."
 

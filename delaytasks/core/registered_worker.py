@@ -40,8 +40,8 @@ class RegisteredWorker(NamedTuple):
     #: How far the clock of its machine is ahead of the clock of the database.
     clock_offset_s: float
     services: ServiceTimes = NO_OUTAGES
-    #: How many of its processes ran delayed tasks when it last reported, and its version of
-    #: delaytasks; None if a worker of an earlier version has reported.
+    #: How many of its processes had a chunk when it last reported, and its version of delaytasks;
+    #: None if only workers of an earlier version have reported by this name.
     busy: int | None = None
     version: str | None = None
 

@@ -16,7 +16,6 @@ the row has one time budget left.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -56,6 +55,25 @@ class ClaimedChunk(NamedTuple):
     may_end_process: bool
 
 
+class _Pause:
+    """Lets a claim wait while a chunk runs."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._until = monotonic() + seconds
+        self._has_ended = threading.Event()
+        self._is_given_up = False
+
+    def wait(self) -> bool:
+        """Wait for the end of the pause. Return False if the chunk was given up meanwhile."""
+        self._has_ended.wait(max(self._until - monotonic(), 0))
+        return not self._is_given_up
+
+    def end(self, is_given_up: bool = False) -> None:
+        self._is_given_up = is_given_up
+        self._has_ended.set()
+
+
 class ClaimAhead:
     """`has_others` returns whether other tasks than those of a backlog wait for this process."""
 
@@ -93,20 +111,20 @@ class ClaimAhead:
         until = monotonic() + for_s
         current = self._claim(claim, most)
         while self._may_continue(current, until):
-            has_run = threading.Event()
-            wait = partial(self._wait, self._claim_time(current), has_run, until)
-            beside = self._threads.submit(self._close_and_claim, ended, claim, size.rows, wait)
+            pause = _Pause(self._pause_s(current))
+            rows_to_claim = partial(self._rows_to_claim, pause, size, until)
+            beside = self._threads.submit(self._close_and_claim, ended, claim, rows_to_claim)
             before = tally.sample
             tally.claimed += current.rows
             try:
                 yield current
-                has_run.set()
                 tally.add(*self._chunks.ended())
                 rows, seconds = tally.sample
                 size.learn(rows - before.rows, seconds - before.seconds, tally.wanted_next)
+                pause.end()
                 ended, current = current.chunk, beside.result()
             except BaseException as error:
-                has_run.set()
+                pause.end(is_given_up=True)
                 self._give_up(current, beside, error)
                 raise
         tally.claimed += current.rows
@@ -126,25 +144,24 @@ class ClaimAhead:
         return monotonic() < until and not self._has_others()
 
     def _close_and_claim(
-        self, ended: Chunk | None, claim: Claim, most: int, wait: Callable[[], bool]
+        self, ended: Chunk | None, claim: Claim, rows_to_claim: Callable[[], int]
     ) -> ClaimedChunk:
-        """Run in another thread while a chunk runs. Claim nothing if `wait` returns False."""
+        """Run in another thread while a chunk runs."""
         self._close(ended)
-        return self._claim(claim, most if wait() else 0, self._budget_s)
+        return self._claim(claim, rows_to_claim(), self._budget_s)
 
-    def _claim_time(self, current: ClaimedChunk) -> float:
-        """Return when the next chunk is to be claimed, so that it is not given back again."""
+    def _pause_s(self, current: ClaimedChunk) -> float:
+        """Return how long to wait with the next claim, so that its chunk is not given back."""
         assert current.chunk is not None
         expected_s = self._costs.expected_s(current.chunk.waiting)
-        is_slow = expected_s > MAX_BUDGETS * self._budget_s
-        return monotonic() + expected_s - self._budget_s if is_slow else -math.inf
+        return expected_s - self._budget_s if expected_s > MAX_BUDGETS * self._budget_s else 0.0
 
-    def _wait(self, claim_time: float, has_run: threading.Event, until: float) -> bool:
-        """Wait for `claim_time`, or until the chunk has run. Return whether to claim at all."""
-        if claim_time == -math.inf:
-            return True
-        has_run.wait(max(claim_time - monotonic(), 0))
-        return monotonic() < until and not self._has_others()
+    def _rows_to_claim(self, pause: _Pause, size: ChunkSize, until: float) -> int:
+        """Return the size of the next chunk after the pause; 0 if the process should report."""
+        if pause.seconds == 0:
+            return size.rows
+        may_claim = pause.wait() and monotonic() < until and not self._has_others()
+        return size.rows if may_claim else 0
 
     def _claim(self, claim: Claim, most: int, waits_s: float = 0.0) -> ClaimedChunk:
         claimed_at = monotonic()

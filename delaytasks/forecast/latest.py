@@ -13,10 +13,10 @@ from delaytasks.core.errors import StoreError
 from delaytasks.forecast.result import Forecast
 
 logger = logging.getLogger(__name__)
-#: A forecast is made again after this time, and after its duration times `RENEW_SHARE`: millions of
-#: waiting tasks take seconds, which may cost the database half a percent of a core. The latter is
-#: at most `MOST_RENEW_S`.
-RENEW_S, RENEW_SHARE, MOST_RENEW_S = 60.0, 200, 3600.0
+#: A forecast is made again after this time, and after its duration times `REST_PER_FORECAST`:
+#: millions of waiting tasks take seconds, which may cost the database half a percent of a core. The
+#: latter is at most `MOST_RENEW_S`.
+RENEW_S, REST_PER_FORECAST, MOST_RENEW_S = 60.0, 200, 3600.0
 #: The time for which a caller waits if there is no recent forecast.
 FIRST_WAIT_S = 0.5
 
@@ -72,7 +72,7 @@ class LatestForecast:
         found: Forecast | None = None
         try:
             found = self._make()
-            rest_s = min(max(RENEW_SHARE * (monotonic() - began), RENEW_S), MOST_RENEW_S)
+            rest_s = min(max(REST_PER_FORECAST * (monotonic() - began), RENEW_S), MOST_RENEW_S)
         except StoreError as error:
             logger.warning("no forecast: %s", error)
         except Exception:

@@ -44,7 +44,7 @@ def peak_sentences(found: Forecast, show: Callable[[datetime], str]) -> str | No
         return None
     late = _late_sentence(peak, peak.late_s_served, _workers(found), show)
     if needed is None:
-        return f"From {late}. More workers would not help, because of the limit of a tag."
+        return f"From {late}. The limit of a tag keeps tasks late with any number of workers."
     enough = f"at most {show_duration(found.target_s)} late"
     return f"From {late}. {count(needed, 'worker')} would start each task {enough}."
 

@@ -120,11 +120,15 @@ class Definition(NamedTuple):
         }
 
 
-def options_of(schedule: RecurringSchedule) -> RecurringOptions:
-    """Return the options of a stored schedule except its timing, for a form that changes some."""
+def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> RecurringOptions:
+    """Return the options of a stored schedule except its timing, for a form that changes some.
+
+    The body's version is kept if the form changes neither the tag nor the body.
+    """
     # A task reads these options from the same headers.
     headers_json, _ = schedule.task_options
     task = DelayTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
+    is_same_body = tag == schedule.tag and body == schedule.body
     return {
         "tz": schedule.tz,
         "start": schedule.start_at,
@@ -138,7 +142,7 @@ def options_of(schedule: RecurringSchedule) -> RecurringOptions:
         "expires": task.expires_s,
         "concurrency_key": schedule.concurrency_key,
         "meta": schedule.meta or None,
-        "body_version": task.body_version,
+        "body_version": task.body_version if is_same_body else None,
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.interfaces import CallerConnection
@@ -34,7 +34,8 @@ class RerunTask(Protocol):
     ) -> DelayTask: ...
 
 
-class ShardAddress(NamedTuple):
+@dataclass(frozen=True, repr=False)
+class ShardAddress:
     """Which database of a deployment a shard is. Most deployments have one shard, number 0.
 
     Attributes

@@ -172,8 +172,8 @@ def _workers(tables: _TableMaker) -> Table:
         # When a sweep found that the worker no longer reports. It has no effect if `seen_at` is
         # later: a worker of the previous release reports without changing this column.
         Column("lost_at", UTCDateTime),
-        # The processes that ran delayed tasks at the last report, and the version of delaytasks;
-        # NULL if a worker of an earlier version has reported.
+        # The processes that had a chunk at the last report, and the version of delaytasks; NULL if
+        # only workers of an earlier version have reported, which leave these columns as they are.
         Column("busy", Integer),
         Column("version", String(VERSION_LENGTH)),
         key=["name"],

@@ -136,7 +136,7 @@ class ShardQueue:
     @property
     def needs_process(self) -> bool:
         """Whether tasks wait for which no process works, so that none should continue a drain."""
-        return bool(
+        return self.may_send() and bool(
             self.waiting
             or any(not drain.chunks for drain in self._drains.values())
             or (self.waitlists and self.waitlists.needs_process)

@@ -65,16 +65,35 @@ def test_a_schedule_is_changed_in_one_field_and_keeps_the_others(
     fields = form_of(client.get("/recurring?name=nightly").text)
     client.post("/recurring", data=fields)
     assert recurring.get("nightly") == stored
-    client.post("/recurring", data={**fields, "tag": "report.build"})
+    client.post("/recurring", data={**fields, "queue": "reports"})
     changed = recurring.get("nightly")
-    assert changed.tag == "report.build"
-    for name in set(DEFINED) - {"tag"}:
+    assert changed.queue == "reports"
+    for name in set(DEFINED) - {"queue"}:
         assert getattr(changed, name) == getattr(stored, name), name
     client.post("/recurring", data={**fields, "body": " ", "overlap": "allow"})
     assert (recurring.get("nightly").body, recurring.get("nightly").overlap) == (
         {"order": 1, "text": "</textarea>é"},
         "allow",
     )
+
+
+def test_a_new_body_has_the_version_of_its_processor(own_site: Site) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    recurring.set("nightly", "order.close", {"order": 1}, cron="0 3 * * *", body_version=3)
+    fields = form_of(client.get("/recurring?name=nightly").text)
+    client.post("/recurring", data={**fields, "body": '{"order": 2}'})
+    assert recurring.get("nightly").body == {"order": 2}
+    assert "body_version" not in (recurring.get("nightly").headers_json or "")
+
+
+def test_a_new_schedule_replaces_no_other_one(own_site: Site) -> None:
+    client, recurring = own_site.client(Role.ADMIN), own_site.delays.recurring
+    recurring.set("nightly", "order.close", {"order": 1}, cron="0 3 * * *")
+    fields = form_of(client.get("/recurring").text)
+    fields |= {"name": "nightly", "tag": "report.build", "cron": "0 4 * * *"}
+    client.post("/recurring", data=fields)
+    assert "there is a schedule nightly already" in client.get("/recurring").text
+    assert recurring.get("nightly").tag == "order.close"
 
 
 def test_the_form_of_schedules_is_for_those_that_can_be_changed(own_site: Site) -> None:

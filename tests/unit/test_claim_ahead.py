@@ -80,24 +80,24 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(make: Make) -> None:
 def test_the_chunk_behind_a_row_that_is_known_to_be_slow_is_claimed_shortly_before_its_end(
     make: Make,
 ) -> None:
-    bench = make(chunk_time_budget_s=0.05, chunk_max=1)
-    at_begin: list[str] = []
+    bench = make(chunk_time_budget_s=0.2, chunk_max=1)
+    is_claimed, seen = threading.Event(), list[bool]()
 
     def slow(number: int) -> None:
         if number == 0:
-            time.sleep(0.5)  # the process learns this
-        else:
-            time.sleep(0.02)
-            at_begin.append(bench.now(following).status.name)
-            wait_until(lambda: bench.now(following).status.name == "RUNNING", 5, "the claim")
+            time.sleep(1)  # the process learns this
+            return
+        is_claimed.clear()
+        time.sleep(0.05)  # a claim that does not wait is done by now
+        seen.extend([is_claimed.is_set(), is_claimed.wait(5)])
 
     bench.registry.processor("slow")(slow)
     bench.run(bench.schedule("slow", 0))
-    bench.schedule("slow", 1)
-    following = bench.schedule()
+    bench.claims.after_claim = is_claimed.set
+    tasks = [bench.schedule("slow", 1), bench.schedule()]
     drain(bench)
-    assert at_begin == ["NOT_COMPLETE"]
-    assert bench.now(following).status.name == "DONE"
+    assert seen == [False, True]
+    assert bench.statuses(tasks) == ["DONE", "DONE"]
 
 
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(make: Make) -> None:

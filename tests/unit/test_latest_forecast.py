@@ -13,7 +13,7 @@ from delaytasks.forecast import latest
 from delaytasks.forecast.latest import (
     MOST_RENEW_S,
     RENEW_S,
-    RENEW_SHARE,
+    REST_PER_FORECAST,
     LatestForecast,
 )
 from tests.unit.manual_monotonic import ManualMonotonic
@@ -54,7 +54,7 @@ def forecasts(monkeypatch: pytest.MonkeyPatch) -> Forecasts:
 
 @pytest.mark.parametrize(
     ("takes_s", "rest_s"),
-    [(0.125, RENEW_S), (1, RENEW_SHARE), (300, MOST_RENEW_S)],
+    [(0.125, RENEW_S), (1, REST_PER_FORECAST), (300, MOST_RENEW_S)],
 )
 def test_a_slow_forecast_is_made_again_less_often(
     forecasts: Forecasts, takes_s: float, rest_s: float

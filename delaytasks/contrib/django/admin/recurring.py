@@ -78,7 +78,7 @@ def definition_of(
     """Return the definition that a form contains, with the options of `stored` that it lacks."""
     start = values["start_at"]
     options: dict[str, Any] = {
-        **({} if stored is None else options_of(stored)),
+        **({} if stored is None else options_of(stored, values["tag"], values["body"])),
         **timing_options(values["timing"]),
         "tz": values["tz"] or None,
         "start": make_aware(start) if start is not None and is_naive(start) else start,
