@@ -140,15 +140,15 @@ class RetrySchedule:
             wait = min(wait * factor, MAX_RETRY_DELAY_S)
         return cls(retry_delays, jitter=jitter)
 
-    def has_retry_delay(self, failures: int) -> bool:
-        """Return whether a task is retried after this number of failed runs."""
-        return failures <= len(self.retry_delays_s)
+    def has_retry_delay(self, attempts: int) -> bool:
+        """Return whether a task is retried after this number of attempts."""
+        return attempts <= len(self.retry_delays_s)
 
-    def wait_s(self, failures: int) -> float | None:
-        """Return the delay after this number of failed runs; None if no retry is left."""
-        if not self.has_retry_delay(failures):
+    def wait_s(self, attempts: int) -> float | None:
+        """Return the delay after this number of attempts; None if no retry is left."""
+        if not self.has_retry_delay(attempts):
             return None
-        wait = self.retry_delays_s[max(failures, 1) - 1]  # another program may write any count
+        wait = self.retry_delays_s[max(attempts, 1) - 1]  # another program may write any count
         return wait * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else wait
 
 

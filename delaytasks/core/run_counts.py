@@ -25,8 +25,18 @@ OUTCOMES: dict[SettlingMove, str] = {
 LOST_LEASE = "lease_lost"
 #: Tasks that failed because their workers died too often.
 WORKER_LOST = "worker_lost"
-#: All names, in the order in which they are stored. A name may be appended only.
-OUTCOME_NAMES = (*OUTCOMES.values(), LOST_LEASE, WORKER_LOST)
+#: All names, in the order in which they are stored: a new one is appended.
+OUTCOME_NAMES = (
+    "done",
+    "failed",
+    "retried",
+    "snoozed",
+    "cancelled",
+    "expired",
+    "given_back",
+    LOST_LEASE,
+    WORKER_LOST,
+)
 _POSITIONS = {name: number for number, name in enumerate(OUTCOME_NAMES)}
 _OUTCOME_BUCKETS = len(OUTCOME_NAMES)
 _LATENESS_BUCKETS, _DURATION_BUCKETS = len(LATENESS_BOUNDS_S) + 1, len(DURATION_BOUNDS_S) + 1

@@ -51,7 +51,7 @@ class DelayTask:
     delay_s
         The delay in seconds when the task was scheduled.
     attempts
-        The number of runs that have started.
+        The number of runs that have started, except those that snoozed or gave the task back.
     lapses
         The number of leases that were lost, because a worker died or hung.
     headers_json

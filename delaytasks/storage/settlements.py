@@ -44,7 +44,7 @@ _NEW = (
     "execution_time",
     "expected_time",
     "due_time",
-    "returned",
+    "returned",  # 1 if the run is no attempt: the claim has counted it already
     "never_ran",
 )
 _INSTANTS = ("execution_time", "expected_time", "due_time")

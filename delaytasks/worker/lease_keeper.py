@@ -40,6 +40,8 @@ class LeaseKeeper:
     4. It releases the rows of the processes that died, and starts drains for them, now and in the
        next turn.
     5. It refreshes the clock, which follows the clock of the database.
+
+    After an error, which is logged, the next turn begins a second later.
     """
 
     def __init__(

@@ -135,7 +135,10 @@ class ShardQueue:
 
     @property
     def needs_process(self) -> bool:
-        """Whether tasks wait for which no process works, so that none should continue a drain."""
+        """Whether tasks wait for which no process works, so that none should continue a drain.
+
+        These are entries that are due, a drain without a chunk, or a waitlist.
+        """
         return self.may_send() and bool(
             self.waiting
             or any(not drain.chunks for drain in self._drains.values())
@@ -286,10 +289,11 @@ class ShardQueue:
         )
 
     def _drain_chunk(self, number: int, size: int) -> ChunkRequest | None:
-        for queue, drain in self._drains.items():
+        # Drains take turns, and those without a chunk come first.
+        for queue, drain in sorted(self._drains.items(), key=lambda each: bool(each[1].chunks)):
             if drain.wants_chunk():
                 drain.begin_chunk(number)
-                self._drains[queue] = self._drains.pop(queue)  # to the end: they take turns
+                self._drains[queue] = self._drains.pop(queue)  # to the end
                 return ChunkRequest(
                     (),
                     queue,

@@ -10,7 +10,7 @@ from celery.concurrency import solo
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.queue_drain import HELD_UP_S
-from delaytasks.worker.shard_queue import CONTINUE_S
+from delaytasks.worker.shard_queue import CONTINUE_IN_TURN_S, CONTINUE_S
 from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
@@ -136,6 +136,21 @@ def test_processes_continue_with_a_queue_that_proved_deep(bench: DispatcherHarne
     bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
     assert bench.continue_s() == [CONTINUE_S] * 2
     assert not bench.others_wait.is_so()
+
+
+def test_processes_that_continue_learn_of_another_queue_and_share_the_time_with_it(
+    bench: DispatcherHarness,
+) -> None:
+    full = Report(10, 10, 0.001, (), is_full=True)
+    bench.dispatcher.start_drain("default", [0])
+    bench.pool.end(full)
+    bench.dispatcher.start_drain("mail", [0])
+    assert bench.others_wait.is_so()
+    bench.pool.end(full)
+    assert not bench.others_wait.is_so(), "a process has begun to drain the other queue"
+    bench.pool.end(full)
+    assert {request.drained_queue for request, _, _ in bench.pool.requests} == {"default", "mail"}
+    assert bench.continue_s() == [0, CONTINUE_IN_TURN_S]
 
 
 def test_processes_that_continue_learn_of_tasks_that_wait_for_them(
