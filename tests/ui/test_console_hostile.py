@@ -11,7 +11,7 @@ from urllib.parse import quote
 import pytest
 
 from delaytasks import Status
-from delaytasks.console.viewers import Viewer
+from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.error_patterns import error_pattern
 from delaytasks.operations.failed_now import group_name
 from tests.ui.chromium import watched
@@ -22,21 +22,14 @@ QUOTED = quote(HOSTILE, safe="")
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A console in whose tables each text is hostile."""
+    """A console in whose tables each text is hostile, and so is its viewer's name."""
     file = tmp_path_factory.mktemp("hostile") / "console.sqlite3"
     made = Site(make_delays(f"sqlite:///{file}"))
     fill(made.delays)
     add_hostile(made.delays)
+    made.viewer = Viewer(HOSTILE, Role.ADMIN)
     yield made
     made.close()
-
-
-def client_of(site: Site) -> Any:
-    """Return a client of an administrator whose own name is hostile."""
-    client = site.client()
-    assert site.viewer is not None
-    site.viewer = Viewer(HOSTILE, site.viewer.role)
-    return client
 
 
 def pages_of(site: Site) -> Mapping[str, int]:
@@ -71,7 +64,7 @@ def pages_of(site: Site) -> Mapping[str, int]:
 
 
 def test_hostile_text_is_shown_as_text(hostile: Site) -> None:
-    client = client_of(hostile)
+    client = hostile.app.test_client()
     for path, times in pages_of(hostile).items():
         text = client.get(path).text
         assert "<img src=x" not in text, path
@@ -80,7 +73,7 @@ def test_hostile_text_is_shown_as_text(hostile: Site) -> None:
 
 
 def test_a_notice_shows_hostile_text_as_text(hostile: Site) -> None:
-    client = client_of(hostile)
+    client = hostile.app.test_client()
     post(client, "/policies/pause", kind="queue", name=HOSTILE)
     text = client.get("/").text
     [notice] = re.findall(r'<p class="notice bad">(.*?)</p>', text)
