@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from chaos.history import Fault, RowChange
+from chaos.history import Fault, PublishRecord, RowChange
 from chaos.task_records import TaskRecord
 from chaos.violation import Violation
 from delaytasks.core.states import Status
@@ -37,6 +37,8 @@ class CeleryRules:
         """Find messages that were published early, without a claim, or after the end of the row."""
         for each in task.publications:
             claim = task.claim_before(each.at_us)
+            if claim is None and self._is_forgotten(each):
+                continue
             if claim is None:
                 yield Violation("I4", "unexpected", "its message was published without a claim")
             elif each.at_us < claim.due_us:
@@ -70,7 +72,7 @@ class CeleryRules:
         claims: dict[int, int] = {}
         for each in task.publications:
             claim = task.claim_before(each.at_us)
-            if claim is not None:
+            if claim is not None and not self._is_forgotten(each):
                 claims[claim.version] = claims.get(claim.version, 0) + 1
         last = max(claims, default=0)
         for claim in task.claims:
@@ -99,6 +101,10 @@ class CeleryRules:
             for fault in self._faults
         ):
             yield Violation("I1", "lost", "its message was published, but its task never began")
+
+    def _is_forgotten(self, publication: PublishRecord) -> bool:
+        """Return whether a crash of the database may have lost the claim before it."""
+        return any(fault.may_lose_claim(publication.at_us, AFTERMATH_US) for fault in self._faults)
 
     def _is_disturbed(self, task: TaskRecord, claim: RowChange) -> bool:
         """Return whether a fault may have kept the broker from confirming the message."""

@@ -113,6 +113,7 @@ class Checker:
             violations = [violation for rule in self._rules for violation in rule(task)]
             again = [claim for claim in self._lapsed(task) if task.has_run(claim)]
             verdict.explained += sum(self._is_explained(task, claim) for claim in again)
+            verdict.explained += len(self._forgotten(task))
             for violation in violations:
                 story = (
                     story_of(task, history.faults) if len(verdict.findings) < MOST_STORIES else ""
@@ -165,7 +166,11 @@ class Checker:
                     "its schedule was refused or rolled back, but it has a row",
                 )
         for run in task.run_records:
-            if task.changes and task.claim_of(run) is None:
+            if (
+                task.changes
+                and task.claim_of(run) is None
+                and run.version not in self._forgotten(task)
+            ):
                 yield Violation(
                     "I4", "unexpected", f"the run of version {run.version} had no claim"
                 )
@@ -272,6 +277,18 @@ class Checker:
         ends = ((claim, task.end_of(claim)) for claim in task.claims)
         return [claim for claim, end in ends if end is not None and end.lapses > claim.lapses]
 
+    def _forgotten(self, task: TaskRecord) -> set[int]:
+        """Return the versions of the runs whose claims a crash of the database has lost.
+
+        Such a version is the time of the claim.
+        """
+        return {
+            run.version
+            for run in task.run_records
+            if task.claim_of(run) is None
+            and any(fault.may_lose_claim(run.version) for fault in self._history.faults)
+        }
+
     def _is_explained(self, task: TaskRecord, claim: RowChange) -> bool:
         end = task.end_of(claim)
         return end is not None and self._explanations.explain(lost_lease(claim, task.changes, end))
@@ -320,9 +337,11 @@ class Checker:
         allowed = max(
             (record.most_runs for record in task.calls("schedule", "ok", "unknown")), default=1
         )
-        settled = {run.version for run in task.run_records} - {
-            claim.version for claim in self._lapsed(task)
-        }
+        settled = (
+            {run.version for run in task.run_records}
+            - {claim.version for claim in self._lapsed(task)}
+            - self._forgotten(task)
+        )
         again = len(task.calls("rerun", "ok", "unknown"))
         if len(settled) > allowed * (1 + again):
             yield Violation(

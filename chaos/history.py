@@ -25,6 +25,9 @@ Answer = Literal["ok", "failed", "unknown"]
 Effect = Literal["none", "dead", "away", "ending"]
 #: The value of `key_owners` that matches every owner.
 ALL = ("",)
+#: A crash of PostgreSQL may lose claims of this time before it: three times its default of
+#: `wal_writer_delay`, and some tolerance.
+NOT_ON_DISK_US = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,16 @@ class Fault:
     key_owners: tuple[str, ...] = ()
     #: Messages that the broker or a worker had may be lost, as with bare Celery.
     loses_messages: bool = False
+    #: The database may lose claims that were not on the disk yet.
+    loses_claims: bool = False
+
+    def may_lose_claim(self, at_us: int, later_us: int = 0) -> bool:
+        """Return whether a claim of this time, or up to `later_us` before it, may be lost.
+
+        The row of a lost claim waits again.
+        """
+        until_us = self.until_us + later_us
+        return self.loses_claims and self.from_us - NOT_ON_DISK_US <= at_us <= until_us
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class Struck(NamedTuple):
     key_owners: tuple[str, ...] = ()
     #: The broker loses messages that it has confirmed.
     loses_messages: bool = False
+    #: The database loses claims that were not on the disk yet.
+    loses_claims: bool = False
 
 
 def always(system: SystemUnderTest) -> str:
@@ -93,6 +95,7 @@ class Nemesis(NamedTuple):
             struck.effect,
             struck.key_owners,
             struck.loses_messages or is_lossy,
+            struck.loses_claims,
         )
 
 
@@ -221,7 +224,7 @@ def restart_database(system: SystemUnderTest, chance: random.Random) -> Struck:
     system.database.crash()
     system.pause(chance.uniform(0.1, 2))
     system.database.start()
-    return Struck(system.site.database, "away", ALL)
+    return Struck(system.site.database, "away", ALL, loses_claims=True)
 
 
 def end_connections(system: SystemUnderTest, _chance: random.Random) -> Struck:

@@ -50,6 +50,8 @@ class Capabilities:
     estimates: bool = False
     #: A table can be partitioned by ranges of ids, and each partition can be dropped.
     partitions: bool = False
+    #: A statement can let its transaction end before the changes are on the disk.
+    asynchronous_commit: bool = False
 
 
 POSTGRESQL = Capabilities(
@@ -65,6 +67,7 @@ POSTGRESQL = Capabilities(
     block_samples=True,
     estimates=True,
     partitions=True,
+    asynchronous_commit=True,
 )
 MYSQL = Capabilities(
     looks_up_lists=True,

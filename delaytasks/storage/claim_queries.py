@@ -55,7 +55,14 @@ from delaytasks.storage.row_lists import (
 from delaytasks.storage.rows import MAX_INTEGER, columns
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import UTCDateTime, db_now, is_narrow, is_past, once
+from delaytasks.storage.types import (
+    UTCDateTime,
+    commits_asynchronously,
+    db_now,
+    is_narrow,
+    is_past,
+    once,
+)
 
 #: No row has more lapses.
 ANY_LAPSES = MAX_INTEGER
@@ -81,6 +88,9 @@ class ClaimQuery(NamedTuple):
     lock: Prepared | None
     #: Locks, claims and returns the rows; None without `UPDATE … RETURNING`.
     claim: Prepared | None
+    #: The same as the whole of a transaction, which ends before it is on the disk where the
+    #: database can do that.
+    claim_alone: Prepared | None
 
 
 class ClaimQueries:
@@ -229,7 +239,7 @@ class ClaimQueries:
         lock_candidates = Prepared(self._db, candidates, is_planned_once)
         if not self._db.can.update_returning:
             whole = candidates.with_only_columns(*self._whole, maintain_column_froms=True)
-            return ClaimQuery(lock_candidates, Prepared(self._db, whole), None)
+            return ClaimQuery(lock_candidates, Prepared(self._db, whole), None, None)
         picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
@@ -238,4 +248,12 @@ class ClaimQueries:
             if is_planned_once:
                 mine = and_(mine, within_list(t.c.id))
         claim = update(t).where(mine).values(self._claimed).returning(*self._whole)
-        return ClaimQuery(lock_candidates, None, Prepared(self._db, claim, is_planned_once))
+        alone = claim
+        if self._db.can.asynchronous_commit:
+            alone = claim.where(commits_asynchronously())
+        return ClaimQuery(
+            lock_candidates,
+            None,
+            Prepared(self._db, claim, is_planned_once),
+            Prepared(self._db, alone, is_planned_once),
+        )

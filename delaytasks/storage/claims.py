@@ -21,7 +21,15 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import by_id, each_listed, list_of
-from delaytasks.storage.rows import CLAIMED, MAX_INTEGER, columns, moved, one_more, task_of
+from delaytasks.storage.rows import (
+    CLAIMED,
+    MAX_INTEGER,
+    claim_version,
+    columns,
+    moved,
+    one_more,
+    task_of,
+)
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.settlements import Settlements
 from delaytasks.storage.types import db_now, db_now_plus
@@ -42,13 +50,18 @@ class Claims:
 
     - While the first worker has the lock, the second one skips the row (`SKIP LOCKED`). SQLite has
       one writer at a time, so the second worker waits for the first one's commit.
-    - After the first worker's commit, the row is RUNNING, and its version is one higher. The second
+    - After the first worker's commit, the row is RUNNING, and its version is higher. The second
       worker's condition no longer matches, so it gets no row.
     - Lock, check and change are one statement, or statements of one transaction where the database
       has no `UPDATE ... RETURNING` or a tag has limits. Therefore no worker acts on an old check.
 
     A worker that loses its lease loses the row by the same version: recovering the row changes the
     version, so a later settlement of the first worker changes no row (`Settlements`).
+
+    On PostgreSQL, a claim without limits does not wait for the disk. If the server crashes within
+    the next moments, the row waits again as before the claim, and another worker claims it. The
+    first worker's settlement then changes no row either, because no two claims have the same
+    version (`claim_version`).
     """
 
     def __init__(
@@ -68,6 +81,7 @@ class Claims:
         self._claimed = moved(
             t,
             "claim",
+            version=claim_version(t.c.version, database.can),
             attempts=one_more(t.c.attempts),
             execution_time=db_now(),
             lease_until=db_now_plus(lease_s),
@@ -135,7 +149,7 @@ class Claims:
             within_limits = partial(self._claim_within_limits, query, parameters, hold_excess)
             rows, seen = self._db.transaction(within_limits)
             return Claimed(self._tasks(rows), seen)
-        if (claim := query.claim) is not None:
+        if (claim := query.claim_alone) is not None:
             return Claimed(self._tasks(self._db.alone(lambda c: claim(c, parameters).rows)))
         lock = query.lock
         assert lock is not None

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Table, case
+from sqlalchemy import Column, ColumnElement, Table, case, func
 
 from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.storage.capabilities import Capabilities
 from delaytasks.storage.schema import BODY, RESULT, Schema
-from delaytasks.storage.types import db_now
+from delaytasks.storage.types import db_now, epoch_us, once
 
 #: The largest value of an INTEGER column.
 MAX_INTEGER = 2**31 - 1
@@ -104,6 +105,18 @@ def moved(tasks: Table, move: str, **others: Any) -> dict[str, Any]:
 
 def next_version(version: Column[int]) -> ColumnElement[int]:
     return case((version < MOST_VERSIONS, version + 1), else_=0)
+
+
+def claim_version(version: Column[int], can: Capabilities) -> ColumnElement[int]:
+    """Return the version of a claimed row.
+
+    A database that commits a claim asynchronously may lose it in a crash. The next claim of the row
+    must then have another version, or the settlement of the first worker would end the run of the
+    second one. Therefore the version is the time in microseconds there.
+    """
+    if not can.asynchronous_commit:
+        return next_version(version)
+    return func.greatest(next_version(version), once(epoch_us(db_now())))
 
 
 def one_more(count: Column[int]) -> ColumnElement[int]:

@@ -141,6 +141,14 @@ class epoch_s(functions.GenericFunction[int]):
     name = "epoch_s"
 
 
+class epoch_us(functions.GenericFunction[int]):
+    """The microseconds since 1970 of an instant, on PostgreSQL."""
+
+    type = BigInteger()
+    inherit_cache = True
+    name = "epoch_us"
+
+
 class _Condition:
     """A condition that the compiler writes as an expression, not as a call of a function."""
 
@@ -211,6 +219,23 @@ class is_rare(_Condition, functions.GenericFunction[bool]):
     name = "is_rare"
 
 
+class commits_asynchronously(_Condition, functions.GenericFunction[bool]):
+    """A condition that is true, and lets the transaction end before its changes are on the disk.
+
+    PostgreSQL writes them there within three times `wal_writer_delay`, 0.6 seconds by default. If
+    it crashes before, they are lost.
+    """
+
+    type = Boolean()
+    inherit_cache = True
+    name = "commits_asynchronously"
+
+
+@compiles(commits_asynchronously, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return "((SELECT set_config('synchronous_commit', 'off', true)) = 'off')"
+
+
 @compiles(is_rare)
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"({compiler.process(element.clauses, **kw)})"
@@ -239,6 +264,11 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 @compiles(epoch_s, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     return f"CAST(floor(extract(epoch FROM {compiler.process(element.clauses, **kw)})) AS BIGINT)"
+
+
+@compiles(epoch_us, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"CAST(extract(epoch FROM {compiler.process(element.clauses, **kw)}) * 1000000 AS BIGINT)"
 
 
 @compiles(epoch_s, "mysql")

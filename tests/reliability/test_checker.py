@@ -20,6 +20,8 @@ from delaytasks.core.states import Status
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
+#: A run without a claim is counted as a run that the schedule does not allow, too.
+WITHOUT_CLAIM = {"unexpected", "too often"}
 
 
 def calls(*answers: Answer) -> list[CallRecord]:
@@ -155,9 +157,21 @@ def lapsed(*renewals_us: int, end_us: int = NOW + 6 * S) -> History:
     return History(calls("ok"), ran, changes)
 
 
-def fault(effect: Effect, *key_owners: str, since_s: float = 2, until_s: float = 5) -> Fault:
+def fault(
+    effect: Effect,
+    *key_owners: str,
+    since_s: float = 2,
+    until_s: float = 5,
+    loses_claims: bool = False,
+) -> Fault:
     return Fault(
-        "as asked", "x", NOW + int(since_s * S), NOW + int(until_s * S), effect, key_owners
+        "as asked",
+        "x",
+        NOW + int(since_s * S),
+        NOW + int(until_s * S),
+        effect,
+        key_owners,
+        loses_claims=loses_claims,
     )
 
 
@@ -178,6 +192,32 @@ def test_a_fault_of_the_lease_owner_explains_a_second_run(
     history.faults = [of_its_holder]
     verdict = Checker(history).verdict()
     assert (verdict.explained, verdict.findings) == (1, [])
+
+
+def forgotten(claim_s: float) -> History:
+    """A task that ran twice, of whose first claim the database knows nothing."""
+    changes, ran = row_and_run(NOW + 10 * S)
+    first = RunRecord(1, NOW + int(claim_s * S), "11", NOW + 10 * S)
+    return History(calls("ok"), [first, *ran], changes)
+
+
+@pytest.mark.parametrize(
+    ("claim_s", "kinds"), [(1.2, set()), (4.9, set()), (0.9, WITHOUT_CLAIM), (5.1, WITHOUT_CLAIM)]
+)
+def test_a_crash_of_the_database_explains_a_run_whose_claim_was_just_before_it(
+    claim_s: float, kinds: set[str]
+) -> None:
+    history = forgotten(claim_s)
+    history.faults = [fault("away", *ALL, loses_claims=True)]
+    verdict = Checker(history).verdict()
+    assert set(verdict.counts()) == kinds
+    assert verdict.explained == (0 if kinds else 1)
+
+
+def test_another_fault_does_not_explain_a_run_without_a_claim() -> None:
+    history = forgotten(4.9)
+    history.faults = [fault("away", *ALL)]
+    assert found(history) == WITHOUT_CLAIM
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,16 @@ def test_a_message_is_published_again_within_one_claim_only_because_of_a_fault()
     assert found(row(*PUBLISHED), (2.4, 2.5), faults=(fault(2),)) == set()
 
 
+def test_a_crash_of_the_database_may_lose_the_claim_of_a_published_message() -> None:
+    assert found(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5)) == {"unexpected"}
+    crash = fault(3, loses_claims=True)
+    assert found(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(crash,)) == set()
+    later = fault(4, loses_claims=True)
+    assert found(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(later,)) == {
+        "unexpected"
+    }
+
+
 def test_a_confirmed_message_reaches_its_task_unless_a_fault_loses_messages() -> None:
     assert found(row(*PUBLISHED), ran=()) == {"lost"}
     assert found(row(*PUBLISHED), ran=(), faults=(fault(2.5),)) == {"lost"}
