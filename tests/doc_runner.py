@@ -23,6 +23,7 @@ from delaytasks.api import default
 from delaytasks.core.settings import load_settings
 from delaytasks.storage import migrations
 from delaytasks.wiring import wiring_of
+from tests.django_site import site_settings
 from tests.doc_pages import blocks
 
 #: The pages use this URL for the reader's own database.
@@ -35,41 +36,11 @@ class Order(models.Model):
     status = models.CharField(max_length=10, default="placed")
 """
 
-_DJANGO: dict[str, Any] = {
-    "INSTALLED_APPS": [
-        "django.contrib.admin",
-        "django.contrib.auth",
-        "django.contrib.contenttypes",
-        "django.contrib.sessions",
-        "django.contrib.messages",
-        "delaytasks.contrib.django",
-        "orders",
-    ],
-    "DATABASES": {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.sqlite3"}},
-    "DEFAULT_AUTO_FIELD": "django.db.models.BigAutoField",
-    "MIDDLEWARE": [
-        "django.contrib.sessions.middleware.SessionMiddleware",
-        "django.contrib.auth.middleware.AuthenticationMiddleware",
-        "django.contrib.messages.middleware.MessageMiddleware",
-    ],
-    "TEMPLATES": [
-        {
-            "BACKEND": "django.template.backends.django.DjangoTemplates",
-            "APP_DIRS": True,
-            "OPTIONS": {
-                "context_processors": [
-                    "django.template.context_processors.request",
-                    "django.contrib.auth.context_processors.auth",
-                    "django.contrib.messages.context_processors.messages",
-                ]
-            },
-        }
-    ],
-    "ROOT_URLCONF": "docs",  # the names of the page
-    "ALLOWED_HOSTS": ["testserver"],
-    "SECRET_KEY": "a secret of the shop",
-    "USE_TZ": True,
-}
+_DJANGO = site_settings(
+    "docs",  # the names of the page
+    "orders",
+    DATABASES={"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": "shop.sqlite3"}},
+)
 
 
 def run_page(page: Path) -> None:

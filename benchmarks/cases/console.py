@@ -1,12 +1,15 @@
-"""The console in front of a large table: the duration of its pages, and the cost of open ones."""
+"""The console and Django's admin in front of a large table: the duration of their pages, and the
+cost of open ones."""
 
 from __future__ import annotations
 
+import json
 import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 from sqlalchemy import insert, select, update
 
@@ -38,6 +41,14 @@ TURNS, APART_S = 40, 2.0
 #: The targets for a page and for the page of one task, in milliseconds, and for the database.
 PAGE_MS, TASK_MS, OPEN_PERCENT = 150, 50, 2
 OPEN_S, VIEWERS, PAIRS = 60.0, 50, 3
+ADMIN_DEADLINE_S = 600.0
+
+
+class Examples(NamedTuple):
+    """One of the tasks that failed, and the key of one that waits."""
+
+    failed_id: str
+    key: str
 
 
 class Watched(Ours):
@@ -53,17 +64,18 @@ def run(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("console: skipped, since only PostgreSQL creates these rows within minutes")
         return
-    pages = _fill(stage, stage.size(PENDING, QUICK_PENDING))
+    examples = _fill(stage, stage.size(PENDING, QUICK_PENDING))
     with _served(stage) as address:
-        _measure_pages(stage, address, pages)
+        _measure_pages(stage, address, examples)
         _measure_open_page(stage, address)
         _measure_viewers(stage, address)
+    _measure_admin(stage, examples)
     brokers.clear()
     table.clear()
 
 
-def _fill(stage: CaseContext, pending: int) -> dict[str, str]:
-    """Fill the tables, and return the addresses of the pages by name."""
+def _fill(stage: CaseContext, pending: int) -> Examples:
+    """Fill the tables, and return rows for the pages that show one."""
     table.clear()
     with table.indexed_at_the_end():
         table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
@@ -79,24 +91,7 @@ def _fill(stage: CaseContext, pending: int) -> dict[str, str]:
     table.settle_down()
     failed = database.alone(lambda c: c.scalar(select(tasks.c.id).where(is_failed).limit(1)))
     stage.say(f"console: {pending:,} wait and {FINISHED * pending:,} are finished")
-    return {
-        "overview": "",
-        "overview of a week": "?period=week",
-        "tasks": "tasks",
-        "tasks that failed": "tasks?status=FAILED",
-        "tasks that wait": "tasks?status=NOT_COMPLETE",
-        "finished tasks, the oldest first": "tasks?status=DONE&order=oldest",
-        "tasks of a tag": f"tasks?tag={ours.TAG}",
-        "tasks of a key": f"tasks?tag={ours.TAG}&key={key}",
-        "tasks by error": "tasks?status=FAILED&error=is+not+paid",
-        "failures": "failures",
-        "recurring": "recurring",
-        "policies": "policies",
-        "queues": "queues",
-        "workers": "workers",
-        "audit": "audit",
-        "one task": f"tasks/{failed}",
-    }
+    return Examples(str(failed), key)
 
 
 def _fill_statistics() -> None:
@@ -154,8 +149,31 @@ def _read(address: str) -> str:
         return str(answer.read().decode())
 
 
-def _measure_pages(stage: CaseContext, address: str, pages: dict[str, str]) -> None:
+def _pages_of(examples: Examples) -> dict[str, str]:
+    """Return the address of each page by its name."""
+    return {
+        "overview": "",
+        "overview of a week": "?period=week",
+        "tasks": "tasks",
+        "tasks that failed": "tasks?status=FAILED",
+        "tasks that wait": "tasks?status=NOT_COMPLETE",
+        "finished tasks, the oldest first": "tasks?status=DONE&order=oldest",
+        "tasks of a tag": f"tasks?tag={ours.TAG}",
+        "tasks of a key": f"tasks?tag={ours.TAG}&key={examples.key}",
+        "tasks by error": "tasks?status=FAILED&error=is+not+paid",
+        "failures": "failures",
+        "recurring": "recurring",
+        "policies": "policies",
+        "queues": "queues",
+        "workers": "workers",
+        "audit": "audit",
+        "one task": f"tasks/{examples.failed_id}",
+    }
+
+
+def _measure_pages(stage: CaseContext, address: str, examples: Examples) -> None:
     """Read all pages in turn."""
+    pages = _pages_of(examples)
     took: dict[str, list[float]] = {name: [] for name in pages}
     for turn in range(stage.size(TURNS, 3) + 1):
         time.sleep(APART_S)
@@ -164,10 +182,15 @@ def _measure_pages(stage: CaseContext, address: str, pages: dict[str, str]) -> N
             found = _read(address + path)
             if turn:  # the first turn loads code
                 took[name].append((time.perf_counter() - began) * 1000)
-            if "No tasks" in found and name.startswith("tasks"):
+            if "No task matches" in found and name.startswith("tasks"):
                 raise BenchError(f"console: the page {name!r} is empty")
+    _report(stage, took)
+
+
+def _report(stage: CaseContext, took: dict[str, list[float]]) -> None:
+    """Report the durations of each page."""
     for name, each in took.items():
-        target = Target("value", most=TASK_MS if name == "one task" else PAGE_MS)
+        target = Target("value", most=TASK_MS if name.endswith("one task") else PAGE_MS)
         stage.figure("console", f"{name}: p95", "ms", target).add(percentile(each, 0.95))
         stage.say(
             f"console: {name}: p50 {percentile(each, 0.5):.1f} ms, p95 "
@@ -238,3 +261,13 @@ def _measure_viewers(stage: CaseContext, address: str) -> None:
         what = f"50 tasks a second with {VIEWERS} viewers, lateness {name}"
         figure = stage.figure("console", what, "ms", against="without:")
         figure.add(percentile(watched, share), percentile(alone, share))
+
+
+def _measure_admin(stage: CaseContext, examples: Examples) -> None:
+    """Let a process read the pages of Django's admin."""
+    command = ["benchmarks.admin_pages", str(stage.size(TURNS, 3)), *examples]
+    admin = BenchmarkProcess("admin", command, stage.ours.folder)
+    try:
+        _report(stage, json.loads(admin.expect("measured", ADMIN_DEADLINE_S)))
+    finally:
+        admin.stop()

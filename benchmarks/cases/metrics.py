@@ -17,6 +17,8 @@ from benchmarks.waiting import BenchError
 
 #: Prometheus usually scrapes every 15 to 60 seconds.
 SCRAPE_S, SCRAPE_LIMIT_S = 1.0, 10.0
+#: The time for scheduling the tasks of a burst.
+LEAD_S = 20
 
 
 class Scraped(Ours):
@@ -69,7 +71,7 @@ def run(stage: CaseContext) -> None:
     target = Target("ratio", least=0.98)
     drained = stage.figure("metrics", what, "drained/s", target, against="without metrics:")
     cpu = stage.figure("metrics", "worker CPU per task", "ms", against="without metrics:")
-    schedule = due_together(count, stage.size(60, 15))
+    schedule = due_together(count, LEAD_S)
     measured, plain = stage.each(
         lambda side: drain(stage, "metrics", side, count, schedule),
         Scraped(stage.ours.folder, stage.ours.notes),

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from celery import Celery
-from sqlalchemy import make_url
 
 from delaytasks import api
+from tests.django_site import database_entry, replace_mysqlclient
 
 
 def new_celery_app() -> Celery:
@@ -72,35 +72,6 @@ def _set_up() -> None:
         SECRET_KEY="a secret of the tests",
     )
     django.setup()
-
-
-def replace_mysqlclient() -> None:
-    """Let Django use PyMySQL if mysqlclient is not installed."""
-    if importlib.util.find_spec("MySQLdb") is None:
-        import pymysql
-
-        pymysql.install_as_MySQLdb()
-
-
-def database_entry(url: str) -> dict[str, Any]:
-    """Return the entry of the setting DATABASES for a SQLAlchemy URL."""
-    place = make_url(url)
-    engine = {"postgresql": "postgresql", "mysql": "mysql", "sqlite": "sqlite3"}[
-        place.get_backend_name()
-    ]
-    options = {
-        "sqlite3": {"transaction_mode": "IMMEDIATE", "timeout": 20},
-        "mysql": {"charset": "utf8mb4"},
-    }
-    return {
-        "ENGINE": f"django.db.backends.{engine}",
-        "NAME": place.database,
-        "USER": place.username or "",
-        "PASSWORD": place.password or "",
-        "HOST": place.host or "",
-        "PORT": place.port or "",
-        "OPTIONS": options.get(engine, {}),
-    }
 
 
 def add_database(alias: str, url: str) -> None:
