@@ -116,7 +116,7 @@ def claim_version(version: Column[int], can: Capabilities) -> ColumnElement[int]
     """
     if not can.asynchronous_commit:
         return next_version(version)
-    return func.greatest(next_version(version), once(epoch_us(db_now())))
+    return func.greatest(next_version(version), epoch_us(once(db_now())))
 
 
 def one_more(count: Column[int]) -> ColumnElement[int]:

@@ -268,7 +268,9 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 
 @compiles(epoch_us, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return f"CAST(extract(epoch FROM {compiler.process(element.clauses, **kw)}) * 1000000 AS BIGINT)"
+    return (
+        f"CAST(extract(epoch FROM {compiler.process(element.clauses, **kw)}) * 1000000 AS BIGINT)"
+    )
 
 
 @compiles(epoch_s, "mysql")
