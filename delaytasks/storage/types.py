@@ -268,9 +268,8 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 
 @compiles(epoch_us, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return (
-        f"CAST(extract(epoch FROM {compiler.process(element.clauses, **kw)}) * 1000000 AS BIGINT)"
-    )
+    instant = compiler.process(element.clauses, **kw)
+    return f"CAST(extract(epoch FROM {instant}) * 1000000 AS BIGINT)"
 
 
 @compiles(epoch_s, "mysql")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from celery import Celery
 
