@@ -14,9 +14,8 @@ from delaytasks.storage.inserts import skipping_insert
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now
 
-#: The last attempts of each task are kept. Between two claims a version grows by two at least.
+#: The last attempts of each task are kept.
 KEPT_ATTEMPTS = 50
-KEPT_VERSIONS = 2 * KEPT_ATTEMPTS
 
 
 class Attempts:
@@ -27,7 +26,7 @@ class Attempts:
         row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
         self._add = row.values(ended=db_now())
         self._drop_old = delete(a).where(
-            a.c.task_id == bindparam("of"), a.c.version <= bindparam("until")
+            a.c.task_id == bindparam("of"), a.c.attempt <= bindparam("until")
         )
 
     def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
@@ -45,7 +44,7 @@ class Attempts:
         rows = [dict(zip(names, values, strict=True)) for values in attempts]
         on.execute(self._add, rows)
         old = [
-            {"of": row["task_id"], "until": row["version"] - KEPT_VERSIONS}
+            {"of": row["task_id"], "until": row["attempt"] - KEPT_ATTEMPTS}
             for row in rows
             if row["attempt"] > KEPT_ATTEMPTS
         ]
