@@ -25,8 +25,11 @@ class Attempts:
         # A settlement whose answer was lost is sent again, and then its attempt exists already.
         row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
         self._add = row.values(ended=db_now())
+        versions = select(a.c.version).where(a.c.task_id == bindparam("of"))
+        # MySQL reads a table that the statement changes only in a derived table.
+        first_old = versions.order_by(a.c.version.desc()).offset(KEPT_ATTEMPTS).limit(1).subquery()
         self._drop_old = delete(a).where(
-            a.c.task_id == bindparam("of"), a.c.attempt <= bindparam("until")
+            a.c.task_id == bindparam("of"), a.c.version <= select(first_old).scalar_subquery()
         )
 
     def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
@@ -43,11 +46,7 @@ class Attempts:
         names = ("task_id", "version", "attempt", "began", "worker", "error")
         rows = [dict(zip(names, values, strict=True)) for values in attempts]
         on.execute(self._add, rows)
-        old = [
-            {"of": row["task_id"], "until": row["attempt"] - KEPT_ATTEMPTS}
-            for row in rows
-            if row["attempt"] > KEPT_ATTEMPTS
-        ]
+        old = [{"of": row["task_id"]} for row in rows if row["attempt"] > KEPT_ATTEMPTS]
         if old:
             on.execute(self._drop_old, old)
 

@@ -126,6 +126,11 @@ def test_the_last_fifty_attempts_are_kept(bench: RunnerHarness) -> None:
     for _ in range(60):
         run_again(bench, task)
     assert [one.number for one in bench.store.tasks.attempts(task.id)] == list(range(11, 61))
+    run_again(bench, task)
+    bench.store.tasks.rerun(task.id, bench.store.tasks.now())  # counts attempts from 1 again
+    for _ in range(55):
+        run_again(bench, task)
+    assert [one.number for one in bench.store.tasks.attempts(task.id)] == list(range(6, 56))
 
 
 def test_a_lapse_is_an_attempt_that_failed(bench: RunnerHarness) -> None:
