@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from celery import states
@@ -148,9 +148,8 @@ class TaskEvents:
             self._add(
                 "task-failed", before, claimed, **self._about(before), **_error_fields(RECOVERED)
             )
-        if task.version != 2 * task.attempts - 1:
-            # The row saw more moves than claims and recoveries: for example, an operator retried
-            # it, which resets its attempts. Only this event ends a final state in monitors.
+        if _may_have_run(task):
+            # Only this event ends the state of an earlier run with the same number in monitors.
             self._add("task-retried", task, claimed, exception=None, traceback=None, retried=None)
         self._add(
             "task-received",
@@ -250,3 +249,16 @@ def _error_fields(exception: str, traceback: str = "") -> dict[str, str | None]:
         "exception": storable(exception, 4 * LONGEST_REPR),
         "traceback": storable(traceback, LONGEST_TRACEBACK) or None,
     }
+
+
+def _may_have_run(task: DelayTask) -> bool:
+    """Return whether an earlier run may have had the number of this attempt.
+
+    An operator who runs a task again resets its attempts, and gives it a later due time than the
+    one for which it was scheduled. A first attempt that was given back has the time of its next
+    try.
+    """
+    if task.attempts == 1 and task.due_time is not None:
+        return True
+    created = task.create_time
+    return created is not None and task.due > created + timedelta(seconds=task.delay_s)

@@ -22,7 +22,15 @@ from delaytasks.core.task import DelayTask
 from delaytasks.worker.task_events import FAILED_SEND_PAUSE_S, TaskEvents, wants_task_events
 
 NOON = datetime(2030, 1, 1, 12, tzinfo=timezone.utc)
-ROW = DelayTask(7, "order.close", '{"order": 1}', NOON, version=1, attempts=1)
+ROW = DelayTask(
+    7,
+    "order.close",
+    '{"order": 1}',
+    NOON,
+    attempts=1,
+    create_time=NOON - timedelta(seconds=60),
+    delay_s=60,
+)
 
 
 class Heard:
@@ -94,7 +102,7 @@ def test_a_row_that_an_operator_retries_is_shown_anew(rows: TaskEvents, heard: H
     rows.flush()
     assert heard.task().state == "FAILURE"
     # The row was claimed, failed, was retried and was claimed again. A retry resets the attempts.
-    again = replace(ROW, version=4)
+    again = replace(ROW, expected_time=NOON + timedelta(seconds=1))
     rows.started(again, NOON, NOON)
     rows.flush()
     assert (heard.task().state, heard.task().exception, heard.task().traceback) == (
@@ -107,8 +115,19 @@ def test_a_row_that_an_operator_retries_is_shown_anew(rows: TaskEvents, heard: H
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
 
 
+def test_a_row_that_runs_as_scheduled_is_not_reported_as_retried(
+    rows: TaskEvents, heard: Heard
+) -> None:
+    rows.started(ROW, NOON, NOON)
+    retried = replace(ROW, expected_time=NOON + timedelta(seconds=9), due_time=NOON, attempts=2)
+    rows.started(retried, NOON, NOON)
+    rows.flush()
+    kinds = [event["type"] for events in heard.messages for event in events]
+    assert kinds == ["task-received", "task-started"] * 2
+
+
 def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: TaskEvents, heard: Heard) -> None:
-    moved = replace(ROW, version=2)
+    moved = replace(ROW, expected_time=NOON + timedelta(seconds=1))
     rows.started(moved, NOON, NOON)
     rows.ended(Settlement(moved, "succeed", NOON), NOON)
     rows.flush()
@@ -118,7 +137,7 @@ def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: TaskEvents, hea
 def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     rows.flush()
-    second = replace(ROW, version=3, attempts=2, lapses=1)
+    second = replace(ROW, attempts=2, lapses=1)
     rows.started(second, NOON, NOON)
     assert heard.task("7-2").state == "STARTED", "told at once: it may kill its process again"
     assert heard.task("7-1").state == "FAILURE"
@@ -133,7 +152,7 @@ def test_a_row_without_processor_is_put_off_and_runs_later(rows: TaskEvents, hea
         "RETRY",
         "no such processor, tag=order.close",
     )
-    later = replace(ROW, version=3)
+    later = replace(ROW, expected_time=NOON + timedelta(seconds=30), due_time=NOON)
     rows.started(later, NOON, NOON)
     rows.ended(Settlement(later, "succeed", NOON), NOON)
     rows.flush()
