@@ -20,7 +20,7 @@ def console() -> Console:
 def print_facts(target: Console, facts: Mapping[str, str]) -> None:
     target.print(" · ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     target.print(
-        "2 prefork processes a worker; synchronous_commit as the server has it; no task events.",
+        "2 prefork processes a worker; synchronous_commit of the server; no task events.",
         style="dim",
     )
 

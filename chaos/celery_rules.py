@@ -37,7 +37,7 @@ class CeleryRules:
         """Find messages that were published early, without a claim, or after the end of the row."""
         for each in task.publications:
             claim = task.claim_before(each.at_us)
-            if claim is None and self._is_forgotten(each):
+            if claim is None and self._is_forgotten(task, each):
                 continue
             if claim is None:
                 yield Violation("I4", "unexpected", "its message was published without a claim")
@@ -72,7 +72,7 @@ class CeleryRules:
         claims: dict[int, int] = {}
         for each in task.publications:
             claim = task.claim_before(each.at_us)
-            if claim is not None and not self._is_forgotten(each):
+            if claim is not None and not self._is_forgotten(task, each):
                 claims[claim.version] = claims.get(claim.version, 0) + 1
         last = max(claims, default=0)
         for claim in task.claims:
@@ -102,8 +102,15 @@ class CeleryRules:
         ):
             yield Violation("I1", "lost", "its message was published, but its task never began")
 
-    def _is_forgotten(self, publication: PublishRecord) -> bool:
-        """Return whether a crash of the database may have lost the claim before it."""
+    def _is_forgotten(self, task: TaskRecord, publication: PublishRecord) -> bool:
+        """Return whether a crash of the database may have lost the claim of a publication.
+
+        While a recorded claim lasts, the publication belongs to it.
+        """
+        claim = task.claim_before(publication.at_us)
+        end = None if claim is None else task.end_of(claim)
+        if claim is not None and (end is None or end.at_us > publication.at_us):
+            return False
         return any(fault.may_lose_claim(publication.at_us, AFTERMATH_US) for fault in self._faults)
 
     def _is_disturbed(self, task: TaskRecord, claim: RowChange) -> bool:

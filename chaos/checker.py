@@ -280,7 +280,7 @@ class Checker:
     def _forgotten(self, task: TaskRecord) -> set[int]:
         """Return the versions of the runs whose claims a crash of the database has lost.
 
-        Such a version is the time of the claim.
+        On PostgreSQL the version of a claim is its time.
         """
         return {
             run.version

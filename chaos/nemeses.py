@@ -224,7 +224,8 @@ def restart_database(system: SystemUnderTest, chance: random.Random) -> Struck:
     system.database.crash()
     system.pause(chance.uniform(0.1, 2))
     system.database.start()
-    return Struck(system.site.database, "away", ALL, loses_claims=True)
+    is_lossy = system.site.database == "postgresql"
+    return Struck(system.site.database, "away", ALL, loses_claims=is_lossy)
 
 
 def end_connections(system: SystemUnderTest, _chance: random.Random) -> Struck:

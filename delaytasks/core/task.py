@@ -43,7 +43,7 @@ class DelayTask:
     status
         The status.
     version
-        The number of changes of the row.
+        A number that each move of the row increases.
     queue, priority
         The queue and the priority, 0 to 9.
     key

@@ -61,7 +61,8 @@ INSTANT_SCHEMA = {
     "maxLength": 40,
     "description": "An instant with a time zone.",
 }
-VERSION = {"type": "integer", "minimum": 0, "description": "The task must still have this version."}
+_VERSION = {"type": "integer", "format": "int64", "minimum": 0}
+VERSION = {**_VERSION, "description": "The task must still have this version."}
 PAIRS = {
     "type": "object",
     "additionalProperties": {"type": "string", "maxLength": 512},
@@ -224,7 +225,7 @@ TASK = _open(
         "create_time": _INSTANT_OR_NULL,
         "update_time": _INSTANT_OR_NULL,
         "attempts": COUNT,
-        "version": COUNT,
+        "version": _VERSION,
         "worker": TEXT_OR_NULL,
         "error": TEXT_OR_NULL,
         "meta": {"type": "object", "additionalProperties": {"type": "string"}},

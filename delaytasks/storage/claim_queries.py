@@ -11,6 +11,9 @@ On PostgreSQL and SQLite this is, in essence:
     UPDATE yb_delay_task_message SET status = RUNNING, version = version + 1, ...
     WHERE id IN (SELECT id FROM picked) RETURNING ...
 
+On PostgreSQL, `claim_version` gives the new version, and `commits_asynchronously` is one more
+condition.
+
 The docstring of `Claims` explains why two workers cannot both win a row. MariaDB and MySQL have no
 `UPDATE ... RETURNING`, so the locking SELECT and an UPDATE by id are two statements of one
 transaction there. If a tag has limits, all databases lock the candidates first, because some of
@@ -88,8 +91,8 @@ class ClaimQuery(NamedTuple):
     lock: Prepared | None
     #: Locks, claims and returns the rows; None without `UPDATE … RETURNING`.
     claim: Prepared | None
-    #: The same as the whole of a transaction, which ends before it is on the disk where the
-    #: database can do that.
+    #: The same statement for a transaction of its own. If the database can, it commits
+    #: asynchronously.
     claim_alone: Prepared | None
 
 

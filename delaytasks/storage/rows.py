@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Table, case, func
+from sqlalchemy import BigInteger, Column, ColumnElement, Table, case, func
 
 from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
@@ -112,11 +112,15 @@ def claim_version(version: Column[int], can: Capabilities) -> ColumnElement[int]
 
     A database that commits a claim asynchronously may lose it in a crash. The next claim of the row
     must then have another version, or the settlement of the first worker would end the run of the
-    second one. Therefore the version is the time in microseconds there.
+    second one. In such a database the version of a claim is therefore its time in microseconds. If
+    the row has a later version, because the clock was set back, a random number is added.
     """
+    following = next_version(version)
     if not can.asynchronous_commit:
-        return next_version(version)
-    return func.greatest(next_version(version), epoch_us(once(db_now())))
+        return following
+    now = epoch_us(once(db_now()))
+    random = func.floor(func.random() * MAX_INTEGER).cast(BigInteger)
+    return case((version < now, now), else_=following + random)
 
 
 def one_more(count: Column[int]) -> ColumnElement[int]:

@@ -223,7 +223,8 @@ class commits_asynchronously(_Condition, functions.GenericFunction[bool]):
     """A condition that is true, and lets the transaction end before its changes are on the disk.
 
     PostgreSQL writes them there within three times `wal_writer_delay`, 0.6 seconds by default. If
-    it crashes before, they are lost.
+    it crashes before, they are lost. If the server has synchronous standbys, the transaction waits
+    as without this condition, because a failover would lose all that no standby has.
     """
 
     type = Boolean()
@@ -233,7 +234,9 @@ class commits_asynchronously(_Condition, functions.GenericFunction[bool]):
 
 @compiles(commits_asynchronously, "postgresql")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
-    return "((SELECT set_config('synchronous_commit', 'off', true)) = 'off')"
+    name, standbys = "synchronous_commit", "current_setting('synchronous_standby_names')"
+    value = f"CASE {standbys} WHEN '' THEN 'off' ELSE current_setting('{name}') END"
+    return f"((SELECT set_config('{name}', {value}, true)) IS NOT NULL)"
 
 
 @compiles(is_rare)

@@ -131,6 +131,9 @@ def test_a_crash_of_the_database_may_lose_the_claim_of_a_published_message() -> 
     assert found(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5)) == {"unexpected"}
     crash = fault(3, loses_claims=True)
     assert found(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(crash,)) == set()
+    assert found(row(*PUBLISHED), (2.5, 2.6), faults=(fault(20, loses_claims=True),)) == {
+        "duplicated"
+    }
     later = fault(4, loses_claims=True)
     assert found(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(later,)) == {
         "unexpected"
