@@ -93,5 +93,10 @@ def keyed(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
     return made
 
 
+def counts_moves(store: Store) -> bool:
+    """Return whether the version of a row is the number of its moves, also after a claim."""
+    return not store.database.can.asynchronous_commit
+
+
 def has_row_locks(store: Store) -> bool:
     return store.database.url.get_backend_name() != "sqlite"  # one writer at a time
