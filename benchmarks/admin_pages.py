@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from urllib.parse import quote
 
 import django
@@ -16,6 +15,7 @@ from celery import Celery
 from django.conf import settings
 
 from benchmarks.ours import TAG
+from benchmarks.page_times import page_times
 from benchmarks.settings import NAMESPACES, TABLE_PREFIX, broker_url, database_url
 from tests.django_site import database_entry, site_settings
 
@@ -68,17 +68,10 @@ def pages_of(failed_id: str, key: str) -> dict[str, str]:
     }
 
 
-def measure(client: Client, pages: dict[str, str], turns: int) -> dict[str, list[float]]:
-    took: dict[str, list[float]] = {name: [] for name in pages}
-    for turn in range(turns + 1):
-        for name, address in pages.items():
-            began = time.perf_counter()
-            answer = client.get(address)
-            if turn:  # the first turn loads code
-                took[name].append((time.perf_counter() - began) * 1000)
-            if answer.status_code != 200:
-                raise SystemExit(f"{address} answered with {answer.status_code}")
-    return took
+def read(client: Client, address: str) -> None:
+    answer = client.get(address)
+    if answer.status_code != 200:
+        raise SystemExit(f"{address} answered with {answer.status_code}")
 
 
 def main() -> None:
@@ -86,7 +79,11 @@ def main() -> None:
     call_command("migrate", database="default", verbosity=0)
     client = Client()
     client.force_login(User.objects.create_superuser("operator"))
-    print("measured", json.dumps(measure(client, pages_of(failed_id, key), int(turns))))
+    pages = pages_of(failed_id, key)
+    print(
+        "measured",
+        json.dumps(page_times(pages, int(turns), lambda name: read(client, pages[name]))),
+    )
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ def console() -> Console:
 def print_facts(target: Console, facts: Mapping[str, str]) -> None:
     target.print(" · ".join(f"{name} {value}" for name, value in facts.items()), highlight=False)
     target.print(
-        "2 prefork processes a worker; synchronous_commit of the server; no task events.",
+        "2 prefork processes a worker; the server's synchronous_commit, except for our claims; no "
+        "task events.",
         style="dim",
     )
 

@@ -16,6 +16,7 @@ from sqlalchemy import insert, select, update
 from benchmarks import brokers, machine, ours, table
 from benchmarks.cases import steady
 from benchmarks.figures import Target, percentile
+from benchmarks.page_times import page_times
 from benchmarks.processes import BenchmarkProcess, free_port
 from benchmarks.sides import Ours, Side
 from benchmarks.stage import CaseContext
@@ -174,17 +175,13 @@ def _pages_of(examples: Examples) -> dict[str, str]:
 def _measure_pages(stage: CaseContext, address: str, examples: Examples) -> None:
     """Read all pages in turn."""
     pages = _pages_of(examples)
-    took: dict[str, list[float]] = {name: [] for name in pages}
-    for turn in range(stage.size(TURNS, 3) + 1):
-        time.sleep(APART_S)
-        for name, path in pages.items():
-            began = time.perf_counter()
-            found = _read(address + path)
-            if turn:  # the first turn loads code
-                took[name].append((time.perf_counter() - began) * 1000)
-            if "No task matches" in found and name.startswith("tasks"):
-                raise BenchError(f"console: the page {name!r} is empty")
-    _report(stage, took)
+
+    def read(name: str) -> None:
+        found = _read(address + pages[name])
+        if "No task matches" in found and name.startswith("tasks"):
+            raise BenchError(f"console: the page {name!r} is empty")
+
+    _report(stage, page_times(pages, stage.size(TURNS, 3), read, APART_S))
 
 
 def _report(stage: CaseContext, took: dict[str, list[float]]) -> None:
