@@ -37,10 +37,9 @@ class CeleryRules:
         """Find messages that were published early, without a claim, or after the end of the row."""
         for each in task.publications:
             claim = task.claim_before(each.at_us)
-            if claim is None and self._is_forgotten(task, each):
-                continue
             if claim is None:
-                yield Violation("I4", "unexpected", "its message was published without a claim")
+                if not self._is_forgotten(task, each):
+                    yield Violation("I4", "unexpected", "its message was published without a claim")
             elif each.at_us < claim.due_us:
                 yield Violation(
                     "I3",
