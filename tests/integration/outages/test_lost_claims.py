@@ -11,6 +11,7 @@ from delaytasks.core.states import Status
 from delaytasks.storage import migrations
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import add, entry, read
+from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness
 from tests.conftest import settings_for
 from tests.postgres_server import PostgresServer
 
@@ -52,3 +53,16 @@ def test_a_settlement_is_on_the_disk_with_its_claim(
     own_postgresql.start()
     found = read(store, made.id)
     assert (found.status, found.attempts, found.error) == (Status.FAILED, 1, "refused")
+
+
+def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(
+    own_postgresql: PostgresServer, store: Store
+) -> None:
+    bench = LimitedRunnerHarness(store)
+    bench.limit(concurrency=1)
+    tasks = [bench.schedule(body=number) for number in range(2)]
+    assert len(bench.claim(*tasks)) == 1
+    own_postgresql.crash()
+    own_postgresql.start()
+    assert sorted(bench.statuses(tasks)) == ["HELD", "RUNNING"]
+    assert bench.in_line() == 1
