@@ -48,22 +48,11 @@ def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
     if celery_app.finalized:  # the signal was sent before
         add_to_beat(celery_app)
 
-    def format_log(logger: Any, **_: Any) -> None:
-        if processes.wiring.settings.has_structured_log:
-            use_structured_log(logger, processes.wiring.settings.log_format)
-
-    # Celery sends these after it has made its handlers; not if the application makes its own.
-    signals.after_setup_logger.connect(format_log, weak=False)
-    signals.after_setup_task_logger.connect(format_log, weak=False)
+    # Celery sends these after it has made its handlers; not if the application makes its own. The
+    # signals refer weakly to these receivers, and end with the app.
+    signals.after_setup_logger.connect(processes.format_log)
+    signals.after_setup_task_logger.connect(processes.format_log)
     signals.import_modules.connect(import_entry_points, sender=celery_app, weak=False)
-
-
-def use_structured_log(logger: Any, log_format: Any) -> None:
-    """Let the handlers of a logger print documents."""
-    from delaytasks.core.structured_log import LogFormatter
-
-    for handler in logger.handlers:
-        handler.setFormatter(LogFormatter(log_format))
 
 
 def import_entry_points(**_: Any) -> None:

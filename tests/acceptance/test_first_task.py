@@ -114,7 +114,7 @@ def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[
     ("name", "tests"),
     [
         ("django", "Django"),
-        pytest.param("flask", "Flask-SQLAlchemy", marks=pytest.mark.quick),
+        ("flask", "Flask-SQLAlchemy"),
         ("fastapi", "FastAPI and asyncio"),
     ],
 )

@@ -48,7 +48,7 @@ def tasks_of(site: Deployment, tag: str = "test.note") -> list[DelayTask]:
 @pytest.mark.parametrize(
     ("database", "broker"),
     [
-        combination("postgresql_url", "redis_url", is_quick=True),
+        combination("postgresql_url", "redis_url"),
         combination("mysql_url", "rabbitmq_url"),
         combination("sqlite", "redis_url"),
         combination("postgresql_url", "direct"),

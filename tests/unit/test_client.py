@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
@@ -28,6 +30,7 @@ from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.testing import DelaysTester
 from delaytasks.wiring import wiring_of
 from tests.async_twins import WRITTEN_BY_HAND
+from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
 
@@ -54,6 +57,18 @@ def test_the_public_shards_lead_to_no_internals(tmp_path: Path) -> None:
     delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     assert delays.shards == [delays.shard_for("mail", "7")]
     assert [field.name for field in fields(delays.shards[0])] == ["number", "url"]
+
+
+def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
+    open_store(url).close()
+    delays = delays_on(url, strict_tags=False)
+    delays.schedule_delay("mail", None, 60)
+    delays.close()
+    left = weakref.ref(delays)
+    del delays
+    gc.collect()
+    assert left() is None
 
 
 def test_the_reference_lists_each_public_name() -> None:

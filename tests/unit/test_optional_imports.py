@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 #: A deployment with one database and the timer `eta`, without limits, callbacks, encryption and
 #: partitions, does not need these modules.
 OPTIONAL = (
@@ -181,6 +183,7 @@ def test_durable_celery_tasks_are_imported_only_if_a_task_is_called_with_a_delay
     assert imported == {"delaytasks.durable_eta"}
 
 
+@pytest.mark.slow
 def test_limits_are_imported_by_a_worker_that_reads_a_limit_from_the_database(
     tmp_path: Path,
 ) -> None:
@@ -188,6 +191,7 @@ def test_limits_are_imported_by_a_worker_that_reads_a_limit_from_the_database(
     assert imported_by_a_worker(tmp_path, LIMITED_WORKER) == {"delaytasks.limits"}
 
 
+@pytest.mark.slow
 def test_recurring_schedules_are_imported_by_a_worker_that_finds_one_in_the_database(
     tmp_path: Path,
 ) -> None:

@@ -237,6 +237,7 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
                 client.delete(key)
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresql_url: str) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     at_work = AtWork(

@@ -126,7 +126,11 @@ def key_of(switch: Switch, name: str) -> str:
     return str(switch.app.conf.broker_transport_options["global_keyprefix"]) + name
 
 
-@pytest.mark.quick
+@pytest.mark.parametrize(
+    "switch",
+    [pytest.param("redis", marks=pytest.mark.quick), "rabbitmq", "rabbitmq-quorum"],
+    indirect=True,
+)
 def test_the_messages_of_a_queue_become_rows_and_the_others_keep_their_order(
     switch: Switch,
 ) -> None:

@@ -135,7 +135,9 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite)
     assert prometheus.value("sum(delaytasks_runs_on_time_total)") == 1
     scheduled = 'delaytasks_scheduled_total{job="producer"}'
     wait_until(lambda: prometheus.value(scheduled) == 40, 30, "the scheduled tasks", every_s=0.3)
-    assert prometheus.value("delaytasks_forecast_peak_late_seconds") == 0
+    # A forecast that was made while the 30 tasks waited has some of them late.
+    late_s = "delaytasks_forecast_peak_late_seconds"
+    wait_until(lambda: prometheus.value(late_s) == 0, 120, "a later forecast", every_s=0.3)
 
     expressions = expressions_of_dashboard()
     assert len(expressions) > 25
