@@ -12,9 +12,9 @@ from delaytasks.core.errors import ConfigError
 class Capabilities:
     """The features of a database.
 
-    Only modules of the storage package ask for a database's name, and only where each database has
-    a notation of its own: types, JSON lists, INSERT that skips rows, the catalogue. They choose
-    with `for_database`, which refuses a database that is not supported.
+    Modules of the storage package ask for a database's name only where each database has a notation
+    of its own: types, JSON lists, INSERT that skips rows, the catalogue. They choose with
+    `for_database`, which refuses a database that is not supported.
     """
 
     #: One UPDATE can select, lock, change and return rows.
@@ -52,6 +52,8 @@ class Capabilities:
     partitions: bool = False
     #: A statement can let its transaction end before the changes are on the disk.
     asynchronous_commit: bool = False
+    #: A column of instants has a time zone, and its text may name one.
+    time_zones: bool = False
 
 
 POSTGRESQL = Capabilities(
@@ -68,6 +70,7 @@ POSTGRESQL = Capabilities(
     estimates=True,
     partitions=True,
     asynchronous_commit=True,
+    time_zones=True,
 )
 MYSQL = Capabilities(
     looks_up_lists=True,

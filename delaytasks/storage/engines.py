@@ -43,6 +43,7 @@ _TCP_OPTIONS = {
 #: How long a statement waits for a row that another transaction has locked. `Database.run` tries
 #: again.
 ROW_LOCK_TIMEOUT_S = 1
+_AUTOCOMMIT = "AUTOCOMMIT"
 _RETURNED = "delaytasks.returned"
 _PACKAGES = {
     "psycopg2": "psycopg2-binary",
@@ -52,36 +53,15 @@ _PACKAGES = {
 
 
 def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
-    autocommit = isolation_level == "AUTOCOMMIT"
     options: dict[str, Any] = {"pool_size": pool_size, "max_overflow": 20, "pool_timeout": 10}
-    backend = url.get_backend_name()
-    if backend == "sqlite":
-        return _sqlite_engine(url, autocommit, options)
-    if autocommit:
-        # No transaction is ever open on such a connection: a ROLLBACK on return would waste a round
-        # trip.
-        options["pool_reset_on_return"] = None
-    is_postgresql = backend == "postgresql"
-    if not is_postgresql:
-        options |= needless_rollbacks.options(autocommit)
+    make = for_database(
+        url.get_backend_name(),
+        postgresql=_postgresql_engine,
+        mysql=_mysql_engine,
+        sqlite=_sqlite_engine,
+    )
     try:
-        options["connect_args"] = _connect_args(url)
-        # SQLAlchemy would not read psycopg's count of the rows that an INSERT writes.
-        options["execution_options"] = {"preserve_rowcount": True}
-        # Parameters contain bodies and keys, which an error and its cause must not show.
-        engine = create_engine(
-            url, isolation_level=isolation_level, hide_parameters=True, **options
-        )
-        event.listen(
-            engine, "connect", own_driver(url).prepare if is_postgresql else _mysql_connect
-        )
-        if not is_postgresql and not autocommit:
-            needless_rollbacks.skip(engine)
-        event.listen(engine, "do_connect", _connect)
-        event.listen(engine, "handle_error", _connecting_sent_nothing)
-        event.listen(engine, "checkin", _mark_returned)
-        event.listen(engine, "checkout", _check_alive)
-        return engine
+        return make(url, isolation_level, options)
     except exc.NoSuchModuleError:
         raise ConfigError(
             f"SQLAlchemy has no driver {url.drivername!r}; leave it out of the URL"
@@ -97,19 +77,47 @@ def make_engine(url: URL, pool_size: int, isolation_level: str) -> Engine:
         ) from error
 
 
-def _connect_args(url: URL) -> dict[str, Any]:
-    if url.get_backend_name() != "postgresql":
-        return {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
-    return {
+def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
+    options["connect_args"] = {
         "connect_timeout": 5,
         "application_name": "delaytasks",
         "options": _postgresql_options(url),
         **_KEEPALIVES,
         **own_driver(url).connect_options(),
     }
+    engine = _server_engine(url, isolation_level, options)
+    event.listen(engine, "connect", own_driver(url).prepare)
+    return engine
 
 
-def _sqlite_engine(url: URL, autocommit: bool, options: dict[str, Any]) -> Engine:
+def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
+    is_autocommit = isolation_level == _AUTOCOMMIT
+    options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
+    options |= needless_rollbacks.options(is_autocommit)
+    engine = _server_engine(url, isolation_level, options)
+    event.listen(engine, "connect", _mysql_connect)
+    if not is_autocommit:
+        needless_rollbacks.skip(engine)
+    return engine
+
+
+def _server_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
+    if isolation_level == _AUTOCOMMIT:
+        # No transaction is ever open on such a connection: a ROLLBACK on return would waste a round
+        # trip.
+        options["pool_reset_on_return"] = None
+    # SQLAlchemy would not read psycopg's count of the rows that an INSERT writes.
+    options["execution_options"] = {"preserve_rowcount": True}
+    # Parameters contain bodies and keys, which an error and its cause must not show.
+    engine = create_engine(url, isolation_level=isolation_level, hide_parameters=True, **options)
+    event.listen(engine, "do_connect", _connect)
+    event.listen(engine, "handle_error", _connecting_sent_nothing)
+    event.listen(engine, "checkin", _mark_returned)
+    event.listen(engine, "checkout", _check_alive)
+    return engine
+
+
+def _sqlite_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
     options["connect_args"] = {"timeout": 30, "check_same_thread": False}
     # A database in memory needs this pool too, since its own takes no sizes. Each of its
     # connections is another database, so rows exist in the caller's session only, but any
@@ -119,7 +127,7 @@ def _sqlite_engine(url: URL, autocommit: bool, options: dict[str, Any]) -> Engin
     event.listen(engine, "handle_error", _connecting_sent_nothing)
     event.listen(engine, "checkout", gate.enter)
     event.listen(engine, "checkin", gate.leave)
-    if not autocommit:
+    if isolation_level != _AUTOCOMMIT:
         event.listen(engine, "begin", _sqlite_begin_immediate)
     return engine
 
@@ -146,7 +154,7 @@ def make_plain_engine(url: URL) -> Engine:
     return create_engine(
         url,
         poolclass=NullPool,
-        isolation_level="AUTOCOMMIT",
+        isolation_level=_AUTOCOMMIT,
         hide_parameters=True,
         connect_args=limits,
     )

@@ -137,17 +137,23 @@ def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
     return statements
 
 
+#: The columns that cannot store every character.
+_NARROW_COLUMNS = """
+SELECT column_name, character_set_name FROM information_schema.columns
+WHERE table_name = :name AND table_schema = COALESCE(:schema, DATABASE())
+AND column_name IN ('tag', 'message_body', 'error_stack') AND character_set_name <> 'utf8mb4'
+"""
+
+
 def check_charset(database: Database, schema: Schema) -> None:
     """Raise `ConfigError` if the task table cannot store every character; MySQL and MariaDB
     only."""
-    if database.backend not in ("mysql", "mariadb"):
-        return
-    query = text(
-        "SELECT column_name, character_set_name FROM information_schema.columns "
-        "WHERE table_name = :name AND table_schema = COALESCE(:schema, DATABASE()) "
-        "AND column_name IN ('tag', 'message_body', 'error_stack') "
-        "AND character_set_name <> 'utf8mb4'"
+    narrow_columns = for_database(
+        database.backend, postgresql=None, mysql=_NARROW_COLUMNS, sqlite=None
     )
+    if narrow_columns is None:
+        return
+    query = text(narrow_columns)
     values = {"name": schema.tasks.name, "schema": schema.tasks.schema}
     narrow = database.alone(lambda c: c.execute(query, values).all())
     if narrow:
@@ -212,17 +218,22 @@ def wait_for_turn(connection: Connection, name: str) -> None:
 
 def comparison(dialect: str) -> dict[str, Any]:
     """Return the options of Alembic's comparison."""
-    if dialect == "postgresql":
-        defaults: Any = True
-    else:  # other databases have no identity columns
-        defaults = lambda _context, _found, column, *_: (  # noqa: E731
-            False if column.identity is not None else None
-        )
+    defaults = for_database(
+        dialect,
+        postgresql=True,
+        mysql=_default_without_identity,
+        sqlite=_default_without_identity,
+    )
     return {
         "compare_type": True,
         "compare_server_default": defaults,
         "include_object": lambda item, *_: _is_for(dialect, item),
     }
+
+
+def _default_without_identity(_context: Any, _found: Any, column: Any, *_: Any) -> bool | None:
+    """Compare the defaults of columns, except the identity that other databases do not have."""
+    return False if column.identity is not None else None
 
 
 def _is_for(dialect: str, item: Any) -> bool:

@@ -234,4 +234,4 @@ def instant_text(database: Database, instant: datetime | None) -> str | None:
         return None
     # isoformat is several times as fast as strftime, and each row of a chunk has one.
     shown = instant.astimezone(UTC).isoformat(" ", "microseconds")
-    return shown if database.backend == "postgresql" else shown.removesuffix("+00:00")
+    return shown if database.can.time_zones else shown.removesuffix("+00:00")

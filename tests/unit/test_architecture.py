@@ -158,5 +158,48 @@ def test_each_other_file_that_the_page_names_exists() -> None:
         assert (ROOT / "delaytasks" / path).is_file(), path
 
 
+#: For each list of files: a pattern of the modules that the change concerns, and the modules that
+#: match but need no change, because they only use an existing column or outcome.
+LISTS = {
+    "A column of the task table": (
+        r"\bconcurrency_key\b",
+        {
+            *("limits/admission.py", "limits/backlogs.py", "limits/fair_order.py"),
+            *("limits/queries.py", "limits/waitlist.py"),
+            *("storage/claim_queries.py", "storage/facts.py", "storage/waitlist_names.py"),
+            "core/why_waiting.py",
+        },
+    ),
+    "An outcome that a processor returns": (
+        r"\bSnooze\b|\"snooze\"|\bsnoozed\b|_SHOWN_OUTCOMES|OUTCOME_OF_STATE",
+        {"core/task.py", "operations/celery_tasks.py"},
+    ),
+    "A timer": (
+        r"\buses_broker\b|\b(direct|redis)_timer\b|\b_Timers\b|(?<!type=)\"direct\"",
+        set(),
+    ),
+    "A database": (r"\bfor_database\b|\"(postgresql|mysql|mariadb|sqlite)\"", set()),
+}
+
+
+@pytest.mark.parametrize("change", LISTS)
+def test_each_module_that_a_change_concerns_is_in_its_list(change: str) -> None:
+    pattern, others = LISTS[change]
+    section = PAGE.partition(f"### {change}\n")[2].partition("\n### ")[0]
+    listed = set(re.findall(r"`(?:delaytasks/)?([\w/]+\.(?:py|html))`", section))
+    package = ROOT / "delaytasks"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.*")
+        if path.suffix in (".py", ".html")
+        and "migrations" not in path.parts
+        and re.search(pattern, path.read_text(), re.MULTILINE)
+    }
+    assert found, "the pattern matches no module"
+    assert found - listed == others, "missing in the list, or not an exception any more"
+    pages = [path for path in listed if path.endswith(".html")]
+    assert all((package / path).is_file() for path in pages)  # test_docs.py checks the others
+
+
 if __name__ == "__main__":
     PICTURE.write_text(picture())
