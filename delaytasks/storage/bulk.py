@@ -87,7 +87,7 @@ class Bulk:
         t = self._t.c
         for status in sorted(statuses & LIVE):
             here = has_status(self._t, status)
-            for level in self._db.alone(partial(levels, t=self._t, status=status)):
+            for level in self._db.autocommitted(partial(levels, t=self._t, status=status)):
                 if queue in (None, level.queue):
                     rows = [here, t.queue == level.queue, t.priority == level.priority]
                     yield QueueStep(rows, rows)
@@ -151,7 +151,7 @@ class Bulk:
 
     def note(self, run: int, done: tuple[int, int]) -> None:
         """Count tasks that were moved outside of a step."""
-        self._db.alone(lambda c: self._audit.note(c, run, done))
+        self._db.autocommitted(lambda c: self._audit.note(c, run, done))
 
     def _step(
         self, on: Any, which: BulkFilter, ids: Sequence[int], to: To, undo: Undo | None

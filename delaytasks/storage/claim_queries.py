@@ -93,7 +93,7 @@ class ClaimQuery(NamedTuple):
     claim: Prepared | None
     #: The same statement for a transaction of its own. If the database can, it commits
     #: asynchronously.
-    claim_alone: Prepared | None
+    claim_and_commit: Prepared | None
 
 
 class ClaimQueries:
@@ -251,12 +251,12 @@ class ClaimQueries:
             if is_planned_once:
                 mine = and_(mine, within_list(t.c.id))
         claim = update(t).where(mine).values(self._claimed).returning(*self._whole)
-        alone = claim
+        claim_and_commit = claim
         if self._db.can.asynchronous_commit:
-            alone = claim.where(commits_asynchronously())
+            claim_and_commit = claim.where(commits_asynchronously())
         return ClaimQuery(
             lock_candidates,
             None,
             Prepared(self._db, claim, is_planned_once),
-            Prepared(self._db, alone, is_planned_once),
+            Prepared(self._db, claim_and_commit, is_planned_once),
         )

@@ -149,8 +149,8 @@ class Claims:
             within_limits = partial(self._claim_within_limits, query, parameters, hold_excess)
             rows, seen = self._db.transaction(within_limits)
             return Claimed(self._tasks(rows), seen)
-        if (claim := query.claim_alone) is not None:
-            return Claimed(self._tasks(self._db.alone(lambda c: claim(c, parameters).rows)))
+        if (claim := query.claim_and_commit) is not None:
+            return Claimed(self._tasks(self._db.autocommitted(lambda c: claim(c, parameters).rows)))
         lock = query.lock
         assert lock is not None
         rows = self._db.transaction(lambda c: self._lock_and_claim(c, lock, parameters))
@@ -210,7 +210,7 @@ class Claims:
         query = select(t.c.id, t.c.version, t.c.status, t.c.expected_time, t.c.lapses).where(
             t.c.id.in_(wanted)
         )
-        rows = self._db.alone(lambda c: c.execute(query).all())
+        rows = self._db.autocommitted(lambda c: c.execute(query).all())
         return [
             UnclaimedRow(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows
         ]

@@ -62,7 +62,7 @@ class PausedRows:
             found.sort(key=lambda at: (-at.priority, at.queue))
             return found, queues[-1] if len(queues) == QUEUES_PER_CALL else None
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def look(
         self, status: Status, level: Level, since: datetime | None, until: datetime | None

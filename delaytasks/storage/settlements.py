@@ -161,7 +161,7 @@ class Settlements:
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
         if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
-            return self._db.alone(lambda c: self._settled(c, ordered))
+            return self._db.autocommitted(lambda c: self._settled(c, ordered))
         return self._db.transaction(lambda c: self._together(c, ordered))
 
     def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:

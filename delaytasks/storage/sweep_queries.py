@@ -113,14 +113,14 @@ class SweepQueries:
         )
         # No row matches after `forget_armed`, and then the next sweep arms again.
         statement = update(s).where(mine).values(armed_until=until)
-        self._db.alone(lambda c: c.execute(statement))
+        self._db.autocommitted(lambda c: c.execute(statement))
 
     def forget_armed(self) -> None:
         """Let the next sweeps arm again, since a worker or a broker may have lost what was
         armed."""
         s = self._s
         forget = update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())
-        self._db.alone(lambda c: c.execute(forget))
+        self._db.autocommitted(lambda c: c.execute(forget))
 
     def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
         """Return the sweep partitions that were not swept for `age_s` seconds."""
@@ -180,7 +180,7 @@ class SweepQueries:
             waiting = levels(connection, self._t, Status.NOT_COMPLETE)
             return self._late(connection, waiting, steps(connection, waitlist_queue), late_s)
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def levels_of(self, queues: Iterable[str], late_s: float) -> list[Level]:
         """Return what `levels` returns for these queues: at most `MAX_PRIORITIES` levels of each
@@ -195,7 +195,7 @@ class SweepQueries:
                 found += self._late(connection, waiting, in_waitlist, late_s)
             return found
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def next_queues(self, after: QueuePlace, most: int) -> tuple[set[str], QueuePlace]:
         """Return some of the queues in which tasks wait, and where the next call continues.
@@ -216,7 +216,7 @@ class SweepQueries:
             )
             return {*tasks, *waitlists}, place
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def _late(
         self, on: Any, waiting: Iterable[Level], in_waitlist: Iterable[str], late_s: float
@@ -275,7 +275,9 @@ class SweepQueries:
 
     def partitions_end(self) -> datetime | None:
         """Return when the table's last partition will be full; None without partitions."""
-        return self._db.alone(lambda c: end_of(c, self._t)) if self._db.can.partitions else None
+        if not self._db.can.partitions:
+            return None
+        return self._db.autocommitted(lambda c: end_of(c, self._t))
 
 
 def _entries(rows: Iterable[Any]) -> list[Entry]:

@@ -66,7 +66,7 @@ class Touches:
                 raise TaskNotFoundError(f"there is no task {id}", id)
             return False
 
-        return self._db.alone(work, on)
+        return self._db.autocommitted(work, on)
 
     def touch_key(
         self, tag: str, key: str, due: datetime, on: CallerConnection | None = None
@@ -84,7 +84,7 @@ class Touches:
                 )
             return False
 
-        return self._db.alone(work, on)
+        return self._db.autocommitted(work, on)
 
     def touch_many(
         self, ids: Iterable[int], due: datetime, on: CallerConnection | None = None
@@ -118,7 +118,9 @@ class Touches:
         """Return the ids of live tasks by their keys."""
         wanted, found = set(keys), dict[str, int]()
         for batch in batches(sorted(wanted), TOUCH_BATCH_ROWS):
-            found.update(self._db.alone(partial(self._keys.ids_of, tag=tag, keys=batch), on))
+            found.update(
+                self._db.autocommitted(partial(self._keys.ids_of, tag=tag, keys=batch), on)
+            )
         if on is not None and self._db.can.reads_as_of_start:
             # Other tasks may have taken keys since the caller's transaction began (see
             # `Tasks.id_of_key`).
