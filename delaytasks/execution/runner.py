@@ -29,7 +29,7 @@ from delaytasks.execution.run_counter import RunCounter
 from delaytasks.execution.settlement import Settler
 from delaytasks.execution.tag_costs import TagCosts
 from delaytasks.execution.tally import SizeSample, Tally
-from delaytasks.execution.task_run import Lease, TransactionOf
+from delaytasks.execution.task_run import NO_RENEWAL, LastRenewal, Lease, TransactionOf
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
@@ -103,7 +103,7 @@ class Runner:
         keeps_time_limits: bool = True,
         thread_slots: ThreadSlots | None = None,
         may_detach: bool = False,
-        last_renewal: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf),
+        last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL,
         cancel_request: Callable[[int, int], int | None] = lambda id, version: None,
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,

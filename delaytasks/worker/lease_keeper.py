@@ -137,8 +137,9 @@ class LeaseKeeper:
             asked_at = monotonic()
             self._locked = leases.renew(names, claimed_since, detached).skipped
             self._renewed_at = monotonic()
-            lease_ago = self._renewed_at - self._lease_s
-            self._processes.renewals.record(self._shard.number, asked_at, lease_ago)
+            self._processes.renewals.record(
+                self._shard.number, asked_at, self._renewed_at, self._lease_s
+            )
         elif self._locked:
             self._locked = leases.renew(names, from_us(now_us), self._locked).skipped
 
