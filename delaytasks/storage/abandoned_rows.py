@@ -22,7 +22,7 @@ from delaytasks.storage.rows import columns, next_version, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import db_now, db_now_plus, is_rare
+from delaytasks.storage.types import db_now, db_now_plus, is_rare, unindexed
 
 LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
 TOO_MANY_LOST_LEASES = (
@@ -71,8 +71,7 @@ class AbandonedRows:
         # Every transaction locks keys before tasks. A key that this query misses belongs to a
         # finished task, which is harmless.
         named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
-        # `+ 0` prevents planners from walking the whole primary key to find the few rows that run.
-        order = t.c.id + 0
+        order = unindexed(t.c.id)
         keyed = on.execute(
             select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
         ).all()

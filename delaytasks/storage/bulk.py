@@ -30,7 +30,7 @@ from delaytasks.storage.row_lists import instant_text, json_rows, listed
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now, earliest
+from delaytasks.storage.types import db_now, earliest, unindexed
 
 #: Rows that one statement reads, plus those with the same due time as the last of them.
 WINDOW = 20_000
@@ -114,8 +114,7 @@ class Bulk:
             begin = due > ends[0][0]
 
     def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
-        # `+ 0` prevents planners from reading all rows of these statuses.
-        return (self._t.c.status + 0).in_(sorted(map(int, statuses)))
+        return unindexed(self._t.c.status).in_(sorted(map(int, statuses)))
 
     # -- move -------------------------------------------------------------------------------------
 

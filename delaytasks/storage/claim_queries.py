@@ -76,6 +76,7 @@ from delaytasks.storage.types import (
     is_narrow,
     is_past,
     once,
+    unindexed,
 )
 
 #: No row has more lapses.
@@ -186,8 +187,7 @@ class ClaimQueries:
             self._t,
             *map(shared_parameter, ("version", "status", "lapses")),
         )
-        # `+ 0` keeps planners from the index of all rows that wait.
-        chosen = self._fenced(version, t.c.status + 0 == status, lapses)
+        chosen = self._fenced(version, unindexed(t.c.status) == status, lapses)
         return by_id(chosen.where(each_listed(self._db, t.c.id)), t)
 
     def _fenced(

@@ -31,7 +31,7 @@ from delaytasks.storage.row_lists import (
 from delaytasks.storage.rows import next_version
 from delaytasks.storage.schema import RESULT, Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now
+from delaytasks.storage.types import db_now, unindexed
 
 #: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
 #: the same value, since constants would lead planners to the index of all running rows.
@@ -98,7 +98,10 @@ class Settlements:
         t = self._t
         new: dict[str, Any] = {name: shared_parameter(name) for name in _NEW}
         new["execution_time"] = at_place(self._db, t.c.id, "execution_time")
-        is_ours = t.c.version == shared_parameter("version"), t.c.status + 0 == int(Status.RUNNING)
+        is_ours = (
+            t.c.version == shared_parameter("version"),
+            unindexed(t.c.status) == int(Status.RUNNING),
+        )
         return Prepared(
             self._db, by_id(self._ended(new).where(each_listed(self._db, t.c.id), *is_ours), t)
         )

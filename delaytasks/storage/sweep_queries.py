@@ -30,7 +30,7 @@ from delaytasks.storage.queue_levels import (
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past
+from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past, unindexed
 
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
@@ -243,8 +243,7 @@ class SweepQueries:
     def purge(self, older_than_s: float, limit: int) -> int:
         """Delete up to `limit` finished rows that have not changed for `older_than_s` seconds."""
         t = self._t
-        # `+ 0` lets the index on times find them, not the index on statuses.
-        is_finished = (t.c.status + 0).in_([int(s) for s in FINISHED])
+        is_finished = unindexed(t.c.status).in_([int(s) for s in FINISHED])
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
         # The index on expected_time finds old rows, since a row is due before it runs. A row that
         # was cancelled early counts from its due time.

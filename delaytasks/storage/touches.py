@@ -22,7 +22,7 @@ from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import listed
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import UTCDateTime, db_now
+from delaytasks.storage.types import UTCDateTime, db_now, unindexed
 
 #: Rows in one transaction, so that their locks are short.
 TOUCH_BATCH_ROWS = 2000
@@ -33,8 +33,7 @@ class Touches:
         self._db = database
         self._keys = TaskKeys(database, schema)
         t, k, due = schema.tasks, schema.keys, bindparam("due", type_=UTCDateTime())
-        # `+ 0` prevents planners from reading all rows that wait.
-        waits = (t.c.status + 0).in_([int(s) for s in MOVES["reschedule"].sources])
+        waits = unindexed(t.c.status).in_([int(s) for s in MOVES["reschedule"].sources])
         later = case((t.c.expected_time < due, due), else_=t.c.expected_time)
         # The next try of a deferred task may be later than its new due time. MySQL assigns from
         # left to right, so due_time comes first and uses the old expected_time.
