@@ -44,9 +44,6 @@ class SweepQueries:
         self._db = database
         self._lease_s = lease_s
         self._timer = timer
-        #: A process without a broker arms no timer for those with one, so its sweeps have partition
-        #: counts of their own, which are negative.
-        self._sign = -1 if timer == "direct" else 1
         self._abandoned = AbandonedRows(database, schema)
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
@@ -64,20 +61,17 @@ class SweepQueries:
         Returns up to which due time rows were armed, or None if another process has just swept. Any
         number of processes may ask: the row's lock lets one sweep.
         """
-        s = self._s
+        s, stored = self._s, self._stored_count(sweep_partitions)
 
         def work(connection: Any) -> datetime | None:
-            mine = and_(
-                s.c.sweep_partition == sweep_partition,
-                s.c.sweep_partitions == self._sign * sweep_partitions,
-            )
+            mine = and_(s.c.sweep_partition == sweep_partition, s.c.sweep_partitions == stored)
             found = select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
             row = connection.execute(found).first()
             now: datetime = connection.execute(select(db_now())).scalar_one()
             if row is None:
                 new = {
                     "sweep_partition": sweep_partition,
-                    "sweep_partitions": self._sign * sweep_partitions,
+                    "sweep_partitions": stored,
                     "swept_at": now,
                     "armed_until": now,
                     "timer": self._timer,
@@ -108,7 +102,7 @@ class SweepQueries:
         s = self._s
         mine = and_(
             s.c.sweep_partition == sweep_partition,
-            s.c.sweep_partitions == self._sign * sweep_partitions,
+            s.c.sweep_partitions == self._stored_count(sweep_partitions),
             s.c.armed_until == since,
         )
         # No row matches after `forget_armed`, and then the next sweep arms again.
@@ -128,10 +122,19 @@ class SweepQueries:
         # A sweep in the future was made with a clock that has been corrected since.
         lately = and_(s.c.swept_at > db_now_plus(-age_s), s.c.swept_at <= db_now())
         fresh = select(s.c.sweep_partition).where(
-            s.c.sweep_partitions == self._sign * sweep_partitions, lately
+            s.c.sweep_partitions == self._stored_count(sweep_partitions), lately
         )
         swept = {row[0] for row in self._db.rows(fresh)}
         return sorted(set(range(sweep_partitions)) - swept)
+
+    def _stored_count(self, sweep_partitions: int) -> int:
+        """Return the number of sweep partitions as the rows of sweeps store it.
+
+        Without a broker (`timer="direct"`) it is negative. A sweep records up to when rows are
+        armed, and a sweep without a broker arms nothing for workers with one. Therefore each of the
+        two kinds needs rows of its own, and the key of a row is the partition and this number.
+        """
+        return -sweep_partitions if self._timer == "direct" else sweep_partitions
 
     def due_between(
         self,
