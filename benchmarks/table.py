@@ -95,11 +95,11 @@ def other_tables(prefix: str) -> Iterator[Store]:
     url = _database.url.render_as_string(hide_password=False)
     store = Store(url, load_settings({}, {}, database_url=url, table_prefix=prefix))
     try:
-        _database.alone(store.schema.metadata.drop_all)
-        _database.alone(store.schema.metadata.create_all)
+        _database.autocommitted(store.schema.metadata.drop_all)
+        _database.autocommitted(store.schema.metadata.create_all)
         yield store
     finally:
-        _database.alone(store.schema.metadata.drop_all)
+        _database.autocommitted(store.schema.metadata.drop_all)
         store.close()
 
 
@@ -126,7 +126,7 @@ def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
     """
     columns = [_t.c[name] for name in NEW_COLUMNS if name != "id"]
     row = dict(
-        _database.alone(
+        _database.autocommitted(
             lambda connection: connection.execute(select(*columns).limit(1)).one()
         )._mapping
     )
@@ -155,7 +155,7 @@ def drop() -> None:
         wiring_of(delays).store.schema.metadata.drop_all(connection)
         connection.execute(text(f"DROP TABLE IF EXISTS {migrations.version_table(TABLE_PREFIX)}"))
 
-    _database.alone(work)
+    _database.autocommitted(work)
 
 
 def clear() -> None:
@@ -221,11 +221,11 @@ def indexed_at_the_end() -> Iterator[None]:
             index.create(connection)
         connection.execute(text("RESET maintenance_work_mem"))
 
-    _database.alone(drop)
+    _database.autocommitted(drop)
     try:
         yield
     finally:
-        _database.alone(create)
+        _database.autocommitted(create)
 
 
 def take_keys() -> str:
@@ -304,7 +304,7 @@ def work_off_bare(batch: int) -> float:
         f"UPDATE {t} SET status = {done}, version = version + 1 WHERE id IN ({{}}) AND status = "
         f"{runs}"
     )
-    ids = _database.alone(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
+    ids = _database.autocommitted(lambda c: list(c.scalars(select(_t.c.id).order_by(_t.c.id))))
     with _database.auto.connect() as connection:
         cursor, began = connection.connection.cursor(), time.monotonic()
         for start in range(0, len(ids), batch):
@@ -336,7 +336,8 @@ def sizes() -> list[tuple[str, int]]:
            OR oid IN (SELECT indexrelid FROM pg_index WHERE indrelid = to_regclass(:name))
         ORDER BY relkind DESC, relname""")
     return [
-        tuple(row) for row in _database.alone(lambda c: c.execute(query, {"name": _t.name}).all())
+        tuple(row)
+        for row in _database.autocommitted(lambda c: c.execute(query, {"name": _t.name}).all())
     ]
 
 
@@ -373,7 +374,7 @@ def claims() -> int:
 
 def lateness_ms() -> list[float]:
     query = select(_t.c.execution_time, _t.c.expected_time).where(_t.c.status == int(Status.DONE))
-    rows = _database.alone(lambda c: c.execute(query).all())
+    rows = _database.autocommitted(lambda c: c.execute(query).all())
     return [(began - due).total_seconds() * 1000 for began, due in rows]
 
 
@@ -383,7 +384,8 @@ def runs() -> dict[str, tuple[datetime, datetime]]:
         _t.c.status == int(Status.DONE)
     )
     return {
-        key: (due, began) for key, due, began in _database.alone(lambda c: c.execute(query).all())
+        key: (due, began)
+        for key, due, began in _database.autocommitted(lambda c: c.execute(query).all())
     }
 
 
@@ -404,7 +406,7 @@ def lateness_of(key: str) -> list[float]:
     """Return the lateness of the started tasks with this concurrency key, in milliseconds."""
     query = select(_t.c.execution_time, _t.c.expected_time)
     began = query.where(_t.c.concurrency_key == key, _t.c.execution_time.is_not(None))
-    rows = _database.alone(lambda c: c.execute(began).all())
+    rows = _database.autocommitted(lambda c: c.execute(began).all())
     return [(start - due).total_seconds() * 1000 for start, due in rows]
 
 
@@ -436,7 +438,7 @@ def private(shard: int = 0) -> Iterator[PrivateDatabase]:
         url = _database.url.set(database=name).render_as_string(hide_password=False)
         fresh = Database(url)
         migrations.upgrade(fresh, TABLE_PREFIX, shard=shard)
-        fresh.alone(
+        fresh.autocommitted(
             lambda c: c.execute(text("VACUUM ANALYZE"))
         )  # otherwise autovacuum would run during the measurement
         fresh.dispose()
@@ -452,8 +454,8 @@ def server_version() -> str:
 
 
 def _scalar(query: Any) -> Any:
-    return _database.alone(lambda c: c.execute(query).scalar_one())
+    return _database.autocommitted(lambda c: c.execute(query).scalar_one())
 
 
 def _alone(statement: Any) -> None:
-    _database.alone(lambda c: c.execute(statement))
+    _database.autocommitted(lambda c: c.execute(statement))

@@ -190,7 +190,9 @@ def _statements(deployment: Deployment) -> float:
 
 
 def _one(deployment: Deployment, sql: str) -> float:
-    return deployment.store.database.alone(lambda c: float(c.execute(text(sql)).scalar_one()))
+    return deployment.store.database.autocommitted(
+        lambda c: float(c.execute(text(sql)).scalar_one())
+    )
 
 
 def _lateness(history: History) -> list[float]:

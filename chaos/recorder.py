@@ -79,7 +79,7 @@ class Recorder:
                 # The statement is not a format string, and SQLite's contain percent signs.
                 connection.exec_driver_sql(statement)
 
-        self._database.alone(work)
+        self._database.autocommitted(work)
 
     def stop(self) -> None:
         def work(connection: Any) -> None:
@@ -90,11 +90,11 @@ class Recorder:
                 connection.exec_driver_sql(f"DROP FUNCTION IF EXISTS {self._name}_note")
             self._table.drop(connection, checkfirst=True)
 
-        self._database.alone(work)
+        self._database.autocommitted(work)
 
     def forget(self) -> None:
         """Delete the records."""
-        self._database.alone(lambda c: c.execute(delete(self._table)))
+        self._database.autocommitted(lambda c: c.execute(delete(self._table)))
 
     def changes(self) -> Iterator[RowChange]:
         """Iterate over the changes in the order of their writes, in batches: a long run has

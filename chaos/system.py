@@ -157,7 +157,7 @@ class SystemUnderTest:
     def waiting(self) -> int:
         t = self.store.schema.tasks
         live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
-        return int(self.store.database.alone(lambda c: c.execute(live).scalar_one()))
+        return int(self.store.database.autocommitted(lambda c: c.execute(live).scalar_one()))
 
     def _database(self, folder: Path) -> PostgresServer | MariaDBServer | None:
         if self.site.database == "sqlite":

@@ -12,5 +12,5 @@ def counted(store: Store) -> dict[Status, int]:
     """Return the number of rows of each status, by counting all rows."""
     t = store.schema.tasks.c
     query = select(t.status, func.count()).group_by(t.status)
-    found = dict(store.database.alone(lambda c: [tuple(row) for row in c.execute(query)]))
+    found = dict(store.database.autocommitted(lambda c: [tuple(row) for row in c.execute(query)]))
     return {status: found.get(int(status), 0) for status in Status}

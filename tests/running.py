@@ -248,7 +248,9 @@ class Deployment:
         query = select(t.c.id).where(
             t.c.status == int(Status.DONE), t.c.execution_time < t.c.expected_time
         )
-        return [*self.store.database.alone(lambda connection: connection.scalars(query).all())]
+        return [
+            *self.store.database.autocommitted(lambda connection: connection.scalars(query).all())
+        ]
 
     def wait_for(
         self, tasks: Iterable[DelayTask], status: Status = Status.DONE, deadline_s: float = 20

@@ -86,11 +86,15 @@ def _fill(stage: CaseContext, pending: int) -> Examples:
     database, tasks = store.database, store.schema.tasks
     is_failed = tasks.c.status == int(Status.FAILED)
     error = "ValueError: order " + tasks.c.id.cast(tasks.c.message_body.type) + " is not paid"
-    database.alone(lambda c: c.execute(update(tasks).where(is_failed).values(error_stack=error)))
+    database.autocommitted(
+        lambda c: c.execute(update(tasks).where(is_failed).values(error_stack=error))
+    )
     _fill_statistics()
     key = table.take_keys()
     table.settle_down()
-    failed = database.alone(lambda c: c.scalar(select(tasks.c.id).where(is_failed).limit(1)))
+    failed = database.autocommitted(
+        lambda c: c.scalar(select(tasks.c.id).where(is_failed).limit(1))
+    )
     stage.say(f"console: {pending:,} wait and {FINISHED * pending:,} are finished")
     return Examples(str(failed), key)
 
@@ -113,7 +117,7 @@ def _fill_statistics() -> None:
         for n in range(TAGS)
     ]
     statistics = store.schema.statistics
-    store.database.alone(lambda c: c.execute(statistics.delete()))
+    store.database.autocommitted(lambda c: c.execute(statistics.delete()))
     with store.database.begin() as connection:
         connection.execute(insert(statistics), rows)
 

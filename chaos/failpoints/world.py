@@ -165,7 +165,7 @@ class FailpointDeployment:
     def _live(self) -> int:
         t = self._store.schema.tasks
         live = select(func.count()).where(t.c.status.in_([int(status) for status in LIVE]))
-        return int(self._store.database.alone(lambda c: c.execute(live).scalar_one()))
+        return int(self._store.database.autocommitted(lambda c: c.execute(live).scalar_one()))
 
     def _wait(self, condition: Any, seconds: float) -> bool:
         """Wait for the condition, and restart workers that have ended."""

@@ -133,7 +133,7 @@ class Script:
         if self._play.redis is not None:
             self._play.redis.is_reliable = True
         until_us = self._play.times.now_us + PATIENCE_S * 1e6
-        while self._play.times.now_us < until_us and database.alone(
+        while self._play.times.now_us < until_us and database.autocommitted(
             lambda c: c.execute(live).scalar_one()
         ):
             self._world.pause(1)

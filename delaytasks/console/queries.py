@@ -46,7 +46,7 @@ class ConsoleQueries:
             t.expected_time >= since, t.expected_time < until
         )
         waiting = Filter(status=frozenset({Status.NOT_COMPLETE}))
-        rows = self._db.alone(lambda c: first(c, query, self._t, waiting, MOST_DUE))
+        rows = self._db.autocommitted(lambda c: first(c, query, self._t, waiting, MOST_DUE))
         return [row[0] for row in rows]
 
     def queues(self, named: Sequence[str], late_s: float) -> list[QueueCounts]:
@@ -54,7 +54,7 @@ class ConsoleQueries:
 
         Tasks that are late by more than `late_s` are overdue.
         """
-        return self._db.alone(lambda c: self._queues(c, named, late_s))
+        return self._db.autocommitted(lambda c: self._queues(c, named, late_s))
 
     def _queues(self, on: Connection, named: Sequence[str], late_s: float) -> list[QueueCounts]:
         t, names = self._t, set(named)

@@ -115,7 +115,7 @@ class Rotation:
             return
         same = r.c.name == name, r.c.message_body == body
         statement = update(r).where(*same).values(message_body=cipher.seal(opened, BODY, id, tag))
-        self.changed += self._db.alone(lambda c: int(c.execute(statement).rowcount))
+        self.changed += self._db.autocommitted(lambda c: int(c.execute(statement).rowcount))
 
     def _steps(
         self, cipher: TextCipher, ids: Sequence[int], on_batch: Callable[[], object]
@@ -130,7 +130,7 @@ class Rotation:
     def _step(self, cipher: TextCipher, ids: Sequence[int]) -> list[int]:
         """Encrypt one batch. No row is locked meanwhile, so due tasks are not delayed."""
         read, seal = cipher.read, cipher.seal
-        found = self._db.alone(lambda c: c.execute(self._read, {"ids": ids}).all())
+        found = self._db.autocommitted(lambda c: c.execute(self._read, {"ids": ids}).all())
         opened = [
             (row, read(body, BODY, id, tag), read(result, RESULT, id, tag))
             for row in found

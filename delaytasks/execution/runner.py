@@ -29,7 +29,7 @@ from delaytasks.execution.run_counter import RunCounter
 from delaytasks.execution.settlement import Settler
 from delaytasks.execution.tag_costs import TagCosts
 from delaytasks.execution.tally import SizeSample, Tally
-from delaytasks.execution.task_run import Lease, TransactionOf
+from delaytasks.execution.task_run import NO_RENEWAL, LastRenewal, Lease, TransactionOf
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
@@ -103,7 +103,7 @@ class Runner:
         keeps_time_limits: bool = True,
         thread_slots: ThreadSlots | None = None,
         may_detach: bool = False,
-        last_renewal: Callable[[], tuple[float, float]] = lambda: (-math.inf, -math.inf),
+        last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL,
         cancel_request: Callable[[int, int], int | None] = lambda id, version: None,
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
@@ -163,10 +163,10 @@ class Runner:
         early, seen = tuple[Entry, ...](), claimed.seen
         if len(claimed) + seen.held < len(entries):
             got = {task.id for task in claimed}
-            missing = {entry[:2]: entry for entry in entries if entry.id not in got}
+            missing = {(one.id, one.version): one for one in entries if one.id not in got}
             early, more_seen = self._run_missing(missing, tally)
             seen = WaitlistsSeen(seen.waitlists | more_seen.waitlists, seen.held)
-        levels = {entry[3:] for entry in entries}
+        levels = {(entry.queue, entry.priority) for entry in entries}
         self._waitlists.hold_backlog(claimed.seen, len(entries), levels)
         states = self._waitlists.run(seen.waitlists, len(entries), for_s, tally)
         return self._report(tally, len(claimed), early, waitlists=states)
@@ -328,12 +328,13 @@ class Runner:
         soon: list[Entry] = []
         early: list[Entry] = []
         recovered: list[Entry] = []
-        for miss in self._claims.unclaimed({id for id, _ in missing}):
-            if miss.status is not Status.NOT_COMPLETE or miss[:2] not in missing:
+        for row in self._claims.unclaimed({id for id, _ in missing}):
+            entry = missing.get((row.id, row.version))
+            if entry is None or row.status is not Status.NOT_COMPLETE:
                 continue
-            entry = missing[miss[:2]]._replace(due_us=miss.due_us)
-            if miss.due_us <= now + CLOCK_TOLERANCE_US:
-                (recovered if miss.lapses else soon).append(entry)
-            elif horizon_s is None or miss.due_us <= now + horizon_s * 1e6:
+            entry = entry._replace(due_us=row.due_us)
+            if row.due_us <= now + CLOCK_TOLERANCE_US:
+                (recovered if row.lapses else soon).append(entry)
+            elif horizon_s is None or row.due_us <= now + horizon_s * 1e6:
                 early.append(entry)
         return soon, early, recovered

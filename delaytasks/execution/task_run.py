@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.body_json import encode_body
 from delaytasks.core.clock import monotonic
@@ -28,6 +29,22 @@ class LeaseEndsError(LeaseLostError):
     """The lease is about to end or has ended, because the worker could not renew it."""
 
 
+class LastRenewal(NamedTuple):
+    """The last renewal of leases that succeeded. Both times are those of the monotonic clock.
+
+    The docstring of `delaytasks.worker.shared_memory.Renewals` has a drawing of them.
+    """
+
+    #: When the renewal was requested. The renewed leases last from this time on.
+    asked_at: float
+    #: The lease of a row that was claimed before this time had ended before the renewal.
+    lost_if_claimed_before: float
+
+
+#: No lease has been renewed yet.
+NO_RENEWAL = LastRenewal(-inf, -inf)
+
+
 @dataclass(frozen=True)
 class Lease:
     """How long this process owns its rows, as far as it knows without a query."""
@@ -35,9 +52,7 @@ class Lease:
     duration_s: float
     #: The longest time from the claim of a row to the start of its run.
     max_wait_s: float
-    #: Returns when the last successful renewal was sent, and the time before which a lease must
-    #: have begun to have ended before that renewal. Both are times of the monotonic clock.
-    last_renewal: Callable[[], tuple[float, float]]
+    last_renewal: Callable[[], LastRenewal]
     #: Returns the request to stop the run of this id and version, or None.
     cancel_request: Callable[[int, int], int | None]
 
@@ -48,10 +63,10 @@ class Lease:
         another worker may have recovered the row before that.
         """
         claimed_at = began - self.max_wait_s
-        renewed_at, ended_before = self.last_renewal()
-        if claimed_at < ended_before:
+        renewal = self.last_renewal()
+        if claimed_at < renewal.lost_if_claimed_before:
             return 0.0
-        return max(claimed_at, renewed_at) + self.duration_s - monotonic()
+        return max(claimed_at, renewal.asked_at) + self.duration_s - monotonic()
 
 
 class TaskRun:

@@ -78,7 +78,7 @@ class DueTable:
                 found = self._counted_in_index(connection, now, until)
             return DueCounts(found, is_estimate=True)
 
-        return self._db.alone(read)
+        return self._db.autocommitted(read)
 
     def _counted(
         self, connection: Connection, now: datetime, until: datetime

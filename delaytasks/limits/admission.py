@@ -58,7 +58,7 @@ class Admission:
             with self._db.begin() as connection:
                 return self._admit(connection, queue, tag, limit, parallel)
 
-        if (queue, tag) in self._empty and not self._db.alone(
+        if (queue, tag) in self._empty and not self._db.autocommitted(
             lambda c: self._queries.has_entries(c, queue, tag)
         ):
             return [], None  # the usual case of a tag that does not reach its limit

@@ -65,7 +65,7 @@ class LimitedBacklogs:
     ) -> list[tuple[str, str]]:
         """Hold rows of the keys that have no backlog."""
         began = monotonic()
-        ids = self._db.alone(lambda c: self._queries.others(c, where, backlogs))
+        ids = self._db.autocommitted(lambda c: self._queries.others(c, where, backlogs))
         held = self._hold_step(partial(self._queries.named, where=where, ids=ids)) if ids else []
         if len(held) < HOLD_ROWS:  # all others are held, or other transactions have locked them
             self._backlogs[level] -= backlogs

@@ -31,7 +31,7 @@ from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import listed, listing
 from delaytasks.storage.rows import next_version, task_of
 from delaytasks.storage.schema import Schema
-from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past
+from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past, unindexed
 
 #: Rows of other keys are looked for among this number of the oldest rows.
 OTHER_KEYS_AMONG = 100_000
@@ -96,14 +96,15 @@ class WaitlistQueries:
         }
         self._hold, self._release = moves["hold"], moves["release"]
         # A locked row is skipped: its transaction may postpone it further.
-        held = select(t.c.id).where(named, t.c.status + 0 == _HELD)
+        held = select(t.c.id).where(named, unindexed(t.c.status) == _HELD)
         self._lock_held = held.with_for_update(skip_locked=True)
         in_waitlist = and_(entry.c.queue == bindparam("queue"), entry.c.tag == bindparam("tag"))
         self._any = select(literal(1)).select_from(entry).where(in_waitlist).limit(1)
         self._delete = delete(entry).where(in_waitlist, tuple_(*position).in_(listing("positions")))
-        # `+ 0` keeps planners from looking for one row among all that are held.
         waits = and_(
-            t.c.id == entry.c.task_id, t.c.version == entry.c.version, t.c.status + 0 == _HELD
+            t.c.id == entry.c.task_id,
+            t.c.version == entry.c.version,
+            unindexed(t.c.status) == _HELD,
         )
         is_gone = t.c.id.is_(None).label("is_gone")
         is_later = (t.c.expected_time > db_now()).label("is_later")
@@ -231,9 +232,10 @@ class SlotTransfer:
     ) -> None:
         self._schema = schema
         t, entry = schema.tasks, schema.waitlists
-        # `+ 0` keeps planners from looking for one row among all that are held.
         waits = and_(
-            t.c.id == entry.c.task_id, t.c.version == entry.c.version, t.c.status + 0 == _HELD
+            t.c.id == entry.c.task_id,
+            t.c.version == entry.c.version,
+            unindexed(t.c.status) == _HELD,
         )
         first = (
             select(*entry.c)

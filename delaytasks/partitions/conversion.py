@@ -86,8 +86,8 @@ def _convert(partitions: Partitions, every: timedelta, ahead: int) -> list[str]:
 
 
 def _check_convertible(partitions: Partitions, below: int) -> None:
-    table, alone = partitions.tasks, partitions.database.alone
-    obstacles = alone(
+    table, autocommitted = partitions.tasks, partitions.database.autocommitted
+    obstacles = autocommitted(
         lambda c: c.execute(_OBSTACLES, {"name": partitions.quoted()}).scalars().all()
     )
     if obstacles:
@@ -95,7 +95,7 @@ def _check_convertible(partitions: Partitions, below: int) -> None:
             f"table {table.fullname} cannot be partitioned because of: {', '.join(obstacles)}. "
             "Drop them first, and afterwards make those that partitioned tables can have"
         )
-    beyond = alone(
+    beyond = autocommitted(
         lambda c: c.execute(select(func.count()).where(table.c.id >= below)).scalar_one()
     )
     if beyond:

@@ -77,11 +77,11 @@ class _Old:
     def prune(self, detaches_only: bool) -> int | None:
         some = select(self._old.c.id).where(self._stays).limit(MAX_MOVED + 1).subquery()
         count = select(func.count()).select_from(some)
-        if self._db.alone(lambda c: c.execute(count).scalar_one()) > MAX_MOVED:
+        if self._db.autocommitted(lambda c: c.execute(count).scalar_one()) > MAX_MOVED:
             return None
         with self._partitions.advising("the partition is still there"):
-            self._db.alone(self._mark)
-        keyed = self._db.alone(self._still_keyed)
+            self._db.autocommitted(self._mark)
+        keyed = self._db.autocommitted(self._still_keyed)
         moved = self._partitions.in_turn(lambda c: self._move(c, detaches_only))
         for batch in batches(keyed, KEYS_PER_TRANSACTION):
             self._release_keys(batch)
@@ -148,4 +148,4 @@ class _Old:
         id = attempts.c.task_id
         is_gone = ~exists().where(self._partitions.tasks.c.id == id)
         lost = delete(attempts).where(id >= (part.low or 1), id < part.high, is_gone)
-        self._db.alone(lambda c: c.execute(lost))
+        self._db.autocommitted(lambda c: c.execute(lost))

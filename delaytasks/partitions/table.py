@@ -72,7 +72,7 @@ class Partitions:
     def all(self) -> list[Partition]:
         """Return the partitions in the order of their ids, the default one last."""
         self.check("p", "is not partitioned; run: delaytasks db partitions convert")
-        return self.database.alone(self._list)
+        return self.database.autocommitted(self._list)
 
     def live(self) -> dict[str, int]:
         """Count the tasks that wait or run, by partition."""
@@ -80,7 +80,9 @@ class Partitions:
             f"SELECT c.relname, count(*) FROM {self.quoted()} AS t "
             f"JOIN pg_class AS c ON c.oid = t.tableoid WHERE {HOT} GROUP BY c.relname"
         )
-        return self.database.alone(lambda c: {row[0]: row[1] for row in c.exec_driver_sql(query)})
+        return self.database.autocommitted(
+            lambda c: {row[0]: row[1] for row in c.exec_driver_sql(query)}
+        )
 
     def check(self, kind: str, otherwise: str) -> None:
         """Raise `ConfigError` unless the task table is of this kind: r (plain) or p (partitioned by
@@ -90,7 +92,9 @@ class Partitions:
             "current_setting('server_version_num')::int / 10000 "
             "FROM pg_class WHERE oid = to_regclass(:name)"
         )
-        found = self.database.alone(lambda c: c.execute(query, {"name": self.quoted()}).first())
+        found = self.database.autocommitted(
+            lambda c: c.execute(query, {"name": self.quoted()}).first()
+        )
         if found is None:
             raise ConfigError(f"table {self.tasks.fullname} does not exist; {REMEDY}")
         if found[0] != kind:
@@ -238,7 +242,7 @@ class Partitions:
 
         self.in_turn(begin)
         try:
-            self.database.alone(
+            self.database.autocommitted(
                 lambda c: c.exec_driver_sql(f"ALTER TABLE {target} VALIDATE CONSTRAINT {CHECK}")
             )
             yield
@@ -282,7 +286,7 @@ class Partitions:
     def _holds(self, name: str, period: Period) -> bool:
         id = self.table(name).c.id
         inside = exists().where(id >= first_id(period[0]), id < first_id(period[1]))
-        return bool(self.database.alone(lambda c: c.execute(select(inside)).scalar()))
+        return bool(self.database.autocommitted(lambda c: c.execute(select(inside)).scalar()))
 
 
 def _bound(bound: str) -> tuple[int | None, int | None]:

@@ -112,7 +112,7 @@ class RecurringTable:
         query = select(*self._columns).where(self._r.c.name == name)
         if locks:
             query = query.with_for_update()
-        row = self._db.alone(lambda c: c.execute(query).first(), on)
+        row = self._db.autocommitted(lambda c: c.execute(query).first(), on)
         return None if row is None else self._schedule_of(row)
 
     def lock(self, on: Any, name: str) -> RecurringSchedule:

@@ -30,7 +30,7 @@ class GaugeQueries:
     def count(self, late_s: float, silent_s: float) -> Gauges:
         """Count. Tasks that are late by more than `late_s` are overdue, and a worker that was
         silent for `silent_s` does not count."""
-        return self._db.alone(lambda c: self._count(c, late_s, silent_s))
+        return self._db.autocommitted(lambda c: self._count(c, late_s, silent_s))
 
     def _count(self, on: Connection, late_s: float, silent_s: float) -> Gauges:
         overdue = self._overdue.count_on(on, late_s, MAX_COUNTED_ROWS, MAX_GAUGE_QUEUES)

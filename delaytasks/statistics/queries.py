@@ -209,7 +209,7 @@ class StatisticsTable:
             purged = int(connection.execute(days).rowcount)
             return purged + self.failure_groups.purge(connection, before)
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -231,7 +231,7 @@ class StatisticsTable:
                 )
                 for period, start in starts.items()
             ]
-            for row in self._db.alone(partial(_all_rows, union_all(*selects))):
+            for row in self._db.autocommitted(partial(_all_rows, union_all(*selects))):
                 yield StoredRow(*row)
 
 

@@ -22,7 +22,7 @@ from delaytasks.storage.rows import columns, next_version, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import db_now, db_now_plus, is_rare
+from delaytasks.storage.types import db_now, db_now_plus, is_rare, unindexed
 
 LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
 TOO_MANY_LOST_LEASES = (
@@ -71,14 +71,13 @@ class AbandonedRows:
         # Every transaction locks keys before tasks. A key that this query misses belongs to a
         # finished task, which is harmless.
         named = and_(which, t.c.lapses >= max_lost_leases - 1, t.c.task_key.is_not(None))
-        # `+ 0` prevents planners from walking the whole primary key to find the few rows that run.
-        order = t.c.id + 0
+        order = unindexed(t.c.id)
         keyed = on.execute(
             select(t.c.id, t.c.tag, t.c.task_key).where(named).order_by(order).limit(limit)
         ).all()
         locked = self._keys.lock_all(on, keyed)
         run = (t.c.id, t.c.version, t.c.attempts, t.c.execution_time, t.c.worker)
-        query = select(*run, t.c.lapses, t.c.tag, db_now(), t.c.queue, t.c.priority)
+        query = select(*run, t.c.lapses, t.c.tag, t.c.queue, t.c.priority, db_now().label("now"))
         # The index of rows that run, or MySQL would lock all rows of a small table for a moment.
         query = by_index(query.where(which), t, hot_index(t)).order_by(order).limit(limit)
         rows = on.execute(query.with_for_update(skip_locked=True)).all()
@@ -86,21 +85,22 @@ class AbandonedRows:
             return Recovered(0, [])
         reasons: dict[str, list[Any]] = {}
         for row in rows:
-            reasons.setdefault(_reason(time_limits.get(row[6]), row[3], row[7]), []).append(row)
+            reason = _reason(time_limits.get(row.tag), row.execution_time, row.now)
+            reasons.setdefault(reason, []).append(row)
         for reason, some in reasons.items():
-            ids = t.c.id.in_([row[0] for row in some])
+            ids = t.c.id.in_([row.id for row in some])
             statement = by_id(recover_statement(t, max_lost_leases, reason).where(ids), t)
             changed = on.execute(statement).rowcount
             check_row_count(changed, len(some), "abandoned rows")
-            self._attempts.record_lost_leases(on, [row[:5] for row in some], LEASE_LOST + reason)
+            self._attempts.record_lost_leases(on, some, LEASE_LOST + reason)
         timed_out = tuple(
-            (row[0], row[6]) for reason, some in reasons.items() if reason for row in some
+            (row.id, row.tag) for reason, some in reasons.items() if reason for row in some
         )
-        last = {row[0] for row in rows if row[5] + 1 >= max_lost_leases}
-        levels = {Level(row.queue, row.priority) for row in rows if row[0] not in last}
+        last = {row.id for row in rows if row.lapses + 1 >= max_lost_leases}
+        levels = {Level(row.queue, row.priority) for row in rows if row.id not in last}
         if not last:
             return Recovered(len(rows), [], timed_out, levels)
-        self._keys.release_all(on, [row for row in locked if row[0] in last])
+        self._keys.release_all(on, [row for row in locked if row.id in last])
         found = on.execute(select(*self._columns).where(t.c.id.in_(last)))
         return Recovered(
             len(rows), [task_of(row, self._schema) for row in found], timed_out, levels

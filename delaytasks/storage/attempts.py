@@ -39,8 +39,12 @@ class Attempts:
         self._write(on, rows)
 
     def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
-        """Write (id, version, attempts, execution_time, worker) of runs that lost their lease."""
-        self._write(on, [(*row, error) for row in rows])
+        """Write the runs that lost their lease; `rows` are rows of the task table."""
+        runs = [
+            (row.id, row.version, row.attempts, row.execution_time, row.worker, error)
+            for row in rows
+        ]
+        self._write(on, runs)
 
     def _write(self, on: Any, attempts: Sequence[tuple[Any, ...]]) -> None:
         names = ("task_id", "version", "attempt", "began", "worker", "error")

@@ -74,7 +74,9 @@ class Audit:
         ended: dict[str, Any] = {"state": state, "seen_at": db_now(), "finished_at": db_now()}
         if done is not None:
             ended |= {"changed": done[0], "refused": done[1]}
-        self._db.alone(lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended)))
+        self._db.autocommitted(
+            lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended))
+        )
 
     def all(self, limit: int) -> list[AuditEntry]:
         """Return the newest rows first, by their ids."""
@@ -93,4 +95,6 @@ class Audit:
         steps = delete(self._steps).where(
             self._steps.c.audit_id.in_(select(self._a.c.id).where(is_old))
         )
-        self._db.alone(lambda c: (c.execute(steps), c.execute(delete(self._a).where(is_old))))
+        self._db.autocommitted(
+            lambda c: (c.execute(steps), c.execute(delete(self._a).where(is_old)))
+        )

@@ -147,7 +147,7 @@ class BorrowedDatabase(SimulatedDatabase):
             # As on our own engines: psycopg 3 and asyncpg do not count rows otherwise.
             yield connection.execution_options(preserve_rowcount=True)
 
-    def alone(
+    def autocommitted(
         self,
         work: Callable[[Any], T],
         on: Any = None,

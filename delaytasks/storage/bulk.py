@@ -30,7 +30,7 @@ from delaytasks.storage.row_lists import instant_text, json_rows, listed
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now, earliest
+from delaytasks.storage.types import db_now, earliest, unindexed
 
 #: Rows that one statement reads, plus those with the same due time as the last of them.
 WINDOW = 20_000
@@ -87,7 +87,7 @@ class Bulk:
         t = self._t.c
         for status in sorted(statuses & LIVE):
             here = has_status(self._t, status)
-            for level in self._db.alone(partial(levels, t=self._t, status=status)):
+            for level in self._db.autocommitted(partial(levels, t=self._t, status=status)):
                 if queue in (None, level.queue):
                     rows = [here, t.queue == level.queue, t.priority == level.priority]
                     yield QueueStep(rows, rows)
@@ -114,8 +114,7 @@ class Bulk:
             begin = due > ends[0][0]
 
     def _is(self, statuses: frozenset[Status]) -> ColumnElement[bool]:
-        # `+ 0` prevents planners from reading all rows of these statuses.
-        return (self._t.c.status + 0).in_(sorted(map(int, statuses)))
+        return unindexed(self._t.c.status).in_(sorted(map(int, statuses)))
 
     # -- move -------------------------------------------------------------------------------------
 
@@ -151,7 +150,7 @@ class Bulk:
 
     def note(self, run: int, done: tuple[int, int]) -> None:
         """Count tasks that were moved outside of a step."""
-        self._db.alone(lambda c: self._audit.note(c, run, done))
+        self._db.autocommitted(lambda c: self._audit.note(c, run, done))
 
     def _step(
         self, on: Any, which: BulkFilter, ids: Sequence[int], to: To, undo: Undo | None

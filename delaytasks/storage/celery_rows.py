@@ -66,5 +66,5 @@ class CeleryRows:
     def _read(
         self, query: Select[Any], parameters: dict[str, Any], on: CallerConnection | None
     ) -> list[DelayTask]:
-        rows = self._db.alone(lambda c: c.execute(query, parameters).all(), on)
+        rows = self._db.autocommitted(lambda c: c.execute(query, parameters).all(), on)
         return [task_of(row, self._schema) for row in rows]

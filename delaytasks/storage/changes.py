@@ -70,7 +70,7 @@ class ChangeReader:
             ).all()
             return FoundChanges([task_of(row, self._schema) for row in rows], is_incomplete)
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def _parts(self, since: datetime, now: datetime) -> Sequence[Select[Any]]:
         """Return queries for the ids of rows that may have changed. Each uses an index."""

@@ -1,6 +1,7 @@
-"""The queries of claims: they choose named or due rows, and claim them in one statement.
+"""Builds the queries of claims, which choose named or due rows and claim them.
 
-On PostgreSQL and SQLite this is, in essence:
+PostgreSQL and SQLite have `UPDATE ... RETURNING`, so one statement claims rows
+(`OneStatementClaim`). In essence it is:
 
     WITH picked AS (
         SELECT id FROM yb_delay_task_message
@@ -14,10 +15,19 @@ On PostgreSQL and SQLite this is, in essence:
 On PostgreSQL, `claim_version` gives the new version, and `commits_asynchronously` is one more
 condition.
 
-The docstring of `Claims` explains why two workers cannot both win a row. MariaDB and MySQL have no
-`UPDATE ... RETURNING`, so the locking SELECT and an UPDATE by id are two statements of one
-transaction there. If a tag has limits, all databases lock the candidates first, because some of
-them may have to be held.
+MariaDB and MySQL need two statements of one transaction (`TwoStatementClaim`):
+
+    SELECT id, tag, message_body, ... FROM yb_delay_task_message
+    WHERE id IN (:ids) AND version = :version AND status = NOT_COMPLETE
+      AND lapses <= :lapses AND expected_time <= now()
+    ORDER BY id FOR UPDATE SKIP LOCKED;
+
+    UPDATE yb_delay_task_message SET status = RUNNING, version = version + 1, ...
+    WHERE id IN (:locked_ids)
+
+If a tag has limits, all databases first lock the rows as candidates, because some of them may have
+to be held, and then claim the others by id. The docstring of `Claims` explains why two workers
+cannot both win a row.
 """
 
 from __future__ import annotations
@@ -43,6 +53,7 @@ from sqlalchemy import (
 
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import Status
+from delaytasks.storage.claim_statements import ClaimQuery, OneStatementClaim, TwoStatementClaim
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_lists import (
@@ -65,6 +76,7 @@ from delaytasks.storage.types import (
     is_narrow,
     is_past,
     once,
+    unindexed,
 )
 
 #: No row has more lapses.
@@ -82,20 +94,6 @@ class Candidate(NamedTuple):
     concurrency_key: str | None
 
 
-class ClaimQuery(NamedTuple):
-    """The statements that choose rows in one way."""
-
-    #: Locks the rows, and returns a `Candidate` of each, for tags with limits.
-    lock_candidates: Prepared
-    #: Locks the rows, and returns all their columns; None with `UPDATE … RETURNING`.
-    lock: Prepared | None
-    #: Locks, claims and returns the rows; None without `UPDATE … RETURNING`.
-    claim: Prepared | None
-    #: The same statement for a transaction of its own. If the database can, it commits
-    #: asynchronously.
-    claim_alone: Prepared | None
-
-
 class ClaimQueries:
     """`claimed` has the new values of a claimed row, `whole` the columns to return."""
 
@@ -107,6 +105,7 @@ class ClaimQueries:
         whole: Sequence[Column[Any]],
     ) -> None:
         self._db = database
+        self._schema = schema
         self._t = schema.tasks
         self._claimed = claimed
         self._whole = whole
@@ -188,8 +187,7 @@ class ClaimQueries:
             self._t,
             *map(shared_parameter, ("version", "status", "lapses")),
         )
-        # `+ 0` keeps planners from the index of all rows that wait.
-        chosen = self._fenced(version, t.c.status + 0 == status, lapses)
+        chosen = self._fenced(version, unindexed(t.c.status) == status, lapses)
         return by_id(chosen.where(each_listed(self._db, t.c.id)), t)
 
     def _fenced(
@@ -242,7 +240,8 @@ class ClaimQueries:
         lock_candidates = Prepared(self._db, candidates, is_planned_once)
         if not self._db.can.update_returning:
             whole = candidates.with_only_columns(*self._whole, maintain_column_froms=True)
-            return ClaimQuery(lock_candidates, Prepared(self._db, whole), None, None)
+            lock = Prepared(self._db, whole)
+            return TwoStatementClaim(self._db, self._schema, lock_candidates, lock, self._claimed)
         picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
@@ -251,12 +250,13 @@ class ClaimQueries:
             if is_planned_once:
                 mine = and_(mine, within_list(t.c.id))
         claim = update(t).where(mine).values(self._claimed).returning(*self._whole)
-        alone = claim
+        claim_and_commit = claim
         if self._db.can.asynchronous_commit:
-            alone = claim.where(commits_asynchronously())
-        return ClaimQuery(
+            claim_and_commit = claim.where(commits_asynchronously())
+        return OneStatementClaim(
+            self._db,
+            self._schema,
             lock_candidates,
-            None,
             Prepared(self._db, claim, is_planned_once),
-            Prepared(self._db, alone, is_planned_once),
+            Prepared(self._db, claim_and_commit, is_planned_once),
         )

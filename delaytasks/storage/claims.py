@@ -12,18 +12,18 @@ from sqlalchemy import select, update
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
-from delaytasks.core.states import MOVES, Status, following
+from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.storage.backlog import Backlog
-from delaytasks.storage.claim_queries import ANY_LAPSES, Candidate, ClaimQueries, ClaimQuery
+from delaytasks.storage.claim_queries import ANY_LAPSES, Candidate, ClaimQueries
+from delaytasks.storage.claim_statements import ClaimQuery, update_locked
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.row_lists import by_id, each_listed, list_of
+from delaytasks.storage.row_lists import each_listed, list_of
 from delaytasks.storage.rows import (
     CLAIMED,
-    MAX_INTEGER,
     claim_version,
     columns,
     moved,
@@ -149,19 +149,7 @@ class Claims:
             within_limits = partial(self._claim_within_limits, query, parameters, hold_excess)
             rows, seen = self._db.transaction(within_limits)
             return Claimed(self._tasks(rows), seen)
-        if (claim := query.claim_alone) is not None:
-            return Claimed(self._tasks(self._db.alone(lambda c: claim(c, parameters).rows)))
-        lock = query.lock
-        assert lock is not None
-        rows = self._db.transaction(lambda c: self._lock_and_claim(c, lock, parameters))
-        return Claimed(self._tasks(rows, is_claimed=False))
-
-    def _lock_and_claim(self, on: Any, lock: Prepared, parameters: dict[str, Any]) -> Sequence[Any]:
-        """Claim the rows, and return them as they were before, which saves another read."""
-        rows = lock(on, parameters).rows
-        if rows:
-            self._write_claim(on, [row[0] for row in rows])
-        return rows
+        return Claimed(_in_order(query.claim_and_commit(parameters)))
 
     def _claim_within_limits(
         self, query: ClaimQuery, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
@@ -178,29 +166,16 @@ class Claims:
             rows = self._claim_listed(on, list_of(self._db, sorted(ids))).rows
             check_row_count(len(rows), len(ids), "rows to claim")
             return rows
-        self._write_claim(on, ids)
+        update_locked(on, self._t, ids, self._claimed)
         return list(on.execute(select(*self.columns).where(self._t.c.id.in_(ids))).all())
-
-    def _write_claim(self, on: Any, ids: Sequence[int]) -> None:
-        claim = update(self._t).where(self._t.c.id.in_(ids)).values(self._claimed)
-        claimed = on.execute(by_id(claim, self._t))
-        check_row_count(claimed.rowcount, len(ids), "rows to claim")
 
     def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
         query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
-        if query.claim is not None:
-            return self._tasks(query.claim(on, parameters).rows)
-        locked = query.lock_candidates(on, parameters).rows
-        return self._tasks(self._claim_locked(on, [row[0] for row in locked]))
+        return _in_order(query.claim(on, parameters))
 
-    def _tasks(self, rows: Iterable[Any], is_claimed: bool = True) -> list[DelayTask]:
-        tasks = [task_of(row, self._schema) for row in rows]
-        if not is_claimed:
-            for task in tasks:
-                task.status, task.version = MOVES["claim"].target, following(task.version)
-                task.attempts = min(task.attempts + 1, MAX_INTEGER)
-        return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))
+    def _tasks(self, rows: Iterable[Any]) -> list[DelayTask]:
+        return _in_order([task_of(row, self._schema) for row in rows])
 
     def unclaimed(self, ids: Iterable[int]) -> list[UnclaimedRow]:
         """Return the present state of rows that a claim did not get."""
@@ -210,7 +185,7 @@ class Claims:
         query = select(t.c.id, t.c.version, t.c.status, t.c.expected_time, t.c.lapses).where(
             t.c.id.in_(wanted)
         )
-        rows = self._db.alone(lambda c: c.execute(query).all())
+        rows = self._db.autocommitted(lambda c: c.execute(query).all())
         return [
             UnclaimedRow(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows
         ]
@@ -230,3 +205,8 @@ class Claims:
         Return False if its lease was lost.
         """
         return self._settlements.complete(task, result, on)
+
+
+def _in_order(tasks: Iterable[DelayTask]) -> list[DelayTask]:
+    """Sort tasks by the order in which a process runs them."""
+    return sorted(tasks, key=lambda task: (-task.priority, task.expected_time, task.id))

@@ -122,7 +122,7 @@ class Database:
         """Begin a transaction of our own, READ COMMITTED, and commit it at the end."""
         return self.tx.begin()
 
-    def alone(
+    def autocommitted(
         self,
         work: Callable[[Any], T],
         on: Any = None,
@@ -145,7 +145,7 @@ class Database:
         return self.repeat(work, self.begin, unknown_id)
 
     def rows(self, query: Select[Any]) -> Sequence[Any]:
-        return self.alone(lambda c: c.execute(query).all())
+        return self.autocommitted(lambda c: c.execute(query).all())
 
     def now(self, tries: int = TRIES) -> datetime:
         def ask(connection: Any) -> datetime:

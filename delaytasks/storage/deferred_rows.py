@@ -22,7 +22,7 @@ from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import listing
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
-from delaytasks.storage.types import db_now, db_now_plus, once
+from delaytasks.storage.types import db_now, db_now_plus, once, unindexed
 
 DEFERRED_BATCH_ROWS = 500
 
@@ -74,14 +74,12 @@ class DeferredRows:
     ) -> tuple[Select[Any], dict[str, Any]]:
         """Return the query of a batch of deferred rows, in the order of their tries."""
         t = self._t
-        # `+ 0` prevents planners from reading all rows that wait to find those due within the
-        # horizon.
         is_why = or_(
             t.c.error_stack.startswith(NO_PROCESSOR),
             t.c.error_stack.startswith(NO_TIME_LIMITS),
             and_(t.c.error_stack.startswith(NO_KEY), self._is_readable()),
         )
-        is_deferred = (t.c.status + 0 == int(Status.NOT_COMPLETE), is_why)
+        is_deferred = (unindexed(t.c.status) == int(Status.NOT_COMPLETE), is_why)
         conditions = [t.c.tag.in_(listing("tags"))]
         parameters: dict[str, Any] = {"tags": list(tags)}
         if queues is not None:

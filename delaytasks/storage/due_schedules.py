@@ -21,15 +21,15 @@ class DueSchedules:
         next_at = self._r.c.next_at
         # The bound of NULLs helps MySQL, whose index begins with them.
         due = exists().where(is_past(next_at, db_now_plus(within_s)), next_at.is_not(None))
-        return self._db.alone(lambda c: bool(c.execute(select(due)).scalar()))
+        return self._db.autocommitted(lambda c: bool(c.execute(select(due)).scalar()))
 
     def first_at(self) -> datetime | None:
         """Return the first occurrence that has no task yet; None if no schedule goes on."""
         first = select(func.min(self._r.c.next_at))
-        found: datetime | None = self._db.alone(lambda c: c.execute(first).scalar())
+        found: datetime | None = self._db.autocommitted(lambda c: c.execute(first).scalar())
         return found
 
     def has_declared(self) -> bool:
         """Return whether code has declared a schedule that is stored here."""
         declared = exists().where(self._r.c.is_declared)
-        return self._db.alone(lambda c: bool(c.execute(select(declared)).scalar()))
+        return self._db.autocommitted(lambda c: bool(c.execute(select(declared)).scalar()))

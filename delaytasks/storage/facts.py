@@ -89,7 +89,7 @@ class FactReader:
         mine = select(w.task_id).where(w.queue == task.queue, w.tag == task.tag)
         first = mine.limit(MOST_WAITLIST_COUNTED).subquery()
         query = select(func.count()).select_from(first)
-        return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
+        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
     def _schedule(self, task: DelayTask) -> ScheduleFacts | None:
         match = _RECURRING_KEY.fullmatch(task.key or "")
@@ -123,4 +123,4 @@ class FactReader:
         query = select(func.count()).where(has_status(t, Status.RUNNING), t.c.tag == tag)
         if key is not None:
             query = query.where(t.c.concurrency_key == key)
-        return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
+        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))

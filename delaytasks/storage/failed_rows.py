@@ -33,5 +33,5 @@ def failed_rows(database: Database, schema: Schema) -> list[FailedRow]:
     t = schema.tasks.c
     query = select(t.expected_time, t.id, t.tag, t.queue, t.due_time, t.update_time, t.error_stack)
     where = Filter(status=frozenset({Status.FAILED}))
-    rows = database.alone(lambda c: first(c, query, schema.tasks, where, MOST_FAILED, True))
+    rows = database.autocommitted(lambda c: first(c, query, schema.tasks, where, MOST_FAILED, True))
     return [FailedRow(r[1], r[2], r[3], r[4] or r[0], r[5], r[6]) for r in rows]

@@ -15,7 +15,7 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.row_lists import by_index
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import db_now_plus, is_rare
+from delaytasks.storage.types import db_now_plus, is_rare, unindexed
 
 
 class Renewed(NamedTuple):
@@ -47,8 +47,7 @@ class Leases:
         is_recent = t.c.update_time >= claimed_since
         is_current = or_(is_recent, t.c.id.in_(named)) if named else is_recent
         leased = and_(self._leased_by(workers), is_current)
-        # `+ 0` prevents planners from walking the whole primary key.
-        pick = by_index(select(t.c.id).where(leased), t, hot_index(t)).order_by(t.c.id + 0)
+        pick = by_index(select(t.c.id).where(leased), t, hot_index(t)).order_by(unindexed(t.c.id))
         lock = pick.with_for_update(skip_locked=True)
 
         def work(connection: Any) -> Renewed:

@@ -71,7 +71,7 @@ class LiveRows:
     def read(self, late_s: float) -> Live:
         """Read the rows. Those that are late by more than `late_s` are overdue."""
         now = self._db.now()
-        return self._db.alone(lambda connection: self._read(connection, now, late_s))
+        return self._db.autocommitted(lambda connection: self._read(connection, now, late_s))
 
     def _read(self, connection: Connection, now: datetime, late_s: float) -> Live:
         t = self._t.c

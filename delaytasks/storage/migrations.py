@@ -79,7 +79,7 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
             found = connection.execute(revision).scalar()
         return found
 
-    return database.alone(work)
+    return database.autocommitted(work)
 
 
 def head() -> str:
@@ -155,7 +155,7 @@ def check_charset(database: Database, schema: Schema) -> None:
         return
     query = text(narrow_columns)
     values = {"name": schema.tasks.name, "schema": schema.tasks.schema}
-    narrow = database.alone(lambda c: c.execute(query, values).all())
+    narrow = database.autocommitted(lambda c: c.execute(query, values).all())
     if narrow:
         columns = ", ".join(f"{row[0]} is {row[1]}" for row in narrow)
         raise ConfigError(

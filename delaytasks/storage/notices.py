@@ -44,7 +44,7 @@ class Notices:
                 connection.execute(self._tell, {"payload": payload})
 
         if self.is_possible:
-            self._db.alone(work, on)
+            self._db.autocommitted(work, on)
 
     def listen(self) -> Listener | None:
         """Return a listener; None if the database has no notices."""

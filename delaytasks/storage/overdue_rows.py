@@ -45,7 +45,7 @@ class OverdueRows:
 
     def count(self, late_s: float, most: int = MAX_OVERDUE_COUNTED) -> OverdueCount:
         """Count up to `most` tasks that are late by more than `late_s`."""
-        return self._db.alone(lambda c: self.count_on(c, late_s, most))
+        return self._db.autocommitted(lambda c: self.count_on(c, late_s, most))
 
     def count_on(
         self,

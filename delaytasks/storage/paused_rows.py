@@ -24,6 +24,7 @@ from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import json_rows, listed
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
+from delaytasks.storage.types import unindexed
 from delaytasks.storage.waitlist_names import is_entry_of
 
 #: Rows that one query returns. With many more, planners that expect fewer would sort all later
@@ -62,7 +63,7 @@ class PausedRows:
             found.sort(key=lambda at: (-at.priority, at.queue))
             return found, queues[-1] if len(queues) == QUEUES_PER_CALL else None
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def look(
         self, status: Status, level: Level, since: datetime | None, until: datetime | None
@@ -116,8 +117,7 @@ class PausedRows:
     ) -> tuple[list[Entry], int]:
         """Lock the rows and move them. Return the locked rows, and how many were changed."""
         t, move = self._t, MOVES[name]
-        # `+ 0` prevents planners from reading all rows of the status.
-        named = and_(self._listed, t.c.status + 0 == int(move.source), *where)
+        named = and_(self._listed, unindexed(t.c.status) == int(move.source), *where)
         pick = (
             select(t.c.id, t.c.version, t.c.expected_time, t.c.queue, t.c.priority)
             .where(named)
@@ -154,7 +154,7 @@ class PausedRows:
         mine = and_(
             t.c.id == w.c.id,
             t.c.version == w.c.version,
-            t.c.status + 0 == int(move.source),
+            unindexed(t.c.status) == int(move.source),
             self._listed,
         )
         # The values of a row that was given back: it never ran.
@@ -168,7 +168,9 @@ class PausedRows:
             ip_address=None,
         )
         statement = update(t).where(mine, self._is_paused).values(values)
-        after = select(t.c.id, t.c.version).where(self._listed, t.c.status + 0 == int(move.target))
+        after = select(t.c.id, t.c.version).where(
+            self._listed, unindexed(t.c.status) == int(move.target)
+        )
         versions = {task.id: following(task.version) for task in tasks}
 
         def work(connection: Any) -> set[int]:

@@ -99,7 +99,7 @@ class PolicyTable:
             rows = connection.execute(query).all()
             return Changes(last, [Policy(*row) for row in rows], is_whole, stamp, requests)
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def of(self, tag: str, queue: str) -> list[Policy]:
         """Return the policies of a tag and of a queue."""
@@ -165,7 +165,7 @@ class PolicyTable:
         """Delete policies that were cleared more than `older_than_s` seconds ago."""
         p = self._p
         old = and_(self._is_over, p.c.update_time < db_now_plus(-older_than_s))
-        return self._db.alone(lambda c: int(c.execute(delete(p).where(old)).rowcount))
+        return self._db.autocommitted(lambda c: int(c.execute(delete(p).where(old)).rowcount))
 
     def count(self, status: Status) -> dict[tuple[str, str], int]:
         """Count the rows of this status by tag and queue."""

@@ -22,6 +22,7 @@ from sqlalchemy import (
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import Level
 from delaytasks.core.states import Status
+from delaytasks.storage.types import unindexed
 
 
 def levels(connection: Connection, t: Table, status: Status) -> list[Level]:
@@ -72,8 +73,7 @@ def has_status(t: Table, *statuses: Status) -> ColumnElement[bool]:
 
 def waits_between(t: Table, since: datetime, until: datetime) -> ColumnElement[bool]:
     """The condition for waiting rows due in (since, until]."""
-    # `+ 0` prevents planners from reading all rows that wait to find those due within the horizon.
-    waits = t.c.status + 0 == int(Status.NOT_COMPLETE)
+    waits = unindexed(t.c.status) == int(Status.NOT_COMPLETE)
     return and_(waits, t.c.expected_time > since, t.c.expected_time <= until)
 
 

@@ -32,7 +32,7 @@ class Replication(NamedTuple):
 def replication(database: Database) -> Replication | None:
     """Return how this database replicates; None for a database that does not."""
     read = for_database(database.backend, postgresql=_postgresql, mysql=_mysql, sqlite=None)
-    return None if read is None else database.alone(read)
+    return None if read is None else database.autocommitted(read)
 
 
 #: A role without pg_monitor sees each standby, with NULL for its state. Logical subscribers and

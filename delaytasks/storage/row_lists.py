@@ -49,8 +49,8 @@ MAX_TEXT = 2_000_000
 _COLUMN_TYPES = {column.name: column.type for column in task_table(MetaData(), "").columns}
 #: The listed values that are not named as the column of the task table that has their type.
 _SAME_TYPE_AS = {
-    "was": "status",
-    "returned": "attempts",
+    "old_status": "status",
+    "uncounted": "attempts",
     "never_ran": "attempts",
     "name": "task_key",
     "next_at": "expected_time",

@@ -31,11 +31,11 @@ from delaytasks.storage.row_lists import (
 from delaytasks.storage.rows import next_version
 from delaytasks.storage.schema import RESULT, Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now
+from delaytasks.storage.types import db_now, unindexed
 
 #: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
 #: the same value, since constants would lead planners to the index of all running rows.
-_FENCE = ("id", "version", "was")
+_FENCE = ("id", "version", "old_status")
 #: The columns with new values.
 _NEW = (
     "status",
@@ -44,18 +44,33 @@ _NEW = (
     "execution_time",
     "expected_time",
     "due_time",
-    "returned",  # 1 if the run is no attempt: the claim has counted it already
+    "uncounted",  # 1 if the run is no attempt: the claim has counted it already
     "never_ran",
 )
-_INSTANTS = ("execution_time", "expected_time", "due_time")
-_SHARED_NAMES = {name: shared_name(name) for name in (*_NEW, "version")}
+_INSTANTS = {"execution_time", "expected_time", "due_time"}
+#: The columns in which rows that end alike have the same new value, and the parameters for these.
+_SHARED_END = {name: shared_name(name) for name in _NEW if name != "execution_time"}
+_VERSION_OF_ALL = shared_name("version")
 
 #: Ids in one notice, which has at most 8,000 bytes.
 NOTICE_IDS = 300
 
 
 class Settlements:
-    """The settlements of one process."""
+    """The settlements of one process.
+
+    Rows end alike if they get the same new values, except for the time when they began, and if no
+    value is a text or a due time. Most rows of a chunk do. Their shared values are passed once
+    (decision 0035). `_statement_for` chooses one of three statements:
+
+    | statement       | the rows                         | passed for each row                    |
+    |-----------------|----------------------------------|----------------------------------------|
+    | `_same_version` | end alike, have the same version | the id and the start time, in lists    |
+    | `_same_end`     | end alike                        | `_FENCE` and the start time, as JSON   |
+    | `_any_end`      | may end differently              | `_FENCE` and all new values, as JSON   |
+
+    `_same_version` is None if the database does not look up lists (SQLite).
+    """
 
     def __init__(self, database: Database, schema: Schema, worker: str) -> None:
         self._db = database
@@ -65,17 +80,16 @@ class Settlements:
         self._attempts = Attempts(database, schema)
         self._notices = Notices(database, schema, ENDED)
         self._worker = worker
-        #: For rows that differ only in the time when they began, and for any rows.
-        self._alike, self._any = (self._by_rows(own) for own in (("execution_time",), _NEW))
-        #: For rows of the first kind that also have the same version.
-        self._listed = self._by_list() if database.can.looks_up_lists else None
+        self._same_version = self._by_list() if database.can.looks_up_lists else None
+        self._same_end = self._by_rows(["execution_time"])
+        self._any_end = self._by_rows(_NEW)
 
     def _by_rows(self, own: Sequence[str]) -> Prepared:
         t = self._t
         w = json_rows(self._db, (*_FENCE, *own))
         new = {name: w.c[name] if name in own else shared_parameter(name) for name in _NEW}
         statement = self._ended(new).where(
-            t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.was
+            t.c.id == w.c.id, t.c.version == w.c.version, t.c.status == w.c.old_status
         )
         # Without the list MySQL reads all rows of a small table, and waits for each locked one.
         return Prepared(self._db, statement.where(each_listed(self._db, t.c.id)))
@@ -84,7 +98,10 @@ class Settlements:
         t = self._t
         new: dict[str, Any] = {name: shared_parameter(name) for name in _NEW}
         new["execution_time"] = at_place(self._db, t.c.id, "execution_time")
-        is_ours = t.c.version == shared_parameter("version"), t.c.status + 0 == int(Status.RUNNING)
+        is_ours = (
+            t.c.version == shared_parameter("version"),
+            unindexed(t.c.status) == int(Status.RUNNING),
+        )
         return Prepared(
             self._db, by_id(self._ended(new).where(each_listed(self._db, t.c.id), *is_ours), t)
         )
@@ -104,7 +121,7 @@ class Settlements:
             ip_address=case((never_ran, None), else_=t.c.ip_address),
             expected_time=func.coalesce(new["expected_time"], t.c.expected_time),
             due_time=new["due_time"],
-            attempts=t.c.attempts - new["returned"],
+            attempts=t.c.attempts - new["uncounted"],
             lapses=case((never_ran, t.c.lapses), else_=0),
             lease_until=None,
             update_time=db_now(),
@@ -161,7 +178,7 @@ class Settlements:
 
     def _settle_part(self, ordered: Sequence[Settlement]) -> set[int]:
         if not any(s.ending.is_failure or _may_release_key(s) for s in ordered):
-            return self._db.alone(lambda c: self._settled(c, ordered))
+            return self._db.autocommitted(lambda c: self._settled(c, ordered))
         return self._db.transaction(lambda c: self._together(c, ordered))
 
     def _together(self, on: Any, ordered: Sequence[Settlement]) -> set[int]:
@@ -220,27 +237,7 @@ class Settlements:
         columns = dict(
             zip((*_FENCE, *_NEW), zip(*map(self._new_values, ordered), strict=True), strict=True)
         )
-        shared = [name for name in _NEW if name != "execution_time" and _is_shared(columns[name])]
-        are_alike = len(shared) == len(_NEW) - 1
-        parameters = list_of(self._db, list(columns["id"]))
-        if are_alike and self._listed is not None and _is_shared(columns["version"]):
-            statement = self._listed
-            shared.append("version")
-            parameters["execution_time"] = list(columns["execution_time"])
-        else:
-            statement, own = (
-                (self._alike, (*_FENCE, "execution_time"))
-                if are_alike
-                else (self._any, (*_FENCE, *_NEW))
-            )
-            columns |= {
-                name: tuple(instant_text(self._db, at) for at in columns[name])
-                for name in _INSTANTS
-            }
-            each = zip(*(columns[name] for name in own), strict=True)
-            parameters["rows"] = dump_json([dict(zip(own, row, strict=True)) for row in each])
-        if are_alike:
-            parameters |= {_SHARED_NAMES[name]: columns[name][0] for name in shared}
+        statement, parameters = self._statement_for(columns)
         if statement(connection, parameters).row_count == len(ordered):
             return set(columns["id"])
         # Some leases were lost, or an earlier try of the same settlement was committed and its
@@ -251,6 +248,33 @@ class Settlements:
             t.c.id.in_(list(expected))
         )
         return {row[0] for row in connection.execute(query) if tuple(row[1:]) == expected[row[0]]}
+
+    def _statement_for(
+        self, columns: Mapping[str, Sequence[Any]]
+    ) -> tuple[Prepared, dict[str, Any]]:
+        """Return the statement that settles rows with these values, and its parameters."""
+        parameters = list_of(self._db, list(columns["id"]))
+        if not all(_is_shared(columns[name]) for name in _SHARED_END):
+            parameters["rows"] = self._rows(columns, (*_FENCE, *_NEW))
+            return self._any_end, parameters
+        for name, parameter in _SHARED_END.items():
+            parameters[parameter] = columns[name][0]
+        if self._same_version is None or not _is_shared(columns["version"]):
+            parameters["rows"] = self._rows(columns, (*_FENCE, "execution_time"))
+            return self._same_end, parameters
+        parameters[_VERSION_OF_ALL] = columns["version"][0]
+        parameters["execution_time"] = list(columns["execution_time"])
+        return self._same_version, parameters
+
+    def _rows(self, columns: Mapping[str, Sequence[Any]], names: Sequence[str]) -> str:
+        """Return these columns as the JSON parameter of `json_rows`."""
+        values = [
+            [instant_text(self._db, at) for at in columns[name]]
+            if name in _INSTANTS
+            else columns[name]
+            for name in names
+        ]
+        return dump_json([dict(zip(names, row, strict=True)) for row in zip(*values, strict=True)])
 
     @staticmethod
     def _after(settlement: Settlement) -> tuple[int, int, int]:

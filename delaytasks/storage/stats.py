@@ -69,7 +69,7 @@ class Stats:
         In a table of more than `most` rows, larger numbers and that of DONE are the planner's
         estimates.
         """
-        return self._db.alone(lambda connection: self._counts(connection, most))
+        return self._db.autocommitted(lambda connection: self._counts(connection, most))
 
     def _counts(self, connection: Connection, most: int) -> dict[Status, Count]:
         t = self._t
@@ -93,7 +93,7 @@ class Stats:
     def expired_leases(self, lease_s: float) -> int:
         """Count RUNNING rows whose lease is over. The next sweep recovers them."""
         query = select(func.count()).where(lease_is_over(self._t, lease_s))
-        return self._db.alone(lambda c: int(c.execute(query).scalar_one()))
+        return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
     def pending(self) -> list[Pending]:
         """Return the tags that have tasks yet to run."""
@@ -129,7 +129,7 @@ class Stats:
         """Yield live rows that no worker will take."""
         t = self._t
         waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
-        queues = self._db.alone(lambda c: list(steps(c, t.c.queue, waits)))
+        queues = self._db.autocommitted(lambda c: list(steps(c, t.c.queue, waits)))
         is_far = t.c.expected_time > db_now_plus(max_delay_s)
         problems = {
             "an unknown status": t.c.status.not_in([int(status) for status in Status]),
@@ -189,7 +189,7 @@ class Stats:
             numbers = connection.dialect.server_version_info or ()
             return f"{connection.dialect.name} {'.'.join(map(str, numbers))}".strip()
 
-        return self._db.alone(version)
+        return self._db.autocommitted(version)
 
 
 def _why(name: str) -> str:

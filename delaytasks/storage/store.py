@@ -77,7 +77,7 @@ class Store:
         t = self.schema.tasks
         if sqlite_file.is_missing(self.database.url):
             raise ConfigError(f"there is no database {self._where()}; {REMEDY}")
-        found = self.database.alone(lambda c: _column_names(c, t.name, t.schema))
+        found = self.database.autocommitted(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]
         if missing:
             what = f"has no column {', '.join(missing)}" if found else "does not exist"
@@ -95,7 +95,7 @@ class Store:
 
     def check_number(self, is_needed: bool = True) -> None:
         """Raise `ConfigError` if this database is another shard than its position means."""
-        found = self.database.alone(lambda c: number_of(c, self.schema))
+        found = self.database.autocommitted(lambda c: number_of(c, self.schema))
         check_number(found, self.shard, self.database.url)
         if found is None and is_needed:
             raise ConfigError(
@@ -108,7 +108,7 @@ class Store:
             return
 
         try:
-            found = self.database.alone(
+            found = self.database.autocommitted(
                 lambda c: number_of(c, self.schema), tries=TRIES if insists else 1
             )
         except StoreUnavailableError:

@@ -30,7 +30,7 @@ from delaytasks.storage.queue_levels import (
 from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past
+from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past, unindexed
 
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
@@ -44,9 +44,6 @@ class SweepQueries:
         self._db = database
         self._lease_s = lease_s
         self._timer = timer
-        #: A process without a broker arms no timer for those with one, so its sweeps have partition
-        #: counts of their own, which are negative.
-        self._sign = -1 if timer == "direct" else 1
         self._abandoned = AbandonedRows(database, schema)
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
@@ -64,20 +61,17 @@ class SweepQueries:
         Returns up to which due time rows were armed, or None if another process has just swept. Any
         number of processes may ask: the row's lock lets one sweep.
         """
-        s = self._s
+        s, stored = self._s, self._stored_count(sweep_partitions)
 
         def work(connection: Any) -> datetime | None:
-            mine = and_(
-                s.c.sweep_partition == sweep_partition,
-                s.c.sweep_partitions == self._sign * sweep_partitions,
-            )
+            mine = and_(s.c.sweep_partition == sweep_partition, s.c.sweep_partitions == stored)
             found = select(s.c.swept_at, s.c.armed_until, s.c.timer).where(mine).with_for_update()
             row = connection.execute(found).first()
             now: datetime = connection.execute(select(db_now())).scalar_one()
             if row is None:
                 new = {
                     "sweep_partition": sweep_partition,
-                    "sweep_partitions": self._sign * sweep_partitions,
+                    "sweep_partitions": stored,
                     "swept_at": now,
                     "armed_until": now,
                     "timer": self._timer,
@@ -108,19 +102,19 @@ class SweepQueries:
         s = self._s
         mine = and_(
             s.c.sweep_partition == sweep_partition,
-            s.c.sweep_partitions == self._sign * sweep_partitions,
+            s.c.sweep_partitions == self._stored_count(sweep_partitions),
             s.c.armed_until == since,
         )
         # No row matches after `forget_armed`, and then the next sweep arms again.
         statement = update(s).where(mine).values(armed_until=until)
-        self._db.alone(lambda c: c.execute(statement))
+        self._db.autocommitted(lambda c: c.execute(statement))
 
     def forget_armed(self) -> None:
         """Let the next sweeps arm again, since a worker or a broker may have lost what was
         armed."""
         s = self._s
         forget = update(s).where(s.c.armed_until > db_now()).values(armed_until=db_now())
-        self._db.alone(lambda c: c.execute(forget))
+        self._db.autocommitted(lambda c: c.execute(forget))
 
     def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
         """Return the sweep partitions that were not swept for `age_s` seconds."""
@@ -128,10 +122,19 @@ class SweepQueries:
         # A sweep in the future was made with a clock that has been corrected since.
         lately = and_(s.c.swept_at > db_now_plus(-age_s), s.c.swept_at <= db_now())
         fresh = select(s.c.sweep_partition).where(
-            s.c.sweep_partitions == self._sign * sweep_partitions, lately
+            s.c.sweep_partitions == self._stored_count(sweep_partitions), lately
         )
         swept = {row[0] for row in self._db.rows(fresh)}
         return sorted(set(range(sweep_partitions)) - swept)
+
+    def _stored_count(self, sweep_partitions: int) -> int:
+        """Return the number of sweep partitions as the rows of sweeps store it.
+
+        Without a broker (`timer="direct"`) it is negative. A sweep records up to when rows are
+        armed, and a sweep without a broker arms nothing for workers with one. Therefore each of the
+        two kinds needs rows of its own, and the key of a row is the partition and this number.
+        """
+        return -sweep_partitions if self._timer == "direct" else sweep_partitions
 
     def due_between(
         self,
@@ -180,7 +183,7 @@ class SweepQueries:
             waiting = levels(connection, self._t, Status.NOT_COMPLETE)
             return self._late(connection, waiting, steps(connection, waitlist_queue), late_s)
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def levels_of(self, queues: Iterable[str], late_s: float) -> list[Level]:
         """Return what `levels` returns for these queues: at most `MAX_PRIORITIES` levels of each
@@ -195,7 +198,7 @@ class SweepQueries:
                 found += self._late(connection, waiting, in_waitlist, late_s)
             return found
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def next_queues(self, after: QueuePlace, most: int) -> tuple[set[str], QueuePlace]:
         """Return some of the queues in which tasks wait, and where the next call continues.
@@ -216,7 +219,7 @@ class SweepQueries:
             )
             return {*tasks, *waitlists}, place
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def _late(
         self, on: Any, waiting: Iterable[Level], in_waitlist: Iterable[str], late_s: float
@@ -243,8 +246,7 @@ class SweepQueries:
     def purge(self, older_than_s: float, limit: int) -> int:
         """Delete up to `limit` finished rows that have not changed for `older_than_s` seconds."""
         t = self._t
-        # `+ 0` lets the index on times find them, not the index on statuses.
-        is_finished = (t.c.status + 0).in_([int(s) for s in FINISHED])
+        is_finished = unindexed(t.c.status).in_([int(s) for s in FINISHED])
         old = and_(is_finished, t.c.update_time < db_now_plus(-older_than_s))
         # The index on expected_time finds old rows, since a row is due before it runs. A row that
         # was cancelled early counts from its due time.
@@ -275,7 +277,9 @@ class SweepQueries:
 
     def partitions_end(self) -> datetime | None:
         """Return when the table's last partition will be full; None without partitions."""
-        return self._db.alone(lambda c: end_of(c, self._t)) if self._db.can.partitions else None
+        if not self._db.can.partitions:
+            return None
+        return self._db.autocommitted(lambda c: end_of(c, self._t))
 
 
 def _entries(rows: Iterable[Any]) -> list[Entry]:

@@ -103,7 +103,7 @@ class Tasks:
     # -- look up ----------------------------------------------------------------------------------
 
     def get(self, id: int, on: CallerConnection | None = None) -> DelayTask | None:
-        row = self._db.alone(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
+        row = self._db.autocommitted(lambda c: c.execute(self._get, {"task_id": id}).first(), on)
         return None if row is None else task_of(row, self._schema)
 
     def read(self, id: int, on: CallerConnection | None = None) -> DelayTask:
@@ -114,7 +114,7 @@ class Tasks:
         return found
 
     def id_of_key(self, tag: str, key: str, on: CallerConnection | None = None) -> int | None:
-        found = self._db.alone(lambda c: self._keys.id_of(c, tag, key), on)
+        found = self._db.autocommitted(lambda c: self._keys.id_of(c, tag, key), on)
         if on is None or not self._db.can.reads_as_of_start:
             return found
         # Another task may have taken the key after the caller's transaction began. A caller that
@@ -129,7 +129,7 @@ class Tasks:
         return self._keys.id_of(on, tag, key, is_locked=True)
 
     def attempts(self, id: int, on: CallerConnection | None = None) -> list[Attempt]:
-        found = self._db.alone(lambda c: self._attempts.of(c, id), on)
+        found = self._db.autocommitted(lambda c: self._attempts.of(c, id), on)
         if not found:
             self.read(id, on)
         return found
@@ -157,7 +157,7 @@ class Tasks:
             return pages.first(connection, query, t, where, limit + 1, newest_first)
 
         if time_limit_s is None or on is not None:
-            rows = self._db.alone(read, on)
+            rows = self._db.autocommitted(read, on)
         else:
             rows = search(self._db, read, time_limit_s)
         tasks = [task_of(row, self._schema) for row in rows[:limit]]

@@ -22,7 +22,7 @@ from delaytasks.storage.row_counts import check_row_count
 from delaytasks.storage.row_lists import listed
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import UTCDateTime, db_now
+from delaytasks.storage.types import UTCDateTime, db_now, unindexed
 
 #: Rows in one transaction, so that their locks are short.
 TOUCH_BATCH_ROWS = 2000
@@ -33,8 +33,7 @@ class Touches:
         self._db = database
         self._keys = TaskKeys(database, schema)
         t, k, due = schema.tasks, schema.keys, bindparam("due", type_=UTCDateTime())
-        # `+ 0` prevents planners from reading all rows that wait.
-        waits = (t.c.status + 0).in_([int(s) for s in MOVES["reschedule"].sources])
+        waits = unindexed(t.c.status).in_([int(s) for s in MOVES["reschedule"].sources])
         later = case((t.c.expected_time < due, due), else_=t.c.expected_time)
         # The next try of a deferred task may be later than its new due time. MySQL assigns from
         # left to right, so due_time comes first and uses the old expected_time.
@@ -66,7 +65,7 @@ class Touches:
                 raise TaskNotFoundError(f"there is no task {id}", id)
             return False
 
-        return self._db.alone(work, on)
+        return self._db.autocommitted(work, on)
 
     def touch_key(
         self, tag: str, key: str, due: datetime, on: CallerConnection | None = None
@@ -84,7 +83,7 @@ class Touches:
                 )
             return False
 
-        return self._db.alone(work, on)
+        return self._db.autocommitted(work, on)
 
     def touch_many(
         self, ids: Iterable[int], due: datetime, on: CallerConnection | None = None
@@ -118,7 +117,9 @@ class Touches:
         """Return the ids of live tasks by their keys."""
         wanted, found = set(keys), dict[str, int]()
         for batch in batches(sorted(wanted), TOUCH_BATCH_ROWS):
-            found.update(self._db.alone(partial(self._keys.ids_of, tag=tag, keys=batch), on))
+            found.update(
+                self._db.autocommitted(partial(self._keys.ids_of, tag=tag, keys=batch), on)
+            )
         if on is not None and self._db.can.reads_as_of_start:
             # Other tasks may have taken keys since the caller's transaction began (see
             # `Tasks.id_of_key`).

@@ -219,6 +219,17 @@ class is_rare(_Condition, functions.GenericFunction[bool]):
     name = "is_rare"
 
 
+def unindexed(column: ColumnElement[int]) -> ColumnElement[int]:
+    """Return the value of a column as `column + 0`, for which planners use no index on the column.
+
+    The other conditions of the statement name few rows, for example by their ids or due times. Yet
+    planners may read all rows of a status, since their statistics can be from a time when few rows
+    had it, or walk the whole primary key to avoid a sort. For the status, this function is the
+    opposite of `is_rare`.
+    """
+    return column + 0
+
+
 class commits_asynchronously(_Condition, functions.GenericFunction[bool]):
     """A condition that is true, and lets the transaction end before its changes are on the disk.
 

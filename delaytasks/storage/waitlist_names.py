@@ -40,7 +40,7 @@ class WaitlistNames:
         entry, after = self._entry, self._after.get(queue)
         here = entry.c.queue == queue
         later = here if after is None else and_(here, entry.c.tag > after)
-        tags = self._db.alone(
+        tags = self._db.autocommitted(
             lambda c: list(islice(steps(c, entry.c.tag, later), WAITLISTS_PER_CALL))
         )
         if len(tags) == WAITLISTS_PER_CALL:

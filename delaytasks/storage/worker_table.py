@@ -114,12 +114,12 @@ class WorkerTable:
             except exc.IntegrityError:  # another thread of the worker has inserted it
                 connection.execute(known)
 
-        self._db.alone(work)
+        self._db.autocommitted(work)
 
     def remove(self, name: str) -> None:
         """Remove a worker that stopped in order, after it has returned its tasks."""
         w = self._w
-        self._db.alone(lambda c: c.execute(delete(w).where(w.c.name == name)))
+        self._db.autocommitted(lambda c: c.execute(delete(w).where(w.c.name == name)))
 
     def expire(self, silent_s: float) -> list[str]:
         """Mark some workers as lost that were silent for `silent_s` seconds. Return each name once.
@@ -154,7 +154,7 @@ class WorkerTable:
             silent_names = first(or_(silent, wrong))
             return [name for name in silent_names if changes(mark, name) or changes(remove, name)]
 
-        return self._db.alone(work)
+        return self._db.autocommitted(work)
 
     def lost(self) -> list[LostWorker]:
         """Return the workers that were lost within the last hour. No other method returns them."""

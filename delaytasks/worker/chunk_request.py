@@ -64,7 +64,9 @@ def run_chunk(request: ChunkRequest) -> Report:
         if request.counts_outcomes:
             processes.count_outcomes()
         policies = processes.wiring.shards[request.shard].policies
-        policies.follow(request.policies, is_led=not request.continue_s)
+        # While the process continues with a drain, the main process sends it no further stamps.
+        is_led = request.continue_s == 0
+        policies.follow(request.policies, is_led)
         runner = processes.runner(request.shard, request.sends_events)
         if request.waitlist is not None:
             report = runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 #: The longest time between two checks of the pool's processes.
 PROCESS_CHECK_S = 1.0
+#: Chunks that run for a shorter part of their lease need no renewal yet. Most chunks end before.
+YOUNG_CHUNK_PART = 1 / 4
 
 
 class LeaseKeeper:
@@ -122,25 +124,36 @@ class LeaseKeeper:
 
     def _renew(self, alive: set[int]) -> None:
         starts, rows_by_pid = self._dispatcher.running(self._shard.number)
-        now = self._shard.clock.now_us()
-        oldest = min(starts, default=now)
-        left = [id for pid, ids in rows_by_pid.items() if pid in alive for id in ids]
-        has_old_rows = left or now - oldest > self._lease_s * 0.25e6
-        is_due = monotonic() - self._renewed_at >= self._lease_s / 3 - PROCESS_CHECK_S
+        detached = [id for pid, ids in rows_by_pid.items() if pid in alive for id in ids]
+        now_us = self._shard.clock.now_us()
+        oldest_us = min(starts, default=now_us)
         names = [self._processes.name(pid) for pid in alive]
         leases = self._shard.store.leases
-        if not (has_old_rows and is_due):
-            if self._locked:
-                self._locked = leases.renew(names, from_us(now), self._locked).skipped
-            return
-        # This includes rows that were claimed up to one lease before the oldest chunk began, since
-        # clocks differ by less. A row that got lost on the way is recovered one lease later.
-        claimed_since = from_us(int(oldest - self._lease_s * 1e6))
-        asked_at = monotonic()
-        self._locked = leases.renew(names, claimed_since, left).skipped
-        self._renewed_at = monotonic()
-        lease_ago = self._renewed_at - self._lease_s
-        self._processes.renewals.record(self._shard.number, asked_at, lease_ago)
+        if self._is_renewal_due(now_us - oldest_us, detached):
+            # This includes rows that were claimed up to one lease before the oldest chunk began,
+            # since clocks differ by less. A row that got lost on the way is recovered one lease
+            # later.
+            claimed_since = from_us(int(oldest_us - self._lease_s * 1e6))
+            asked_at = monotonic()
+            self._locked = leases.renew(names, claimed_since, detached).skipped
+            self._renewed_at = monotonic()
+            self._processes.renewals.record(
+                self._shard.number, asked_at, self._renewed_at, self._lease_s
+            )
+        elif self._locked:
+            self._locked = leases.renew(names, from_us(now_us), self._locked).skipped
+
+    def _is_renewal_due(self, oldest_chunk_us: float, detached: Sequence[int]) -> bool:
+        """Whether this turn has to renew leases.
+
+        `oldest_chunk_us` is how long the oldest chunk has run, and `detached` has the rows that
+        still run although their chunk is over.
+        """
+        if monotonic() - self._renewed_at < self._lease_s / 3 - PROCESS_CHECK_S:
+            return False
+        if detached:  # their chunks are not among those with a known age
+            return True
+        return oldest_chunk_us > self._lease_s * YOUNG_CHUNK_PART * 1e6
 
     def _alive_pids(self) -> set[int]:
         pids = running_pids(self._pool)

@@ -5,37 +5,42 @@ from __future__ import annotations
 import mmap
 
 from delaytasks.core.ids import MAX_SHARDS
+from delaytasks.execution.task_run import LastRenewal
 
 
 class Renewals:
-    """When the leases of each shard were renewed last, and which leases ended before that.
+    """The last renewal of the leases of each shard.
 
     The times are those of the monotonic clock, which all processes of a host share. Each number is
     written as a whole.
+
+    Usually a renewal is answered less than one lease after the previous one was requested, and no
+    lease has ended in between. A main process that was frozen may renew too late:
+
+        previous renewal                                   this renewal
+            asked_at          lost_if_claimed_before   asked_at   answered_at
+        -------|------------------------|-----------------|------------|------> time
+                                        |<---------- lease_s --------->|
+
+    The lease of a row that was claimed before `lost_if_claimed_before` had then ended before the
+    answer, and another worker may have recovered the row.
     """
 
     def __init__(self) -> None:
         self._asked_at = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
-        self._ended_before = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
+        self._lost_if_claimed_before = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
 
-    def record(self, shard: int, asked_at: float, lease_ago: float) -> None:
-        """Record a renewal that succeeded and was requested at `asked_at`.
+    def record(self, shard: int, asked_at: float, answered_at: float, lease_s: float) -> None:
+        """Record a renewal that succeeded."""
+        one_lease_ago = answered_at - lease_s
+        if self._asked_at[shard] < one_lease_ago:
+            self._lost_if_claimed_before[shard] = one_lease_ago
+        self._asked_at[shard] = asked_at  # written last, since `last` reads it first
 
-        `lease_ago` is the time one lease before the answer. If the previous renewal was requested
-        before it, the leases of that renewal had ended when this one succeeded.
-        """
-        if self._asked_at[shard] < lease_ago:
-            self._ended_before[shard] = lease_ago
-        self._asked_at[shard] = asked_at
-
-    def last(self, shard: int) -> tuple[float, float]:
-        """Return when the last renewal was requested.
-
-        The second number is the time before which a lease must have begun to have ended without a
-        renewal.
-        """
-        asked_at = self._asked_at[shard]  # read first, since it is written last
-        return asked_at, self._ended_before[shard]
+    def last(self, shard: int) -> LastRenewal:
+        """Return the last renewal that succeeded."""
+        asked_at = self._asked_at[shard]
+        return LastRenewal(asked_at, self._lost_if_claimed_before[shard])
 
 
 class OthersWait:

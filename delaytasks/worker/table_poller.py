@@ -89,11 +89,11 @@ class TablePoller:
         mine = [
             entry
             for entry in entries
-            if entry[:2] not in self._passed_on
+            if (entry.id, entry.version) not in self._passed_on
             and serves(self._processes.queues, entry.queue)
             and self._shares.is_mine(entry)
         ]
-        self._passed_on.update((entry[:2], entry.due_us) for entry in mine)
+        self._passed_on.update(((entry.id, entry.version), entry.due_us) for entry in mine)
         if mine:
             self._dispatcher.receive(mine)
         return mine

@@ -58,7 +58,7 @@ def _explain(store: Store, seen: Sequence[tuple[str, Any]], options: str) -> str
 
     for sql, given in seen:
         # This uses the connection that keeps the plan of a prepared statement.
-        store.database.alone(partial(explain, sql=sql, given=given))
+        store.database.autocommitted(partial(explain, sql=sql, given=given))
     if store.database.url.get_backend_name() == "mysql":
         # Leave out the possible keys, because only the key in use matters.
         return "\n".join(

@@ -48,7 +48,7 @@ class Table:
             self.execute(statement)
 
     def execute(self, statement: str) -> Any:
-        return self.store.database.alone(lambda c: c.execute(text(statement)))
+        return self.store.database.autocommitted(lambda c: c.execute(text(statement)))
 
     def drop(self) -> None:
         for statement in self._made[1]:
@@ -68,7 +68,7 @@ class Table:
             if self._is_postgresql
             else f"SELECT n FROM {PREFIX}left"
         )
-        return int(self.store.database.alone(lambda c: c.execute(text(found)).scalar_one()))
+        return int(self.store.database.autocommitted(lambda c: c.execute(text(found)).scalar_one()))
 
     def _on_postgresql(self, code: str) -> tuple[list[str], list[str]]:
         """Count with a sequence, because a rollback does not undo it."""

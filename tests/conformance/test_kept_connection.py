@@ -29,7 +29,7 @@ def session(store: Store) -> int:
         found: int = connection.connection.driver_connection.info.backend_pid  # type: ignore[union-attr]
         return found
 
-    return store.database.alone(pid)
+    return store.database.autocommitted(pid)
 
 
 def test_a_claim_checks_no_connection_out_of_the_pool(field: Store) -> None:
@@ -48,7 +48,7 @@ def test_a_connection_that_the_server_has_ended_is_replaced_before_it_is_used(
     ended = session(field)
     with field.database.begin() as other:
         other.exec_driver_sql(f"SELECT pg_terminate_backend({ended}, 5000)")
-    found = field.database.alone(lambda c: c.exec_driver_sql("SELECT 1").scalar(), tries=1)
+    found = field.database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1").scalar(), tries=1)
     assert found == 1
     assert session(field) != ended
 
@@ -56,7 +56,7 @@ def test_a_connection_that_the_server_has_ended_is_replaced_before_it_is_used(
 def test_another_thread_gets_another_connection_meanwhile(field: Store) -> None:
     mine, others = session(field), list[int]()
     thread = threading.Thread(target=lambda: others.append(session(field)))
-    field.database.alone(lambda _: (thread.start(), thread.join()))
+    field.database.autocommitted(lambda _: (thread.start(), thread.join()))
     assert others
     assert mine not in others
     assert session(field) in (mine, *others), "no third connection is opened"
@@ -70,7 +70,7 @@ def test_disposing_of_the_connections_closes_the_kept_one_too(field: Store) -> N
 
 def test_a_connection_that_is_in_use_while_all_are_disposed_of_is_not_kept(field: Store) -> None:
     before = session(field)
-    field.database.alone(lambda _: field.database.dispose())
+    field.database.autocommitted(lambda _: field.database.dispose())
     assert session(field) != before
 
 

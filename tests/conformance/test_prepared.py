@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 def field(request: pytest.FixtureRequest) -> Iterator[Store]:
     url = request.getfixturevalue(request.param)
     store = open_store(url, table_prefix="plan_", pool_size=1)
-    store.database.alone(
+    store.database.autocommitted(
         lambda c: c.exec_driver_sql(
             f"ALTER TABLE {store.schema.tasks} SET (autovacuum_enabled = off)"
         )
@@ -48,7 +48,7 @@ def work_through(store: Store, count: int = 3) -> list[Status]:
 
 def prepared(store: Store) -> dict[str, Any]:
     query = "SELECT split_part(statement, ' ', 4), generic_plans FROM pg_prepared_statements"
-    return dict(store.database.alone(lambda c: c.exec_driver_sql(query).all()))
+    return dict(store.database.autocommitted(lambda c: c.exec_driver_sql(query).all()))
 
 
 def test_claims_and_settlements_are_planned_once(field: Store) -> None:
@@ -60,7 +60,7 @@ def test_claims_and_settlements_are_planned_once(field: Store) -> None:
 
 def test_a_pooler_that_forgets_what_was_prepared_is_no_trouble(field: Store) -> None:
     work_through(field)
-    field.database.alone(lambda c: c.exec_driver_sql("DEALLOCATE ALL"))
+    field.database.autocommitted(lambda c: c.exec_driver_sql("DEALLOCATE ALL"))
     assert work_through(field) == [Status.DONE] * 3
 
 
@@ -82,21 +82,21 @@ def test_a_transaction_that_it_ends_is_tried_again(
 
 def test_a_statement_that_somebody_else_prepared_is_no_trouble(field: Store) -> None:
     work_through(field)
-    field.database.alone(lambda c: c.info.clear())
+    field.database.autocommitted(lambda c: c.info.clear())
     assert work_through(field) == [Status.DONE] * 3
 
 
 def test_a_column_that_was_changed_meanwhile_is_no_trouble(field: Store) -> None:
     work_through(field)
     change = f"ALTER TABLE {field.schema.tasks} ALTER COLUMN tag TYPE varchar(200)"
-    field.database.alone(lambda c: c.exec_driver_sql(change))
+    field.database.autocommitted(lambda c: c.exec_driver_sql(change))
     assert work_through(field) == [Status.DONE] * 3
 
 
 def test_an_error_of_a_prepared_statement_is_one_of_ours_and_quotes_no_values(field: Store) -> None:
     work_through(field)
     change = f"ALTER TABLE {field.schema.tasks} ADD CHECK (version < 1) NOT VALID"
-    field.database.alone(lambda c: c.exec_driver_sql(change))
+    field.database.autocommitted(lambda c: c.exec_driver_sql(change))
     with pytest.raises(StoreError, match="a value cannot be stored") as caught:
         work_through(field)
     assert "mail" not in str(caught.value)
@@ -125,7 +125,7 @@ def test_a_connection_that_breaks_meanwhile_is_thrown_away_and_the_statement_sen
     waits = task(field)
     field.tasks.insert_many([waits])
     used: list[Any] = []
-    alone = field.database.alone
+    autocommitted = field.database.autocommitted
 
     def broken_at_first(work: Callable[[Connection], Any]) -> Any:
         def use(connection: Connection) -> Any:
@@ -142,9 +142,9 @@ def test_a_connection_that_breaks_meanwhile_is_thrown_away_and_the_statement_sen
             assert connection.invalidated
             raise caught.value
 
-        return alone(use)
+        return autocommitted(use)
 
-    monkeypatch.setattr(field.database, "alone", broken_at_first)
+    monkeypatch.setattr(field.database, "autocommitted", broken_at_first)
     assert [one.id for one in field.claims("w", None).claim([entry(waits)])] == [waits.id]
     assert len(set(used)) == 2
 

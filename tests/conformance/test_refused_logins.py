@@ -30,7 +30,7 @@ def test_an_error_while_connecting_is_an_outage(
 ) -> None:
     database = Database(refused(database_url, what, tmp_path))
     with pytest.raises(StoreUnavailableError, match="cannot be reached") as raised:
-        database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
+        database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1"))
     assert is_outage(raised.value)
     database.dispose()
 
@@ -41,17 +41,17 @@ def test_a_user_who_is_locked_out_while_running_is_an_outage(mysql_url: str) -> 
     user = f"locked_{name}"[:32]
 
     def do(*statements: str) -> None:
-        owner.alone(lambda c: [c.exec_driver_sql(one) for one in statements])
+        owner.autocommitted(lambda c: [c.exec_driver_sql(one) for one in statements])
 
     do(f"CREATE USER '{user}'@'%%' IDENTIFIED BY 'p'", f"GRANT ALL ON {name}.* TO '{user}'@'%%'")
     try:
         url = make_url(mysql_url).set(username=user, password="p")
         database = Database(url.render_as_string(hide_password=False))
-        database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
+        database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1"))
         do(f"ALTER USER '{user}'@'%%' ACCOUNT LOCK")
         database.dispose()
         with pytest.raises(StoreUnavailableError, match="cannot be reached"):
-            database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
+            database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1"))
         database.dispose()
     finally:
         do(f"DROP USER '{user}'@'%%'")

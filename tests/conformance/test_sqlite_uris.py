@@ -23,10 +23,10 @@ def test_a_missing_file_of_a_uri_is_an_error_and_is_made_for_its_owner(
     database = Database(url)
     database.expect_file()
     with pytest.raises(StoreError, match=r"there is no database .*a file"):
-        database.alone(lambda c: c.exec_driver_sql("SELECT 1"))
+        database.autocommitted(lambda c: c.exec_driver_sql("SELECT 1"))
     assert not path.exists()
     database = Database(url)
-    database.alone(lambda c: c.exec_driver_sql("CREATE TABLE t (a)"))
+    database.autocommitted(lambda c: c.exec_driver_sql("CREATE TABLE t (a)"))
     database.dispose()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 

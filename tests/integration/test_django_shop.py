@@ -221,7 +221,7 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Exa
         )
         database = wiring_of(shop.delays).store.database
         wait_until(
-            lambda: database.alone(lambda c: c.execute(query).scalar()) == 0,
+            lambda: database.autocommitted(lambda c: c.execute(query).scalar()) == 0,
             5,
             "Django's connections to close",
         )

@@ -88,7 +88,7 @@ def app_of(project: FlaskProject) -> Flask:
 def count(project: FlaskProject) -> int:
     """Return the number of rows that other connections see."""
     query = select(func.count()).select_from(wiring_of(project.delays).store.schema.tasks)
-    found: int = wiring_of(project.delays).store.database.alone(
+    found: int = wiring_of(project.delays).store.database.autocommitted(
         lambda c: c.execute(query).scalar_one()
     )
     return found

@@ -103,7 +103,9 @@ def sessions(server: Server, delays: DelayTasks) -> int:
         "WHERE state LIKE 'Waiting for semi-sync%'"
     )
     return int(
-        wiring_of(delays).store.database.alone(lambda c: c.execute(text(query)).scalar_one())
+        wiring_of(delays).store.database.autocommitted(
+            lambda c: c.execute(text(query)).scalar_one()
+        )
     )
 
 
@@ -144,7 +146,9 @@ def test_a_statement_that_takes_long_for_another_reason_is_left_alone(
 ) -> None:
     delays = delays_on(own_postgresql.url)
     slow = text(f"SELECT pg_sleep({COMMIT_LIMIT_S + 3})")
-    done = in_thread(wiring_of(delays).store.database.alone, lambda c: c.execute(slow).all())
+    done = in_thread(
+        wiring_of(delays).store.database.autocommitted, lambda c: c.execute(slow).all()
+    )
     assert len(done.result(BOUND_S)) == 1
     delays.close()
 
@@ -165,7 +169,7 @@ def test_a_session_whose_commit_was_confirmed_meanwhile_is_not_ended(postgresql_
 
 def test_nobody_watches_while_nothing_is_in_use(own_postgresql: PostgresServer) -> None:
     delays = delays_on(own_postgresql.url)
-    wiring_of(delays).store.database.alone(lambda c: c.execute(text("SELECT 1")).all())
+    wiring_of(delays).store.database.autocommitted(lambda c: c.execute(text("SELECT 1")).all())
 
     def is_over() -> bool:
         return not any(thread.name == "delaytasks standbys" for thread in threading.enumerate())
@@ -199,7 +203,9 @@ def test_a_logical_subscriber_is_no_standby(own_postgresql: PostgresServer) -> N
     cursor.start_replication("other", options={"proto_version": "1", "publication_names": "p"})
     delays = delays_on(own_postgresql.url)
     count = text("SELECT count(*) FROM pg_stat_replication")
-    assert wiring_of(delays).store.database.alone(lambda c: c.execute(count).scalar_one()) == 1
+    assert (
+        wiring_of(delays).store.database.autocommitted(lambda c: c.execute(count).scalar_one()) == 1
+    )
     found = replication(wiring_of(delays).store.database)
     assert found is not None
     assert found.mode == "none"

@@ -113,8 +113,8 @@ def test_simultaneous_migrations_run_one_after_the_other(database: Database) -> 
     script = (
         "import sys; from delaytasks.storage import migrations; from delaytasks.storage.database "
         "import Database; "
-        "database = Database(sys.argv[1]); database.alone(str); print('ready', flush=True); "
-        "input(); "
+        "database = Database(sys.argv[1]); database.autocommitted(str); "
+        "print('ready', flush=True); input(); "
         f"migrations.upgrade(database, {PREFIX!r})"
     )
     url = database.url.render_as_string(hide_password=False)
@@ -170,7 +170,7 @@ def test_a_configured_schema_is_created_and_used_on_postgresql(postgresql_url: s
 
 def test_a_database_gets_its_shard_number_once(database: Database) -> None:
     def number() -> int | None:
-        return database.alone(lambda c: migrations.number_of(c, build_schema(PREFIX)))
+        return database.autocommitted(lambda c: migrations.number_of(c, build_schema(PREFIX)))
 
     assert number() is None
     migrations.upgrade(database, PREFIX, shard=2)

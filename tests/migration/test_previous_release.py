@@ -67,7 +67,7 @@ def work(store: Store) -> None:
     ]
     ends.append(Settlement(climbed, "schedule_retry", DUE, "again", DUE + timedelta(seconds=5)))
     assert len(claims.settle(ends)) == 4
-    store.database.alone(
+    store.database.autocommitted(
         lambda c: c.execute(
             text(
                 f"UPDATE {store.schema.tasks.name} SET lease_until = '2026-01-02 03:04:05' WHERE "
@@ -175,7 +175,7 @@ def test_statements_of_the_previous_release_work_on_the_newest_tables(database_u
         assert store.claims("new", None).settle(
             [Settlement(task, "succeed", DUE) for task in claimed]
         )
-        done = store.database.alone(
+        done = store.database.autocommitted(
             lambda c: c.execute(t.select().where(t.c.status == int(Status.DONE))).all()
         )
         assert len(done) == len(claimed) + 1
@@ -193,7 +193,7 @@ def test_a_column_that_the_previous_release_does_not_fill_is_noticed(database_ur
     """Prove that the test above can fail: it refuses a column that is removed too early."""
     with tables(database_url) as store:
         rename = f"ALTER TABLE {store.schema.tasks.name} RENAME COLUMN lapses TO failures"
-        store.database.alone(lambda c: c.execute(text(rename)))
+        store.database.autocommitted(lambda c: c.execute(text(rename)))
         with pytest.raises(Exception, match="lapses"):
             list(repeat(store, json.loads(file_of(store).read_text())))
 

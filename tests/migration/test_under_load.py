@@ -29,7 +29,7 @@ def database(database_url: str) -> Iterator[Database]:
     drop_tables(database, None)
     migrations.upgrade(database, PREFIX, revision=FIRST)
     batch = ", ".join(f"({n}, 'mail', '{{}}')" for n in range(1, ROWS + 1))
-    database.alone(
+    database.autocommitted(
         lambda c: c.execute(text(f"INSERT INTO {TASKS} (id, tag, message_body) VALUES {batch}"))
     )
     yield database
@@ -114,7 +114,7 @@ def test_programs_that_work_during_a_migration_see_no_errors_and_no_long_locks(
     # They wait behind a migration that waits for a lock and then holds it for a moment.
     assert load.longest_s < migrations.TABLE_LOCK_TIMEOUT_S
     assert migrations.current(database, PREFIX) == migrations.head()
-    done = database.alone(
+    done = database.autocommitted(
         lambda c: c.execute(text(f"SELECT count(*) FROM {TASKS} WHERE status = 1")).scalar_one()
     )
     assert done == load.done["work"]

@@ -71,7 +71,9 @@ def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
         ids = [entry.id for entry in entries]
         listed = list_of(self._db, sorted(ids))
-        return Claimed(self._tasks(self._db.alone(lambda c: self._claim_listed(c, listed).rows)))
+        return Claimed(
+            self._tasks(self._db.autocommitted(lambda c: self._claim_listed(c, listed).rows))
+        )
 
     patch.setattr(Claims, "claim", claim)
 
@@ -86,7 +88,7 @@ def no_fence_on_finish(patch: pytest.MonkeyPatch) -> None:
                 "lease_until": None,
             }
             due = {} if one.expected_time is None else {"expected_time": one.expected_time}
-            self._db.alone(
+            self._db.autocommitted(
                 lambda c: c.execute(update(t).where(t.c.id == one.task.id).values(**values, **due))  # noqa: B023
             )
         return {one.task.id for one in settlements}

@@ -21,7 +21,7 @@ from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.executor import RunResult
 from delaytasks.execution.processor_call import ProcessorCall
-from delaytasks.execution.task_run import Lease, TaskRun
+from delaytasks.execution.task_run import NO_RENEWAL, Lease, TaskRun
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.celery_context import CeleryTaskContext
 from delaytasks.worker.current_task import row_in_context
@@ -66,7 +66,7 @@ def processor(tag: str, function: Callable[[Any], object]) -> ProcessorSpec:
     return found
 
 
-NO_LEASE = Lease(60, 0.05, lambda: (0, 0), lambda id, version: None)
+NO_LEASE = Lease(60, 0.05, lambda: NO_RENEWAL, lambda id, version: None)
 
 
 def call(processor: ProcessorSpec, task: DelayTask) -> ProcessorCall:

@@ -9,6 +9,7 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.execution import task_run as run_module
+from delaytasks.execution.task_run import LastRenewal
 from delaytasks.worker.shared_memory import Renewals
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
@@ -33,7 +34,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 @pytest.fixture
 def bench(make: Make, watch: Watch) -> RunnerHarness:
     bench = make(lease_s=LEASE_S, chunk_time_budget_s=1)
-    bench.runner = bench.make_runner(last_renewal=lambda: (watch.renewed, float("-inf")))
+    bench.runner = bench.make_runner(last_renewal=lambda: LastRenewal(watch.renewed, float("-inf")))
     return bench
 
 
@@ -101,14 +102,14 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: RunnerHarne
 def test_what_the_main_process_tells_its_children_see() -> None:
     renewals = Renewals()
     assert renewals.last(3) == (0, 0)
-    renewals.record(3, 61.5, 1.5)
+    renewals.record(3, asked_at=61.5, answered_at=61.5, lease_s=60)
     child = os.fork()
     if child == 0:
-        renewals.record(4, 62.5, 2.5)
+        renewals.record(4, asked_at=62.5, answered_at=62.5, lease_s=60)
         os._exit(0 if renewals.last(3) == (61.5, 1.5) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert (renewals.last(3), renewals.last(4)) == ((61.5, 1.5), (62.5, 2.5))
-    renewals.record(3, 80, 21)
+    renewals.record(3, asked_at=80, answered_at=81, lease_s=60)
     assert renewals.last(3) == (80, 1.5), "no lease ended between the two renewals"
 
 

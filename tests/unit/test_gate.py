@@ -18,7 +18,7 @@ def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
     sqlite_path: Callable[[], str],
 ) -> None:
     database = Database(sqlite_path())
-    database.alone(lambda c: c.execute(text("CREATE TABLE t (n integer)")))
+    database.autocommitted(lambda c: c.execute(text("CREATE TABLE t (n integer)")))
     writes, ends = threading.Event(), threading.Event()
 
     def write() -> None:
@@ -34,11 +34,11 @@ def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
     child = os.fork()
     if child == 0:
         signal.alarm(5)  # without the alarm, a blocked child would wait for 30 seconds
-        database.alone(lambda c: c.execute(text("INSERT INTO t VALUES (2)")))
+        database.autocommitted(lambda c: c.execute(text("INSERT INTO t VALUES (2)")))
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     thread.join()
-    assert database.alone(lambda c: c.execute(text("SELECT count(*) FROM t")).scalar()) == 2
+    assert database.autocommitted(lambda c: c.execute(text("SELECT count(*) FROM t")).scalar()) == 2
     database.dispose()
 
 

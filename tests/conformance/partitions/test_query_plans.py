@@ -29,7 +29,7 @@ def planned(postgresql_url: str, request: pytest.FixtureRequest) -> Iterator[Con
     for week in range(6):
         made.fill(5000, made.now - week * WEEK, Status.DONE)
     if request.param == "quiet":
-        made.store.database.alone(lambda c: c.exec_driver_sql(f"VACUUM ANALYZE {TASKS}"))
+        made.store.database.autocommitted(lambda c: c.exec_driver_sql(f"VACUUM ANALYZE {TASKS}"))
     made.fill(40_000, made.now + timedelta(seconds=1), Status.NOT_COMPLETE)
     made.run(f"UPDATE {TASKS} SET expected_time = now() - interval '10 seconds' WHERE status = 0")
     yield made

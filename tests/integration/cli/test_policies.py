@@ -80,7 +80,7 @@ def _put(shop: Project, task: DelayTask, status: Status) -> None:
     """Set the status of a row directly, without a worker."""
     store = wiring_of(shop.delays).store
     t = store.schema.tasks
-    store.database.alone(
+    store.database.autocommitted(
         lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
     )
 
@@ -138,7 +138,7 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
         }
         for number in range(250)
     ]
-    wiring_of(shop.delays).store.database.alone(lambda c: c.execute(insert(p), rows))
+    wiring_of(shop.delays).store.database.autocommitted(lambda c: c.execute(insert(p), rows))
     first = shop.json("policy", "list")
     assert (len(first["policies"]), first["total"], first["next_page"]) == (100, 250, 2)
     last = shop.json("policy", "list", "--page", "3")
