@@ -240,4 +240,5 @@ def served(app: Any, trusted_proxy: str | None = None) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.effective_port}"
     finally:
         server.close()
+        server.task_dispatcher.shutdown()
         thread.join(10)

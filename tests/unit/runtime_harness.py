@@ -60,6 +60,12 @@ def runtime_of(delays: DelayTasks) -> WorkerRuntime:
     return build_runtime(wiring_of(delays), processes_of(wiring_of(delays).celery), worker)
 
 
+def stop_loops(runtime: WorkerRuntime) -> None:
+    """Stop the loops of a runtime. In a worker they run until the process ends."""
+    for loop in runtime.watchdog.loops:
+        loop.stop()
+
+
 def close_all() -> None:
     """Close the `DelayTasks` of each runtime. Python 3.13 warns of connections that stay open."""
     while _made:

@@ -28,7 +28,7 @@ from delaytasks.worker.building import build_runtime
 from delaytasks.worker.celery_tasks import processes_of
 from tests.proxy import Proxy, proxy_to
 from tests.unit.dispatcher.dispatcher_harness import Pool
-from tests.unit.runtime_harness import WorkerDouble
+from tests.unit.runtime_harness import WorkerDouble, stop_loops
 from tests.waiting import wait_until
 
 
@@ -122,6 +122,7 @@ class Post:
 
     def close(self) -> None:
         self.runtime.stop()
+        stop_loops(self.runtime)
         client = self.timer.link.connect()
         for key in client.scan_iter(f"*{self.delays.settings.namespace}*", count=1000):
             client.delete(key)

@@ -27,7 +27,7 @@ from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.manual_clock import ManualClock
 from tests.proxy import proxy_to
 from tests.services import free_port
-from tests.unit.runtime_harness import make_runtime, runtime_of_two_shards
+from tests.unit.runtime_harness import make_runtime, runtime_of_two_shards, stop_loops
 from tests.waiting import wait_until
 
 
@@ -72,8 +72,7 @@ class AtWork:
 
     def close(self) -> None:
         self.held_up.set()
-        for loop in self.runtime.watchdog.loops:
-            loop.stop()
+        stop_loops(self.runtime)
 
 
 @pytest.fixture
