@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
@@ -24,13 +23,9 @@ LAST_LINES = {
 OTHERS = {"demo", "flask_shop"}
 
 
-def _marked(name: str) -> Any:
-    """Return a parameter: the quick tests run one example, and CI runs all of them."""
-    return pytest.param(name, marks=() if name == "heartbeats" else pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="it starts a Redis on a Unix socket")
-@pytest.mark.parametrize("name", [_marked(name) for name in LAST_LINES])
+@pytest.mark.parametrize("name", LAST_LINES)
 def test_an_example_runs_with_one_command(name: str) -> None:
     environment = {**os.environ, "CELERY_BROKER_URL": "redis://nobody:1/0"}
     done = subprocess.run(

@@ -36,6 +36,7 @@ def test_the_procfile_has_a_line_for_each_process() -> None:
     )
 
 
+@pytest.mark.slow
 def test_honcho_runs_worker_and_beat_without_configuration(folder: UserFolder) -> None:
     # Without Flower, since its port may be in use on this machine.
     folder.start(

@@ -19,6 +19,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in found if line.startswith("loop.failed")]
 
 
+@pytest.mark.slow
 def test_a_read_only_database_is_logged_once_for_all_stages(
     postgresql_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_row_that_a_worker_claims_meanwhile_is_told(
     assert lateness(delays, claimed) == 0
 
 
+@pytest.mark.slow
 def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
     store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

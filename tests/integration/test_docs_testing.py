@@ -73,12 +73,14 @@ def run_pytest(folder: Path, url: str, *options: str) -> str:
     return run(folder, url, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options)
 
 
+@pytest.mark.slow
 def test_celery_and_sqlalchemy(url: str, tmp_path: Path) -> None:
     write_files("Celery and SQLAlchemy", tmp_path)
     assert "6 passed" in run_pytest(tmp_path, url)
     assert "6 passed" in run_pytest(tmp_path, url)  # the first run has left no rows
 
 
+@pytest.mark.slow
 def test_django(url: str, tmp_path: Path) -> None:
     project = tmp_path / "project"
     shutil.copytree(ROOT / "examples" / "django_shop", project)

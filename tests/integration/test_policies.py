@@ -45,9 +45,16 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
 
 
 @pytest.mark.parametrize(
-    "pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick), "solo"]
+    ("pool", "kind"),
+    [
+        pytest.param("threads", "tag", marks=pytest.mark.quick),
+        ("threads", "queue"),
+        ("prefork", "tag"),
+        ("prefork", "queue"),
+        ("solo", "tag"),
+        ("solo", "queue"),
+    ],
 )
-@pytest.mark.parametrize("kind", ["tag", "queue"])
 def test_what_is_paused_stands_still_until_it_is_resumed(
     site: Deployment, pool: str, kind: str
 ) -> None:

@@ -32,7 +32,7 @@ COMBINATIONS = [
     combination("postgresql", "redis", "threads"),
     combination("postgresql", "redis", "solo"),
     combination("postgresql", "rabbitmq", "threads", is_quick=True),
-    combination("psycopg", "redis", "prefork", is_quick=True),
+    combination("psycopg", "redis", "prefork"),
     combination("psycopg", "rabbitmq", "threads"),
     combination("mysql", "redis", "prefork", is_quick=True),
     combination("mysql", "rabbitmq", "solo"),
