@@ -163,10 +163,10 @@ def clear() -> None:
     schema = wiring_of(delays).store.schema
     tables = (_t, schema.keys, schema.waitlists, schema.recurring)
     if _database.can.copy:
-        _alone(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
+        _execute(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
     else:
         for table in tables:
-            _alone(table.delete())
+            _execute(table.delete())
 
 
 def fill(
@@ -200,7 +200,7 @@ def fill(
     )
     for start in range(0, rows, FILL_STEP):
         where = {"start": start, "all": rows} if in_order else {}
-        _alone(statement.bindparams(rows=min(FILL_STEP, rows - start), **where))
+        _execute(statement.bindparams(rows=min(FILL_STEP, rows - start), **where))
 
 
 @contextmanager
@@ -232,7 +232,7 @@ def take_keys() -> str:
     """Give each waiting task its key as owner, and return one of the keys."""
     keys = wiring_of(delays).store.schema.keys
     waits = _t.c.status == int(Status.NOT_COMPLETE)
-    _alone(
+    _execute(
         keys.insert().from_select(
             ["tag", "task_key", "task_id"],
             select(_t.c.tag, _t.c.task_key, _t.c.id).where(waits, _t.c.task_key.is_not(None)),
@@ -250,7 +250,7 @@ def fill_finished(store: Store, rows: int, when: datetime) -> None:
         SELECT :first + n, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}',
                {Status.DONE:d}, 2, :at, :at
         FROM generate_series(1, :rows) n""")
-    _alone(statement.bindparams(first=first_id(when), at=when, rows=rows))
+    _execute(statement.bindparams(first=first_id(when), at=when, rows=rows))
 
 
 def settle_down(name: str = _t.name) -> None:
@@ -258,9 +258,9 @@ def settle_down(name: str = _t.name) -> None:
 
     Otherwise it would begin in the middle of a measurement.
     """
-    _alone(text(f"VACUUM (ANALYZE) {name}"))
+    _execute(text(f"VACUUM (ANALYZE) {name}"))
     try:
-        _alone(text("CHECKPOINT"))
+        _execute(text("CHECKPOINT"))
     except StoreError:
         pass  # only a superuser may run a checkpoint
 
@@ -281,11 +281,11 @@ def fill_recurring(made: DelayTasks, timings: Iterable[tuple[str, str]]) -> None
 
 
 def forget_sweeps() -> None:
-    _alone(wiring_of(delays).store.schema.sweeps.delete())
+    _execute(wiring_of(delays).store.schema.sweeps.delete())
 
 
 def forget_policies() -> None:
-    _alone(wiring_of(delays).store.schema.policies.delete())
+    _execute(wiring_of(delays).store.schema.policies.delete())
 
 
 def work_off_bare(batch: int) -> float:
@@ -433,7 +433,7 @@ class PrivateDatabase(NamedTuple):
 def private(shard: int = 0) -> Iterator[PrivateDatabase]:
     """Create a database with tables, and drop it at the end."""
     name = f"{TABLE_PREFIX}{os.getpid()}_{shard}"
-    _alone(text(f"CREATE DATABASE {name}"))
+    _execute(text(f"CREATE DATABASE {name}"))
     try:
         url = _database.url.set(database=name).render_as_string(hide_password=False)
         fresh = Database(url)
@@ -444,7 +444,7 @@ def private(shard: int = 0) -> Iterator[PrivateDatabase]:
         fresh.dispose()
         yield PrivateDatabase(url, name)
     finally:
-        _alone(text(f"DROP DATABASE {name} WITH (FORCE)"))
+        _execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
 
 
 def server_version() -> str:
@@ -457,5 +457,5 @@ def _scalar(query: Any) -> Any:
     return _database.autocommitted(lambda c: c.execute(query).scalar_one())
 
 
-def _alone(statement: Any) -> None:
+def _execute(statement: Any) -> None:
     _database.autocommitted(lambda c: c.execute(statement))

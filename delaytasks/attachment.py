@@ -48,14 +48,36 @@ def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
     if celery_app.finalized:  # the signal was sent before
         add_to_beat(celery_app)
 
-    # Celery sends these after it has made its handlers; not if the application makes its own. The
-    # signals refer weakly to these receivers, and end with the app.
-    signals.after_setup_logger.connect(processes.format_log)
-    signals.after_setup_task_logger.connect(processes.format_log)
-    signals.import_modules.connect(import_entry_points, sender=celery_app, weak=False)
+    celery_app.delaytasks_receivers = receivers = _Receivers(processes)
+    # Celery sends these after it has made its handlers; not if the application makes its own.
+    signals.after_setup_logger.connect(receivers.format_log)
+    signals.after_setup_task_logger.connect(receivers.format_log)
+    signals.import_modules.connect(receivers.import_modules, sender=celery_app)
 
 
-def import_entry_points(**_: Any) -> None:
+class _Receivers:
+    """Receivers of Celery's signals. The signals refer to them weakly, and the app holds them:
+    an app that is no longer used is freed with them.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+
+    def format_log(self, logger: Any, **_: Any) -> None:
+        """Let the handlers of a logger print documents, if the settings say so."""
+        settings = self._processes.wiring.settings
+        if settings.has_structured_log:
+            from delaytasks.core.structured_log import LogFormatter
+
+            log_format: Any = settings.log_format
+            for handler in logger.handlers:
+                handler.setFormatter(LogFormatter(log_format))
+
+    def import_modules(self, **_: Any) -> None:
+        import_entry_points()
+
+
+def import_entry_points() -> None:
     """Import the processors of installed packages, which name them as entry points."""
     for point in metadata.entry_points(group=ENTRY_POINTS):
         point.load()

@@ -77,8 +77,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Let the garbage collector skip modules and tests, which live until the end, and run less
-    often: otherwise it takes nearly half of the CPU time of the tests.
+    often: otherwise it takes a large part of the CPU time of the tests. A file or a connection that
+    a test leaves open is reported when it is collected, often in a later test.
     """
+    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
 

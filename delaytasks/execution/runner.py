@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed, Entry, Timer
+from delaytasks.core.last_renewal import NO_RENEWAL, LastRenewal
 from delaytasks.core.run_counts import RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
@@ -29,7 +30,7 @@ from delaytasks.execution.run_counter import RunCounter
 from delaytasks.execution.settlement import Settler
 from delaytasks.execution.tag_costs import TagCosts
 from delaytasks.execution.tally import SizeSample, Tally
-from delaytasks.execution.task_run import NO_RENEWAL, LastRenewal, Lease, TransactionOf
+from delaytasks.execution.task_run import Lease, TransactionOf
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 

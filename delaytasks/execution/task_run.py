@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.body_json import encode_body
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, TaskCancelledError
 from delaytasks.core.interfaces import CallerConnection, Transaction
+from delaytasks.core.last_renewal import LastRenewal
 from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
@@ -29,22 +29,6 @@ class LeaseEndsError(LeaseLostError):
     """The lease is about to end or has ended, because the worker could not renew it."""
 
 
-class LastRenewal(NamedTuple):
-    """The last renewal of leases that succeeded. Both times are those of the monotonic clock.
-
-    The docstring of `delaytasks.worker.shared_memory.Renewals` has a drawing of them.
-    """
-
-    #: When the renewal was requested. The renewed leases last from this time on.
-    asked_at: float
-    #: The lease of a row that was claimed before this time had ended before the renewal.
-    lost_if_claimed_before: float
-
-
-#: No lease has been renewed yet.
-NO_RENEWAL = LastRenewal(-inf, -inf)
-
-
 @dataclass(frozen=True)
 class Lease:
     """How long this process owns its rows, as far as it knows without a query."""
@@ -52,6 +36,7 @@ class Lease:
     duration_s: float
     #: The longest time from the claim of a row to the start of its run.
     max_wait_s: float
+    #: Returns the last renewal that succeeded.
     last_renewal: Callable[[], LastRenewal]
     #: Returns the request to stop the run of this id and version, or None.
     cancel_request: Callable[[int, int], int | None]

@@ -165,7 +165,7 @@ class TrackedWaitlists:
         return any(one.needs_process(now) for one in self._waitlists.values())
 
     @property
-    def next_check_in_s(self) -> float:
+    def next_check_due_in_s(self) -> float:
         """In how many seconds the next check is due."""
         return min((one.check_at for one in self._waitlists.values()), default=inf) - monotonic()
 
@@ -198,11 +198,11 @@ class TrackedWaitlists:
                     continue  # a process serves it, or checks it within a second
                 state = state._replace(open=1)
             known = self._waitlists.setdefault(name, TrackedWaitlist())
-            check_in_s = known.found(state, was_visited) * slowdown
-            check_at = monotonic() + check_in_s
+            check_due_in_s = known.found(state, was_visited) * slowdown
+            check_at = monotonic() + check_due_in_s
             if check_at < known.check_at:
                 known.check_at = check_at
-                first_s = min(first_s, check_in_s)
+                first_s = min(first_s, check_due_in_s)
         self._waitlists = {
             name: one
             for name, one in self._waitlists.items()

@@ -116,6 +116,8 @@ class ClaimQueries:
             bindparam("due_priority", type_=Integer),
         )
         self._level = waiting, queue, priority
+        listed = update(schema.tasks).where(each_listed(database, schema.tasks.c.id))
+        self._listed_statement = Prepared(database, listed.values(claimed).returning(*whole))
         self._named = self._query(self._named_by_rows(), is_planned_once=True)
         #: For rows that have the same version.
         self._listed = (
@@ -241,7 +243,9 @@ class ClaimQueries:
         if not self._db.can.update_returning:
             whole = candidates.with_only_columns(*self._whole, maintain_column_froms=True)
             lock = Prepared(self._db, whole)
-            return TwoStatementClaim(self._db, self._schema, lock_candidates, lock, self._claimed)
+            return TwoStatementClaim(
+                self._db, self._schema, lock_candidates, lock, self._claimed, self._whole
+            )
         picked = candidates.cte("picked")
         mine: ColumnElement[bool] = t.c.id.in_(select(picked.c.id))
         if self._db.can.array_parameters:
@@ -259,4 +263,5 @@ class ClaimQueries:
             lock_candidates,
             Prepared(self._db, claim, is_planned_once),
             Prepared(self._db, claim_and_commit, is_planned_once),
+            self._listed_statement,
         )

@@ -10,16 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from sqlalchemy import Table, update
+from sqlalchemy import Column, select, update
 
 from delaytasks.core.states import MOVES, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.row_lists import by_id
+from delaytasks.storage.row_lists import by_id, list_of
 from delaytasks.storage.rows import MAX_INTEGER, task_of
 from delaytasks.storage.schema import Schema
+
+ROWS_TO_CLAIM = "rows to claim"
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class OneStatementClaim:
     #: The same statement for a transaction of its own, which commits asynchronously if the database
     #: can.
     committing_statement: Prepared
+    #: Claims and returns the rows of a list of ids.
+    listed_statement: Prepared
 
     def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayTask]:
         """Claim the rows in the transaction of the connection `on`."""
@@ -44,6 +48,12 @@ class OneStatementClaim:
         """Claim the rows in a transaction of its own."""
         claim = partial(self.committing_statement, values=parameters)
         return [task_of(row, self.schema) for row in self.database.autocommitted(claim).rows]
+
+    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayTask]:
+        """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
+        rows = self.listed_statement(on, list_of(self.database, ids)).rows
+        check_row_count(len(rows), len(ids), ROWS_TO_CLAIM)
+        return [task_of(row, self.schema) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -61,6 +71,8 @@ class TwoStatementClaim:
     lock: Prepared
     #: The values that the UPDATE sets.
     claimed: Mapping[str, Any]
+    #: The columns that a worker needs.
+    whole: Sequence[Column[Any]]
 
     def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayTask]:
         """Claim the rows in the transaction of the connection `on`."""
@@ -74,8 +86,19 @@ class TwoStatementClaim:
     def _lock_and_update(self, on: Any, parameters: Mapping[str, Any]) -> Sequence[Any]:
         rows = self.lock(on, parameters).rows
         if rows:
-            update_locked(on, self.schema.tasks, [row[0] for row in rows], self.claimed)
+            self._update(on, [row[0] for row in rows])
         return rows
+
+    def claim_locked(self, on: Any, ids: list[int]) -> list[DelayTask]:
+        """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
+        self._update(on, ids)
+        found = select(*self.whole).where(self.schema.tasks.c.id.in_(ids))
+        return [task_of(row, self.schema) for row in on.execute(found)]
+
+    def _update(self, on: Any, ids: Sequence[int]) -> None:
+        t = self.schema.tasks
+        claim = update(t).where(t.c.id.in_(ids)).values(self.claimed)
+        check_row_count(on.execute(by_id(claim, t)).rowcount, len(ids), ROWS_TO_CLAIM)
 
     def _claimed_tasks(self, rows: Sequence[Any]) -> list[DelayTask]:
         """Return the tasks with the changes that the UPDATE made to these rows."""
@@ -87,10 +110,3 @@ class TwoStatementClaim:
 
 
 ClaimQuery: TypeAlias = OneStatementClaim | TwoStatementClaim
-
-
-def update_locked(on: Any, tasks: Table, ids: Sequence[int], claimed: Mapping[str, Any]) -> None:
-    """Claim rows that this transaction has locked, without `UPDATE ... RETURNING`."""
-    claim = update(tasks).where(tasks.c.id.in_(ids)).values(claimed)
-    changed = on.execute(by_id(claim, tasks)).rowcount
-    check_row_count(changed, len(ids), "rows to claim")

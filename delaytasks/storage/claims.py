@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import select, update
+from sqlalchemy import select
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
@@ -17,18 +17,14 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.storage.backlog import Backlog
 from delaytasks.storage.claim_queries import ANY_LAPSES, Candidate, ClaimQueries
-from delaytasks.storage.claim_statements import ClaimQuery, update_locked
+from delaytasks.storage.claim_statements import ClaimQuery
 from delaytasks.storage.database import Database
-from delaytasks.storage.prepared_statements import Prepared
-from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.row_lists import each_listed, list_of
 from delaytasks.storage.rows import (
     CLAIMED,
     claim_version,
     columns,
     moved,
     one_more,
-    task_of,
 )
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.settlements import Settlements
@@ -91,8 +87,6 @@ class Claims:
         #: An admitted row gets the same values as a claimed one.
         self.admitted = {**self._claimed, "status": int(MOVES["admit"].target)}
         self._claim_queries = ClaimQueries(database, schema, self._claimed, self.columns)
-        claim_listed = update(t).where(each_listed(database, t.c.id)).values(self._claimed)
-        self._claim_listed = Prepared(database, claim_listed.returning(*self.columns))
         self._backlog = Backlog()
         self._settlements = Settlements(database, schema, worker)
 
@@ -147,35 +141,21 @@ class Claims:
         hold_excess = self._limits()
         if hold_excess is not None:
             within_limits = partial(self._claim_within_limits, query, parameters, hold_excess)
-            rows, seen = self._db.transaction(within_limits)
-            return Claimed(self._tasks(rows), seen)
+            tasks, seen = self._db.transaction(within_limits)
+            return Claimed(_in_order(tasks), seen)
         return Claimed(_in_order(query.claim_and_commit(parameters)))
 
     def _claim_within_limits(
         self, query: ClaimQuery, parameters: dict[str, Any], hold_excess: HoldExcess, on: Any
-    ) -> tuple[Sequence[Any], WaitlistsSeen]:
+    ) -> tuple[list[DelayTask], WaitlistsSeen]:
         candidates = [Candidate(*row) for row in query.lock_candidates(on, parameters).rows]
         starting, seen = hold_excess(on, candidates)
-        return self._claim_locked(on, starting), seen
-
-    def _claim_locked(self, on: Any, ids: Sequence[int]) -> Sequence[Any]:
-        """Claim or admit rows that this transaction has locked, and return them as they are now."""
-        if not ids:
-            return []
-        if self._db.can.update_returning:
-            rows = self._claim_listed(on, list_of(self._db, sorted(ids))).rows
-            check_row_count(len(rows), len(ids), "rows to claim")
-            return rows
-        update_locked(on, self._t, ids, self._claimed)
-        return list(on.execute(select(*self.columns).where(self._t.c.id.in_(ids))).all())
+        return query.claim_locked(on, sorted(starting)) if starting else [], seen
 
     def admit(self, on: Any, pairs: Sequence[tuple[int, int]]) -> list[DelayTask]:
         """Admit those held rows (id and version) that no other transaction has locked."""
         query, parameters = self._claim_queries.named(pairs, ANY_LAPSES, MOVES["admit"].source)
         return _in_order(query.claim(on, parameters))
-
-    def _tasks(self, rows: Iterable[Any]) -> list[DelayTask]:
-        return _in_order([task_of(row, self._schema) for row in rows])
 
     def unclaimed(self, ids: Iterable[int]) -> list[UnclaimedRow]:
         """Return the present state of rows that a claim did not get."""

@@ -222,9 +222,13 @@ class Dispatcher:
         shard_queue = self.shard_queues[request.shard]
         with self._lock:
             shard_queue.chunk_sent(request)
-            check_in_s = shard_queue.waitlist_check_in_s if request.waitlist is not None else inf
-        if check_in_s < inf:  # it may run one task for minutes: others check the waitlist meanwhile
-            self._delayed_pump.call_after(max(check_in_s, 0))
+            check_due_in_s = (
+                shard_queue.waitlist_check_due_in_s if request.waitlist is not None else inf
+            )
+        if (
+            check_due_in_s < inf
+        ):  # it may run one task for minutes: others check the waitlist meanwhile
+            self._delayed_pump.call_after(max(check_due_in_s, 0))
         try:
             sent = self._pool.send(
                 request, partial(self._done, request), partial(self._lost, request)
@@ -247,7 +251,7 @@ class Dispatcher:
         self._delayed_pump.call_after(POOL_REST_S)
 
     # -- from the pool ----------------------------------------------------------------------------
-    # Each call from the pool ends in `_succeeded` or `_failed`, and both pump again.
+    # `_done` and `_lost` end in `_succeeded` or `_failed`, which pump again.
 
     def recall(self) -> list[Entry]:
         """Restore the chunks that the pool was made to forget.
@@ -290,9 +294,9 @@ class Dispatcher:
             self._queue.learn_size(report)
             self.shard_queues[request.shard].mark_answered()
             if is_open := self._is_open:
-                check_in_s = self._queue.continue_after(request, report)
-                if check_in_s is not None:
-                    self._delayed_pump.call_after(check_in_s)
+                check_due_in_s = self._queue.continue_after(request, report)
+                if check_due_in_s is not None:
+                    self._delayed_pump.call_after(check_due_in_s)
                 if report.early:  # under the lock, or `close` could come before it
                     self.receive(report.early)
         if not is_open:

@@ -126,14 +126,14 @@ class LeaseKeeper:
         starts, rows_by_pid = self._dispatcher.running(self._shard.number)
         detached = [id for pid, ids in rows_by_pid.items() if pid in alive for id in ids]
         now_us = self._shard.clock.now_us()
-        oldest_us = min(starts, default=now_us)
+        oldest_began_us = min(starts, default=now_us)
         names = [self._processes.name(pid) for pid in alive]
         leases = self._shard.store.leases
-        if self._is_renewal_due(now_us - oldest_us, detached):
+        if self._is_renewal_due((now_us - oldest_began_us) / 1e6, detached):
             # This includes rows that were claimed up to one lease before the oldest chunk began,
             # since clocks differ by less. A row that got lost on the way is recovered one lease
             # later.
-            claimed_since = from_us(int(oldest_us - self._lease_s * 1e6))
+            claimed_since = from_us(int(oldest_began_us - self._lease_s * 1e6))
             asked_at = monotonic()
             self._locked = leases.renew(names, claimed_since, detached).skipped
             self._renewed_at = monotonic()
@@ -143,17 +143,17 @@ class LeaseKeeper:
         elif self._locked:
             self._locked = leases.renew(names, from_us(now_us), self._locked).skipped
 
-    def _is_renewal_due(self, oldest_chunk_us: float, detached: Sequence[int]) -> bool:
+    def _is_renewal_due(self, oldest_age_s: float, detached: Sequence[int]) -> bool:
         """Whether this turn has to renew leases.
 
-        `oldest_chunk_us` is how long the oldest chunk has run, and `detached` has the rows that
+        `oldest_age_s` is how long the oldest chunk has run, and `detached` has the rows that
         still run although their chunk is over.
         """
         if monotonic() - self._renewed_at < self._lease_s / 3 - PROCESS_CHECK_S:
             return False
         if detached:  # their chunks are not among those with a known age
             return True
-        return oldest_chunk_us > self._lease_s * YOUNG_CHUNK_PART * 1e6
+        return oldest_age_s > self._lease_s * YOUNG_CHUNK_PART
 
     def _alive_pids(self) -> set[int]:
         pids = running_pids(self._pool)

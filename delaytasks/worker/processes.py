@@ -87,16 +87,6 @@ class Processes:
         signals.worker_shutdown.connect(self._finish, weak=False)
         atexit.register(self._finish)
 
-    def format_log(self, logger: Any, **_: Any) -> None:
-        """Let the handlers of a logger of Celery print documents, if the settings say so."""
-        settings = self.wiring.settings
-        if settings.has_structured_log:
-            from delaytasks.core.structured_log import LogFormatter
-
-            log_format: Any = settings.log_format
-            for handler in logger.handlers:
-                handler.setFormatter(LogFormatter(log_format))
-
     def name(self, pid: int) -> str:
         """Return the value of the `worker` column: the worker and its process.
 

@@ -182,9 +182,9 @@ class ShardQueue:
         return self.waitlists.update(report.waitlists, request.waitlist, was_probe)
 
     @property
-    def waitlist_check_in_s(self) -> float:
+    def waitlist_check_due_in_s(self) -> float:
         """In how many seconds the next check of a waitlist is due."""
-        return inf if self.waitlists is None else self.waitlists.next_check_in_s
+        return inf if self.waitlists is None else self.waitlists.next_check_due_in_s
 
     # -- the state of the shard -------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 
 from delaytasks.core.ids import MAX_SHARDS
-from delaytasks.execution.task_run import LastRenewal
+from delaytasks.core.last_renewal import LastRenewal
 
 
 class Renewals:
@@ -23,7 +23,7 @@ class Renewals:
                                         |<---------- lease_s --------->|
 
     The lease of a row that was claimed before `lost_if_claimed_before` had then ended before the
-    answer, and another worker may have recovered the row.
+    renewal was answered, and another worker may have recovered the row.
     """
 
     def __init__(self) -> None:

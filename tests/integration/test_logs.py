@@ -117,7 +117,8 @@ def test_each_line_of_a_worker_and_of_beat_is_structured(structured: Deployment)
     if d.settings["log_format"] == "json":
         started, failed = map(json.loads, changes)
         assert (started["event"], failed["event"]) == ("task.started", "task.failed")
-        assert (failed["key"], failed["attempt"], failed["version"]) == ("k 1", 1, 1)
+        assert (failed["key"], failed["attempt"]) == ("k 1", 1)
+        assert failed["version"] > 0
         assert 0 <= failed["late_s"] < 15
         assert "raise ValueError(" in failed["traceback"]
         documented = block_beginning("docs/see-what-happens.md", '{"time": ').text.splitlines()

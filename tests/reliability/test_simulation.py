@@ -28,7 +28,6 @@ from delaytasks.storage import abandoned_rows as lapses
 from delaytasks.storage.celery_rows import CeleryRows
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Leases
-from delaytasks.storage.row_lists import list_of
 from delaytasks.storage.tasks import Tasks
 from delaytasks.timers import redis
 from delaytasks.worker.redis_poller import RedisPoller
@@ -69,11 +68,9 @@ def test_playing_a_seed_again_gives_the_same_history(here: SimulationStage) -> N
 
 def no_version_check_on_claim(patch: pytest.MonkeyPatch) -> None:
     def claim(self: Claims, entries: Any) -> Any:
-        ids = [entry.id for entry in entries]
-        listed = list_of(self._db, sorted(ids))
-        return Claimed(
-            self._tasks(self._db.autocommitted(lambda c: self._claim_listed(c, listed).rows))
-        )
+        query, _ = self._claim_queries.named([(entry.id, entry.version) for entry in entries])
+        ids = sorted({entry.id for entry in entries})
+        return Claimed(self._db.autocommitted(lambda c: query.claim_locked(c, ids)))
 
     patch.setattr(Claims, "claim", claim)
 

@@ -18,10 +18,11 @@ from celery._state import _task_stack
 from delaytasks.core.cancel_request import INTERRUPT
 from delaytasks.core.errors import TaskCancelledError
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.last_renewal import NO_RENEWAL
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.executor import RunResult
 from delaytasks.execution.processor_call import ProcessorCall
-from delaytasks.execution.task_run import NO_RENEWAL, Lease, TaskRun
+from delaytasks.execution.task_run import Lease, TaskRun
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.celery_context import CeleryTaskContext
 from delaytasks.worker.current_task import row_in_context

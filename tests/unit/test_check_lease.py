@@ -8,8 +8,8 @@ import pytest
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
+from delaytasks.core.last_renewal import LastRenewal
 from delaytasks.execution import task_run as run_module
-from delaytasks.execution.task_run import LastRenewal
 from delaytasks.worker.shared_memory import Renewals
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
@@ -111,6 +111,8 @@ def test_what_the_main_process_tells_its_children_see() -> None:
     assert (renewals.last(3), renewals.last(4)) == ((61.5, 1.5), (62.5, 2.5))
     renewals.record(3, asked_at=80, answered_at=81, lease_s=60)
     assert renewals.last(3) == (80, 1.5), "no lease ended between the two renewals"
+    renewals.record(3, asked_at=100, answered_at=141, lease_s=60)
+    assert renewals.last(3) == (100, 81), "leases ended before the answer"
 
 
 def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(

@@ -57,6 +57,8 @@ PRODUCER = """
 with create_engine(delays.shards[0].url).begin() as connection:
     delays.create_tables(connection)
 delays.schedule_delay("mail", {"to": "ada"}, 10)
+runs = [name for name in sys.modules if name.startswith("delaytasks.execution.")]
+assert runs == ["delaytasks.execution.policy_cache"], runs
 write_modules()
 """
 WORKER = """

@@ -39,10 +39,14 @@ def test_each_move_that_ends_a_run_is_counted_and_explained() -> None:
         assert re.search(rf"^    .* {move}$", states.__doc__ or "", re.M), move
 
 
+#: Events of the outcome rules that are no change of a task.
+NO_CHANGES = {"task.interrupted", "task.left_open", "task.raised_late"}
+
+
 def test_each_event_of_an_outcome_is_a_change_of_a_task() -> None:
-    emitted = re.findall(r'emit\(\s*"(task\.\w+)",[^)]*began=', RULES)
+    emitted = set(re.findall(r'"(task\.\w+)"', RULES))
     assert len(emitted) >= 4
-    assert set(emitted) <= STATE_CHANGES
+    assert emitted - NO_CHANGES <= STATE_CHANGES
 
 
 def test_opentelemetry_knows_the_state_of_each_move_that_ends_a_run() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery, signals
 
-from delaytasks import DelayTask, LogFormatter
+from delaytasks import DelayTask, DelayTasks, LogFormatter
 from delaytasks.core import event_sampling
 from delaytasks.core.event_sampling import MOST_LINES_PER_S, SAMPLED_ONE_OF, is_sampled
 from delaytasks.core.events import Events, logger
@@ -158,3 +161,13 @@ def test_failures_are_never_sampled(log: Lines, events: Events) -> None:
     for id in range(1, 3 * MOST_LINES_PER_S):
         events.emit("task.failed", **DelayTask(id, "mail", "{}", NOON).event_fields, error="no")
     assert len(log.lines) == 3 * MOST_LINES_PER_S - 1
+
+
+def test_the_loggers_of_a_worker_get_the_format_of_the_settings(tmp_path: Path) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    DelayTasks(app, f"sqlite:///{tmp_path / 'shop.sqlite3'}", log_format="json")
+    made = logging.Logger("celery")
+    made.addHandler(logging.StreamHandler())
+    gc.collect()  # nothing but the app refers to the instance
+    signals.after_setup_logger.send(sender=None, logger=made)
+    assert isinstance(made.handlers[0].formatter, LogFormatter)

@@ -52,6 +52,7 @@ _COMPARE = {
 }
 
 
+# It does not find a comparison with a constant of another name.
 def _compares_a_name(node: ast.AST) -> bool:
     return isinstance(node, ast.Compare) and any(
         isinstance(each, ast.Constant) and each.value in _NAMES for each in ast.walk(node)

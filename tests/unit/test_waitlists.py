@@ -210,7 +210,7 @@ def test_while_processes_run_long_tasks_more_and_more_others_probe(time: ManualM
     assert found.next_visit() == WaitlistVisit(MAIL, is_probe=False)
     sent = []
     for _ in range(5):
-        assert found.next_check_in_s == pytest.approx(PROBE_S)
+        assert found.next_check_due_in_s == pytest.approx(PROBE_S)
         time.at += PROBE_S
         turns = [found.next_visit() for _ in range(40)]
         assert set(turns) <= {WaitlistVisit(MAIL, is_probe=True), None}
