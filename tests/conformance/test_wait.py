@@ -157,6 +157,39 @@ def test_a_coroutine_gets_a_timeout_too(delays: DelayTasks, timeout: Any) -> Non
         run_coroutine(delays.await_(7, 1))
 
 
+def test_a_coroutine_does_not_sleep_beyond_its_timeout(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, pauses = delays.schedule_delay("mail", {}, 60), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(waiting, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(WaitTimeoutError):
+        run_coroutine(delays.await_(task, 0.1))
+    assert sum(pauses) == pytest.approx(0.1)
+
+
+def test_the_pauses_of_a_coroutine_between_two_reads_grow(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays.processor("sum", keep_result=True)(sum)
+    task = delays.schedule_delay("sum", [1], 0)
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            run(delays, task)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert run_coroutine(delays.await_(task)).result == 1
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (waiting.FIRST_S, waiting.LONGEST_S)
+
+
 def test_a_coroutine_does_not_read_in_the_transaction_of_its_session(
     delays: DelayTasks, database_url: str
 ) -> None:
