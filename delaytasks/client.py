@@ -1521,7 +1521,7 @@ class DelayTasks(AsyncTwins):
         {'receipt': 7}
         """
         await self._async_calls()  # makes the wiring without blocking the event loop
-        return await self._wiring.waiting.wait_async(self.aget, task, timeout, tag, key)
+        return await self._wiring.waiting.wait_async(self._run_async, task, timeout, tag, key)
 
     # -- asyncio ----------------------------------------------------------------------------------
 

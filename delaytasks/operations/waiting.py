@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import Delay
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 #: notice may be lost, and not every end sends one.
 FIRST_S, LONGEST_S, NOTIFIED_S = 0.02, 0.5, 1.0
 GROWTH = 1.5
-#: Reads a task, as `DelayTasks.aget` does.
-Get = Callable[..., Awaitable[DelayTask]]
+#: Returns the result of a synchronous method, which does not block the event loop.
+RunAsync = Callable[..., Awaitable[Any]]
 
 
 class Waiting:
@@ -37,8 +37,7 @@ class Waiting:
     ) -> DelayTask:
         """Return the task when it has ended. Each read is a transaction of its own."""
         limit = _Limit(timeout)
-        named = self._router.named(name_of(task, tag, key), None)
-        shard, found = named.read(lambda at, on: (at, at.store.tasks.read(named.id, on)))
+        shard, found = self._find(task, tag, key)
         if found.is_finished:
             return found
         with self._notices_of(shard).about(found.id) as notices:
@@ -52,18 +51,32 @@ class Waiting:
         return found
 
     async def wait_async(
-        self, get: Get, task: object, timeout: Delay | None, tag: str | None, key: str | None
+        self,
+        run_async: RunAsync,
+        task: object,
+        timeout: Delay | None,
+        tag: str | None,
+        key: str | None,
     ) -> DelayTask:
-        """Return the task when it has ended. No thread is occupied between two reads by `get`."""
+        """Return the task when it has ended. No thread is occupied between two reads.
+
+        As for `wait`, each read is a transaction of its own. The transaction of `using` may never
+        see the end of the task.
+        """
         import asyncio
 
         limit, pause_s = _Limit(timeout), FIRST_S
-        found = await get(task, tag=tag, key=key)
+        found: DelayTask
+        shard, found = await run_async(self._find, task, tag, key)
         while not found.is_finished:
             await asyncio.sleep(limit.within(pause_s, found))
             pause_s = min(pause_s * GROWTH, LONGEST_S)
-            found = await get(found.id)
+            found = await run_async(shard.store.tasks.read, found.id)
         return found
+
+    def _find(self, task: object, tag: str | None, key: str | None) -> tuple[Shard, DelayTask]:
+        named = self._router.named(name_of(task, tag, key), None)
+        return named.read(lambda at, on: (at, at.store.tasks.read(named.id, on)))
 
     def _notices_of(self, shard: Shard) -> EndNotices:
         return self._notices.setdefault(shard.number, EndNotices(shard.store.end_channel))

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
 from delaytasks.operations.single_tasks import SingleTasks
+from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
 from tests.event_loops import (
     LIMIT_S,
@@ -59,8 +60,9 @@ def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_ev
 
 
 def test_the_first_call_reads_the_settings_in_a_thread(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
+    store: Store, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The fixture `store` makes the tables."""
     delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
     make = DelayTasks._make_wiring
 
@@ -227,6 +229,39 @@ def test_an_iterator_is_read_with_async_for(delays: DelayTasks, timer: Recording
         return [finding.tag async for finding in delays.acheck()]
 
     assert sorted(run(go())) == ["gone", "lost"]
+
+
+def test_an_iterator_is_closed_when_its_reader_was_cancelled(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def findings() -> Iterator[int]:
+        try:
+            has_begun.set()
+            goes_on.wait(LIMIT_S)
+            yield 1
+        finally:
+            is_closed.set()
+
+    iterator = findings()  # otherwise Python closes it with its last reference
+    monkeypatch.setattr(delays, "check", lambda: iterator)
+
+    async def read() -> list[Any]:
+        return [finding async for finding in delays.acheck()]
+
+    async def go() -> None:
+        reader = asyncio.create_task(read())
+        while not has_begun.is_set():
+            await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    run(go())
+    assert not is_closed.is_set()
+    goes_on.set()
+    assert is_closed.wait(LIMIT_S)
 
 
 def test_an_asynchronous_processor_awaits_the_twins(

@@ -70,6 +70,22 @@ def test_a_row_on_an_async_connection_exists_and_is_armed_after_its_commit(
     run(go())
 
 
+def test_calls_in_a_block_of_using_take_part_in_its_async_session(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    async def go() -> None:
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            with delays.using(session):
+                await delays.aschedule_delay("mail", {}, 5)
+                await session.rollback()
+                task = await delays.aschedule_delay("mail", {}, 5)
+            assert (timer.ids, len(await delays.afind())) == ([], 0)
+            await session.commit()
+            assert (timer.ids, len(await delays.afind())) == ([task.id], 1)
+
+    run(go())
+
+
 def test_each_method_with_a_session_works_on_an_async_session(
     delays: DelayTasks, timer: RecordingTimer, database_url: str
 ) -> None:

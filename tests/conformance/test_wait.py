@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import waiting
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
+from tests.event_loops import engine_at
 from tests.event_loops import run as run_coroutine
 from tests.waiting import wait_until
 
@@ -34,6 +36,21 @@ def run(delays: DelayTasks, *tasks: DelayTask) -> None:
     delays.runner().run([Entry.of(task) for task in tasks])
 
 
+@pytest.fixture
+def reads(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the ids of the rows that calls have read, in their order."""
+    tasks, read = wiring_of(delays).shards[0].store.tasks, list[int]()
+    read_row = tasks.read
+
+    def note(id: int, on: Any = None) -> DelayTask:
+        found = read_row(id, on)
+        read.append(id)
+        return found
+
+    monkeypatch.setattr(tasks, "read", note)
+    return read
+
+
 def test_several_threads_wait_for_results(delays: DelayTasks) -> None:
     delays.processor("sum", keep_result=True)(sum)
     delays.processor("fails")(lambda body: Fail("no"))
@@ -48,11 +65,11 @@ def test_several_threads_wait_for_results(delays: DelayTasks) -> None:
     assert delays.wait(tasks[0].id, 0).result == 1, "it has ended before"
 
 
-def test_a_cancelled_task_has_ended(delays: DelayTasks) -> None:
+def test_a_cancelled_task_has_ended(delays: DelayTasks, reads: list[int]) -> None:
     task = delays.schedule_delay("mail", {}, 60, key="k")
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(delays.wait, tag="mail", key="k", timeout="20s")
-        wait_until(future.running, 5, "the thread to wait")
+        wait_until(lambda: bool(reads), 5, "the thread to find the task by its key")
         delays.cancel(task)
         assert future.result(20).is_cancelled
 
@@ -107,16 +124,18 @@ def test_without_notices_the_row_is_read(
         assert future.result(20).result == 1
 
 
-def test_several_coroutines_wait_for_results(delays: DelayTasks) -> None:
+def test_several_coroutines_wait_for_results(delays: DelayTasks, reads: list[int]) -> None:
     delays.processor("sum", keep_result=True)(sum)
     delays.processor("fails")(lambda body: Fail("no"))
     tasks = [delays.schedule_delay("sum", [n, 1], 0, key=str(n)) for n in range(3)]
     fails = delays.schedule_delay("fails", None, 0)
 
     async def go() -> list[DelayTask]:
+        named = asyncio.ensure_future(delays.await_(tag="sum", key="1", timeout="20s"))
+        while not reads:  # the key has no task any more after the task has run
+            await asyncio.sleep(0.01)
         waits = [delays.await_(task, 20) for task in [*tasks, tasks[0], fails]]
-        waits.append(delays.await_(tag="sum", key="1", timeout="20s"))
-        together = asyncio.gather(*waits)
+        together = asyncio.gather(*waits, named)
         await asyncio.wait([together], timeout=0.1)
         assert not together.done(), "they wait for tasks that have not run"
         await asyncio.to_thread(run, delays, *tasks, fails)
@@ -136,3 +155,58 @@ def test_a_coroutine_gets_a_timeout_too(delays: DelayTasks, timeout: Any) -> Non
     assert caught.value.id == task.id
     with pytest.raises(TaskNotFoundError):
         run_coroutine(delays.await_(7, 1))
+
+
+def test_a_coroutine_does_not_sleep_beyond_its_timeout(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, pauses = delays.schedule_delay("mail", {}, 60), list[float]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(waiting, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    with pytest.raises(WaitTimeoutError):
+        run_coroutine(delays.await_(task, 0.1))
+    assert sum(pauses) == pytest.approx(0.1)
+
+
+def test_the_pauses_of_a_coroutine_between_two_reads_grow(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays.processor("sum", keep_result=True)(sum)
+    task = delays.schedule_delay("sum", [1], 0)
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            run(delays, task)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert run_coroutine(delays.await_(task)).result == 1
+    assert pauses == sorted(pauses)
+    assert (pauses[0], pauses[-1]) == (waiting.FIRST_S, waiting.LONGEST_S)
+
+
+def test_a_coroutine_does_not_read_in_the_transaction_of_its_session(
+    delays: DelayTasks, database_url: str
+) -> None:
+    """That transaction may never see the end of the task."""
+    delays.processor("sum", keep_result=True)(sum)
+    task = delays.schedule_delay("sum", [1], 0)
+
+    async def go() -> DelayTask:
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            with delays.using(session):
+                await delays.afind()
+                assert session.in_transaction()
+                await session.rollback()
+                waiting = asyncio.ensure_future(delays.await_(task, 20))
+                await asyncio.wait([waiting], timeout=0.1)
+                assert not session.in_transaction()
+            await asyncio.to_thread(run, delays, task)
+            return await waiting
+
+    assert run_coroutine(go()).result == 1

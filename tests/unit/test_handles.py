@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from delaytasks import DelayTask, DelayTasks, InvalidScheduleError, Processor
+from delaytasks import DelayTask, DelayTasks, InvalidScheduleError, Processor, StaleVersionError
 from delaytasks.wiring import wiring_of
 from tests.recording import delays_on, record
 
@@ -113,6 +113,9 @@ def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -
     assert send.schedule_many([*many, ({"n": 9}, AT)], queue="bulk") == 4
     assert len(send.find()) == 6
     assert len(send.find(queue="bulk", until=AT)) == 3
+    assert send.schedule_many([({"n": 5}, 5)], key="1", on_conflict="keep") == 0
+    with pytest.raises(StaleVersionError):
+        send.cancel(key="1", version=first.version + 1)
     assert send.cancel(key="1")
     assert not send.cancel(key="1")
     with wiring_of(own).shards[0].store.database.begin() as connection:

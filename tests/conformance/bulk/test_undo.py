@@ -6,10 +6,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from delaytasks import BulkResult, DelayTask, DelayTasks, InvalidIdError, InvalidQueryError, Status
-from delaytasks.operations import bulk_run
+from delaytasks.operations import bulk, bulk_run
 from delaytasks.storage.store import Store
+from delaytasks.wiring import wiring_of
 from tests.conformance.bulk.bulk_tasks import counts, put, schedule, statuses
 from tests.recording import RecordingTimer
 
@@ -81,6 +83,41 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: 
     assert delays.get(tag="mail", key="k3").id == new.id
 
 
+def test_tasks_that_have_the_same_status_again_are_left_as_they_are(delays: DelayTasks) -> None:
+    tasks = [schedule(delays, key=key) for key in (None, "k1")]
+    cancelled = delays.cancel_many(tag="mail")
+    for task in tasks:
+        delays.rerun(task, "1h")
+        delays.cancel(task)
+    assert counts(delays.undo(cancelled)) == (2, 0, 2)
+
+    moved = schedule(delays)
+    rescheduled = delays.reschedule_many(60, tag="mail", status="NOT_COMPLETE")
+    due = delays.reschedule(moved, "2h").due
+    assert counts(delays.undo(rescheduled)) == (1, 0, 1)
+    assert delays.get(moved).due == due
+
+
+def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_run, "BUSY_S", 0)
+    task = schedule(delays)
+    result = delays.reschedule_many(60, tag="mail")
+    moved = delays.get(task).due
+    store = wiring_of(delays).shards[0].store.bulk
+    lock = store._lock
+
+    def lock_late(on: Any, named: Any, ids: Any) -> Any:
+        t = store._t
+        on.execute(update(t).where(t.c.id.in_(ids)).values(version=t.c.version + 1))
+        return lock(on, named, ids)
+
+    monkeypatch.setattr(store, "_lock", lock_late)
+    assert counts(delays.undo(result)) == (1, 0, 1)
+    assert delays.get(task).due == moved
+
+
 def test_what_cannot_be_undone_is_refused(store: Store, delays: DelayTasks) -> None:
     put(store, schedule(delays), status=int(Status.FAILED))
     rerun = delays.rerun_many(tag="mail")
@@ -119,3 +156,16 @@ def test_an_operation_that_still_runs_is_not_undone(delays: DelayTasks) -> None:
 
     assert delays.cancel_many(tag="mail", on_progress=undo).changed == 1
     assert refused
+
+
+def test_an_operation_whose_process_has_died_is_undone_later(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk_run.BulkRun, "_end", lambda *_: None)
+    schedule(delays)
+    result = delays.cancel_many(tag="mail")
+    assert delays.audit()[0].state == "running"
+    with pytest.raises(InvalidQueryError, match="still runs"):
+        delays.undo(result)
+    monkeypatch.setattr(bulk, "RUNNING_S", -1)
+    assert counts(delays.undo(result)) == (1, 1, 0)

@@ -18,12 +18,16 @@ from delaytasks.core.celery_tags import celery_key, celery_tag
 from delaytasks.core.errors import BodyNotJSONError, BodyTooLargeError, ConfigError
 from delaytasks.core.inputs import TAG_LENGTH
 from delaytasks.core.interfaces import Entry
+from delaytasks.operations import revocations
 from delaytasks.wiring import wiring_of
 from tests.conformance.durable_eta.conftest import Office
 from tests.recording import run_now
 
 Make = Callable[..., Office]
 KEY = "Y4u4ZQvcCmwmGO5qY2wVH_RvEu3mHPTqVfQ4Dzw9xpE="
+
+
+def _silent() -> None: ...
 
 
 def test_a_row_has_the_name_and_the_id_of_its_task_and_is_due_after_the_countdown(
@@ -220,6 +224,14 @@ def test_shorter_delays_than_the_setting_go_to_the_broker(make_office: Make) -> 
     assert (len(office.published()), len(office.rows())) == (3, 2)
 
 
+def test_a_countdown_goes_before_an_eta_as_with_bare_celery(office: Office) -> None:
+    far = datetime.now(timezone.utc) + timedelta(days=1)
+
+    office.remind.apply_async(countdown=90, eta=far)
+
+    assert office.rows()[0].delay_s == 90
+
+
 def test_a_due_time_in_the_past_means_now(office: Office) -> None:
     office.remind.apply_async((7,), eta=datetime(2020, 1, 1, tzinfo=timezone.utc))
     office.remind.apply_async((7,), countdown=-5)
@@ -280,6 +292,22 @@ def test_celerys_signals_are_sent_by_the_call_after_the_row_is_written(office: O
     assert message.headers["traced"] == "yes"
 
 
+def test_a_recurring_celery_task_is_sent_with_its_own_options_and_those_of_its_schedule(
+    office: Office,
+) -> None:
+    task = office.app.task(_silent, name="durable.silent", compression="zlib", ignore_result=True)
+    call = {"args": [7], "kwargs": {"word": "é"}, "options": {"priority": 4}}
+    office.delays.recurring.set("nightly", task, call, every="1h")
+    row = run_now(office.delays, office.delays.recurring.run("nightly"))
+
+    (message,) = office.published()
+
+    assert message.payload[:2] == [[7], {"word": "é"}]
+    assert (message.properties["priority"], message.headers["ignore_result"]) == (4, True)
+    assert message.headers["compression"] == "application/x-gzip"
+    assert [message.headers[name] for name in ("id", "root_id")] == [str(row.id)] * 2
+
+
 # -- revoke ------------------------------------------------------------------------------------
 
 
@@ -313,6 +341,33 @@ def test_the_row_of_a_recurring_celery_task_is_revoked_by_its_id(office: Office)
     assert office.delays.get(task).status is Status.CANCELLED
     assert office.app.AsyncResult(str(task.id)).state == "REVOKED"
     assert office.delays.get(other).status is Status.NOT_COMPLETE
+
+
+def test_a_revoked_task_whose_result_is_ignored_has_no_state(office: Office) -> None:
+    silent = office.app.task(_silent, name="durable.silent", ignore_result=True)
+    ignored = [
+        office.remind.apply_async(countdown=90, ignore_result=True),
+        silent.apply_async(countdown=90),
+        office.app.send_task(silent.name, countdown=90),
+    ]
+    kept = silent.apply_async(countdown=90, ignore_result=False)
+
+    office.app.control.revoke([each.id for each in (*ignored, kept)])
+
+    assert [office.app.AsyncResult(each.id).state for each in ignored] == ["PENDING"] * 3
+    assert office.app.AsyncResult(kept.id).state == "REVOKED"
+
+
+def test_a_stamp_is_found_in_every_page_of_the_rows(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocations, "STAMPS_PAGE", 2)
+    for tenant in ("other", "acme", "other", "other", "acme", "other", "acme"):
+        office.remind.apply_async(countdown=90, stamped_headers=["tenant"], tenant=tenant)
+
+    office.app.control.revoke_by_stamped_headers({"tenant": ["acme"]})
+
+    assert [row.status.name for row in office.rows()].count("CANCELLED") == 3
 
 
 # -- names and ids -----------------------------------------------------------------------------

@@ -240,9 +240,20 @@ def test_an_occurrence_is_skipped_while_the_last_task_runs(harness: RecurringHar
         harness.sweep(at_s)
     assert harness.due_s() == [20]
     assert harness.events.counts["recurring.overlapped"] == 2
+    assert harness.recurring.get("r").last_at == harness.at(20)
     harness.finish([running])
     harness.sweep(70)
     assert harness.due_s() == [20, 80]
+
+
+def test_of_missed_occurrences_that_must_not_overlap_the_last_one_runs(
+    harness: RecurringHarness,
+) -> None:
+    options: dict[str, Any] = {"missed": "all", "overlap": "skip"}
+    harness.recurring.set("r", "report", every="10s", start=harness.at(10), **options)
+    harness.sweep(1005)
+    assert harness.due_s() == [1000]
+    assert harness.events.counts["recurring.missed"] == 1
 
 
 # -- jitter ---------------------------------------------------------------------------------------
@@ -261,3 +272,9 @@ def test_jitter_delays_each_task_by_a_part_of_it_that_no_sweep_changes(
     assert len({*made}) > 15
     keys = {(task.key or "").partition("@")[2] for task in harness.tasks()}
     assert keys == {harness.at(10).isoformat().replace("+00:00", "Z")}
+
+
+def test_each_occurrence_has_a_jitter_of_its_own(harness: RecurringHarness) -> None:
+    harness.recurring.set("r", "report", every="10s", start=harness.at(10), jitter="5s")
+    harness.sweep(0)
+    assert len({round(due % 10, 3) for due in harness.due_s()}) > 1

@@ -104,6 +104,17 @@ def test_the_next_task_does_not_overlap_one_that_run_has_made(harness: Recurring
     assert [each.id for each in harness.tasks()] == [task.id]
 
 
+def test_a_paused_schedule_without_overlap_that_is_run_stays_paused(
+    harness: RecurringHarness,
+) -> None:
+    harness.recurring.set("r", "report", every="20s", start=harness.at(20), overlap="skip")
+    harness.recurring.pause("r")
+    harness.finish([harness.recurring.run("r")])
+    harness.sweep(0)
+    assert len(harness.tasks()) == 1
+    assert harness.recurring.get("r").next_at is None
+
+
 def test_a_removed_schedule_is_gone_with_its_waiting_tasks(harness: RecurringHarness) -> None:
     harness.recurring.set("r", "report", every="20s", start=harness.at(20), jitter=5)
     harness.sweep(0)
