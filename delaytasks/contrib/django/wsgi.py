@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +52,8 @@ def _environ(request: HttpRequest, path: str) -> dict[str, Any]:
         "PATH_INFO": f"/{path}",
         "wsgi.version": (1, 0),
         "wsgi.url_scheme": request.scheme,
-        "wsgi.input": io.BytesIO(request.body),
+        # Django would limit request.body. The application has a limit of its own.
+        "wsgi.input": request,
         "wsgi.errors": sys.stderr,
         "wsgi.multithread": True,
         "wsgi.multiprocess": True,
