@@ -79,6 +79,7 @@ class Route(NamedTuple):
     query: Mapping[str, JSONSchema] = {}
     #: Returns the tags that a request concerns, if the permission depends on the tag.
     tags_of: Callable[[ApiRequest], list[str]] = lambda request: []
+    #: Without it, a request with the header is refused, since its repetition would not be detected.
     takes_idempotency_key: bool = False
 
 
@@ -100,7 +101,12 @@ class Gate:
         if not is_for_all and not (route.permission.depends_on_tag and key.scopes.patterns):
             raise _forbidden(route)
         request = ApiRequest(
-            self._delays, key, path, _query(route, http), _body(route, http), _idempotency_key(http)
+            self._delays,
+            key,
+            path,
+            _query(route, http),
+            _body(route, http),
+            _idempotency_key(route, http),
         )
         if not is_for_all and not all(map(key.scopes.covers, route.tags_of(request))):
             raise _forbidden(route)
@@ -201,9 +207,16 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _idempotency_key(http: Request) -> str | None:
+def _idempotency_key(route: Route, http: Request) -> str | None:
     found = http.headers.get(IDEMPOTENCY_HEADER)
-    if found is not None and not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
+    if found is None:
+        return None
+    if not route.takes_idempotency_key:
+        raise InvalidRequestError(
+            f"{route.name} does not take the header {IDEMPOTENCY_HEADER}: a repeated request would "
+            "be carried out again; leave it out"
+        )
+    if not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
         raise InvalidRequestError(
             f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters"
         )
