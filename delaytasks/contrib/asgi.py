@@ -48,4 +48,11 @@ def with_wsgi(app: Any, path: str, wsgi: Any) -> Any:
 
 def asgi_of(wsgi: Any) -> Any:
     """Return the ASGI application of a WSGI application."""
-    return WSGIMiddleware(wsgi)
+
+    def with_end_of_body(environ: Any, start_response: Any) -> Any:
+        # Werkzeug reads a body without a length only if the stream is known to end.
+        if "CONTENT_LENGTH" not in environ:
+            environ["wsgi.input_terminated"] = True
+        return wsgi(environ, start_response)
+
+    return WSGIMiddleware(with_end_of_body)

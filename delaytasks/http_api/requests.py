@@ -190,7 +190,7 @@ def _converted(text: str, kind: object) -> Any:
 def _body(route: Route, http: Request) -> Any:
     if route.request is None:
         return None
-    data = http.get_data(cache=False)
+    data = _data(http)
     if not data and "required" not in route.request:
         return {}
     if http.mimetype != "application/json":
@@ -201,6 +201,17 @@ def _body(route: Route, http: Request) -> Any:
         raise BodyNotJSONError(f"the body is not JSON: {error}") from None
     check_value(body, route.request, "the body")
     return body
+
+
+def _data(http: Request) -> bytes:
+    """Return the body, which has no length if the client sends it in chunks."""
+    if "Transfer-Encoding" in http.headers and "wsgi.input_terminated" not in http.environ:
+        # Werkzeug would read an empty body.
+        raise RefusedRequestError(411, "This server does not read chunks: send Content-Length.")
+    data = http.get_data(cache=False)
+    if http.content_length is None:
+        http.stream.read(1)  # raises 413 if the limit has cut the body off
+    return data
 
 
 def _refuse_constant(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
@@ -87,9 +87,16 @@ def asgi_post(app: Any, site: ApiSite) -> Post:
     async def post(content: Any) -> httpx.Response:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
+            if not isinstance(content, bytes):
+                content = asynchronous(content)
             return await client.post("/delays/v1/tasks", content=content, headers=headers)
 
     return lambda content: run(post(content))
+
+
+async def asynchronous(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
 
 
 @contextmanager
@@ -119,6 +126,29 @@ def test_the_limit_of_a_request_is_that_of_the_api(file_site: ApiSite, mount: Mo
         assert answer.status_code == 200, answer.text
         answer = post(json.dumps(NEW).ljust(5 * 2**20).encode())
         assert answer.status_code == 413
+        assert answer.headers["Content-Type"] == "application/problem+json"
+
+
+def in_chunks(document: Any, size: int) -> Iterator[bytes]:
+    """Yield a body of `size` bytes. The client then sends it in chunks, without its length."""
+    text = json.dumps(document).ljust(size).encode()
+    return (text[at : at + 2**19] for at in range(0, size, 2**19))
+
+
+@pytest.mark.parametrize("mount", [in_django_with_asgi, in_fastapi, by_itself])
+def test_a_request_may_come_in_chunks(file_site: ApiSite, mount: Mount) -> None:
+    with mount(file_site) as post:
+        answer = post(in_chunks(NEW, 3 * 2**20))
+        assert answer.status_code == 200, answer.text
+        answer = post(in_chunks(NEW, 5 * 2**20))
+        assert answer.status_code == 413, answer.text
+
+
+@pytest.mark.parametrize("mount", [in_flask, in_django_with_wsgi])
+def test_chunks_that_the_server_does_not_read_are_refused(file_site: ApiSite, mount: Mount) -> None:
+    with mount(file_site) as post:
+        answer = post(in_chunks(NEW, 100))
+        assert answer.status_code == 411
         assert answer.headers["Content-Type"] == "application/problem+json"
 
 
