@@ -24,7 +24,13 @@ _keys_option = click.option(
 
 @click.command(cls=Command)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=API_PORT, show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=API_PORT,
+    show_default=True,
+    help="The port to listen on. 0 takes a free one.",
+)
 @click.option("--prefix", default="", metavar="PATH", help="The path of the API, as /delays.")
 @click.option(
     "--rate",

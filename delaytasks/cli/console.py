@@ -17,7 +17,13 @@ _ROLES = ["view", "operate", "admin"]
 
 @click.command(cls=Command)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=PORT,
+    show_default=True,
+    help="The port to listen on. 0 takes a free one.",
+)
 @click.option("--prefix", default="", metavar="PATH", help="The path of the console, as /delays.")
 @click.option(
     "--proxy-header",
@@ -103,7 +109,13 @@ def console(
 
 @click.command("console-user", cls=Command)
 @click.argument("name")
-@click.option("--role", type=click.Choice(_ROLES), default="view", show_default=True)
+@click.option(
+    "--role",
+    type=click.Choice(_ROLES),
+    default="view",
+    show_default=True,
+    help="The role of the user. Each role may do what the one before it may, and more.",
+)
 @click.option("--remove", is_flag=True, help="Remove the user.")
 @click.option("--password", help="Instead of a question. Other users of this machine may see it.")
 @pass_cli

@@ -22,7 +22,13 @@ EXPORTER_PORT = 9819
 
 @click.command(cls=Command)
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
-@click.option("--port", type=click.IntRange(1, 65535), default=EXPORTER_PORT, show_default=True)
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=EXPORTER_PORT,
+    show_default=True,
+    help="The port to listen at.",
+)
 @click.option(
     "--print",
     "printed",

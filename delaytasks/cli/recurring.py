@@ -45,7 +45,13 @@ def recurring() -> None:
 @click.option("--tag", help="Only schedules of this tag.")
 @click.option("--prefix", help="Only schedules whose name begins like this.")
 @click.option("--after", metavar="NAME", help="Begin after this name.")
-@click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True)
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1000),
+    default=100,
+    show_default=True,
+    help="The most schedules to list.",
+)
 @pass_cli
 def list_(cli: Cli, limit: int, **filters: str | None) -> None:
     """List schedules in the order of their names.
@@ -169,7 +175,14 @@ def remove(cli: Cli, name: str, actor: str | None) -> None:
 @recurring.command("next")
 @click.argument("name", required=False)
 @_timing
-@click.option("--count", "most", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option(
+    "--count",
+    "most",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="The number of occurrences.",
+)
 @click.option("--after", type=INSTANT, help="As 2030-01-31T18:00:00Z [now].")
 @pass_cli
 def next_(

@@ -50,6 +50,7 @@ _WORKER_NOISE = re.compile(
     type=click.Choice(["prefork", "threads", "solo"]),
     default="prefork",
     show_default=True,
+    help="The pool of the worker.",
 )
 @click.option(
     "--port",

@@ -109,10 +109,10 @@ def mount_wsgi(app: Starlette, path: str, wsgi: Any) -> None:
     --------
     >>> mount_wsgi(app, "/delays", make_console(delays, users))
     """
-    from a2wsgi import WSGIMiddleware
+    # Imported here: applications that mount nothing need no a2wsgi.
+    from delaytasks.contrib.asgi import asgi_of
 
-    mounted: Any = WSGIMiddleware(wsgi)
-    app.mount(path, mounted)
+    app.mount(path, asgi_of(wsgi))
 
 
 def mount_console(

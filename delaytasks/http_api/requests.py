@@ -79,6 +79,7 @@ class Route(NamedTuple):
     query: Mapping[str, JSONSchema] = {}
     #: Returns the tags that a request concerns, if the permission depends on the tag.
     tags_of: Callable[[ApiRequest], list[str]] = lambda request: []
+    #: Without it, a request with the header is refused, since its repetition would not be detected.
     takes_idempotency_key: bool = False
 
 
@@ -100,7 +101,12 @@ class Gate:
         if not is_for_all and not (route.permission.depends_on_tag and key.scopes.patterns):
             raise _forbidden(route)
         request = ApiRequest(
-            self._delays, key, path, _query(route, http), _body(route, http), _idempotency_key(http)
+            self._delays,
+            key,
+            path,
+            _query(route, http),
+            _body(route, http),
+            _idempotency_key(route, http),
         )
         if not is_for_all and not all(map(key.scopes.covers, route.tags_of(request))):
             raise _forbidden(route)
@@ -184,7 +190,7 @@ def _converted(text: str, kind: object) -> Any:
 def _body(route: Route, http: Request) -> Any:
     if route.request is None:
         return None
-    data = http.get_data(cache=False)
+    data = _data(http)
     if not data and "required" not in route.request:
         return {}
     if http.mimetype != "application/json":
@@ -197,13 +203,31 @@ def _body(route: Route, http: Request) -> Any:
     return body
 
 
+def _data(http: Request) -> bytes:
+    """Return the body, which has no length if the client sends it in chunks."""
+    if "Transfer-Encoding" in http.headers and "wsgi.input_terminated" not in http.environ:
+        # Werkzeug would read an empty body.
+        raise RefusedRequestError(411, "This server does not read chunks: send Content-Length.")
+    data = http.get_data(cache=False)
+    if http.content_length is None:
+        http.stream.read(1)  # raises 413 if the limit has cut the body off
+    return data
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def _idempotency_key(http: Request) -> str | None:
+def _idempotency_key(route: Route, http: Request) -> str | None:
     found = http.headers.get(IDEMPOTENCY_HEADER)
-    if found is not None and not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
+    if found is None:
+        return None
+    if not route.takes_idempotency_key:
+        raise InvalidRequestError(
+            f"{route.name} does not take the header {IDEMPOTENCY_HEADER}: a repeated request would "
+            "be carried out again; leave it out"
+        )
+    if not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
         raise InvalidRequestError(
             f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters"
         )

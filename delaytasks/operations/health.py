@@ -81,7 +81,9 @@ class _Answer(NamedTuple):
     """The answer of one database."""
 
     now: datetime
+    #: None if `DelayTasks.create_tables` made the tables, or if there are none.
     revision: str | None
+    has_tables: bool
     workers: Sequence[RegisteredWorker] = ()
     lost: Sequence[LostWorker] = ()
     swept: Sequence[Swept] = ()
@@ -169,14 +171,16 @@ class HealthChecks:
         now = store.tasks.now()
         names = (settings.table_prefix, settings.table_schema or None)
         revision = migrations.current(store.database, *names)
+        has_tables = revision is not None or migrations.has_tables(store.database, store.schema)
         if question.component == "api":  # a producer's role may not read the other tables
-            return _Answer(now, revision)
+            return _Answer(now, revision, has_tables)
         stats = Stats(store.database, store.schema)
         overdue = OverdueRows(store.database, store.schema)
         most = question.max_overdue
         return _Answer(
             now,
             revision,
+            has_tables,
             store.workers.registered(now, settings.silent_s),
             store.workers.lost(),
             stats.sweeps(settings.sweep_partitions),
@@ -219,8 +223,10 @@ def _database_check(answered: int, errors: dict[int, str]) -> HealthCheck:
 def _revision_check(answers: Sequence[_Answer]) -> HealthCheck:
     """Compare the tables with this version, which also works with tables of a newer one.
 
-    Tables that Django's migrations have made have no revision.
+    Migrations store the revision, also those of Django. `DelayTasks.create_tables` stores none.
     """
+    if not all(answer.has_tables for answer in answers):
+        return HealthCheck("tables", False, "they are missing: migrate the database")
     head = migrations.head()
     oldest = min((answer.revision for answer in answers if answer.revision), default=None)
     is_ok = oldest is None or oldest >= head

@@ -82,6 +82,17 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
     return database.autocommitted(work)
 
 
+def has_tables(database: Database, schema: Schema) -> bool:
+    """Return whether this database has the task table, also if no revision is stored."""
+    if sqlite_file.is_missing(database.url):
+        return False
+    tasks = schema.tasks
+    found: bool = database.autocommitted(
+        lambda connection: inspect(connection).has_table(tasks.name, tasks.schema)
+    )
+    return found
+
+
 def head() -> str:
     """Return the newest revision of this package."""
     # The name of each file begins with its revision.

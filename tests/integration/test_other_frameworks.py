@@ -11,23 +11,30 @@ from typing import Any
 import httpx
 import pytest
 
+from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.wiring import wiring_of
 from tests.doc_pages import blocks
 from tests.running import ROOT
+
+PAGE = ROOT / "docs/other-frameworks.md"
+
+
+def block_with(text: str) -> str:
+    """Return the block of the page that contains a text."""
+    return next(each.text for each in blocks(PAGE) if text in each.text)
 
 
 def application(framework: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Return the names of the block that imports a framework."""
     pytest.importorskip(framework)
-    page = ROOT / "docs/other-frameworks.md"
-    source = next(each.text for each in blocks(page) if f"from {framework} import" in each.text)
+    source = block_with(f"from {framework} import")
     file = folder / "shop.sqlite3"
     module = ModuleType("docs_application")
     monkeypatch.setitem(sys.modules, module.__name__, module)  # Litestar looks for types there
     names = vars(module)
     names["DATABASE_URL"] = f"sqlite:///{file}"
     names["ASYNC_DATABASE_URL"] = f"sqlite+aiosqlite:///{file}"
-    exec(compile(source.replace("redis://localhost:6379/0", "memory://"), str(page), "exec"), names)
+    exec(compile(source.replace("redis://localhost:6379/0", "memory://"), str(PAGE), "exec"), names)
     return names
 
 
@@ -50,4 +57,40 @@ def test_a_request_schedules_in_its_transaction(
 
     asyncio.run(go())
     assert len(delays.find()) == 1
+    delays.close()
+
+
+@pytest.mark.parametrize("root_path", ["", "/public"])
+@pytest.mark.parametrize("framework", ["litestar", "quart"])
+def test_the_http_api_is_mounted_beside_the_application(
+    framework: str, root_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = application(framework, tmp_path, monkeypatch)
+    delays = names["delays"]
+    with wiring_of(delays).store.database.begin() as connection:
+        delays.create_tables(connection)
+    keys = tmp_path / "api-keys.json"
+    key, _ = ApiKeyFile(keys).create("shop", ["read", "schedule:*"])
+    exec(block_with("with_wsgi").replace("/etc/shop/api-keys.json", str(keys)), names)
+    # The path of a request contains the root path, as in uvicorn.
+    transport = httpx.ASGITransport(names["server_app"], root_path=root_path)
+    headers = {"Authorization": f"Bearer {key}"}
+    new = {"tag": "order.close", "body": {"order": 7}, "delay": 60}
+
+    async def go() -> None:
+        base_url = f"http://shop{root_path}"
+        async with httpx.AsyncClient(
+            transport=transport, base_url=base_url, headers=headers
+        ) as client:
+            task = (await client.post("/delays/v1/tasks", json=new)).json()
+            assert (await client.get(f"/delays/v1/tasks/{task['id']}")).json()["body"] == {
+                "order": 7
+            }
+            document = (await client.get("/delays/v1/openapi.json")).json()
+            assert document["servers"] == [{"url": f"{root_path}/delays"}]
+            assert (await client.get("/delays-of-others")).status_code == 404
+            assert (await client.post("/orders/8")).json() == {"order": 8}
+        await names["sessions"].kw["bind"].dispose()
+
+    asyncio.run(go())
     delays.close()

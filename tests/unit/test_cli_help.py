@@ -51,6 +51,12 @@ def test_each_example_of_the_help_is_a_valid_call_of_its_command(
         assert called == [path], f"{shlex.join(words)}\n{result.output}\n{result.exception}"
 
 
+@pytest.mark.parametrize("path", COMMANDS)
+def test_each_option_is_explained(path: str) -> None:
+    options = [each for each in COMMANDS[path].params if isinstance(each, click.Option)]
+    assert [option.opts for option in options if not option.help] == []
+
+
 def completed(*words: str) -> list[str]:
     *before, incomplete = words
     shell = ShellComplete(main, {}, "delaytasks", "_DELAYTASKS_COMPLETE")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from django.core.handlers.asgi import ASGIRequest
 from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.urls import re_path
@@ -47,16 +47,22 @@ def _environ(request: HttpRequest, path: str) -> dict[str, Any]:
     """Return the WSGI environment of a request, which may come from an ASGI server."""
     script = request.path[: len(request.path) - len(path)].rstrip("/")
     text = {name: value for name, value in request.META.items() if isinstance(value, str)}
-    return {
+    environ = {
         **text,
         "SCRIPT_NAME": script,
         "PATH_INFO": f"/{path}",
         "wsgi.version": (1, 0),
         "wsgi.url_scheme": request.scheme,
-        "wsgi.input": io.BytesIO(request.body),
+        # Django would limit request.body. The application has a limit of its own.
+        "wsgi.input": request,
         "wsgi.errors": sys.stderr,
         "wsgi.multithread": True,
         "wsgi.multiprocess": True,
         "wsgi.run_once": False,
         REQUEST_VARIABLE: request,
     }
+    # Werkzeug reads a body without a length only if the stream is known to end. With an ASGI server
+    # it is, because Django has received the whole body.
+    if isinstance(request, ASGIRequest) and "CONTENT_LENGTH" not in text:
+        environ["wsgi.input_terminated"] = True
+    return environ

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 
 from delaytasks.http_api import idempotency
+from delaytasks.http_api.routes import ROUTES
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
+from tests.running import ROOT
 
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 0}
 
@@ -93,3 +96,19 @@ def test_a_repeated_batch_continues_where_the_first_one_ended(
 def test_too_long_a_key_is_refused(shop: ApiCaller) -> None:
     answer = shop.problem("POST", "/v1/tasks", NEW, Idempotency_Key="k" * 256)
     assert answer == (400, "InvalidRequestError")
+
+
+def test_other_routes_refuse_the_header(shop: ApiCaller) -> None:
+    shop.json("PUT", "/v1/recurring/report", {"tag": "report", "every": "1h"})
+    run = ("POST", "/v1/recurring/report/run")
+    refused = (400, "InvalidRequestError")
+    assert shop.problem(*run, Idempotency_Key="a") == refused
+    assert shop.problem("GET", "/v1/tasks", Idempotency_Key="a") == refused
+    assert shop.json(*run)["tag"] == "report"
+
+
+def test_the_docs_name_the_routes_that_take_the_header() -> None:
+    section = (ROOT / "docs/http-api.md").read_text().partition("## Repeated requests\n")[2]
+    sentence = section.partition("The routes that schedule take the header:")[2].partition(".")[0]
+    expected = [f"{each.method} {each.path}" for each in ROUTES if each.takes_idempotency_key]
+    assert re.findall("`(.+?)`", sentence) == expected

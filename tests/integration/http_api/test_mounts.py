@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,123 @@ def headers_of(site: ApiSite) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
 
 
+Post = Callable[[Any], httpx.Response]
+
+
+@contextmanager
+def in_flask(site: ApiSite) -> Iterator[Post]:
+    app = Flask("shop")
+    mount_api(app, "/delays", site.keys, site.delays)
+    yield wsgi_post(app, site)
+
+
+@contextmanager
+def in_django_with_wsgi(site: ApiSite) -> Iterator[Post]:
+    with django_urls(site):
+        from django.core.handlers.wsgi import WSGIHandler
+
+        yield wsgi_post(WSGIHandler(), site)
+
+
+@contextmanager
+def in_django_with_asgi(site: ApiSite) -> Iterator[Post]:
+    with django_urls(site):
+        from django.core.handlers.asgi import ASGIHandler
+
+        yield asgi_post(ASGIHandler(), site)
+
+
+@contextmanager
+def in_fastapi(site: ApiSite) -> Iterator[Post]:
+    app = fastapi.FastAPI()
+    mount_wsgi(app, "/delays", site.app)
+    yield asgi_post(app, site)
+
+
+@contextmanager
+def by_itself(site: ApiSite) -> Iterator[Post]:
+    headers = headers_of(site)
+    with served(site.app) as url:
+        yield lambda content: httpx.post(f"{url}/v1/tasks", content=content, headers=headers)
+
+
+def wsgi_post(app: Any, site: ApiSite) -> Post:
+    client = httpx.Client(transport=httpx.WSGITransport(app), base_url="http://testserver")
+    headers = headers_of(site)
+    return lambda content: client.post("/delays/v1/tasks", content=content, headers=headers)
+
+
+def asgi_post(app: Any, site: ApiSite) -> Post:
+    headers = headers_of(site)
+
+    async def post(content: Any) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://testserver") as client:
+            if not isinstance(content, bytes):
+                content = asynchronous(content)
+            return await client.post("/delays/v1/tasks", content=content, headers=headers)
+
+    return lambda content: run(post(content))
+
+
+async def asynchronous(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
+@contextmanager
+def django_urls(site: ApiSite) -> Iterator[None]:
+    """Configure a Django project that mounts the API."""
+    with configured():
+        from django.test import override_settings
+        from django.urls import include, path
+
+        from delaytasks.contrib.django.api import api_urls
+
+        class Urls:
+            urlpatterns = [path("delays/", include(api_urls(site.keys, site.delays)))]
+
+        with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=Urls):
+            yield
+
+
+MOUNTS = [in_flask, in_django_with_wsgi, in_django_with_asgi, in_fastapi, by_itself]
+Mount = Callable[[ApiSite], AbstractContextManager[Post]]
+
+
+@pytest.mark.parametrize("mount", MOUNTS)
+def test_the_limit_of_a_request_is_that_of_the_api(file_site: ApiSite, mount: Mount) -> None:
+    with mount(file_site) as post:
+        answer = post(json.dumps(NEW).ljust(3 * 2**20).encode())
+        assert answer.status_code == 200, answer.text
+        answer = post(json.dumps(NEW).ljust(5 * 2**20).encode())
+        assert answer.status_code == 413
+        assert answer.headers["Content-Type"] == "application/problem+json"
+
+
+def in_chunks(document: Any, size: int) -> Iterator[bytes]:
+    """Yield a body of `size` bytes. The client then sends it in chunks, without its length."""
+    text = json.dumps(document).ljust(size).encode()
+    return (text[at : at + 2**19] for at in range(0, size, 2**19))
+
+
+@pytest.mark.parametrize("mount", [in_django_with_asgi, in_fastapi, by_itself])
+def test_a_request_may_come_in_chunks(file_site: ApiSite, mount: Mount) -> None:
+    with mount(file_site) as post:
+        answer = post(in_chunks(NEW, 3 * 2**20))
+        assert answer.status_code == 200, answer.text
+        answer = post(in_chunks(NEW, 5 * 2**20))
+        assert answer.status_code == 413, answer.text
+
+
+@pytest.mark.parametrize("mount", [in_flask, in_django_with_wsgi])
+def test_chunks_that_the_server_does_not_read_are_refused(file_site: ApiSite, mount: Mount) -> None:
+    with mount(file_site) as post:
+        answer = post(in_chunks(NEW, 100))
+        assert answer.status_code == 411
+        assert answer.headers["Content-Type"] == "application/problem+json"
+
+
 def test_in_flask_the_api_writes_in_transactions_of_its_own(site: ApiSite) -> None:
     app = Flask("shop")
     mount_api(app, "/delays", site.keys, site.delays)
@@ -46,25 +165,18 @@ def test_in_flask_the_api_writes_in_transactions_of_its_own(site: ApiSite) -> No
 
 
 def test_in_django_requests_need_no_csrf_token(site: ApiSite) -> None:
-    with configured():
-        from django.test import Client, override_settings
-        from django.urls import include, path
+    with django_urls(site):
+        from django.test import Client
 
-        from delaytasks.contrib.django.api import api_urls
-
-        class Urls:
-            urlpatterns = [path("delays/", include(api_urls(site.keys, site.delays)))]
-
-        with override_settings(ALLOWED_HOSTS=["testserver"], ROOT_URLCONF=Urls):
-            client = Client(enforce_csrf_checks=True)
-            answer = client.post(
-                "/delays/v1/tasks",
-                json.dumps(NEW),
-                content_type="application/json",
-                headers=headers_of(site),
-            )
-            assert answer.status_code == 200, answer.content
-            assert client.get("/delays/v1/tasks").status_code == 401
+        client = Client(enforce_csrf_checks=True)
+        answer = client.post(
+            "/delays/v1/tasks",
+            json.dumps(NEW),
+            content_type="application/json",
+            headers=headers_of(site),
+        )
+        assert answer.status_code == 200, answer.content
+        assert client.get("/delays/v1/tasks").status_code == 401
 
 
 def test_in_fastapi_it_is_mounted_beside_the_application(site: ApiSite) -> None:

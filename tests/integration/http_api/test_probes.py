@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks.http_api import probes
 from delaytasks.operations.health import HealthChecks
-from tests.integration.http_api.conftest import ApiSite
+from tests.integration.http_api.conftest import ApiSite, site_at
 
 
 def probe(site: ApiSite, name: str) -> tuple[int, dict[str, bool]]:
@@ -23,6 +23,11 @@ def probe(site: ApiSite, name: str) -> tuple[int, dict[str, bool]]:
 
 def test_a_server_is_ready_on_each_database(site: ApiSite) -> None:
     assert probe(site, "ready") == (200, {"database": True, "tables": True})
+
+
+def test_a_server_is_not_ready_without_tables(database_url: str, tmp_path: Path) -> None:
+    with site_at(database_url, tmp_path, table_prefix="none_") as site:
+        assert probe(site, "ready") == (503, {"database": True, "tables": False})
 
 
 def test_a_server_is_ready_while_its_database_answers(

@@ -1,0 +1,58 @@
+"""Serves a WSGI application, such as the console or the HTTP API, in an ASGI application.
+
+See docs/other-frameworks.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from a2wsgi import WSGIMiddleware
+
+
+def with_wsgi(app: Any, path: str, wsgi: Any) -> Any:
+    """Return an ASGI application that serves `wsgi` below a path, and `app` everywhere else.
+
+    FastAPI and Starlette applications use `mount_wsgi` of `delaytasks.contrib.fastapi` instead.
+
+    Parameters
+    ----------
+    app
+        The ASGI application of the framework.
+    path
+        The path, such as `/delays`.
+    wsgi
+        The WSGI application. Its requests are served by 10 threads.
+
+    Returns
+    -------
+    callable
+        The application that the ASGI server serves.
+
+    Examples
+    --------
+    >>> server_app = with_wsgi(app, "/delays", make_api(delays, keys))
+    """
+    mounted = asgi_of(wsgi)
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            root_path = scope.get("root_path", "") + path
+            if f"{scope['path']}/".startswith(f"{root_path}/"):
+                await mounted({**scope, "root_path": root_path}, receive, send)
+                return
+        await app(scope, receive, send)
+
+    return served
+
+
+def asgi_of(wsgi: Any) -> Any:
+    """Return the ASGI application of a WSGI application."""
+
+    def with_end_of_body(environ: Any, start_response: Any) -> Any:
+        # Werkzeug reads a body without a length only if the stream is known to end.
+        if "CONTENT_LENGTH" not in environ:
+            environ["wsgi.input_terminated"] = True
+        return wsgi(environ, start_response)
+
+    return WSGIMiddleware(with_end_of_body)
