@@ -318,7 +318,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "finalized": is_a(bool),
         "send_task": takes("name", (), {}, 1.0, None, "id", None, None, task_type=None),
         "control_cls": is_a(str),
-        "_tasks": lambda found: found.get("no such task") is None,
         "current_worker_task": lambda found: found is None,
     },
     "celery.app.control.Control": {"broadcast": takes("self", "revoke", {"task_id": "1"})},

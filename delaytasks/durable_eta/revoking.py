@@ -53,7 +53,7 @@ def store_revoked(app: Any, message: StoredMessage) -> None:
             "chord": _chord_of(app, message),
         }
     )
-    task = app._tasks.get(headers.get("task"))
+    task = app.tasks.get(headers.get("task"))
     ignores = headers.get("ignore_result")
     if ignores is None and task is not None:
         ignores = task.ignore_result

@@ -42,7 +42,7 @@ class DurableSendTask:
     ) -> Any:
         call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
         if countdown or eta or is_forced(self._app):
-            task = options.get("task_type") or self._app._tasks.get(name)
+            task = options.get("task_type") or self._app.tasks.get(name)
             tasks = wiring_of(self._delays).celery_tasks
             if tasks.is_durable(call, task, durable_eta):
                 return tasks.send(self._send, call, *more, **options)

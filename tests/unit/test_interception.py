@@ -93,3 +93,19 @@ def test_send_task_shows_celerys_signature(tmp_path: Path) -> None:
     app = app_with(tmp_path)
 
     assert inspect.signature(app.send_task) == inspect.signature(bare.send_task)
+
+
+def test_a_call_by_name_finds_the_options_of_a_task_that_was_just_declared(tmp_path: Path) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
+    with wiring_of(delays).store.database.begin() as connection:
+        delays.create_tables(connection)
+
+    @app.task(name="remind", durable_eta=True)
+    def remind() -> None: ...
+
+    assert not app.finalized
+    sent = app.send_task("remind", countdown=60)
+    found = [task.key for task in delays.find().tasks]
+    assert found == [sent.id]
+    delays.close()
