@@ -14,7 +14,7 @@ from delaytasks.operations.state import DeploymentState
 #: Failures that are older are no news.
 RECENT = timedelta(hours=1)
 #: Failed runs that are retried are a warning if they are more, and a note otherwise. The alert
-#: `DelayTasksFailing` has the same limits.
+#: `DelayTasksFailing` has the same limits for tasks.
 FEW_RUNS, SMALL_SHARE = 5, 0.05
 #: Tags that are named in one sentence.
 NAMED_TAGS = 3
