@@ -232,7 +232,7 @@ def _groups(
         ids = [each.task_id for each in counted]
         last = [row for s in shards for row in rows_of(s.store.database, s.store.schema, ids)]
     except StoreError:
-        pass  # the next reading has the error of the database
+        pass  # the tables of statistics may be missing; FAILED tasks are known without them
     return groups_of(failed, now, counted, last, has_more=not _has_all_failures(found))
 
 
