@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
+from delaytasks.statistics.recent_failures import recent_failures
 from delaytasks.timers.broker_status import broker_error
 from delaytasks.wiring import wiring_of
 
@@ -27,7 +28,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         error = broker_error(wiring.celery, queue, settings.publish_limit_s)
     services = ServicesState(settings.timer, uses_broker, error)
     now = wiring.clock.now()
-    state = read_state(wiring_of(delays).shards, settings, delays.policies, services, now)
+    state = read_state(wiring.shards, settings, delays.policies, recent_failures, services, now)
     if state.is_down and (down := state.databases[0].error) is not None:
         raise down
     return state

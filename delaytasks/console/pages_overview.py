@@ -17,8 +17,9 @@ from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.page import Page
 from delaytasks.forecast.sentences import peak_sentences
 from delaytasks.operations.failed_now import FailedNow
+from delaytasks.operations.problems import Problem
 from delaytasks.operations.state import DeploymentState
-from delaytasks.operations.verdict import Problem, verdict_of
+from delaytasks.operations.verdict import verdict_of
 from delaytasks.statistics.on_time import gather_on_time
 from delaytasks.wiring import wiring_of
 

@@ -20,6 +20,7 @@ from delaytasks.console.login_limit import LoginLimit
 from delaytasks.console.viewers import Access, Role, Viewer
 from delaytasks.forecast.latest import LatestForecast
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
+from delaytasks.statistics.recent_failures import recent_failures
 from delaytasks.timers.broker_link import bounded_connection
 from delaytasks.wiring import wiring_of
 
@@ -83,6 +84,7 @@ class ConsoleState:
             wiring_of(delays).shards,
             delays.settings,
             delays.policies,
+            recent_failures,
             services,
             wiring.clock.now(),
             MOST_COUNTED_ROWS,

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import NamedTuple
 
 from delaytasks.core.clock import monotonic
+from delaytasks.core.counted_failures import CountedFailures
 from delaytasks.core.errors import StoreError
 from delaytasks.core.masking import mask_url
 from delaytasks.core.policies import Policy
@@ -26,7 +27,7 @@ from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
 from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
 from delaytasks.routing.shard import Shard
-from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows
+from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows, rows_of
 from delaytasks.storage.overdue_rows import OverdueCount, OverdueRows
 from delaytasks.storage.stats import MAX_COUNTED, Count, Stats
 
@@ -101,7 +102,7 @@ class DeploymentState:
     workers: Sequence[RegisteredWorker]
     #: The workers that were lost within the last hour, the latest loss first.
     lost: Sequence[LostWorker]
-    #: Failed tasks with the same tag and kind of error, of all databases together.
+    #: Failures with the same tag and kind of error, of all databases together.
     groups: Sequence[FailedNow]
 
     def count(self, status: Status) -> int:
@@ -161,8 +162,8 @@ class DeploymentState:
 
     @property
     def has_all_failures(self) -> bool:
-        """Whether all failed tasks are in `groups`."""
-        return all(len(one.failed) < MOST_FAILED for one in self.shards)
+        """Whether all FAILED tasks are in `groups`."""
+        return _has_all_failures(self.shards)
 
     @property
     def beat_age_s(self) -> float | None:
@@ -178,11 +179,15 @@ def read_state(
     shards: Sequence[Shard],
     settings: Settings,
     read_policies: Callable[[], Sequence[Policy]],
+    read_failures: Callable[[Sequence[Shard], datetime], Sequence[CountedFailures]],
     services: ServicesState,
     now: datetime,
     most_counted: int = MAX_COUNTED,
 ) -> DeploymentState:
-    """Read the state of every database. The error of a database is part of the result."""
+    """Read the state of every database. The error of a database is part of the result.
+
+    `read_failures` returns the failures that workers have counted in the databases that answer.
+    """
     found, databases = list[ShardState](), list[DatabaseState]()
     lost: list[LostWorker] = []
     for shard in shards:
@@ -200,7 +205,7 @@ def read_state(
     except StoreError:
         policies = ()  # no database answers, and each one's error is known
     workers = {worker.name: worker for one in found for worker in one.workers}
-    failed = [row for one in found for row in one.failed]
+    answering = [shard for shard, each in zip(shards, databases, strict=True) if each.error is None]
     return DeploymentState(
         now,
         found,
@@ -209,8 +214,30 @@ def read_state(
         services,
         list(workers.values()),
         lost_everywhere(lost, workers),
-        groups_of(failed, now),
+        _groups(answering, found, read_failures, now),
     )
+
+
+def _groups(
+    shards: Sequence[Shard],
+    found: Sequence[ShardState],
+    read_failures: Callable[[Sequence[Shard], datetime], Sequence[CountedFailures]],
+    now: datetime,
+) -> list[FailedNow]:
+    failed = [row for one in found for row in one.failed]
+    counted: Sequence[CountedFailures] = ()
+    last: list[FailedRow] = []
+    try:
+        counted = read_failures(shards, now)
+        ids = [each.task_id for each in counted]
+        last = [row for s in shards for row in rows_of(s.store.database, s.store.schema, ids)]
+    except StoreError:
+        pass  # the tables of statistics may be missing; FAILED tasks are known without them
+    return groups_of(failed, now, counted, last, has_more=not _has_all_failures(found))
+
+
+def _has_all_failures(shards: Sequence[ShardState]) -> bool:
+    return all(len(one.failed) < MOST_FAILED for one in shards)
 
 
 def read_shard(

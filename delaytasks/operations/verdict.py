@@ -5,22 +5,19 @@ The console, `delaytasks stats`, `top` and `report` show this verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, tzinfo
-from typing import Any, Literal, NamedTuple
+from datetime import tzinfo
+from typing import Any
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration
 from delaytasks.core.policies import Policy
 from delaytasks.core.text import count, first_names
-from delaytasks.operations.failed_now import FailedNow
+from delaytasks.operations.failing import failure_flaw, failure_problems
+from delaytasks.operations.problems import SEVERITIES, Problem, Severity, clock_time, tasks_are
 from delaytasks.operations.state import DeploymentState
 
-Severity = Literal["good", "note", "warning", "bad"]
-SEVERITIES: Sequence[Severity] = ("good", "note", "warning", "bad")
-#: Failures that are older are no news.
-RECENT = timedelta(hours=1)
 #: Problems that are named.
 MOST_PROBLEMS = 6
 #: Lost workers that are named.
@@ -29,16 +26,6 @@ NAMED_WORKERS = 3
 CLOCK_S = 5.0
 #: An outage of a worker's broker or timer, or a silence of beat, that is longer is mentioned.
 LEAST_OUTAGE_S = 15.0
-
-
-class Problem(NamedTuple):
-    """One sentence, and the page of the console that shows more."""
-
-    level: Severity
-    text: str
-    page: str = "overview"
-    #: The parameters of the page.
-    parameters: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ def verdict_of(
         text = f"The database does not answer: {state.databases[0].error}"
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
-    tasks = [*_stopped(state), *_late(state), *_failing(state, zone), *ahead]
+    tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
     others = [*_services(state), *_workers(state), *_held_back(state), *_paused(state)]
     problems = worst_first([*tasks, *others, *_lost(state, zone)])
     headline = _headline(state, bool(ahead))
@@ -87,31 +74,22 @@ def _headline(state: DeploymentState, is_peak_ahead: bool) -> str:
         return "Idle. No worker is alive, and no task waits."
     if state.overdue and state.oldest is not None:
         late = show_duration((state.now - state.oldest).total_seconds())
-        return f"Late. {_tasks_are(state.overdue)} overdue, the oldest by {late}."
+        return f"Late. {tasks_are(state.overdue)} overdue, the oldest by {late}."
     flaw = _flaw(state) or ("a peak ahead will start late" if is_peak_ahead else None)
     return f"On time, but {flaw}." if flaw else "On time."
 
 
 def _flaw(state: DeploymentState) -> str | None:
     """Return the worst problem that makes no task late, in a few words."""
-    if failed := sum(group.tasks for group in _recent(state)):
-        return f"{_number(failed)} failed"
+    if flaw := failure_flaw(state):
+        return flaw
     if state.services.broker_error:
         return "the broker does not answer"
     if silent := sum(not worker.is_alive for worker in state.workers):
         return "1 worker is silent" if silent == 1 else f"{silent:,} workers are silent"
     if limited := sum(policy.held or 0 for policy in _limited(state)):
-        return f"{_number(limited)} {'waits' if limited == 1 else 'wait'} for a limit"
+        return f"{count(limited, 'task')} {'waits' if limited == 1 else 'wait'} for a limit"
     return None
-
-
-def _recent(state: DeploymentState) -> list[FailedNow]:
-    """Return the groups of failures that are news."""
-    return [
-        group
-        for group in state.groups
-        if group.last_at is not None and state.now - group.last_at <= RECENT
-    ]
 
 
 def _stopped(state: DeploymentState) -> Iterator[Problem]:
@@ -120,7 +98,7 @@ def _stopped(state: DeploymentState) -> Iterator[Problem]:
             yield Problem("bad", f"Database {database.number} does not answer: {database.error}")
     live = state.waiting + state.running
     if not state.alive and live:
-        text = f"No worker is alive, and {_tasks_are(live)} waiting. Start a worker."
+        text = f"No worker is alive, and {tasks_are(live)} waiting. Start a worker."
         yield Problem("bad", text, "workers")
 
 
@@ -129,22 +107,10 @@ def _late(state: DeploymentState) -> Iterator[Problem]:
         if not state.alive and late.reason.code == "no_worker":
             continue  # the problem of all workers explains it
         age, verb = show_duration(late.late_s), "is" if late.tasks == 1 else "are"
-        text = f"{_number(late.tasks)} of {late.tag} {verb} overdue by up to {age}. "
+        text = f"{count(late.tasks, 'task')} of {late.tag} {verb} overdue by up to {age}. "
         level: Severity = "warning" if late.reason.code in ("paused", "limit") else "bad"
         where = {"tag": late.tag, "status": "NOT_COMPLETE"}
         yield Problem(level, text + late.reason.text, "tasks", where)
-
-
-def _failing(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
-    recent = _recent(state)
-    for group in recent:
-        verb = "has failed at" if group.tasks == 1 else "have failed since"
-        since = "" if group.first_at is None else _clock_time(group.first_at, state.now, zone)
-        text = f"{_number(group.tasks)} of {group.tag} {verb} {since}: {group.summary}"
-        yield Problem("bad", text, "failure", {"name": group.name})
-    if state.failed and not recent:
-        text = f"{_tasks_are(state.failed)} failed, but none in the last hour."
-        yield Problem("note", text, "failures")
 
 
 def _services(state: DeploymentState) -> Iterator[Problem]:
@@ -197,7 +163,7 @@ def _lost(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     if not state.lost:
         return
     number, names = len(state.lost), [worker.name for worker in state.lost]
-    at = _clock_time(state.lost[0].lost_at, state.now, zone)
+    at = clock_time(state.lost[0].lost_at, state.now, zone)
     if number == 1:
         text = f"Worker {names[0]} was lost at {at}: it was killed, or its host is down. Its tasks "
     else:
@@ -224,7 +190,7 @@ def _held_back(state: DeploymentState) -> Iterator[Problem]:
         }
         shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
         verb = "waits" if policy.held == 1 else "wait"
-        text = f"{_number(policy.held or 0)} of {policy.name} {verb} for its limit ({shown})."
+        text = f"{count(policy.held or 0, 'task')} of {policy.name} {verb} for its limit ({shown})."
         yield Problem("warning", text, "policies")
 
 
@@ -234,18 +200,3 @@ def _paused(state: DeploymentState) -> Iterator[Problem]:
         by = f" by {policy.updated_by}" if policy.updated_by else ""
         text = f"The {policy.kind} {policy.name} is paused{by}{held}."
         yield Problem("warning", text, "policies")
-
-
-def _clock_time(at: datetime, now: datetime, zone: tzinfo) -> str:
-    local = at.astimezone(zone)
-    is_today = local.date() == now.astimezone(zone).date()
-    return f"{local:%H:%M %Z}" if is_today else f"{local:%b %d, %H:%M %Z}"
-
-
-def _tasks_are(count: int) -> str:
-    """Return, for example, "1 task is" or "1,200 tasks are"."""
-    return f"{_number(count)} {'is' if count == 1 else 'are'}"
-
-
-def _number(count: int) -> str:
-    return "1 task" if count == 1 else f"{count:,} tasks"

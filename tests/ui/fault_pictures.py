@@ -94,6 +94,16 @@ def let_a_tag_fail(shop: FaultyShop) -> str:
     return "/"
 
 
+def let_a_tag_be_retried(shop: FaultyShop) -> str:
+    shop.deployment.worker()
+    shop.deployment.beat()
+    for number in range(50):
+        body = {"port": 440 + number % 4}
+        shop.delays.schedule_delay("pay.notify", body, 0, retries="1h 2h")
+    shop.wait_for("50 runs of pay.notify have failed")  # the worker writes its counts once a minute
+    return "/"
+
+
 def reach_a_limit(shop: FaultyShop) -> str:
     shop.delays.set_policy(tag="report.build", concurrency=1, actor="maria")
     shop.deployment.worker()
@@ -143,6 +153,11 @@ FAULTS = {
         let_a_tag_fail,
         r"On time, but 40 tasks failed\.",
         r"40 tasks of pay\.notify have failed since \d\d:\d\d UTC: .*timed out",
+    ),
+    "fault-retries": ShownFault(
+        let_a_tag_be_retried,
+        r"On time, but 50 runs have failed and will be retried\.",
+        r"50 runs of pay\.notify have failed since \d\d:\d\d UTC, and will be retried: .*timed out",
     ),
     "fault-limit": ShownFault(
         reach_a_limit,

@@ -27,6 +27,8 @@ HEALTHY = {
     'delaytasks_partitions_end_seconds{shard="0"}': "864000x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="done"}': "0+100x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+1x120",
+    # A partner fails often, and a retry succeeds.
+    'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="retried"}': "0+40x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="lease_lost"}': "0x120",
     'delaytasks_runs_total{instance="w1",tag="rare",outcome="failed"}': "0x50 1x69",
     'delaytasks_runs_on_time_total{instance="w1",tag="mail.send"}': "0+1000x120",
@@ -61,6 +63,10 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "DelayTasksBrokerDown": ({"delaytasks_broker_up": "0x120"}, {}),
     "DelayTasksFailing": (
         {'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+20x120"},
+        {"tag": "mail.send"},
+    ),
+    "DelayTasksRetrying": (
+        {'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="retried"}': "0+110x120"},
         {"tag": "mail.send"},
     ),
     "DelayTasksLeasesLost": (

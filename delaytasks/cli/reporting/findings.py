@@ -9,7 +9,8 @@ from delaytasks.cli.reporting.data import DueStep, ReportData
 from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.histograms import LATENESS_BOUNDS_S, bucket_of
 from delaytasks.core.text import count
-from delaytasks.operations.verdict import Problem, Severity, verdict_of, worst_first, worst_of
+from delaytasks.operations.problems import Problem, Severity
+from delaytasks.operations.verdict import verdict_of, worst_first, worst_of
 from delaytasks.statistics.results import OnTime, RunTotals, SeriesPoint
 
 #: The share of failures, the lateness and the number of runs from which the report has a finding.

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
+from delaytasks import NewTask
 from delaytasks.cli.reporting.data import MOST_STEPS, step_of
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.run_counts import FailureCount, RunCounts
 from delaytasks.statistics.charts import Series, lines, stacked_bars
 from delaytasks.statistics.queries import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.statistics.worker_counts import Unwritten, WorkerCounts
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, Project
@@ -118,6 +119,27 @@ def test_the_verdict_names_what_is_wrong(report: Callable[..., Any], served: Pro
         sentences.values(), key=["bad", "warning", "note"].index
     ), "the most important first"
     assert re.search(r"Late\. 1 task is overdue, the oldest by 1m", page.text)
+
+
+def test_failed_runs_that_are_retried_are_in_each_verdict(
+    report: Callable[..., Any], served: Project
+) -> None:
+    served.delays.schedule_many(NewTask("bad", {}, delay=0, retries="1h") for _ in range(8))
+    counted = served.delays.runner().run_due("default", range(10), limit=100)
+    store = wiring_of(served.delays).store
+    counts = WorkerCounts([wiring_of(served.delays).clock], 10)
+    counts.add(0, counted.statistics)
+    table = StatisticsTable(store.database, store.schema)
+    store.database.transaction(lambda c: table.add(c, counts.take(0), store.tasks.now()))
+    sentence = r"8 runs of bad have failed since \d\d:\d\d UTC, and will be retried: ValueError"
+    document, page = report()
+    found = [document["findings"][0]]
+    found += [served.json(name)["verdict"]["problems"][0] for name in ("stats", "top")]
+    for problem in found:
+        assert problem["level"] == "warning"
+        assert re.match(sentence, problem["text"])
+    assert "On time, but 8 runs have failed and will be retried." in page.text
+    assert re.search(sentence, served("stats").stdout)
 
 
 def test_if_tasks_wait_and_no_worker_is_alive_the_verdict_is_bad(

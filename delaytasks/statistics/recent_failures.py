@@ -1,0 +1,42 @@
+"""Reads what workers have counted of the groups of failures, for the verdict and the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from delaytasks.core.counted_failures import AN_HOUR, CountedFailures, recent_hours
+from delaytasks.statistics.reading import StepRange, failure_groups, run_counts
+
+if TYPE_CHECKING:
+    from delaytasks.routing.shard import Shard
+
+#: The most groups, those that failed last.
+MOST_READ_GROUPS = 100
+
+
+def recent_failures(shards: Sequence[Shard], now: datetime) -> list[CountedFailures]:
+    """Return the groups that failed last, with the number of recent runs of their tags."""
+    groups = failure_groups(shards, None, None, MOST_READ_GROUPS)
+    since = recent_hours(now)
+    tags = sorted({group.tag for group in groups if group.last_at >= since})
+    started: dict[str, int] = {}
+    if tags:
+        steps = StepRange(since, now, AN_HOUR, is_series=False)
+        for by_tag in run_counts(shards, steps, tags).values():
+            for tag, counts in by_tag.items():
+                started[tag] = started.get(tag, 0) + counts.started
+    return [
+        CountedFailures(
+            tag=group.tag,
+            pattern=group.pattern,
+            runs=group.runs,
+            first_at=group.first_at,
+            last_at=group.last_at,
+            task_id=group.task_id,
+            hours=group.hours,
+            runs_of_tag=started.get(group.tag, 0),
+        )
+        for group in groups
+    ]
