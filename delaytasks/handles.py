@@ -249,14 +249,24 @@ class Processor(Generic[Body, P, Returned_co]):
         session: Any = None,
         **options: Unpack[TaskOptions],
     ) -> DelayTask:
-        """Schedule a task of this tag. This is the asynchronous twin of `schedule_at`."""
+        """Schedule a task of this tag. This is the asynchronous twin of `schedule_at`.
+
+        Examples
+        --------
+        >>> await close_order.aschedule_at({"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
+        """
         schedule = self._delays.aschedule_at
         return await schedule(
             self.tag, body, at, on_conflict=on_conflict, session=session, **options
         )
 
     async def acancel(self, *, key: str, **options: Unpack[CancelOptions]) -> CancelResult:
-        """Cancel the task that has the key. This is the asynchronous twin of `cancel`."""
+        """Cancel the task that has the key. This is the asynchronous twin of `cancel`.
+
+        Examples
+        --------
+        >>> await close_order.acancel(key="7")
+        """
         return await self._delays.acancel(tag=self.tag, key=key, **options)
 
     async def afind(
@@ -268,7 +278,12 @@ class Processor(Generic[Body, P, Returned_co]):
         session: Any = None,
         **filters: Unpack[TagFilters],
     ) -> Page:
-        """Read a page of the tasks of this tag. This is the asynchronous twin of `find`."""
+        """Read a page of the tasks of this tag. This is the asynchronous twin of `find`.
+
+        Examples
+        --------
+        >>> [task.id for task in await close_order.afind(status="FAILED")]
+        """
         find = self._delays.afind
         page = {"cursor": cursor, "limit": limit, "newest_first": newest_first, "session": session}
         return await find(tag=self.tag, **page, **filters)
