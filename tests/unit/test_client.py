@@ -19,7 +19,7 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayTasks, Processor, api
+from delaytasks import DelayTasks, Processor, api, async_api
 from delaytasks.async_twins import AsyncTwins
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
@@ -30,7 +30,7 @@ from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.testing import DelaysTester
 from delaytasks.wiring import wiring_of
-from tests.async_twins import WRITTEN_BY_HAND
+from tests.async_twins import WRITTEN_BY_HAND, twin_name
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
@@ -76,6 +76,15 @@ def test_the_reference_lists_each_public_name() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     members = page.partition("::: delaytasks.DelayTasks\n")[2].partition("\n\n")[0]
     assert set(re.findall(r"- (\w+)$", members, re.MULTILINE)) == public_names() - TWINS
+
+
+def test_the_reference_lists_each_function_and_those_without_a_twin() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    section = page.partition("\n## Functions\n")[2].partition("\n## ")[0]
+    _, functions, twins = section.strip().split("\n\n")
+    assert re.findall(r"`(\w+)`", functions) == sorted(api.__all__)
+    without = {name for name in api.__all__ if twin_name(name) not in async_api.__all__}
+    assert set(re.findall(r"`(\w+)`", twins)) == without
 
 
 def test_the_module_has_each_function_of_the_list_and_its_docstring() -> None:
