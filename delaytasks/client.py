@@ -847,6 +847,8 @@ class DelayTasks(AsyncTwins):
             Pairs that a task has, perhaps among others.
         status : Status, str or several, optional
             One status, or a list of statuses of which the task has one.
+        error : str, optional
+            A pattern that the text of the last error matches, such as `"*timeout*"`.
         since, until, created_since, created_until, updated_until : datetime, optional
             Filters of the due time (`expected_time`), the time of the first call and the last
             change: at or after `since`, before `until`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import (
     TYPE_CHECKING,
@@ -14,7 +14,6 @@ from typing import (
     Generic,
     ParamSpec,
     Protocol,
-    TypedDict,
     TypeVar,
     overload,
 )
@@ -42,30 +41,10 @@ Returned = TypeVar("Returned")
 Returned_co = TypeVar("Returned_co", covariant=True)
 
 
-class CancelOptions(TypedDict, total=False):
-    """The options of `DelayTasks.cancel`."""
-
-    version: int | None
-    strict: bool
-    running: bool
-    terminate: bool
-    session: Any
-
-
-class WithTwins(Wired, Protocol):
+class RunsAsync(Wired, Protocol):
     """A `DelayTasks`, as its processors see it."""
 
-    @property
-    def aschedule_delay(self) -> Callable[..., Awaitable[DelayTask]]: ...
-
-    @property
-    def aschedule_at(self) -> Callable[..., Awaitable[DelayTask]]: ...
-
-    @property
-    def acancel(self) -> Callable[..., Awaitable[CancelResult]]: ...
-
-    @property
-    def afind(self) -> Callable[..., Awaitable[Page]]: ...
+    async def _run_async(self, method: Any, /, *arguments: Any, **options: Any) -> Any: ...
 
 
 class Processor(Generic[Body, P, Returned_co]):
@@ -91,7 +70,7 @@ class Processor(Generic[Body, P, Returned_co]):
 
     __name__: str
 
-    def __init__(self, delays: WithTwins, tag: str, function: Callable[P, Returned_co]) -> None:
+    def __init__(self, delays: RunsAsync, tag: str, function: Callable[P, Returned_co]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self._delays = delays
@@ -235,10 +214,10 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> await close_order.aschedule({"order": 7}, "30m", session=async_session)
         """
-        schedule = self._delays.aschedule_delay
-        return await schedule(
-            self.tag, body, delay, on_conflict=on_conflict, session=session, **options
+        task: DelayTask = await self._delays._run_async(
+            self.schedule, body, delay, on_conflict=on_conflict, session=session, **options
         )
+        return task
 
     async def aschedule_at(
         self,
@@ -249,15 +228,69 @@ class Processor(Generic[Body, P, Returned_co]):
         session: Any = None,
         **options: Unpack[TaskOptions],
     ) -> DelayTask:
-        """Schedule a task of this tag. This is the asynchronous twin of `schedule_at`."""
-        schedule = self._delays.aschedule_at
-        return await schedule(
-            self.tag, body, at, on_conflict=on_conflict, session=session, **options
-        )
+        """Schedule a task of this tag. This is the asynchronous twin of `schedule_at`.
 
-    async def acancel(self, *, key: str, **options: Unpack[CancelOptions]) -> CancelResult:
-        """Cancel the task that has the key. This is the asynchronous twin of `cancel`."""
-        return await self._delays.acancel(tag=self.tag, key=key, **options)
+        Examples
+        --------
+        >>> await close_order.aschedule_at({"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
+        """
+        task: DelayTask = await self._delays._run_async(
+            self.schedule_at, body, at, on_conflict=on_conflict, session=session, **options
+        )
+        return task
+
+    async def aschedule_many(
+        self,
+        tasks: Iterable[tuple[Body, Delay | datetime]],
+        *,
+        on_conflict: OnConflict = "reject",
+        session: Any = None,
+        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
+        **options: Unpack[TaskOptions],
+    ) -> int:
+        """Schedule many tasks of this tag. This is the asynchronous twin of `schedule_many`.
+
+        Examples
+        --------
+        >>> await send_mail.aschedule_many(({"to": user}, "1h") for user in users)
+        10000
+        """
+        count: int = await self._delays._run_async(
+            self.schedule_many,
+            tasks,
+            on_conflict=on_conflict,
+            session=session,
+            on_batch=on_batch,
+            **options,
+        )
+        return count
+
+    async def acancel(
+        self,
+        *,
+        key: str,
+        version: int | None = None,
+        strict: bool = False,
+        running: bool = False,
+        terminate: bool = False,
+        session: Any = None,
+    ) -> CancelResult:
+        """Cancel the task that has the key. This is the asynchronous twin of `cancel`.
+
+        Examples
+        --------
+        >>> await close_order.acancel(key="7")
+        """
+        result: CancelResult = await self._delays._run_async(
+            self.cancel,
+            key=key,
+            version=version,
+            strict=strict,
+            running=running,
+            terminate=terminate,
+            session=session,
+        )
+        return result
 
     async def afind(
         self,
@@ -268,10 +301,21 @@ class Processor(Generic[Body, P, Returned_co]):
         session: Any = None,
         **filters: Unpack[TagFilters],
     ) -> Page:
-        """Read a page of the tasks of this tag. This is the asynchronous twin of `find`."""
-        find = self._delays.afind
-        page = {"cursor": cursor, "limit": limit, "newest_first": newest_first, "session": session}
-        return await find(tag=self.tag, **page, **filters)
+        """Read a page of the tasks of this tag. This is the asynchronous twin of `find`.
+
+        Examples
+        --------
+        >>> [task.id for task in await close_order.afind(status="FAILED")]
+        """
+        page: Page = await self._delays._run_async(
+            self.find,
+            cursor=cursor,
+            limit=limit,
+            newest_first=newest_first,
+            session=session,
+            **filters,
+        )
+        return page
 
     def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayTask:
         w = wiring_of(self._delays)

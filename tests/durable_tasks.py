@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -39,6 +40,14 @@ def _facts(request: Any) -> dict[str, Any]:
 @shared_task(bind=True, name="durable.see")
 def see(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     return _facts(self.request)
+
+
+@shared_task(bind=True, name="durable.see_in_file")
+def see_in_file(self: Any, path: str) -> None:
+    """Write what the task sees to a file, which exists when it is complete."""
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps(_facts(self.request)))
+    part.rename(path)
 
 
 @shared_task(name="durable.add")

@@ -16,7 +16,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.recurrence.occurrences import Plan, due_of, plan
 from delaytasks.recurrence.queries import Advance, RecurringTable
-from delaytasks.recurrence.schedule import RecurringSchedule
+from delaytasks.recurrence.schedule import RecurringSchedule, check_readable, task_options
 
 #: Schedules in one transaction, and the tasks after which it takes no further schedule.
 BATCH_SCHEDULES, BATCH_TASKS = 2000, 5000
@@ -111,7 +111,7 @@ class Creation:
     ) -> Visit | None:
         """Plan the work for a schedule. A schedule that cannot be read stops no other one."""
         try:
-            schedule.check_readable()
+            check_readable(schedule)
             planned = plan(schedule, now, now + self._ahead, is_last_live)
         except Exception as error:
             self._events.emit("recurring.failed", schedule=schedule.name, error=error)
@@ -162,7 +162,7 @@ def task_of(
     schedule: RecurringSchedule, at: datetime, due: datetime, id: int, now: datetime
 ) -> DelayTask:
     """Return a new task of an occurrence, due then or, with jitter, later."""
-    headers_json, meta_json = schedule.task_options
+    headers_json, meta_json = task_options(schedule)
     return DelayTask(
         id=id,
         tag=schedule.tag,

@@ -16,7 +16,7 @@ from delaytasks.core.events import Events
 from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.definition import Definition
 from delaytasks.recurrence.operations import RecurringOperations
-from delaytasks.recurrence.schedule import RecurringSchedule
+from delaytasks.recurrence.schedule import RecurringSchedule, is_same_definition
 from delaytasks.recurrence.targets import is_known
 
 
@@ -57,7 +57,7 @@ def _store(
     operations: RecurringOperations, definition: Definition, known: RecurringSchedule | None
 ) -> None:
     new = operations.checked(definition)
-    if known is None or not known.is_defined_as(new):
+    if known is None or not is_same_definition(known, new):
         operations.put(new, is_declared=True)
 
 

@@ -20,6 +20,7 @@ from delaytasks.recurrence.schedule import (
     Overlap,
     RecurringSchedule,
     headers_with_meta,
+    task_options,
 )
 from delaytasks.recurrence.timing import ANY_START, EVERY, parse_timing
 from delaytasks.storage.schema import TIMING_LENGTH
@@ -126,7 +127,7 @@ def options_of(schedule: RecurringSchedule, tag: str, body: Any) -> RecurringOpt
     The body's version is kept if the form changes neither the tag nor the body.
     """
     # A task reads these options from the same headers.
-    headers_json, _ = schedule.task_options
+    headers_json, _ = task_options(schedule)
     task = DelayTask(0, schedule.tag, "", ANY_START, headers_json=headers_json)
     is_same_body = tag == schedule.tag and body == schedule.body
     return {

@@ -23,7 +23,12 @@ from delaytasks.core.task import DelayTask
 from delaytasks.recurrence.creation import task_of
 from delaytasks.recurrence.definition import Definition, started
 from delaytasks.recurrence.lookup import RecurringLookup
-from delaytasks.recurrence.schedule import DEFINED, RecurringSchedule
+from delaytasks.recurrence.schedule import (
+    DEFINED,
+    RecurringSchedule,
+    has_same_start,
+    is_same_definition,
+)
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
@@ -78,7 +83,7 @@ class RecurringOperations:
         _, known = self.lookup.locate(new.name)
         if known is None:
             return "added"
-        return "unchanged" if known.is_defined_as(new) else "changed"
+        return "unchanged" if is_same_definition(known, new) else "changed"
 
     def checked(self, definition: Definition) -> RecurringSchedule:
         """Return the schedule of a definition; write nothing."""
@@ -118,7 +123,7 @@ class RecurringOperations:
                     f"the recurring schedule {known.name!r} is declared in code: change it there, "
                     "or choose another name"
                 )
-            if known.is_defined_as(new) and known.is_declared == is_declared:
+            if is_same_definition(known, new) and known.is_declared == is_declared:
                 return Change(known)
             cancelled = self._cancel_waiting(on, shard, known, now)
             changes = _changes(known, new, now) | {
@@ -287,7 +292,7 @@ def _changes(known: RecurringSchedule, new: RecurringSchedule, now: datetime) ->
         for field in DEFINED
         if getattr(known, field) != getattr(new, field)
     }
-    if not known.has_start_of(new):
+    if not has_same_start(known, new):
         changes["start_at"] = new.start_at
     elif "timing" in changes:
         changes["start_at"] = started(new, now)

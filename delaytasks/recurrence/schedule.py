@@ -103,33 +103,7 @@ class RecurringSchedule:
     @property
     def meta(self) -> dict[str, str]:
         """The meta of each task."""
-        return decode_meta(self.task_options[1])
-
-    @property
-    def task_options(self) -> tuple[str | None, str | None]:
-        """The headers and the meta of each task, as the row of the task stores them."""
-        if self.headers_json is None:
-            return None, None
-        try:
-            headers = json.loads(self.headers_json)
-            meta = headers.pop(META, None)
-        except (ValueError, AttributeError, RecursionError):
-            return self.headers_json, None  # another program has written them
-        return _compact(headers), _compact(meta)
-
-    def is_defined_as(self, new: RecurringSchedule) -> bool:
-        """Return whether `new`, which is not stored yet, has the same definition."""
-        return self.has_start_of(new) and all(getattr(self, f) == getattr(new, f) for f in DEFINED)
-
-    def has_start_of(self, new: RecurringSchedule) -> bool:
-        """Return whether the start is that of `new`. An interval without a start keeps its own."""
-        keeps_start = new.start_at is None and new.timing.startswith(f"{EVERY} ")
-        return keeps_start or new.start_at == self.start_at
-
-    def check_readable(self) -> None:
-        """Raise `BodyEncryptedError` if no key of this process decrypts the body."""
-        if is_encrypted(self.body_json):
-            decoded(self.body_json, f"the body of the recurring schedule {self.name!r}")
+        return decode_meta(task_options(self)[1])
 
     def parsed(self) -> Timing:
         """Return the timing, or raise `InvalidTimingError` if another program has written it."""
@@ -168,12 +142,41 @@ class RecurringSchedule:
         instants = "start_at next_at last_at create_time update_time".split()
         document = {field: getattr(self, field) for field in self.__slots__}
         text = document.pop("body_json")
-        document["headers_json"], _ = self.task_options
+        document["headers_json"], _ = task_options(self)
         document["meta"] = self.meta
         document["body"] = placeholder(text) if is_encrypted(text) else self.body
         for field in instants:
             document[field] = None if document[field] is None else document[field].isoformat()
         return document
+
+
+def is_same_definition(known: RecurringSchedule, new: RecurringSchedule) -> bool:
+    """Return whether `new`, which is not stored yet, has the definition of `known`."""
+    return has_same_start(known, new) and all(getattr(known, f) == getattr(new, f) for f in DEFINED)
+
+
+def has_same_start(known: RecurringSchedule, new: RecurringSchedule) -> bool:
+    """Return whether `new` starts as `known`. An interval without a start keeps its own."""
+    keeps_start = new.start_at is None and new.timing.startswith(f"{EVERY} ")
+    return keeps_start or new.start_at == known.start_at
+
+
+def check_readable(schedule: RecurringSchedule) -> None:
+    """Raise `BodyEncryptedError` if no key of this process decrypts the body."""
+    if is_encrypted(schedule.body_json):
+        decoded(schedule.body_json, f"the body of the recurring schedule {schedule.name!r}")
+
+
+def task_options(schedule: RecurringSchedule) -> tuple[str | None, str | None]:
+    """Return the headers and the meta of each task, as the row of the task stores them."""
+    if schedule.headers_json is None:
+        return None, None
+    try:
+        headers = json.loads(schedule.headers_json)
+        meta = headers.pop(META, None)
+    except (ValueError, AttributeError, RecursionError):
+        return schedule.headers_json, None  # another program has written them
+    return _compact(headers), _compact(meta)
 
 
 def headers_with_meta(headers_json: str | None, meta_json: str | None) -> str | None:

@@ -128,9 +128,19 @@ def test_the_handle_of_a_processor_has_the_twins_of_its_methods(
         assert (second.expected_time, second.key) == (at, "2")
         await delays.aschedule_delay("other", {}, 60)
         second = await close_order.aschedule_at({"order": 2}, at, key="2")
-        page = await close_order.afind(newest_first=True, limit=1)
+        batches: list[int] = []
+        many: list[tuple[dict[str, int], str]] = [({"order": n}, "1d") for n in range(3)]
+        count = await close_order.aschedule_many(
+            many, on_batch=lambda tasks: batches.append(len(tasks)), queue="bulk"
+        )
+        assert (count, sum(batches), len(await close_order.afind(queue="bulk"))) == (3, 3, 3)
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            await close_order.aschedule_many(many, session=session)
+            await session.rollback()
+        await delays.acancel_many(tag="order.close", queue="bulk")
+        page = await close_order.afind(newest_first=True, limit=1, status="NOT_COMPLETE")
         assert [task.id for task in page] == [second.id]
-        rest = await close_order.afind(newest_first=True, cursor=page.cursor)
+        rest = await close_order.afind(newest_first=True, cursor=page.cursor, status="NOT_COMPLETE")
         assert [task.id for task in rest] == [first.id]
         with pytest.raises(StaleVersionError):
             await close_order.acancel(key="1", version=7, strict=True)

@@ -108,12 +108,14 @@ anything.schedule({"a": [1]}, 5)
 async def use_asyncio() -> None:
     assert_type(await close_order.aschedule({"order": 1}, "30m", key="1"), DelayTask)
     assert_type(await close_order.aschedule_at({"order": 1}, NOW, on_conflict="keep"), DelayTask)
+    assert_type(await close_order.aschedule_many([({"order": 1}, 5), ({"order": 2}, NOW)]), int)
     assert_type(await close_order.acancel(key="1", running=True), CancelResult)
     assert_type(await close_order.afind(status=["FAILED", "DONE"], limit=5), Page)
     assert_type(await refund.aschedule(OrderBody(1), 5), DelayTask)
     await close_order.aschedule({"order": "one"}, 5)  # type: ignore[dict-item]
     await close_order.aschedule({"order": 1}, 5, colour="red")  # type: ignore[call-arg]
     await close_order.aschedule_at({"order": 1}, "30m")  # type: ignore[arg-type]
+    await close_order.aschedule_many([("order", 5)])  # type: ignore[list-item]
     await close_order.acancel(key="1", colour="red")  # type: ignore[call-arg]
     await close_order.afind(tag="other")  # type: ignore[call-arg]
     await refund.aschedule_at({"id": 1}, NOW)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from collections.abc import Generator
 import pytest
 
 import delaytasks
-from delaytasks import DelayTasks
+from delaytasks import DelayTasks, Processor
 from delaytasks.core.events import Events
 from delaytasks.core.loop_turns import STARTS_PER_TURN, LoopTurns
 from delaytasks.core.thread_pool import ThreadPool
@@ -41,6 +41,14 @@ def test_each_method_of_recurring_schedules_has_a_twin() -> None:
     assert twins == set(map(twin_name, names))
     for name in twins:
         assert inspect.iscoroutinefunction(getattr(Recurring, name)), name
+
+
+def test_each_method_of_a_handle_has_a_twin_with_its_parameters_and_result() -> None:
+    methods = {name: method for name, method in vars(Processor).items() if name[0] != "_"}
+    twins = {name for name, method in methods.items() if inspect.iscoroutinefunction(method)}
+    assert twins == {twin_name(name) for name in methods.keys() - twins}
+    for name in methods.keys() - twins:
+        assert inspect.signature(methods[twin_name(name)]) == inspect.signature(methods[name])
 
 
 def test_each_method_has_a_twin_or_a_reason_to_have_none() -> None:

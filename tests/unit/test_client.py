@@ -19,7 +19,7 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayTasks, api
+from delaytasks import DelayTasks, Processor, api, async_api
 from delaytasks.async_twins import AsyncTwins
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
@@ -27,9 +27,10 @@ from delaytasks.core.bulk import BulkOptions
 from delaytasks.core.filters import Filters
 from delaytasks.core.new_task import TaskOptions
 from delaytasks.processors.registry import ProcessorOptions
+from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.testing import DelaysTester
 from delaytasks.wiring import wiring_of
-from tests.async_twins import WRITTEN_BY_HAND
+from tests.async_twins import WRITTEN_BY_HAND, twin_name
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
@@ -77,6 +78,15 @@ def test_the_reference_lists_each_public_name() -> None:
     assert set(re.findall(r"- (\w+)$", members, re.MULTILINE)) == public_names() - TWINS
 
 
+def test_the_reference_lists_each_function_and_those_without_a_twin() -> None:
+    page = (ROOT / "docs" / "reference.md").read_text()
+    section = page.partition("\n## Functions\n")[2].partition("\n## ")[0]
+    _, functions, twins = section.strip().split("\n\n")
+    assert re.findall(r"`(\w+)`", functions) == sorted(api.__all__)
+    without = {name for name in api.__all__ if twin_name(name) not in async_api.__all__}
+    assert set(re.findall(r"`(\w+)`", twins)) == without
+
+
 def test_the_module_has_each_function_of_the_list_and_its_docstring() -> None:
     assert set(api.__all__) < set(delaytasks.__all__)
     for name in api.__all__:
@@ -111,8 +121,30 @@ def test_a_docstring_names_each_parameter_and_has_an_example(method: Callable[..
     if method in OPTIONS:
         names |= OPTIONS[method].__annotations__.keys()
         names -= {"options", "filters"}
-    for name in names:
-        assert re.search(rf"^\*{{0,2}}.*\b{name}\b", documentation, re.MULTILINE), name
+    assert names <= _parameters(documentation)
+
+
+def _parameters(documentation: str) -> set[str]:
+    """Return the names that the section Parameters of a docstring explains."""
+    section = re.search(r"^Parameters\n-+\n(.+?)(?=\n\n|\Z)", documentation, re.M | re.S)
+    heads = re.findall(r"^[*\w][^:\n]*", section[1], re.MULTILINE) if section else []
+    return {name.strip("* ") for head in heads for name in head.split(",")}
+
+
+_METHODS_OF_HANDLES = [name for name, _ in inspect.getmembers(Processor, inspect.isfunction)]
+
+
+@pytest.mark.parametrize("name", [name for name in _METHODS_OF_HANDLES if name[0] != "_"])
+def test_each_method_of_a_processor_has_an_example(name: str) -> None:
+    documentation = inspect.getdoc(getattr(Processor, name)) or ""
+    assert "\nExamples\n--------\n>>> " in documentation
+    assert f".{name}(" in documentation
+
+
+def test_a_recurring_schedule_has_no_methods_of_the_sweep() -> None:
+    fields_of_row = {field.name for field in fields(RecurringSchedule)}
+    names = {name for name in dir(RecurringSchedule) if not name.startswith("_")}
+    assert names - fields_of_row == set("as_json between body key_of meta next parsed".split())
 
 
 def test_every_error_can_be_imported_from_the_package() -> None:

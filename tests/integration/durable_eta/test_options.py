@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import signature
+from celery import Task, signature, uuid
+from kombu import Connection
 
+from delaytasks import ConfigError
+from tests.doc_pages import ROOT
 from tests.integration.durable_eta.conftest import Shop
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 WAIT_S = 30
@@ -20,9 +28,16 @@ EXPIRES_S = 60
 LINKED = signature("durable.add", (1, 2), immutable=True)
 #: Stands for the name of the app's default queue.
 DEFAULT_QUEUE = "the default queue"
+#: Stand for values that each call makes: an instant, a new id, and a connection or a producer.
+SOON_AT, NEW_ID, OWN = "an instant soon", "a new id", "of the app's broker"
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "none": {},
+    "eta": {"eta": SOON_AT},
+    "task_id": {"task_id": NEW_ID},
+    "connection": {"connection": OWN},
+    "producer": {"producer": OWN},
+    "publisher": {"publisher": OWN},
     "expires in seconds": {"expires": EXPIRES_S},
     "expires at an instant": {"expires": datetime.now(timezone.utc) + timedelta(hours=1)},
     "headers": {"headers": {"tenant": "acme", "size": 7}},
@@ -62,11 +77,11 @@ def test_a_task_sees_the_same_request_as_with_bare_celery(
 ) -> None:
     see = project.task("see")
 
-    name = project.app.conf.task_default_queue
-    options = {key: name if value == DEFAULT_QUEUE else value for key, value in options.items()}
-
     def call(**more: Any) -> Any:
-        return see.apply_async((1, "é"), {"name": [None, True]}, **SOON, **options, **more)
+        with made(project.app, options) as own:
+            result = see.apply_async((1, "é"), {"name": [None, True]}, **own, **more)
+            assert result.id == own.get("task_id", result.id)
+            return result
 
     times = [_now()]
     bare = call(durable_eta=False)
@@ -85,6 +100,68 @@ def test_a_task_sees_the_same_request_as_with_bare_celery(
             assert first <= called <= last, "they are counted from the call"
     assert seen == expected
     assert [row.key for row in project.rows("see")][-1:] == [durable.id]
+
+
+@contextmanager
+def made(app: Any, options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the options of a call that is due soon, with values in place of what stands for them.
+
+    A connection of the app is closed after the call.
+    """
+    with app.connection_for_write() as connection:
+        own = connection if "connection" in options else app.amqp.Producer(connection)
+        values = {
+            DEFAULT_QUEUE: app.conf.task_default_queue,
+            SOON_AT: datetime.now(timezone.utc) + timedelta(seconds=SOON["countdown"]),
+            NEW_ID: uuid(),
+            OWN: own,
+        }
+        delay = {} if "eta" in options else SOON
+        named = {
+            key: values.get(value, value) if isinstance(value, str) else value
+            for key, value in options.items()
+        }
+        yield {**delay, **named}
+
+
+def test_an_ignored_result_is_not_stored(project: Shop, tmp_path: Path) -> None:
+    """The task writes to a file what it sees, since its result is not stored."""
+    files = {how: tmp_path / how for how in ("bare", "durable")}
+    for how, file in files.items():
+        result = project.task("see_in_file").apply_async(
+            (str(file),), **SOON, ignore_result=True, durable_eta=how == "durable"
+        )
+        wait_until(file.exists, WAIT_S, "the file")
+        assert result.ignored
+        assert project.app.backend.get(project.app.backend.get_key_for_task(result.id)) is None
+    expected, seen = (json.loads(file.read_text()) for file in files.values())
+    assert expected["ignore_result"] is True
+    assert {**seen, "args": None} == {**expected, "args": None}
+    assert [row.key for row in project.rows("see_in_file")][-1:] == [result.id]
+
+
+@pytest.mark.parametrize("option", ["connection", "producer", "publisher"])
+def test_another_broker_than_that_of_the_app_is_refused(project: Shop, option: str) -> None:
+    with Connection("redis://elsewhere/0") as connection:
+        other = connection if option == "connection" else project.app.amqp.Producer(connection)
+        with pytest.raises(ConfigError, match="durable_eta=False"):
+            project.task("see").apply_async(**SOON, **{option: other})
+
+
+#: Options of all calls.
+IN_EACH_CALL = {"args", "kwargs", "countdown"}
+
+
+@pytest.mark.quick
+def test_each_option_of_the_documentation_is_called() -> None:
+    called = {name for options in OPTIONS.values() for name in options} | IN_EACH_CALL
+    documented = re.findall(r"^ +(\w+) \(.+?\): ", Task.apply_async.__doc__ or "", re.MULTILINE)
+    page = (ROOT / "docs" / "durable-eta.md").read_text()
+    table = page.partition("| option of `apply_async` |")[2].partition("\n\n")[0]
+    listed = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.+?) \|", table, re.MULTILINE)))
+    assert len(documented) > 20
+    assert len(listed) > 30
+    assert not {*documented, *listed} - called
 
 
 def test_a_task_that_is_acknowledged_late_runs_again_when_its_process_dies(

@@ -15,7 +15,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import RecurringScheduleRow
 from delaytasks.core.errors import DelayTaskError, InvalidInputError, RecurringNotFoundError
 from delaytasks.recurrence.definition import Definition, options_of, timing_options
-from delaytasks.recurrence.schedule import Missed, Overlap, RecurringSchedule
+from delaytasks.recurrence.schedule import Missed, Overlap, RecurringSchedule, check_readable
 from delaytasks.wiring import wiring_of
 
 #: Occurrences that the page of a schedule shows.
@@ -215,7 +215,7 @@ def _is_editable(row: Any) -> bool:
     if row.is_declared or schedule is None:
         return False
     try:
-        schedule.check_readable()
+        check_readable(schedule)
     except ValueError:
         return False
     return True
