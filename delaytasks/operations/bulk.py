@@ -120,10 +120,15 @@ class BulkOperations:
             found.append((shard, BulkRun(shard, which, None, self._events, entry)))
         return found
 
-    def audit(self, limit: int) -> list[AuditEntry]:
+    def audit(self, limit: int, before: int | None = None) -> list[AuditEntry]:
+        """Return the newest entries, or those older than the entry `before`.
+
+        The order is that of the ids, which contain the time in milliseconds.
+        """
         check_page_limit(limit)
-        found = [entry for shard in self._router.shards for entry in shard.store.bulk.audit(limit)]
-        return sorted(found, key=lambda entry: entry.started_at, reverse=True)[:limit]
+        stores = [shard.store.bulk for shard in self._router.shards]
+        found = [entry for store in stores for entry in store.audit(limit, before)]
+        return sorted(found, key=lambda entry: entry.id, reverse=True)[:limit]
 
     def record(
         self, action: str, what: dict[str, Any], actor: str, *, is_refused: bool = False
