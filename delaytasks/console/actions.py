@@ -13,6 +13,7 @@ from flask import Flask, Response, current_app, flash, g, redirect, request
 from werkzeug.wrappers import Response as AnyResponse
 
 from delaytasks.console.requests import safe_next, state, viewer
+from delaytasks.console.task_filters import number_of
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.wiring import wiring_of
@@ -57,7 +58,8 @@ def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> No
     actor = viewer().name
     logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
     try:
-        wiring_of(state().delays).bulk.record(action, what, actor, is_refused=is_refused)
+        task = number_of(str(what.get("id", "")))
+        wiring_of(state().delays).bulk.record(action, what, actor, is_refused=is_refused, task=task)
     except DelayTaskError:
         # The action itself may be done, and the log has it.
         logger.exception("console: the audit entry of %s could not be written", action)

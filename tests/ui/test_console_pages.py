@@ -346,6 +346,7 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     assert (answer.status_code, answer.location) == (303, page)
     assert "The task is cancelled." in client.get(page).text
     assert delays.get(task.id).status is Status.CANCELLED
+    assert re.search(r"It was cancelled at .* by maria \(entry \d+", client.get(page).text)
     do("rerun")
     assert delays.get(task.id).status is Status.NOT_COMPLETE
     do("reschedule", when="2h")
