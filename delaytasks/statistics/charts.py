@@ -253,7 +253,12 @@ def _grid(scale: Scale) -> Sequence[str]:
 
 def _time_axis(starts: Sequence[datetime], step: timedelta) -> Sequence[str]:
     every, is_long = max(len(starts) // TIME_LABELS, 1), len(starts) * step > timedelta(days=2)
-    return [
+    # The corner below the other axis has space for the zone, however near the labels are.
+    zone = [
+        f'<text class="axis" text-anchor="end" x="{LEFT - 6}" y="{HEIGHT - 6}">{start:%Z}</text>'
+        for start in starts[:1]
+    ]
+    return zone + [
         f'<text class="axis" text-anchor="middle" x="{x + width / 2:.1f}" y="{HEIGHT - 6}">'
         f"{starts[n].strftime('%b %d' if is_long else '%H:%M')}</text>"
         for n, x, width in _columns(len(starts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from datetime import datetime, timedelta
+from zoneinfo import ZoneInfo
 
 from delaytasks.core.clock import UTC
 from delaytasks.statistics.charts import BOTTOM, HEIGHT, Series, lines
@@ -47,3 +48,10 @@ def test_a_week_on_time_has_no_line_above_the_label() -> None:
 def test_a_step_whose_tasks_never_start_is_a_gap() -> None:
     text = chart([0.0, 0.0, None, 5.0, 6.0])
     assert text.count("<polyline") == 2
+
+
+def test_the_time_axis_names_its_zone() -> None:
+    assert chart([0.0] * 5).count(">UTC</text>") == 1
+    text = chart([0.0] * 5, NOON.astimezone(ZoneInfo("Europe/Berlin")))
+    assert text.count(">CET</text>") == 1
+    assert ">13:00</text>" in text
