@@ -332,6 +332,7 @@ def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> N
     assert re.findall(r'data-label="Busy" class="num">([^<]*)<', text) == ["1 of 8", "2 of 8"]
     versions = re.findall(r'data-label="Version">([^<]*)<', text)
     assert versions == [installed_version()] * 2
+    assert "Stop or restart a worker where it runs" in text
 
 
 def test_viewers_share_what_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
