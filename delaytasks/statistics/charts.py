@@ -18,7 +18,7 @@ from delaytasks.core.durations import show_measured
 from delaytasks.statistics.results import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 6, 10, 24
+LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24
 #: Labels on the time axis, and lines on the other one.
 TIME_LABELS, LINES = 6, 4
 #: The durations on an axis: from a millisecond to four weeks.
@@ -143,7 +143,7 @@ def _counts(most: float) -> Scale:
     step = _round_up(max(most, 1) / LINES)
     top = step * math.ceil(max(most, 1) / step)
     values = [n * step for n in range(round(top / step) + 1)]
-    # The margin has space for six characters.
+    # The margin has space for seven characters.
     marks = [(v, f"{v / 1000:,.0f}k" if v >= 100_000 else f"{v:,.0f}") for v in values]
     return Scale(lambda value: value / top, marks)
 

@@ -7,9 +7,11 @@ from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
 
 from delaytasks.core.clock import UTC
-from delaytasks.statistics.charts import BOTTOM, HEIGHT, Series, lines
+from delaytasks.statistics.charts import BOTTOM, HEIGHT, LEFT, ON_TIME, Series, lines
 
 STEP = timedelta(hours=1)
+#: Pixels of a letter in the labels of the axes.
+LETTER = 6.5
 NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
 
 
@@ -38,6 +40,12 @@ def test_a_step_on_time_is_at_a_line_with_this_label_and_not_at_a_duration() -> 
     assert known["10m"] > lower > known["1h"]
     assert "13:00 to 14:00 UTC: these workers on time" in text
     assert "14:00 to 15:00 UTC: these workers 1h" in text
+
+
+def test_the_margin_has_space_for_the_label_on_time() -> None:
+    [right] = re.findall(rf'x="(\d+)" [^>]*>{ON_TIME}<', chart([0.0]))
+    assert int(right) < LEFT
+    assert int(right) > LETTER * len(ON_TIME)
 
 
 def test_a_week_on_time_has_no_line_above_the_label() -> None:
