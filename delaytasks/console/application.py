@@ -20,6 +20,7 @@ from delaytasks.console import (
     pages_recurring,
     pages_tasks,
 )
+from delaytasks.console.actions import audit_refusals
 from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
@@ -89,6 +90,7 @@ def make_console(
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
     protect(app, ConsoleState(delays, access))
+    audit_refusals(app)
     for pages in (
         pages_login,
         pages_overview,

@@ -167,7 +167,7 @@ def _charts(found: Forecast) -> dict[str, Markup]:
     ]
     return {
         "due": Markup(legend(due) + stacked_bars(starts, length, due)),
-        "late": Markup(legend(late) + lines(starts, length, late)),
+        "late": Markup(legend(late) + lines(starts, length, late, ON_TIME_S)),
     }
 
 

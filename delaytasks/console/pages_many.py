@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from flask import Flask, abort, redirect, render_template, request, url_for
 from werkzeug.wrappers import Response
 
+from delaytasks.console.actions import record
 from delaytasks.console.bulk_runs import BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.searches import Searches
@@ -187,7 +188,12 @@ def bulk_run(id: str) -> str:
 
 @requires(Role.OPERATE)
 def stop_bulk(id: str) -> Response:
-    _run_of(id).stop.set()
+    run = _run_of(id)
+    has_ended = run.state != "running"
+    run.stop.set()
+    entries = () if run.result is None else run.result.runs
+    what = {"action": run.action, "started by": run.actor, "audit": ", ".join(map(str, entries))}
+    record("stop_bulk", what, is_refused=has_ended)
     return redirect(url_for("bulk_run", id=id), 303)
 
 
@@ -213,10 +219,17 @@ def _undo(what: Any, shown: dict[str, Any]) -> Response:
 
 @requires(Role.VIEW)
 def audit() -> str:
-    delays = state().delays
-    entries = state().cache.get("audit", 2.0, lambda: delays.audit(limit=AUDIT_ENTRIES))
+    wiring, before = wiring_of(state().delays), number_of(request.args.get("before", ""))
+    entries = state().cache.get(
+        ("audit", before), 2.0, lambda: wiring.bulk.audit(AUDIT_ENTRIES + 1, before)
+    )
+    shown = entries[:AUDIT_ENTRIES]
     return render_template(
-        "audit.html", page="audit", entries=entries, now=wiring_of(delays).clock.now()
+        "audit.html",
+        page="audit",
+        entries=shown,
+        more=shown[-1].id if len(entries) > AUDIT_ENTRIES else None,
+        now=wiring.clock.now(),
     )
 
 

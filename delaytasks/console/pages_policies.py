@@ -11,7 +11,7 @@ from delaytasks.console.actions import act
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import InvalidPolicyError
-from delaytasks.core.policies import UNCHANGED
+from delaytasks.core.policies import UNCHANGED, Policy
 
 
 def install(app: Flask) -> None:
@@ -24,8 +24,16 @@ def install(app: Flask) -> None:
 
 @requires(Role.VIEW)
 def policies() -> str:
-    found = state().snapshot()
-    return render_template("policies.html", page="policies", s=found, now=found.now)
+    found, tag = state().snapshot(), request.args.get("tag", "").strip()
+    return render_template(
+        "policies.html", page="policies", s=found, now=found.now, edited=_limited(tag)
+    )
+
+
+def _limited(tag: str) -> Policy | None:
+    """Return the policy of a tag, as it is stored now, if it has limits."""
+    stored = state().delays.policies(tag=tag) if tag else []
+    return next((policy for policy in stored if policy.has_limits), None)
 
 
 def _named() -> dict[str, Any]:
@@ -63,6 +71,9 @@ def set_limits() -> Response:
     given = {name: request.form[name].strip() for name in _LIMITS if name in request.form}
 
     def do() -> str:
+        tag = named.get("tag", "")
+        if "is_change" not in request.form and _limited(tag) is not None:
+            raise InvalidPolicyError(f"the tag {tag} has limits already: change them in the list")
         limits = {name: _limit(name, text) for name, text in given.items()}
         policy = delays.set_policy(**named, **limits, actor=viewer().name)
         return f"The limits of the {policy.kind} {policy.name} are changed."

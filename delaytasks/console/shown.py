@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from datetime import datetime, timezone, tzinfo
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
@@ -25,6 +26,10 @@ STATUS_WORDS = {
     "CANCELLED": "cancelled",
     "HELD": "held",
 }
+#: An instant in a sentence or in an audit entry, but not in the key of an occurrence, after "@".
+_INSTANT = re.compile(
+    r"(?<![\w@])[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?(?:Z|\+00:00)"
+)
 
 
 def zone_of(name: object) -> tzinfo | None:
@@ -81,6 +86,19 @@ def day_and_time(value: datetime) -> str:
     return f"{value.astimezone(viewer_zone()):%a %b %d, %H:%M %Z}"
 
 
+def local_times(text: object) -> str:
+    """Return a text whose instants in UTC are written in the viewer's time zone, with its name."""
+
+    def local(found: re.Match[str]) -> str:
+        try:
+            instant = datetime.fromisoformat(f"{found[0][:19]}+00:00")
+            return f"{instant.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
+        except (OverflowError, ValueError):
+            return found[0]
+
+    return _INSTANT.sub(local, str(text))
+
+
 def from_now(value: datetime, now: datetime) -> str:
     seconds = (value - now).total_seconds()
     if abs(seconds) < 1:
@@ -112,6 +130,7 @@ def install_filters(app: Flask) -> None:
         instant=instant,
         distance=distance,
         day_and_time=day_and_time,
+        local_times=local_times,
         error_line=error_line,
         pretty_body=pretty_body,
         pretty_result=pretty_result,

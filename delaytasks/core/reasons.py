@@ -43,7 +43,7 @@ class ScheduleFacts(NamedTuple):
 
 
 class AuditFacts(NamedTuple):
-    """The bulk operation that has cancelled the task."""
+    """The audit entry of the action that has cancelled the task."""
 
     id: int
     actor: str

@@ -101,8 +101,7 @@ class BulkOperations:
             raise InvalidQueryError("this result has no audit entries: it is of a dry run")
         found: list[tuple[Shard, BulkRun]] = []
         for id in (check_id(each.id if isinstance(each, AuditEntry) else each) for each in ids):
-            shards = self._router.shards
-            shard = shards[shard_of(id)] if shard_of(id) < len(shards) else shards[0]
+            shard = self._shard(id)
             entry = shard.store.bulk.audited(id)
             if entry is None:
                 raise InvalidQueryError(f"there is no audit entry {id}; it may have been purged")
@@ -120,19 +119,36 @@ class BulkOperations:
             found.append((shard, BulkRun(shard, which, None, self._events, entry)))
         return found
 
-    def audit(self, limit: int) -> list[AuditEntry]:
+    def _shard(self, id: int) -> Shard:
+        """Return the shard that an id names, or else the first one."""
+        shards, number = self._router.shards, shard_of(id)
+        return shards[number] if number < len(shards) else shards[0]
+
+    def audit(self, limit: int, before: int | None = None) -> list[AuditEntry]:
+        """Return the newest entries, or those older than the entry `before`.
+
+        The order is that of the ids, which contain the time in milliseconds.
+        """
         check_page_limit(limit)
-        found = [entry for shard in self._router.shards for entry in shard.store.bulk.audit(limit)]
-        return sorted(found, key=lambda entry: entry.started_at, reverse=True)[:limit]
+        stores = [shard.store.bulk for shard in self._router.shards]
+        found = [entry for store in stores for entry in store.audit(limit, before)]
+        return sorted(found, key=lambda entry: entry.id, reverse=True)[:limit]
 
     def record(
-        self, action: str, what: dict[str, Any], actor: str, *, is_refused: bool = False
+        self,
+        action: str,
+        what: dict[str, Any],
+        actor: str,
+        *,
+        is_refused: bool = False,
+        task: int | None = None,
     ) -> None:
         """Write an audit entry about one action of a person, such as a pause.
 
-        The entry is in the first database, and cannot be undone by `undo`.
+        The entry is in the database of the task with the id `task`, or else in the first one. It
+        cannot be undone by `undo`.
         """
-        shard = self._router.shards[0]
+        shard = self._shard(task or 0)
         now, refused = shard.clock.now(), int(is_refused)
         state = "failed" if is_refused else "done"
         shard.store.bulk.begin(

@@ -18,11 +18,14 @@ from delaytasks.core.durations import show_measured
 from delaytasks.statistics.results import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 6, 10, 24
+LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24
 #: Labels on the time axis, and lines on the other one.
 TIME_LABELS, LINES = 6, 4
 #: The durations on an axis: from a millisecond to four weeks.
 ROUND_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 259_200.0, 2_419_200.0)
+
+#: The label of the values that are on time.
+ON_TIME = "on time"
 
 
 class Series(NamedTuple):
@@ -90,13 +93,23 @@ def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Se
     return _chart(label, starts, step, scale, shapes, titles)
 
 
-def lines(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
-    """Return a chart of durations, on a logarithmic scale. A step without value is a gap."""
+def lines(
+    starts: Sequence[datetime], step: timedelta, parts: Sequence[Series], on_time_s: float = 0.0
+) -> str:
+    """Return a chart of durations, on a logarithmic scale. A step without value is a gap.
+
+    Values below `on_time_s` are at the bottom, which has the label "on time".
+    """
     known = [value for part in parts for value in part.values if value is not None]
-    scale = _durations(known)
+    scale = _durations_from(on_time_s, known) if on_time_s else _durations(known)
     shapes = [shape for part in parts for shape in _line(part, len(starts), scale)]
+
+    def shown(value: float | None) -> str:
+        is_on_time = value is not None and value < on_time_s
+        return ON_TIME if is_on_time else show_measured(value)
+
     titles = [
-        _title(start, step, {part.name: show_measured(part.values[n]) for part in parts})
+        _title(start, step, {part.name: shown(part.values[n]) for part in parts})
         for n, start in enumerate(starts)
     ]
     label = "Durations by time: " + ", ".join(part.name for part in parts)
@@ -130,7 +143,7 @@ def _counts(most: float) -> Scale:
     step = _round_up(max(most, 1) / LINES)
     top = step * math.ceil(max(most, 1) / step)
     values = [n * step for n in range(round(top / step) + 1)]
-    # The margin has space for six characters.
+    # The margin has space for seven characters.
     marks = [(v, f"{v / 1000:,.0f}k" if v >= 100_000 else f"{v:,.0f}") for v in values]
     return Scale(lambda value: value / top, marks)
 
@@ -152,6 +165,19 @@ def _durations(values: Sequence[float]) -> Scale:
         lambda value: (math.log10(value) - low) / (high - low) if value > 0 else 0.0,
         [(mark, show_measured(mark)) for mark in marks],
     )
+
+
+def _durations_from(on_time_s: float, values: Sequence[float]) -> Scale:
+    """Return a logarithmic scale of the values that are not on time, above a line of the others."""
+    scale = _durations([value for value in values if value >= on_time_s] or [on_time_s])
+    bottom = 1 / len(scale.lines)
+
+    def position(value: float) -> float:
+        if value < on_time_s:
+            return 0.0
+        return bottom + (1 - bottom) * max(scale.position(value), 0.0)
+
+    return Scale(position, [(0.0, ON_TIME), *scale.lines])
 
 
 # -- shapes ---------------------------------------------------------------------------------------
@@ -227,7 +253,12 @@ def _grid(scale: Scale) -> Sequence[str]:
 
 def _time_axis(starts: Sequence[datetime], step: timedelta) -> Sequence[str]:
     every, is_long = max(len(starts) // TIME_LABELS, 1), len(starts) * step > timedelta(days=2)
-    return [
+    # The corner below the other axis has space for the zone, however near the labels are.
+    zone = [
+        f'<text class="axis" text-anchor="end" x="{LEFT - 6}" y="{HEIGHT - 6}">{start:%Z}</text>'
+        for start in starts[:1]
+    ]
+    return zone + [
         f'<text class="axis" text-anchor="middle" x="{x + width / 2:.1f}" y="{HEIGHT - 6}">'
         f"{starts[n].strftime('%b %d' if is_long else '%H:%M')}</text>"
         for n, x, width in _columns(len(starts))

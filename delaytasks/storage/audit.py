@@ -10,6 +10,7 @@ from sqlalchemy import Select, delete, insert, select, update
 
 from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.clock import from_us
+from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Undo
 from delaytasks.core.json_text import dump_json
 from delaytasks.storage.database import Database
@@ -78,9 +79,11 @@ class Audit:
             lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended))
         )
 
-    def all(self, limit: int) -> list[AuditEntry]:
-        """Return the newest rows first, by their ids."""
-        return self._entries(select(self._a).order_by(self._a.c.id.desc()).limit(limit))
+    def all(self, limit: int, before: int | None = None) -> list[AuditEntry]:
+        """Return the newest rows first, by their ids; only those with ids below `before`."""
+        last = MAX_ID if before is None else min(before, MAX_ID)
+        rows = select(self._a).where(self._a.c.id < last)
+        return self._entries(rows.order_by(self._a.c.id.desc()).limit(limit))
 
     def _entries(self, query: Select[Any]) -> list[AuditEntry]:
         return [

@@ -7,8 +7,9 @@ from datetime import datetime
 
 from sqlalchemy import func, select
 
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.encryption import names_of
+from delaytasks.core.ids import MAX_ID, first_id
 from delaytasks.core.reasons import (
     AuditFacts,
     Facts,
@@ -28,6 +29,8 @@ _NO_ERRORS = TransportFacts()
 MOST_WAITLIST_COUNTED = 10_000
 #: Bulk operations that may have cancelled a task: those that ran at that time.
 MOST_OPERATIONS = 5
+#: The ids of a minute: a cancel and its audit entry have the times of the clocks of two machines.
+IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
 #: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
 _RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
 
@@ -101,13 +104,32 @@ class FactReader:
         return ScheduleFacts(*rows[0]) if rows else None
 
     def _cancelled_by(self, task: DelayTask) -> AuditFacts | None:
+        """Return the audit entry of the action that has cancelled the task."""
+        if task.update_time is None:
+            return None
+        return self._cancelled_alone(task, task.update_time) or self._cancelled_with_others(
+            task, task.update_time
+        )
+
+    def _cancelled_alone(self, task: DelayTask, at: datetime) -> AuditFacts | None:
+        """Return the entry of a cancel of this task, which a person made in the console.
+
+        The ids of the entries contain their times, so the primary key leads to those of that time.
+        """
+        a, near = self._schema.audit.c, min(first_id(at), MAX_ID - IDS_AROUND)
+        is_near = a.id >= near - IDS_AROUND, a.id < near + IDS_AROUND
+        is_cancel = a.action == "cancel_task", a.changed > 0
+        is_mine = a.filter.contains(f'"id":"{task.id}"', autoescape=True)
+        query = select(a.id, a.actor).where(*is_near, *is_cancel, is_mine)
+        rows = self._db.rows(query.order_by(a.id.desc()).limit(1))
+        return AuditFacts(*rows[0]) if rows else None
+
+    def _cancelled_with_others(self, task: DelayTask, at: datetime) -> AuditFacts | None:
         """Return the bulk operation that has cancelled the task.
 
         No index leads to it, so only the steps of the operations of that time are read.
         """
-        at, a, step = task.update_time, self._schema.audit.c, self._schema.audit_steps.c
-        if at is None:
-            return None
+        a, step = self._schema.audit.c, self._schema.audit_steps.c
         has_run_then = a.started_at <= at, (a.finished_at.is_(None)) | (a.finished_at >= at)
         operations = select(a.id, a.actor).where(a.action == "cancel", *has_run_then)
         newest = operations.order_by(a.id.desc()).limit(MOST_OPERATIONS)

@@ -43,7 +43,23 @@ def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: Del
     assert explain(delays, by_bob).reasons[0].facts["actor"] == "bob"
 
 
-def test_a_task_that_was_cancelled_alone_has_no_actor(delays: DelayTasks) -> None:
+def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks) -> None:
+    mine, other = delays.schedule_delay("a", {}, 60), delays.schedule_delay("a", {}, 60)
+    bulk = wiring_of(delays).bulk
+    for task in (mine, other):
+        delays.cancel(task)
+    bulk.record("cancel_task", {"id": str(mine.id)}, "ann", task=mine.id)
+    bulk.record("cancel_task", {"id": str(mine.id)}, "bob", task=mine.id, is_refused=True)
+    bulk.record("cancel_task", {"id": f"{mine.id}0"}, "bob")
+    bulk.record("rerun_task", {"id": str(mine.id)}, "bob", task=mine.id)
+    [entry] = [entry for entry in delays.audit() if entry.actor == "ann"]
+    [reason] = explain(delays, mine).reasons
+    assert f"by ann (entry {entry.id} of the audit)" in reason.sentence
+    assert reason.facts["actor"] == "ann"
+    assert explain(delays, other).reasons[0].facts["actor"] is None
+
+
+def test_a_task_that_code_cancelled_has_no_actor(delays: DelayTasks) -> None:
     task = delays.schedule_delay("a", {}, 60)
     delays.cancel(task)
     [reason] = explain(delays, task).reasons
@@ -119,5 +135,18 @@ def test_a_shard_that_is_down_is_the_reason(shard_urls: list[str]) -> None:
     [reason] = explanation.reasons
     assert (reason.code, reason.facts["shard"], explanation.task) == ("unreachable", 1, None)
     assert explanation.id == task.id
+    delays.close()
+    shards.close()
+
+
+def test_the_entry_of_a_cancel_is_in_the_shard_of_its_task(shard_urls: list[str]) -> None:
+    shards = Several(shard_urls)
+    delays = shards.delays()
+    for shard in SHARDS:
+        task = schedule_at(delays, shard)
+        delays.cancel(task)
+        wiring_of(delays).bulk.record("cancel_task", {"id": str(task.id)}, "ann", task=task.id)
+        assert explain(delays, task).reasons[0].facts["actor"] == "ann", shard
+    assert {entry.shard for entry in delays.audit()} == set(SHARDS)
     delays.close()
     shards.close()

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from delaytasks import NewTask
+from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import Role
 from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.services import Services
 from tests.ui.chromium import chromium, draw_page, find_chromium
-from tests.ui.console_site import Site, served, write_statistics
+from tests.ui.console_site import Site, served
 from tests.ui.test_console_in_a_browser import MODES
 from tests.waiting import wait_until
 
@@ -39,9 +40,10 @@ class FaultyShop:
         )
         self.delays = self.deployment.delays
         self.site = Site(self.delays)
-        write_statistics(self.delays)
-        for number in range(120):
-            self.delays.schedule_delay("order.close", {"order": number}, 60 + 15 * number)
+        self.deployment.beat()
+        for number in range(150):
+            delay = 0 if number < 30 else 15 * (number - 26)
+            self.delays.schedule_delay("order.close", {"order": number}, delay)
 
     def wait_for(self, text: str, path: str = "/", deadline_s: float = 120) -> None:
         """Wait until a page of the console contains a text."""
@@ -55,6 +57,15 @@ class FaultyShop:
         found = self.delays.find
         wait_until(lambda: len(found(**filters)) == number, 60, f"{number} tasks with {filters}")
 
+    def wait_for_runs(self) -> None:
+        """Wait until a worker has written its runs to the statistics, as it does once a minute."""
+        series = self.delays.statistics.series
+        wait_until(
+            lambda: any(point.total.done for point in series(since="1h", step="1m")),
+            120,
+            "the runs of the last hour",
+        )
+
     def close(self) -> None:
         self.broker.stop()
         self.broker.start()  # the queues of the deployment are deleted there
@@ -62,17 +73,16 @@ class FaultyShop:
         self.broker.stop()
 
 
-# -- faults: each returns the path of the page that shows it --------------------------------------
+# -- faults ---------------------------------------------------------------------------------------
 
 
-def stop_the_broker(shop: FaultyShop) -> str:
+def stop_the_broker(shop: FaultyShop) -> None:
     shop.deployment.worker()
     shop.broker.stop()
     shop.wait_for("The broker does not answer")
-    return "/"
 
 
-def kill_a_worker(shop: FaultyShop) -> str:
+def kill_a_worker(shop: FaultyShop) -> None:
     shop.deployment.worker()
     worker = shop.deployment.worker()
     for number in range(2):
@@ -81,40 +91,35 @@ def kill_a_worker(shop: FaultyShop) -> str:
     worker.kill()
     shop.wait_for("was lost at")
     shop.wait_for("</span> On time.</h1>")  # the other worker has taken its tasks over
-    return "/"
 
 
-def let_a_tag_fail(shop: FaultyShop) -> str:
+def let_a_tag_fail(shop: FaultyShop) -> None:
     shop.deployment.worker()
     for number in range(40):
         body = {"port": 440 + number % 4}
         shop.delays.schedule_delay("pay.notify", body, 0)
     shop.wait_for_tasks(40, tag="pay.notify", status="FAILED")
     shop.wait_for("40 tasks of pay.notify have failed")
-    return "/"
 
 
-def let_a_tag_be_retried(shop: FaultyShop) -> str:
+def let_a_tag_be_retried(shop: FaultyShop) -> None:
     shop.deployment.worker()
-    shop.deployment.beat()
     for number in range(50):
         body = {"port": 440 + number % 4}
         shop.delays.schedule_delay("pay.notify", body, 0, retries="1h 2h")
     shop.wait_for("50 runs of pay.notify have failed")  # the worker writes its counts once a minute
-    return "/"
 
 
-def reach_a_limit(shop: FaultyShop) -> str:
+def reach_a_limit(shop: FaultyShop) -> None:
     shop.delays.set_policy(tag="report.build", concurrency=1, actor="maria")
     shop.deployment.worker()
     for number in range(60):
         shop.delays.schedule_delay("report.build", {"report": number}, 0)
     shop.wait_for_tasks(59, status="HELD")
     shop.wait_for("59 tasks of report.build wait")
-    return "/"
 
 
-def schedule_a_peak(shop: FaultyShop) -> str:
+def schedule_a_peak(shop: FaultyShop) -> None:
     for _ in range(2):
         shop.deployment.worker()
     shop.delays.schedule_many(NewTask("newsletter.send", {"to": n}, delay=0) for n in range(200))
@@ -127,48 +132,76 @@ def schedule_a_peak(shop: FaultyShop) -> str:
         NewTask("newsletter.send", {"to": number}, at=monday) for number in range(PEAK)
     )
     shop.wait_for('<span class="muted">measured</span>', "/forecast?tag=newsletter.send")
-    return "/forecast"
+    shop.wait_for("On time, but a peak ahead will start late.")
 
 
-class ShownFault(NamedTuple):
-    """A fault, and what the page says at its top: the headline, and the sentences below it."""
+class ShownPage(NamedTuple):
+    """A page, and what it says at its top: the headline, and the sentences below it."""
 
-    cause: Callable[[FaultyShop], str]
+    path: str
     headline: str
     sentence: str
 
 
+class ShownFault(NamedTuple):
+    """A fault, and the pages that show it, by the names of their pictures."""
+
+    cause: Callable[[FaultyShop], None]
+    pages: dict[str, ShownPage]
+
+
+def _on_overview(
+    cause: Callable[[FaultyShop], None], picture: str, headline: str, sentence: str
+) -> ShownFault:
+    return ShownFault(cause, {picture: ShownPage("/", headline, sentence)})
+
+
 FAULTS = {
-    "fault-broker": ShownFault(
+    "broker": _on_overview(
         stop_the_broker,
+        "fault-broker",
         r"On time, but the broker does not answer\.",
         r"The broker does not answer",
     ),
-    "fault-worker": ShownFault(
+    "worker": _on_overview(
         kill_a_worker,
+        "fault-worker",
         r"On time\.",
-        r"Worker w1@\w+ was lost at \d\d:\d\d UTC: it was killed, or its host is down\.",
+        r"Worker w2@\w+ was lost at \d\d:\d\d UTC: it was killed, or its host is down\.",
     ),
-    "fault-tag": ShownFault(
+    "tag": _on_overview(
         let_a_tag_fail,
+        "fault-tag",
         r"On time, but 40 tasks failed\.",
         r"40 tasks of pay\.notify have failed since \d\d:\d\d UTC: .*timed out",
     ),
-    "fault-retries": ShownFault(
+    "retries": _on_overview(
         let_a_tag_be_retried,
+        "fault-retries",
         r"On time, but 50 runs have failed and will be retried\.",
         r"50 runs of pay\.notify have failed since \d\d:\d\d UTC, and will be retried: .*timed out",
     ),
-    "fault-limit": ShownFault(
+    "limit": _on_overview(
         reach_a_limit,
+        "fault-limit",
         r"On time, but 59 tasks wait for a limit\.",
         r"59 tasks of report\.build wait for its limit \(concurrency 1\)\.",
     ),
-    "fault-peak": ShownFault(
+    "peak": ShownFault(
         schedule_a_peak,
-        r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks, which 2 workers would start "
-        r"up to \w+ late",
-        r"Queues default: 2 workers with 4 processes would start each task up to \w+ late; ",
+        {
+            "fault-peak-overview": ShownPage(
+                "/",
+                r"On time, but a peak ahead will start late\.",
+                r"A peak is ahead\. From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks",
+            ),
+            "fault-peak": ShownPage(
+                "/forecast",
+                r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks, which 2 workers would start "
+                r"up to \w+ late",
+                r"Queues default: 2 workers with 4 processes would start each task up to \w+ late",
+            ),
+        },
     ),
 }
 
@@ -186,11 +219,15 @@ def opened(services: Services) -> Iterator[FaultyShop]:
 def draw_faults(folder: Path) -> None:
     services = Services()
     with chromium(find_chromium()) as browser:
-        for name, fault in FAULTS.items():
+        for fault in FAULTS.values():
             with opened(services) as shop, served(shop.site.app) as address:
-                path = fault.cause(shop)
+                fault.cause(shop)
+                shop.wait_for_runs()
                 shop.site.client(Role.OPERATE)
+                shop.site.app.extensions[EXTENSION].cache.forget()
                 context = browser.new_context(**MODES["light"])
-                draw_page(context.new_page(), address + path, folder / f"{name}.png", TALLEST)
+                page = context.new_page()
+                for name, shown in fault.pages.items():
+                    draw_page(page, address + shown.path, folder / f"{name}.png", TALLEST)
                 context.close()
     services.close()

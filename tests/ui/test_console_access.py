@@ -85,7 +85,7 @@ def test_each_route_is_refused_below_its_role(own_site: Site, role: Role | None)
             assert answer.status_code not in (401, 403, 500), where
 
 
-#: Actions without an audit entry of their own. The entry of a bulk run says that it was stopped.
+#: Actions without an audit entry, and one whose entry is tested in test_console_audit.py.
 UNAUDITED = {"log_out", "preferences", "stop_bulk"}
 
 

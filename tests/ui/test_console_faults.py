@@ -21,13 +21,14 @@ pytestmark = pytest.mark.slow
 def test_the_top_of_the_page_names_the_fault(browser: Any, services: Services, name: str) -> None:
     fault = FAULTS[name]
     with opened(services) as shop, served(shop.site.app) as address:
-        path = fault.cause(shop)
+        fault.cause(shop)
         shop.site.client(Role.OPERATE)
         with watched(browser, **MODES["light"]) as page:
-            page.goto(address + path)
-            headline = page.locator("h1")
-            assert re.search(fault.headline, headline.inner_text()), headline.inner_text()
-            sentence = page.get_by_text(re.compile(fault.sentence)).first
-            sentence.wait_for()
-            box = sentence.bounding_box()
-            assert box["y"] + box["height"] < TALLEST, "it is seen without scrolling"
+            for shown in fault.pages.values():
+                page.goto(address + shown.path)
+                headline = page.locator("h1")
+                assert re.search(shown.headline, headline.inner_text()), headline.inner_text()
+                sentence = page.get_by_text(re.compile(shown.sentence)).first
+                sentence.wait_for()
+                box = sentence.bounding_box()
+                assert box["y"] + box["height"] < TALLEST, "it is seen without scrolling"

@@ -57,6 +57,8 @@ def test_the_charts_have_each_step_and_tag(peak: Site) -> None:
     assert due.count(f"newsletter.send {PEAK}, other tags 0") == 1
     assert due.count("newsletter.send 0, other tags 1") == 1
     assert re.search(r"these workers \d+s, twice as many \d", late)
+    assert late.count("these workers on time, twice as many on time") > 24 * 6
+    assert late.count(">on time</text>") == 1, "the label of the bottom"
 
 
 def test_an_operator_spreads_a_peak_and_undoes_it(peak: Site) -> None:

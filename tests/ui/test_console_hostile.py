@@ -53,6 +53,7 @@ def pages_of(site: Site) -> Mapping[str, int]:
         "/recurring": 4,
         f"/recurring?name={QUOTED}": 8,
         "/policies": 3,
+        f"/policies?tag={QUOTED}": 5,
         "/queues": 2,
         "/workers": 5,
         "/audit": 3,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import re
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from delaytasks.cli.deployment import read_deployment
 from delaytasks.console.queries import ConsoleQueries
 from delaytasks.console.searches import SEARCH_S
 from delaytasks.console.viewers import Role
+from delaytasks.core.clock import UTC
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.installed import installed_version
 from delaytasks.core.registered_worker import ServiceTimes
@@ -285,6 +286,26 @@ def test_times_are_in_the_zone_of_the_viewer(site: Site) -> None:
     assert "times are in Asia/Tokyo" in client.get("/").text
 
 
+def test_reasons_audit_entries_and_charts_are_in_the_zone_of_the_viewer(own_site: Site) -> None:
+    client, delays = own_site.client(), own_site.delays
+    failed = delays.find(status="FAILED", tag="report.build").tasks[0]
+    until = datetime(2030, 1, 31, 18, tzinfo=UTC)
+    delays.cancel_many(tag="order.close", until=until)
+    at = failed.update_time
+    assert at is not None
+    assert f"It failed at {at:%Y-%m-%d %H:%M:%S} UTC: " in client.get(f"/tasks/{failed.id}").text
+    assert ">UTC</text>" in client.get("/").text
+    post(client, "/preferences", zone="Asia/Tokyo")
+    local = at + timedelta(hours=9)
+    page = client.get(f"/tasks/{failed.id}").text
+    assert f"It failed at {local:%Y-%m-%d %H:%M:%S} JST: " in page
+    assert "until: 2030-02-01 03:00:00 JST" in client.get("/audit").text
+    for path in ("/", "/forecast"):
+        text = client.get(path).text
+        assert text.count(">JST</text>") >= 2, path
+        assert ">UTC</text>" not in text, path
+
+
 def test_the_life_of_a_task_names_what_scheduled_it(own_site: Site) -> None:
     delays, trace = own_site.delays, "4bf92f3577b34da6a3ce929d0e0e4736"
     meta = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
@@ -311,6 +332,7 @@ def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> N
     assert re.findall(r'data-label="Busy" class="num">([^<]*)<', text) == ["1 of 8", "2 of 8"]
     versions = re.findall(r'data-label="Version">([^<]*)<', text)
     assert versions == [installed_version()] * 2
+    assert "Stop or restart a worker where it runs" in text
 
 
 def test_viewers_share_what_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +368,7 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     assert (answer.status_code, answer.location) == (303, page)
     assert "The task is cancelled." in client.get(page).text
     assert delays.get(task.id).status is Status.CANCELLED
+    assert re.search(r"It was cancelled at .* by maria \(entry \d+", client.get(page).text)
     do("rerun")
     assert delays.get(task.id).status is Status.NOT_COMPLETE
     do("reschedule", when="2h")
