@@ -34,7 +34,7 @@ from delaytasks.contrib.django.task_framework import (
 )
 from delaytasks.testing import DelaysTester
 from tests.integration import django_settings, django_task_suite
-from tests.integration.shops import ExampleShop
+from tests.integration.shops import ExampleShop, new_database
 from tests.running import ROOT
 
 
@@ -267,13 +267,20 @@ print(json.dumps([
 
 
 @pytest.mark.slow
-def test_a_worker_runs_the_tasks_of_installed_apps(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("kind", ["postgresql", "mysql", "sqlite"])
+def test_a_worker_runs_the_tasks_of_installed_apps(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
+) -> None:
+    if kind == "sqlite":
+        url, drop = f"sqlite:///{tmp_path / 'shop'}", lambda: None
+    else:
+        url, drop = new_database(request.getfixturevalue(f"{kind}_url"))
     app = tmp_path / "receipts"
     app.mkdir()
     (app / "__init__.py").touch()
     (app / "tasks.py").write_text(TASKS)
     (tmp_path / "shop_with_tasks.py").write_text(SETTINGS)
-    shop = ExampleShop("django_shop", tmp_path, f"sqlite:///{tmp_path / 'shop'}", redis_url)
+    shop = ExampleShop("django_shop", tmp_path, url, redis_url)
     shop.environment["PYTHONPATH"] += f":{tmp_path}"
     shop.environment["DJANGO_SETTINGS_MODULE"] = "shop_with_tasks"
     try:
@@ -282,6 +289,7 @@ def test_a_worker_runs_the_tasks_of_installed_apps(tmp_path: Path, redis_url: st
         output = shop.command("manage.py", "shell", "-c", CALLS)
     finally:
         shop.close()
+        drop()
     (written, failed, counted) = json.loads(output.strip().splitlines()[-1])
     assert written[:3] == ["SUCCESSFUL", 1, 1]
     assert failed[:3] == ["FAILED", False, 1]
