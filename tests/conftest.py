@@ -23,6 +23,7 @@ from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.rabbitmq_server import RabbitServer
 from tests.redis_server import RedisServer
+from tests.running import ROOT
 from tests.services import MissingServiceError, Services, free_port, own_database
 from tests.webserver import WebServer
 
@@ -307,6 +308,20 @@ def sqlite_path(tmp_path: Path) -> Callable[..., str]:
         return f"sqlite:///{tmp_path / name}.sqlite3"
 
     return url
+
+
+@pytest.fixture
+def task_suite() -> Path:
+    """The tests of Django's task backends, which `./dev test-django` and `./dev test-oldest`
+    download. Without a network, the test is listed as not run, in CI too."""
+    folder = os.environ.get("DELAYTASKS_TEST_TASK_SUITE")
+    if folder is None:
+        pytest.skip("`./dev test-django` and `./dev test-oldest` run this test")
+    if not (ROOT / folder).is_dir():
+        name = "the tests of django-tasks"
+        _missing[name] = f"they could not be downloaded into {folder}"
+        pytest.skip(_needs(name))
+    return ROOT / folder
 
 
 @pytest.fixture

@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from celery import signals
+from celery.signals import worker_ready
 from opentelemetry import trace
+from opentelemetry.metrics import set_meter_provider
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
     MetricExporter,
@@ -20,6 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, Sp
 
 from delaytasks import DelayTask, Fail, processor
 from delaytasks.contrib import opentelemetry
+from tests.doc_pages import block_beginning
 
 FOLDER = "DELAYTASKS_TEST_TELEMETRY"
 
@@ -50,16 +52,15 @@ class MetricFile(MetricExporter):
     def shutdown(self, timeout_millis: float = 30_000, **_: Any) -> None: ...
 
 
-def observe_this_worker(sender: Any, **_: Any) -> None:
-    opentelemetry.observe_worker(sender, metrics)
-
-
 if FOLDER in os.environ:
     spans = TracerProvider()
     spans.add_span_processor(SimpleSpanProcessor(SpanFile()))
     metrics = MeterProvider([PeriodicExportingMetricReader(MetricFile(), 200)])
-    opentelemetry.instrument(spans, metrics)
-    signals.worker_ready.connect(observe_this_worker)
+    continues_trace = "DELAYTASKS_TEST_CONTINUES_TRACE" in os.environ
+    opentelemetry.instrument(spans, metrics, continues_trace=continues_trace)
+    set_meter_provider(metrics)
+    documented = block_beginning("docs/tracing.md", "@worker_ready")
+    exec(documented.text, {"worker_ready": worker_ready, "opentelemetry": opentelemetry})
 
 
 @processor("otel.works")

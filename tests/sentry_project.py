@@ -77,5 +77,10 @@ async def fails_on_the_loop(body: dict[str, Any]) -> None:
     raise OrderError("in a coroutine")
 
 
+@processor("sentry.kills")
+def kill_the_process(body: dict[str, Any]) -> None:
+    os._exit(1)
+
+
 @processor("sentry.quiet")
 def does_nothing(body: dict[str, Any]) -> None: ...

@@ -20,6 +20,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.storage import bulk as store_bulk
 from delaytasks.storage.changes import ChangeReader
 from delaytasks.storage.live_rows import LiveRows
+from delaytasks.storage.live_tags import live_tags
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
@@ -115,6 +116,11 @@ def test_a_read_of_changes_scans_no_table(analysed: Store) -> None:
 
 def test_a_read_of_what_happens_now_scans_no_table(analysed: Store) -> None:
     assert_no_scan(plans(analysed, lambda: LiveRows(analysed.database, analysed.schema).read(1)))
+
+
+def test_a_count_of_the_unfinished_tasks_of_each_tag_scans_no_table(analysed: Store) -> None:
+    database, schema = analysed.database, analysed.schema
+    assert_no_scan(plans(analysed, lambda: database.autocommitted(lambda c: live_tags(c, schema))))
 
 
 def test_a_count_of_overdue_tasks_scans_no_table(analysed: Store) -> None:

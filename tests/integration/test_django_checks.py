@@ -20,7 +20,7 @@ from sqlalchemy import text
 from delaytasks.contrib.django import checks
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.errors import BodyNotJSONError, InvalidKeyError
-from delaytasks.storage import migrations
+from delaytasks.storage import live_tags, migrations
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401
 
@@ -128,6 +128,18 @@ def test_waiting_tasks_whose_tag_has_no_processor_are_reported(make_project: Mak
     message = found(databases=["checked"])["W004"]
     assert "'removed' (2)" in message
     assert "'known'" not in message
+
+
+def test_a_large_number_of_waiting_tasks_is_not_read_as_a_whole(
+    make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delays = make_project(strict_tags=False)
+    migrations.upgrade(wiring_of(delays).store.database)
+    monkeypatch.setattr(live_tags, "MOST_TAG_ROWS", 2)
+    for queue, tag in (("a", "removed"), ("a", "removed"), ("a", "removed"), ("b", "renamed")):
+        delays.schedule_delay(tag, {}, 60, queue=queue)
+    message = found(databases=["checked"])["W004"]
+    assert "'removed' (at least 2), 'renamed' (at least 1)" in message
 
 
 def test_a_model_instance_is_refused_and_the_error_says_to_pass_its_pk(

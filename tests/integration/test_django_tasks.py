@@ -34,7 +34,7 @@ from delaytasks.contrib.django.task_framework import (
 )
 from delaytasks.testing import DelaysTester
 from tests.integration import django_settings, django_task_suite
-from tests.integration.shops import ExampleShop
+from tests.integration.shops import ExampleShop, new_database
 from tests.running import ROOT
 
 
@@ -196,20 +196,29 @@ def _undecorated() -> None: ...
 
 
 @pytest.mark.slow
-def test_the_tests_of_the_frameworks_own_backends_pass(tmp_path: Path) -> None:
+def test_the_tests_of_the_frameworks_own_backends_pass(tmp_path: Path, task_suite: Path) -> None:
     """Run the tests of Django 6, or before Django 6 those of the package `django-tasks`."""
-    has_framework = find_spec("django.tasks") is not None
-    command, package = ("test-django", "tasks") if has_framework else ("test-oldest", "tests")
-    folder = os.environ.get("DELAYTASKS_TEST_TASK_SUITE")
-    if folder is None or not (ROOT / folder).is_dir():
-        pytest.skip(f"needs the tests of the framework, which `./dev {command}` downloads")
+    package = "tests" if find_spec("django.tasks") is None else "tasks"
     suite = Path(django_task_suite.__file__)
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(suite), str(ROOT / folder), package],
+        [sys.executable, "-W", "ignore", str(suite), str(task_suite), package],
         cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "not applicable" in done.stdout
+
+
+@pytest.mark.slow
+def test_tests_that_cannot_be_downloaded_are_listed_as_not_run_in_ci() -> None:
+    test = f"{__file__}::{test_the_tests_of_the_frameworks_own_backends_pass.__name__}"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", test],
+        env={**os.environ, "CI": "true", "DELAYTASKS_TEST_TASK_SUITE": "not_downloaded"},
+        cwd=ROOT, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not run on this machine" in done.stdout
+    assert "the tests of django-tasks: 1 tests; they could not be downloaded" in done.stdout
 
 
 SETTINGS = """
@@ -258,13 +267,20 @@ print(json.dumps([
 
 
 @pytest.mark.slow
-def test_a_worker_runs_the_tasks_of_installed_apps(tmp_path: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("kind", ["postgresql", "mysql", "sqlite"])
+def test_a_worker_runs_the_tasks_of_installed_apps(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path, redis_url: str
+) -> None:
+    if kind == "sqlite":
+        url, drop = f"sqlite:///{tmp_path / 'shop'}", lambda: None
+    else:
+        url, drop = new_database(request.getfixturevalue(f"{kind}_url"))
     app = tmp_path / "receipts"
     app.mkdir()
     (app / "__init__.py").touch()
     (app / "tasks.py").write_text(TASKS)
     (tmp_path / "shop_with_tasks.py").write_text(SETTINGS)
-    shop = ExampleShop("django_shop", tmp_path, f"sqlite:///{tmp_path / 'shop'}", redis_url)
+    shop = ExampleShop("django_shop", tmp_path, url, redis_url)
     shop.environment["PYTHONPATH"] += f":{tmp_path}"
     shop.environment["DJANGO_SETTINGS_MODULE"] = "shop_with_tasks"
     try:
@@ -273,6 +289,7 @@ def test_a_worker_runs_the_tasks_of_installed_apps(tmp_path: Path, redis_url: st
         output = shop.command("manage.py", "shell", "-c", CALLS)
     finally:
         shop.close()
+        drop()
     (written, failed, counted) = json.loads(output.strip().splitlines()[-1])
     assert written[:3] == ["SUCCESSFUL", 1, 1]
     assert failed[:3] == ["FAILED", False, 1]

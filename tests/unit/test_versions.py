@@ -17,7 +17,8 @@ from tests.running import ROOT
 OF_CELERY = {"kombu", "billiard", "amqp", "redis"}
 FRAMEWORKS = {
     "celery", "django", "flask", "flask-sqlalchemy", "fastapi", "starlette", "sentry-sdk",
-    "opentelemetry-api",
+    "opentelemetry-api", "sqlalchemy", "django-tasks", "litestar", "quart", "pytest-django",
+    "freezegun", "time-machine",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.core.errors import ConfigError, StoreError
 from delaytasks.core.text import first_names
 from delaytasks.storage import migrations
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.live_tags import live_tags
 from delaytasks.wiring import wiring_of
 
 #: The oldest versions whose SQL has the clauses that claims use.
@@ -125,12 +125,17 @@ def _revision(delays: DjangoDelays) -> str | None:
 
 def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
     wiring = wiring_of(delays)
-    pending = Stats(wiring.store.database, wiring.store.schema).pending()
-    unknown = [each for each in pending if wiring.registry.get(each.tag) is None]
+    found = wiring.store.database.autocommitted(lambda c: live_tags(c, wiring.store.schema))
+    precision = "at least " if found.is_capped else ""
+    unknown = [
+        f"{tag!r} ({precision}{tasks:,})"
+        for tag, tasks in found.tasks.items()
+        if wiring.registry.get(tag) is None
+    ]
     if unknown:
-        tags = first_names([f"{each.tag!r} ({each.tasks:,})" for each in unknown], 10)
         yield Warning(
-            f"Tasks wait for tags that no installed app has a processor for: {tags}.",
+            "Tasks wait for tags that no installed app has a processor for: "
+            f"{first_names(unknown, 10)}.",
             "Register the processors in the module delays of an installed app, or cancel the "
             "tasks: manage.py delays cancel --tag TAG",
             id="delaytasks.W004",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,9 @@ class TracedSite:
         self.tracer = provider.get_tracer("shop")
         opentelemetry.instrument(provider, MeterProvider([self.metrics_here]))
 
-    def worker(self, pool: str) -> None:
-        self.deployment.worker(pool=pool, DELAYTASKS_TEST_TELEMETRY=str(self.folder))
+    def worker(self, pool: str, **more: str) -> None:
+        more = {"DELAYTASKS_TEST_TELEMETRY": str(self.folder), **more}
+        self.deployment.worker(pool=pool, **more)
 
     def wait_for(self, *tasks: DelayTask) -> None:
         def have_ended() -> bool:
@@ -129,6 +131,44 @@ def test_the_span_of_a_run_has_a_link_to_the_span_of_its_scheduling_call(
     [inside] = site.spans("inside")
     assert inside["parent_id"] == run["context"]["span_id"]
     assert run["status"]["status_code"] == "UNSET"
+
+
+def test_a_run_can_continue_the_trace_of_its_scheduling_call(site: TracedSite) -> None:
+    site.worker("prefork", DELAYTASKS_TEST_CONTINUES_TRACE="1")
+    site.wait_for(site.deployment.schedule("otel.works"))
+    [created] = site.spans_here.get_finished_spans()
+    [run] = site.spans("process otel.works")
+    assert int(run["parent_id"], 16) == created.context.span_id
+    assert int(run["context"]["trace_id"], 16) == created.context.trace_id
+    assert run["links"] == []
+
+
+#: Runs the command of this name. In the log are then the spans and metrics of each process.
+OPENTELEMETRY_INSTRUMENT = """
+from opentelemetry.instrumentation.auto_instrumentation import run
+run()
+"""
+INTO_THE_LOG = {
+    "OTEL_TRACES_EXPORTER": "console",
+    "OTEL_BSP_SCHEDULE_DELAY": "100",
+    "OTEL_METRICS_EXPORTER": "console",
+    "OTEL_METRIC_EXPORT_INTERVAL": "200",
+    "OTEL_LOGS_EXPORTER": "none",
+}
+
+
+def test_the_command_opentelemetry_instrument_needs_no_code_of_the_user(site: TracedSite) -> None:
+    pytest.importorskip("opentelemetry.distro")
+    (site.folder / "opentelemetry_instrument.py").write_text(OPENTELEMETRY_INSTRUMENT)
+    worker = site.deployment.python(
+        "instrumented",
+        "opentelemetry_instrument",
+        *(sys.executable, "-m", "celery", "-A", "delaytasks", "worker", "-c", "1"),
+        **INTO_THE_LOG,
+    )
+    site.wait_for(site.deployment.schedule("otel.prompt"))
+    for name in ("process otel.prompt", "messaging.process.duration", "delaytasks.pool_processes"):
+        wait_until(lambda name=name: f'"name": "{name}"' in worker.log(), 20, worker.log)  # type: ignore[misc]
 
 
 @pools

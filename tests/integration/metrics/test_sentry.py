@@ -22,7 +22,7 @@ class ReportingSite:
     def __init__(self, folder: Path, database_url: str, redis_url: str) -> None:
         self.file = folder / "envelopes.jsonl"
         self.file.touch()
-        self.deployment = Deployment(folder, database_url, redis_url, IMPORTS)
+        self.deployment = Deployment(folder, database_url, redis_url, IMPORTS, max_lost_leases=1)
 
     def worker(self, pool: str, **more: str) -> Process:
         more = {"DELAYTASKS_TEST_ENVELOPES": str(self.file), **more}
@@ -131,6 +131,24 @@ def test_each_failed_task_of_a_batch_is_an_event(site: ReportingSite) -> None:
     tasks = site.run(*["sentry.batch"] * 6)
     odd = {str(task.id) for n, task in enumerate(tasks) if n % 2}
     assert {event["tags"]["delaytasks.id"] for event in site.events(3)} == odd
+
+
+def test_a_task_that_failed_because_its_process_died_is_one_event(site: ReportingSite) -> None:
+    worker = site.worker("prefork")
+    [task] = site.run("sentry.kills")
+
+    def found() -> list[dict[str, Any]]:
+        # Celery logs the end of the process, which Sentry reports too.
+        return [event for event in site.items("event") if event["logger"] == "delaytasks"]
+
+    wait_until(found, 20, site.deployment.logs, every_s=0.05)
+    worker.terminate()
+    [event] = found()
+    assert event["level"] == "error"
+    assert event["message"] == site.deployment.delays.get(task.id).error
+    assert event["fingerprint"] == ["delaytasks", "task.worker_lost", "sentry.kills"]
+    assert event["tags"]["delaytasks.id"] == str(task.id)
+    assert event["contexts"]["delaytasks"]["lost_leases"] == 1
 
 
 @pools
