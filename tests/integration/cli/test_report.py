@@ -212,7 +212,9 @@ def test_the_labels_of_an_axis_are_short() -> None:
     starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
 
     def labels(chart: str) -> list[str]:
-        return re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
+        *found, zone = re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
+        assert zone == "UTC"
+        return found
 
     assert labels(stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])) == [
         "0", "100k", "200k", "300k",
