@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import unquote
 
 import psycopg
 import pytest
@@ -97,7 +98,8 @@ from tests.integration.test_django import django  # noqa: F401
 def test_the_url_says_what_djangos_settings_say(
     vendor: str, settings: dict[str, Any], url: str
 ) -> None:
-    assert url_of(vendor, settings) == url
+    # SQLAlchemy 2.0 quotes fewer characters.
+    assert unquote(url_of(vendor, settings)) == unquote(url)
 
 
 def test_a_database_that_is_not_supported_is_named() -> None:
