@@ -61,7 +61,7 @@ INSTANT_SCHEMA = {
     "maxLength": 40,
     "description": "An instant with a time zone.",
 }
-_VERSION = {"type": "integer", "format": "int64", "minimum": 0}
+_VERSION = {"type": "integer", "format": "int64", "minimum": 0, "maximum": 2**63 - 1}
 VERSION = {**_VERSION, "description": "The task must still have this version."}
 PAIRS = {
     "type": "object",

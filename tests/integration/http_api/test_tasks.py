@@ -182,6 +182,8 @@ def test_each_error_is_a_problem_with_its_status(site: ApiSite, shop: ApiCaller)
     assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "InvalidIdError")
     assert shop.problem("GET", "/v1/tasks?limit=0") == (400, "InvalidRequestError")
     assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "InvalidRequestError")
+    too_large = {"version": 2**63}
+    assert shop.problem("POST", "/v1/tasks/1/cancel", too_large) == (400, "InvalidRequestError")
     assert shop.problem("GET", "/v1/tasks/7") == (404, "TaskNotFoundError")
     assert shop.problem("GET", "/v2") == (404, "about:blank")
     wrong_method = shop("DELETE", "/v1/tasks")
