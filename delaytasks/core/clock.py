@@ -18,6 +18,7 @@ from delaytasks.core.forks import reset_in_child
 UTC = timezone.utc
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 EARLIEST, LATEST = datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)
+AN_HOUR = timedelta(hours=1)
 _MICROSECOND = timedelta(microseconds=1)
 #: Seconds after which the clock asks a database again that did not answer.
 MEASURE_RETRY_S = 1.0
@@ -49,6 +50,11 @@ def wall_ms() -> int:
 def to_us(instant: datetime) -> int:
     """Return microseconds since 1970."""
     return (instant - EPOCH) // _MICROSECOND
+
+
+def hour_of(at: datetime) -> datetime:
+    """Return the beginning of the hour of an instant."""
+    return at.replace(minute=0, second=0, microsecond=0)
 
 
 def from_us(microseconds: int) -> datetime:

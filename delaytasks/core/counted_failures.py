@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 from typing import NamedTuple
 
-AN_HOUR = timedelta(hours=1)
+from delaytasks.core.clock import AN_HOUR, hour_of
 
 
 class CountedFailures(NamedTuple):
@@ -33,8 +33,3 @@ class CountedFailures(NamedTuple):
 def recent_hours(now: datetime) -> datetime:
     """Return the beginning of the hour before the present one."""
     return hour_of(now) - AN_HOUR
-
-
-def hour_of(at: datetime) -> datetime:
-    """Return the beginning of an hour in UTC."""
-    return at.replace(minute=0, second=0, microsecond=0)

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from delaytasks.core.counted_failures import AN_HOUR, CountedFailures, hour_of, recent_hours
+from delaytasks.core.clock import AN_HOUR, hour_of
+from delaytasks.core.counted_failures import CountedFailures, recent_hours
 from delaytasks.core.error_patterns import error_pattern
 from delaytasks.core.states import Status
 from delaytasks.storage.failed_rows import FailedRow

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
+from delaytasks.core.clock import AN_HOUR, hour_of
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.statistics.gauges import Gauges, unpacked_gauges
 from delaytasks.statistics.stored_counts import counts_of, unpacked_counts, unpacked_total
@@ -31,16 +32,14 @@ class Longer(NamedTuple):
         return (instant - self.start_of(instant)) // self.part
 
 
-_MINUTE, _HOUR = timedelta(minutes=1), timedelta(hours=1)
-HOUR_OF_MINUTES = Longer(
-    HOUR, _HOUR, 60, _MINUTE, lambda at: at.replace(minute=0, second=0, microsecond=0)
-)
+_MINUTE = timedelta(minutes=1)
+HOUR_OF_MINUTES = Longer(HOUR, AN_HOUR, 60, _MINUTE, hour_of)
 DAY_OF_HOURS = Longer(
     DAY,
     timedelta(days=1),
     24,
-    _HOUR,
-    lambda at: at.replace(hour=0, minute=0, second=0, microsecond=0),
+    AN_HOUR,
+    lambda at: hour_of(at).replace(hour=0),
 )
 #: The next longer period of each one, which has one of its rows in each part.
 LONGER = {MINUTE: HOUR_OF_MINUTES, HOUR: DAY_OF_HOURS}

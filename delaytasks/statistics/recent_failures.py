@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from delaytasks.core.counted_failures import AN_HOUR, CountedFailures, recent_hours
+from delaytasks.core.clock import AN_HOUR
+from delaytasks.core.counted_failures import CountedFailures, recent_hours
 from delaytasks.statistics.reading import StepRange, failure_groups, run_counts
 
 if TYPE_CHECKING:
