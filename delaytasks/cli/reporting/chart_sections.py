@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from delaytasks.cli.reporting.data import ReportData
 from delaytasks.cli.reporting.html import section, text_of
+from delaytasks.core.clock import AN_HOUR
 from delaytasks.core.durations import show_duration
 from delaytasks.statistics.charts import (
     Series,
@@ -14,8 +13,6 @@ from delaytasks.statistics.charts import (
     stacked_bars,
     throughput_chart,
 )
-
-ONE_HOUR = timedelta(hours=1)
 
 
 def throughput_section(data: ReportData) -> str:
@@ -48,14 +45,14 @@ def due_section(data: ReportData) -> str:
         return section("Due in the next day", "<p>No task is due in the next day.</p>")
     by_start = {step.start: step for step in data.due}
     first = data.due[0].start
-    starts = [first + n * ONE_HOUR for n in range((data.due[-1].start - first) // ONE_HOUR + 1)]
+    starts = [first + n * AN_HOUR for n in range((data.due[-1].start - first) // AN_HOUR + 1)]
     steps = [by_start.get(start) for start in starts]
     is_late = [step is not None and (step.late_s is None or step.late_s > 60) for step in steps]
     due = [0 if step is None else step.due for step in steps]
     late = [n if is_so else 0 for n, is_so in zip(due, is_late, strict=True)]
     on_time = [n - m for n, m in zip(due, late, strict=True)]
     parts = [Series("on time", "due", on_time), Series("will be late", "late", late)]
-    chart = stacked_bars(starts, ONE_HOUR, parts)
+    chart = stacked_bars(starts, AN_HOUR, parts)
     notes = "".join(f"<small>{text_of(note, 500)} </small>" for note in data.notes)
     return section("Due in the next day, by hour (forecast)", legend(parts) + chart + notes)
 

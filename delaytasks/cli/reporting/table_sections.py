@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime, timedelta
+from datetime import datetime
 
 from delaytasks.cli.reporting.data import MOST_TAGS, ReportData
 from delaytasks.cli.reporting.html import section, table, text_of
 from delaytasks.cli.times import show_from_now
+from delaytasks.core.clock import AN_HOUR
 from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.statistics.charts import sparkline
 
@@ -40,9 +41,9 @@ def _by_hour(hours: Mapping[datetime, int]) -> list[int]:
     """Return the counts from the first hour to the last one, hours without failures included."""
     if not hours:
         return []
-    first, hour = min(hours), timedelta(hours=1)
-    steps = min((max(hours) - first) // hour, MOST_HOURS)
-    return [hours.get(first + n * hour, 0) for n in range(steps + 1)]
+    first = min(hours)
+    steps = min((max(hours) - first) // AN_HOUR, MOST_HOURS)
+    return [hours.get(first + n * AN_HOUR, 0) for n in range(steps + 1)]
 
 
 def tags_section(data: ReportData) -> str:
