@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
@@ -22,12 +23,11 @@ def recent_failures(shards: Sequence[Shard], now: datetime) -> list[CountedFailu
     groups = failure_groups(shards, None, None, MOST_READ_GROUPS)
     since = recent_hours(now)
     tags = sorted({group.tag for group in groups if group.last_at >= since})
-    started: dict[str, int] = {}
+    started = Counter[str]()
     if tags:
         steps = StepRange(since, now, AN_HOUR, is_series=False)
         for by_tag in run_counts(shards, steps, tags).values():
-            for tag, counts in by_tag.items():
-                started[tag] = started.get(tag, 0) + counts.started
+            started.update({tag: counts.started for tag, counts in by_tag.items()})
     return [
         CountedFailures(
             tag=group.tag,
@@ -37,7 +37,7 @@ def recent_failures(shards: Sequence[Shard], now: datetime) -> list[CountedFailu
             last_at=group.last_at,
             task_id=group.task_id,
             hours=group.hours,
-            runs_of_tag=started.get(group.tag, 0),
+            runs_of_tag=started[group.tag],
         )
         for group in groups
     ]
