@@ -14,6 +14,7 @@ import pytest
 from kombu import Connection
 
 from delaytasks.wiring import wiring_of
+from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
@@ -86,3 +87,29 @@ def test_a_running_and_a_starting_worker_survive_a_refused_queue(
         delete(connection.default_channel, name)
     wait_until(lambda: "queue.unblocked" in second.log(), 20, lambda: second.log())
     goes_on(d, second)
+
+
+def test_workers_run_tasks_while_a_quorum_queue_does_not_answer(
+    tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer
+) -> None:
+    d = Deployment(
+        tmp_path, postgresql_url, own_rabbitmq.url, {"task_default_queue_type": "quorum"}
+    )
+    queue = wiring_of(d.delays).publisher.queue("default")
+    try:
+        with Connection(own_rabbitmq.url) as connection:
+            queue(connection).declare()
+        own_rabbitmq.crash()  # before RabbitMQ has stored the queue, which stays without a leader
+        own_rabbitmq.start()
+        worker = d.begin_worker()
+        wait_until(lambda: "queue.blocked" in worker.log(), 30, lambda: worker.log())
+        line = next(line for line in worker.log().splitlines() if "queue.blocked" in line)
+        assert queue.name in line
+        assert "remedy='one of these queues does not answer" in line
+        goes_on(d, worker)
+        assert worker.log().count("queue.blocked") <= 2, "it is not told at each try"
+        own_rabbitmq.ctl("delete_queue", queue.name)
+        wait_until(lambda: "queue.unblocked" in worker.log(), 30, lambda: worker.log())
+        goes_on(d, worker)
+    finally:
+        d.close()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +26,9 @@ ROUNDS = 20
 #: RabbitMQ restarts fewer times, since twenty restarts take minutes.
 RABBITMQ_ROUNDS = int(os.environ.get("DELAYTASKS_TEST_RESTARTS", "3"))
 RESUMES_S = 10
+#: After this many seconds a new quorum queue survives a crash of its only node. RabbitMQ 3.10 cannot
+#: elect a leader for a younger one: see the test of a queue that does not answer.
+QUORUM_QUEUE_STORED_S = 3
 
 
 @pytest.fixture
@@ -73,6 +77,7 @@ def test_workers_resume_each_time_their_rabbitmq_is_restarted(
         tasks = [d.schedule(delay=n / 2) for n in range(20)]
         for round in range(RABBITMQ_ROUNDS):
             tasks += [d.schedule(delay=0.2) for _ in range(5)]
+            time.sleep(QUORUM_QUEUE_STORED_S)
             own_rabbitmq.crash()
             tasks.append(d.schedule(delay=0.2))
             own_rabbitmq.start(is_empty=round % 2 == 1)

@@ -43,6 +43,10 @@ REFUSED_REMEDIES = {
     ),
 }
 UNTIL_CREATED = "; until then this worker works from the table"
+SILENT_REMEDY = (
+    "one of these queues does not answer: bring the nodes of its majority back (`rabbitmq-queues "
+    "quorum_status`), or delete it, and workers create it again"
+)
 _REFUSED_NAME = re.compile(r"(?:queue|exchange) '([^']*)'")
 
 
@@ -55,7 +59,9 @@ class ReconnectStep(bootsteps.Step):
         super().__init__(consumer, **kwargs)
         consumer.ensure_connected = partial(self._connect, consumer, consumer.ensure_connected)
         self._lacks_queue = False
-        #: The queue or exchange that RabbitMQ has refused.
+        #: Whether the worker has read from its queues since it connected.
+        self._is_ready = False
+        #: The queue or exchange that RabbitMQ has refused, or the queues of which one is silent.
         self._refused: str | None = None
         blueprint = getattr(consumer, "blueprint", None)
         if blueprint is not None:
@@ -80,6 +86,7 @@ class ReconnectStep(bootsteps.Step):
     def _start(self, consumer: Any, start: Callable[[Any], None], parent: Any) -> None:
         """Start the consumer's steps, from connecting on."""
         consumer.controller.delays_runtime.service_watch.mark_broker_lost()
+        self._is_ready = False
         for step in consumer.steps:
             if type(step).__name__ == "DelayedDelivery" and not isinstance(step.start, partial):
                 step.start = partial(_set_up_in_background, step, step.start)
@@ -92,6 +99,16 @@ class ReconnectStep(bootsteps.Step):
             # after an error of this kind, but not after a lost connection.
             self._lacks_queue = True
             raise ConnectionResetError(f"{error}{UNTIL_CREATED}") from error
+        except TimeoutError as error:
+            # The broker accepts connections, but a quorum queue without a leader does not answer.
+            # Without this pause, the next attempt would stop the main thread again at once.
+            if not self._is_ready:
+                self._lacks_queue = True
+                publisher = consumer.controller.delays_runtime.publisher
+                queues = consumer.controller.delays_runtime.processes.queues
+                names = ", ".join(publisher.queue(queue).name for queue in queues)
+                self._report(consumer, names, error=repr(error), remedy=SILENT_REMEDY)
+            raise
 
     def _close(self, consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
         """Close the connection that was lost."""
@@ -105,18 +122,21 @@ class ReconnectStep(bootsteps.Step):
         code, name = getattr(error, "reply_code", None), _REFUSED_NAME.search(str(error))
         if code not in REFUSED_REMEDIES or name is None:
             return is_home_node_down(error)
-        self._refused = name[1]
-        remedy = REFUSED_REMEDIES[code] + UNTIL_CREATED
-        runtime = consumer.controller.delays_runtime
-        fields = {"key": name[1], "code": code, "error": str(error), "remedy": remedy}
-        runtime.events.emit("queue.blocked", **fields)
-        for queue in runtime.processes.queues:
-            # This worker reads no queue now. A sweep that cannot send drain messages drains the
-            # queue in its own worker.
-            runtime.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
+        remedy = REFUSED_REMEDIES[code]
+        self._report(consumer, name[1], code=code, error=str(error), remedy=remedy)
         return True
 
+    def _report(self, consumer: Any, key: str, *, remedy: str, **fields: Any) -> None:
+        """Report that this worker reads no queue now, because of `key`."""
+        self._refused = key
+        runtime = consumer.controller.delays_runtime
+        runtime.events.emit("queue.blocked", key=key, remedy=remedy + UNTIL_CREATED, **fields)
+        for queue in runtime.processes.queues:
+            # A sweep that cannot send drain messages drains the queue in its own worker.
+            runtime.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
+
     def _on_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
+        self._is_ready = True
         runtime: WorkerRuntime = consumer.controller.delays_runtime
         runtime.connected()
         refused, self._refused = self._refused, None
