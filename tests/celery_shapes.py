@@ -378,6 +378,7 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "should_terminate": lambda found: found is None,
         "maybe_shutdown": obeys_its_flag,
     },
+    "celery.apps.worker": {"safe_say": takes("message", "file")},
     "celery.worker.worker.WorkController": {"wait_for_soft_shutdown": takes("self")},
     "kombu.asynchronous.hub.Hub": HUB,
     "kombu.connection.Connection": {

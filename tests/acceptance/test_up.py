@@ -87,7 +87,12 @@ def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     assert len(up.processes()) >= 4
     assert not broker_of(up.folder / ".delaytasks").socket or up.pid_of("redis.sock")
     up.stop(signal.SIGKILL)
-    wait_until(lambda: not up.processes(), 20, "all processes to end", every_s=0.05)
+    wait_until(
+        lambda: not up.processes(),
+        20,
+        lambda: f"{up.processes()} to end; {up.log()}",
+        every_s=0.05,
+    )
 
 
 def test_the_second_ctrl_c_does_not_wait_for_a_running_task(up: UserFolder) -> None:

@@ -26,8 +26,8 @@ ROUNDS = 20
 #: RabbitMQ restarts fewer times, since twenty restarts take minutes.
 RABBITMQ_ROUNDS = int(os.environ.get("DELAYTASKS_TEST_RESTARTS", "3"))
 RESUMES_S = 10
-#: After this many seconds a new quorum queue survives a crash of its only node. RabbitMQ 3.10 cannot
-#: elect a leader for a younger one: see the test of a queue that does not answer.
+#: After this many seconds a new quorum queue survives a crash of its only node. A younger one does
+#: not answer any more, at least in RabbitMQ 3.10; see `test_refused_queues.py`.
 QUORUM_QUEUE_STORED_S = 3
 
 

@@ -7,11 +7,14 @@ no longer supports the releases before it, delete the constant or function.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterable
 from typing import Any
 
+import celery
 import kombu
+from celery.apps import worker as celery_worker
 
 #: The oldest release of Celery that delaytasks supports and is tested with.
 OLDEST_CELERY = (5, 5)
@@ -19,6 +22,7 @@ OLDEST_CELERY = (5, 5)
 #: warning.
 NEWEST_TESTED_CELERY = (5, 7)
 
+_CELERY = tuple(celery.VERSION[:2])
 _KOMBU = tuple(kombu.VERSION[:2])
 #: The first pause between two of kombu's attempts to connect, and the difference between two
 #: pauses.
@@ -53,6 +57,23 @@ def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
     busy = getattr(getattr(pool, "_pool", None), "_busy_workers", None)
     if busy is not None:
         busy.update(process.inqW_fd for process in processes)
+
+
+def stop_without_output() -> None:
+    """Let the worker obey SIGTERM although the program that reads its output has ended.
+
+    Before Celery 5.7 the signal handler fails when it cannot write its line, and the worker goes
+    on.
+    """
+    if _CELERY >= (5, 7):
+        return
+    say = celery_worker.safe_say
+
+    def say_if_possible(*args: Any) -> None:
+        with contextlib.suppress(OSError):
+            say(*args)
+
+    celery_worker.safe_say = say_if_possible
 
 
 class _Waker:

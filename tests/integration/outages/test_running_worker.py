@@ -114,8 +114,12 @@ def test_a_worker_without_its_broker_shows_this_in_its_row_until_it_is_back(
     wait_until(lambda: d.store.workers.all() and (services().beat_s or 9) < 2, 20, "beat")
     assert services()[:2] == (None, None)
     place.broker.refuse()
-    d.schedule(delay=0.2)  # the sweep that finds it cannot send
-    wait_until(lambda: services().broker_down_s and services().timer_down_s, 20, "the outage")
+
+    def is_outage_known() -> bool:
+        d.schedule(delay=0.2)  # a sweep that finds it, and tries the broker, cannot send
+        return bool(services().broker_down_s and services().timer_down_s)
+
+    wait_until(is_outage_known, 20, "the outage", every_s=0.5)
     place.broker.heal()
     wait_until(lambda: services()[:2] == (None, None), 20, "the end of the outage")
 
