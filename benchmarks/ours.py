@@ -14,6 +14,7 @@ from benchmarks.settings import (
     NAMESPACES,
     TABLE_PREFIX,
     broker_url,
+    data_dir,
     database_url,
     metrics_port,
     redis_url,
@@ -50,6 +51,7 @@ def make(
         namespace=NAMESPACES[timer],
         table_prefix=TABLE_PREFIX,
         callback_allow="127.0.0.1",
+        data_dir=data_dir(),
         metrics_port=metrics_port(),
         **settings,
     )

@@ -49,6 +49,11 @@ def use(broker: str | None) -> None:
         os.environ["BENCH_BROKER_URL"] = broker
 
 
+def data_dir() -> str:
+    """Return the folder in which the console finds its users."""
+    return os.environ.get("BENCH_DATA_DIR", ".delaytasks")
+
+
 def metrics_port() -> int | None:
     """Return the port at which the worker of this process serves its metrics, or None."""
     port = os.environ.get("BENCH_METRICS_PORT")

@@ -4,6 +4,8 @@ cost of open ones."""
 from __future__ import annotations
 
 import json
+import re
+import secrets
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -22,6 +24,9 @@ from benchmarks.sides import Ours, Side
 from benchmarks.stage import CaseContext
 from benchmarks.viewers import USER
 from benchmarks.waiting import BenchError, wait_until
+from delaytasks.console.server import USERS
+from delaytasks.console.users import UserFile
+from delaytasks.console.viewers import Role
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import Status
 from delaytasks.statistics.periods import DAY, DAY_OF_HOURS, HOUR, HOUR_OF_MINUTES
@@ -31,7 +36,7 @@ from delaytasks.wiring import wiring_of
 #: The number of waiting rows, and how many finished rows there are for each of them.
 PENDING, QUICK_PENDING = 10_000_000, 100_000
 FINISHED = 5
-#: Tasks that failed, each with another text of the same error.
+#: Tasks that failed, each with another text of the same error, and its own pair in its meta.
 FAILED = 1000
 #: The statistics have these tags, and hours and days for this time.
 TAGS, HOURS, DAYS = 20, 48, 30
@@ -43,6 +48,8 @@ TURNS, APART_S = 40, 2.0
 PAGE_MS, TASK_MS, OPEN_PERCENT = 150, 50, 2
 OPEN_S, VIEWERS, PAIRS = 60.0, 50, 3
 ADMIN_DEADLINE_S = 600.0
+#: The user who reads the pages; the role `view` may not search by meta.
+READER = "reader"
 
 
 class Examples(NamedTuple):
@@ -85,10 +92,10 @@ def _fill(stage: CaseContext, pending: int) -> Examples:
     store = wiring_of(ours.delays).store
     database, tasks = store.database, store.schema.tasks
     is_failed = tasks.c.status == int(Status.FAILED)
-    error = "ValueError: order " + tasks.c.id.cast(tasks.c.message_body.type) + " is not paid"
-    database.autocommitted(
-        lambda c: c.execute(update(tasks).where(is_failed).values(error_stack=error))
-    )
+    id = tasks.c.id.cast(tasks.c.message_body.type)
+    texts = {"error_stack": "ValueError: order " + id + " is not paid"}
+    texts["meta"] = '{"order":"' + id + '"}'
+    database.autocommitted(lambda c: c.execute(update(tasks).where(is_failed).values(texts)))
     _fill_statistics()
     key = table.take_keys()
     table.settle_down()
@@ -129,7 +136,8 @@ def _served(stage: CaseContext) -> Iterator[str]:
     command = ["delaytasks", "-A", Ours.app_path, "console", f"--port={port}"]
     command += ["--proxy-header", USER]
     folder = stage.ours.folder
-    console = BenchmarkProcess("console", command, folder, DELAYTASKS_DATA_DIR=str(folder))
+    UserFile(folder / USERS).set(READER, secrets.token_urlsafe(), Role.OPERATE)
+    console = BenchmarkProcess("console", command, folder, BENCH_DATA_DIR=str(folder))
     address = f"http://127.0.0.1:{port}/"
     try:
         wait_until(lambda: _answers(address), 30, "the console to answer", 0.2)
@@ -149,12 +157,12 @@ def _answers(address: str) -> bool:
 
 
 def _read(address: str) -> str:
-    request = urllib.request.Request(address, headers={USER: "viewer"})
+    request = urllib.request.Request(address, headers={USER: READER})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return str(answer.read().decode())
 
 
-def _pages_of(examples: Examples) -> dict[str, str]:
+def _pages_of(examples: Examples, failures_of_one_error: str) -> dict[str, str]:
     """Return the address of each page by its name."""
     return {
         "overview": "",
@@ -165,8 +173,12 @@ def _pages_of(examples: Examples) -> dict[str, str]:
         "finished tasks, the oldest first": "tasks?status=DONE&order=oldest",
         "tasks of a tag": f"tasks?tag={ours.TAG}",
         "tasks of a key": f"tasks?tag={ours.TAG}&key={examples.key}",
+        "tasks of a queue": "tasks?queue=default",
+        "tasks by meta": "tasks?status=FAILED&meta=order%3D" + examples.failed_id,
         "tasks by error": "tasks?status=FAILED&error=is+not+paid",
         "failures": "failures",
+        "failures of one error": failures_of_one_error,
+        "forecast": "forecast",
         "recurring": "recurring",
         "policies": "policies",
         "queues": "queues",
@@ -178,7 +190,10 @@ def _pages_of(examples: Examples) -> dict[str, str]:
 
 def _measure_pages(stage: CaseContext, address: str, examples: Examples) -> None:
     """Read all pages in turn."""
-    pages = _pages_of(examples)
+    link = re.search(r'href="/(failures/[^"]+)"', _read(address + "failures"))
+    if link is None:
+        raise BenchError("console: the page of failures has no group")
+    pages = _pages_of(examples, link[1])
 
     def read(name: str) -> None:
         found = _read(address + pages[name])
