@@ -21,7 +21,6 @@ import pytest
 
 from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
-from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
@@ -90,7 +89,7 @@ def metric_names() -> set[str]:
     """Return the names of the metrics, as Prometheus shows them."""
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
     worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
-    producer = ProducerMetrics(Events())
+    producer = ProducerMetrics(max_tags=1)
     families = [*known_families(), *worker.families(), *producer.families()]
     return {each.name + ("_total" if each.kind == "counter" else "") for each in families}
 

@@ -133,7 +133,7 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite)
     assert prometheus.value("delaytasks_workers") == 2
     assert prometheus.value("delaytasks_broker_up") == 1
     assert prometheus.value("sum(delaytasks_runs_on_time_total)") == 1
-    scheduled = 'delaytasks_scheduled_total{job="producer"}'
+    scheduled = 'sum(delaytasks_scheduled_total{job="producer"})'
     wait_until(lambda: prometheus.value(scheduled) == 40, 30, "the scheduled tasks", every_s=0.3)
     # A forecast that was made while the 30 tasks waited has some of them late.
     late_s = "delaytasks_forecast_peak_late_seconds"
