@@ -161,7 +161,7 @@ def test_the_peak_of_the_next_week_is_forecast(
     assert 0 <= (values.of_forecast("age_seconds") or -1) < 300
 
 
-def test_scrapes_within_the_rest_read_the_database_once(delays: DelayTasks) -> None:
+def test_scrapes_in_quick_succession_read_the_database_once(delays: DelayTasks) -> None:
     source = DatabaseMetrics(wiring_of(delays), rest_s=timedelta(hours=1).total_seconds())
     registry = registry_of(source)
     before = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})

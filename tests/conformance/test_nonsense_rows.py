@@ -173,7 +173,7 @@ def put(on: Connection, table: str, values: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("by", ["messages", "the table alone"])
-def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
+def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
     store: Store, delays: DelayTasks, by: str
 ) -> None:
     ran: list[Any] = []
@@ -284,7 +284,7 @@ def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
     return None
 
 
-def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(
+def test_an_instant_that_the_callers_driver_cannot_parse_raises_a_delaytasks_error(
     store: Store, database_url: str
 ) -> None:
     if store.database.url.get_backend_name() != "postgresql":

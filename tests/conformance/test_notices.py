@@ -72,9 +72,7 @@ def entry(task: DelayTask) -> Entry:
     return Entry(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
 
 
-def test_what_is_due_soon_is_told_and_what_is_not_is_not(
-    delays: DelayTasks, listener: Listener
-) -> None:
+def test_only_tasks_that_are_due_soon_cause_notices(delays: DelayTasks, listener: Listener) -> None:
     tasks = [
         delays.schedule_delay("mail", {}, delay, queue="q.1", priority=3) for delay in (0, 1, 60)
     ]
@@ -83,7 +81,7 @@ def test_what_is_due_soon_is_told_and_what_is_not_is_not(
     assert heard(listener, delays) == [entry(moved)]
 
 
-def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(
+def test_a_notice_is_sent_at_the_commit_of_the_transaction_that_wrote_the_task(
     delays: DelayTasks, listener: Listener
 ) -> None:
     engine = wiring_of(delays).store.database.tx
@@ -100,7 +98,7 @@ def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(
         assert delays.find(tag="mail").tasks.count(undone) == 0
 
 
-def test_many_at_once_are_told_in_a_few_notices_and_very_many_in_one(
+def test_many_tasks_of_one_call_cause_a_few_notices_and_very_many_only_one(
     delays: DelayTasks, listener: Listener
 ) -> None:
     tasks: list[DelayTask] = []
@@ -134,12 +132,12 @@ def test_a_notice_of_the_longest_entries_fits() -> None:
         "[" * 7000,
     ],
 )
-def test_what_strangers_tell_is_refused(payload: str) -> None:
+def test_invalid_notices_of_other_programs_are_refused(payload: str) -> None:
     with pytest.raises((ValueError, RecursionError)):
         read_notice(payload)
 
 
-def test_no_other_timer_costs_a_notice(url: str, told_store: Store, listener: Listener) -> None:
+def test_other_timers_send_no_notices(url: str, told_store: Store, listener: Listener) -> None:
     other = delays_on(url, table_prefix="n_")
     try:
         producer = wiring_of(other).shards[0].producer
@@ -187,7 +185,7 @@ def hear(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         hearing.listener.loop.stop()
 
 
-def test_an_ear_hears_entries_looks_and_garbage(
+def test_a_listener_receives_entries_read_requests_and_invalid_notices(
     delays: DelayTasks, hear: Callable[[], Hearing]
 ) -> None:
     hearing = hear()
@@ -202,7 +200,7 @@ def test_an_ear_hears_entries_looks_and_garbage(
     assert (hearing.entries, hearing.looks) == ([entry(task)], before + 1)
 
 
-def test_an_ear_whose_connection_ends_says_so_and_listens_again(
+def test_a_listener_whose_connection_ends_reports_this_and_listens_again(
     delays: DelayTasks, hear: Callable[[], Hearing]
 ) -> None:
     hearing = hear()
@@ -223,7 +221,7 @@ def test_an_ear_whose_connection_ends_says_so_and_listens_again(
     wait_until(lambda: hearing.entries == [entry(task)], 10, "it to hear the next one")
 
 
-def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothing(
+def test_a_listener_behind_a_pooler_that_drops_notices_knows_that_it_receives_none(
     delays: DelayTasks, hear: Callable[[], Hearing], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hearing = hear()
@@ -241,7 +239,7 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
     wait_until(lambda: hearing.listener.is_listening, 10, "it to hear again")
 
 
-def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str], str]) -> None:
+def test_a_database_without_notices_has_no_listener(sqlite_path: Callable[[str], str]) -> None:
     delays = delays_on(sqlite_path("quiet"), **NAMES)
     try:
         assert wiring_of(delays).store.notices.listen() is None
@@ -251,7 +249,7 @@ def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str],
         delays.close()
 
 
-def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
+def test_first_due_between_returns_the_first_waiting_tasks(store: Store) -> None:
     """Each database returns the first of many waiting tasks."""
     delays = delays_on(
         store.database.url.render_as_string(hide_password=False), table_prefix="s_", timer="direct"

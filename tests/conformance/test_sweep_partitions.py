@@ -76,7 +76,7 @@ def sweep_side_by_side(store: Store, sweep_partitions: int) -> list[RecordingTim
 
 
 @pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
-def test_sweeps_side_by_side_arm_each_row_once_and_share_them_evenly(
+def test_concurrent_sweeps_arm_each_row_once_and_share_the_rows_evenly(
     store: Store, sweep_partitions: int
 ) -> None:
     ids = near_rows(store, 2000)
@@ -89,7 +89,7 @@ def test_sweeps_side_by_side_arm_each_row_once_and_share_them_evenly(
     ] * sweep_partitions, "and not again"
 
 
-def test_no_row_is_missed_when_the_number_of_houses_changes(store: Store) -> None:
+def test_no_row_is_missed_when_the_number_of_sweep_partitions_changes(store: Store) -> None:
     ids = near_rows(store, 200)
     for sweep_partitions in (2, 4, 1):
         assert (
