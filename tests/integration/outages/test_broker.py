@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @BROKERS
 @pytest.mark.parametrize("outage", [pytest.param("refuse", marks=pytest.mark.quick), "swallow"])
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
-def test_scheduling_goes_on_without_the_broker(
+def test_scheduling_continues_without_the_broker(
     connect: Connect, broker: str, outage: str, is_warm: bool
 ) -> None:
     line = connect(broker=broker)
@@ -81,7 +81,7 @@ def test_a_slow_broker_makes_no_caller_wait_longer_than_the_limit(
 
 
 @BROKERS
-def test_callers_in_many_threads_do_not_queue_up_for_a_black_hole(
+def test_callers_in_many_threads_do_not_wait_one_by_one_for_a_silent_broker(
     connect: Connect, broker: str
 ) -> None:
     line = connect(broker=broker, pool_size=10)
@@ -99,7 +99,7 @@ def test_callers_in_many_threads_do_not_queue_up_for_a_black_hole(
 
 
 @BROKERS
-def test_a_connection_that_was_reset_is_made_anew(connect: Connect, broker: str) -> None:
+def test_a_connection_that_was_reset_is_replaced(connect: Connect, broker: str) -> None:
     line = connect(broker=broker)
     line.warm_up()
     line.broker.reset()
@@ -111,7 +111,7 @@ def test_a_connection_that_was_reset_is_made_anew(connect: Connect, broker: str)
     wait_until(schedule, 5, "messages to arrive again", every_s=0.2)
 
 
-def test_what_the_broker_refuses_is_not_the_callers_business(connect: Connect) -> None:
+def test_a_message_that_the_broker_refuses_raises_no_error_for_the_caller(connect: Connect) -> None:
     line = connect(broker="rabbitmq")
     line.warm_up()
     line.broker.cut_request(b"delaytasks.run")
@@ -148,7 +148,7 @@ def backend(engine: Engine) -> int:
 
 @BROKERS
 @pytest.mark.parametrize("arm", ["inline", "background"])
-def test_a_forked_child_schedules_over_connections_of_its_own(
+def test_a_forked_child_schedules_over_its_own_connections(
     connect: Connect, broker: str, arm: str
 ) -> None:
     line = connect(broker=broker, arm=arm)

@@ -31,7 +31,7 @@ INSERT, COMMIT = rb"INSERT INTO|EXECUTE ", rb"COMMIT(?!TED)"
 
 
 @DATABASES
-def test_connections_killed_between_calls_are_made_anew(
+def test_connections_killed_between_calls_are_replaced(
     connect: Connect, database: str, request: pytest.FixtureRequest
 ) -> None:
     line = connect(database)
@@ -141,7 +141,7 @@ LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
 @DATABASES
 @pytest.mark.parametrize("moment", ["request", "answer"])
 @pytest.mark.parametrize(("name", "rows", "schedule"), LOTS, ids=[case[0] for case in LOTS])
-def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
+def test_if_the_outcome_of_a_batch_is_unknown_all_or_none_of_its_tasks_exist(
     connect: Connect,
     database: str,
     moment: str,
@@ -170,7 +170,7 @@ def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
         assert line.rows() == before + rows
 
 
-def test_a_copy_that_is_cut_is_told_like_any_statement(connect: Connect) -> None:
+def test_an_interrupted_copy_raises_the_same_error_as_other_statements(connect: Connect) -> None:
     line = connect()
     line.warm_up()
     before = line.rows()
@@ -185,7 +185,7 @@ def test_a_copy_that_is_cut_is_told_like_any_statement(connect: Connect) -> None
 @DATABASES
 @pytest.mark.parametrize(("name", "rows"), [("one", 1), ("many", 3)])
 @pytest.mark.parametrize("moment", ["request", "answer"])
-def test_a_statement_that_stands_alone_on_the_callers_connection_has_an_unknown_outcome_too(
+def test_an_autocommit_statement_on_the_callers_connection_has_an_unknown_outcome(
     connect: Connect, database: str, name: str, rows: int, moment: str
 ) -> None:
     line = connect(database)
@@ -233,7 +233,7 @@ MOVES: list[tuple[str, Callable[[DelayTasks, DelayTask], Any]]] = [
 
 @DATABASES
 @pytest.mark.parametrize(("name", "move"), MOVES, ids=[case[0] for case in MOVES])
-def test_a_move_whose_outcome_is_unknown_says_so(
+def test_a_move_with_an_unknown_outcome_raises_outcome_unknown(
     connect: Connect, database: str, name: str, move: Callable[[DelayTasks, DelayTask], Any]
 ) -> None:
     line = connect(database)
@@ -250,7 +250,7 @@ def test_a_move_whose_outcome_is_unknown_says_so(
 
 
 @DATABASES
-def test_a_database_that_went_away_between_calls_leaves_no_doubt(
+def test_a_database_lost_between_calls_raises_unavailable_not_unknown(
     connect: Connect, database: str
 ) -> None:
     line = connect(database)
@@ -262,7 +262,7 @@ def test_a_database_that_went_away_between_calls_leaves_no_doubt(
 
 
 @DATABASES
-def test_a_connection_that_never_came_about_leaves_no_doubt(
+def test_a_failed_connection_attempt_raises_unavailable_not_unknown(
     connect: Connect, database: str
 ) -> None:
     line = connect(database)
@@ -288,7 +288,7 @@ def away(line: Line, url: str, outage: str) -> DelayTasks:
 
 @DATABASES
 @pytest.mark.parametrize(("outage", "limit_s"), [("refuse", 4), ("swallow", 7)])
-def test_a_database_that_is_away_is_told_soon_and_without_secrets(
+def test_an_unavailable_database_is_reported_soon_and_without_secrets(
     connect: Connect,
     database: str,
     outage: str,
@@ -330,7 +330,7 @@ BAD_URLS = [
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_a_url_that_is_none_is_a_wrong_setting_and_not_shown(url: str) -> None:
+def test_an_invalid_url_is_a_config_error_that_does_not_show_it(url: str) -> None:
     delays = DelayTasks(
         Celery("producer", broker="memory://", set_as_current=False), url.format(CANARY)
     )
@@ -369,7 +369,7 @@ def test_an_error_of_the_database_does_not_show_the_body(connect: Connect, datab
         assert CANARY not in str(caught.value.__cause__)
 
 
-def test_a_wrong_broker_password_is_not_told(
+def test_a_wrong_broker_password_is_not_shown(
     connect: Connect, redis_url: str, postgresql_url: str
 ) -> None:
     line = connect(broker="rabbitmq")
@@ -381,7 +381,7 @@ def test_a_wrong_broker_password_is_not_told(
     delays.close()
 
 
-def test_a_stuck_pool_of_connections_is_told(connect: Connect) -> None:
+def test_an_exhausted_connection_pool_is_reported(connect: Connect) -> None:
     line = connect(pool_size=1)
     engine = wiring_of(line.delays).store.database.auto
     engine.pool._timeout = 0.1  # type: ignore[attr-defined]
@@ -395,7 +395,7 @@ def test_a_stuck_pool_of_connections_is_told(connect: Connect) -> None:
 # -- time ----------------------------------------------------------------------------------------
 
 
-def test_a_question_for_the_time_that_is_cut_makes_no_task_early(
+def test_an_interrupted_time_measurement_makes_no_task_early(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The clock of the host is one hour slow.
@@ -409,7 +409,7 @@ def test_a_question_for_the_time_that_is_cut_makes_no_task_early(
     assert 55 < (task.expected_time - line.store.tasks.now()).total_seconds() <= 60
 
 
-def test_a_database_that_is_a_black_hole_holds_up_no_one_who_asks_for_the_time(
+def test_a_silent_database_delays_no_thread_that_reads_the_clock(
     connect: Connect,
 ) -> None:
     line = connect()

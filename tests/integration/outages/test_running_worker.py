@@ -173,7 +173,7 @@ class Outage:
         )
 
 
-def test_what_was_scheduled_while_the_broker_was_away_for_long_runs_soon_after_it_is_back(
+def test_tasks_scheduled_during_a_long_broker_outage_run_soon_after_it(
     site: Callable[..., ProxiedSite], tmp_path: Path
 ) -> None:
     """Run four outages simultaneously, since the test mostly waits.
