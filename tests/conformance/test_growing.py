@@ -154,7 +154,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
     key_owners = wiring_of(growth.new).shards[growth.home].store.tasks.key_owners
     point, taken = key_owners.point, list[DelayTask]()
 
-    def point_and_lose(*asked: Any) -> tuple[DelayTask, bool] | None:
+    def point_without_answer(*asked: Any) -> tuple[DelayTask, bool] | None:
         answer = point(*asked)
         if not taken:
             with home.database.begin() as connection:
@@ -162,7 +162,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
             taken.append(growth.schedule(growth.old))
         return answer
 
-    key_owners.point = point_and_lose  # type: ignore[assignment, method-assign]
+    key_owners.point = point_without_answer  # type: ignore[assignment, method-assign]
     with pytest.raises(DuplicateTaskError):
         growth.schedule(growth.new)
     assert growth.live == [(taken[0].id, growth.home)]

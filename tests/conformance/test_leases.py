@@ -21,13 +21,13 @@ from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import (
     add,
-    beside,
     entry,
     has_row_locks,
     keyed,
     lapse_all,
     put,
     read,
+    second_store,
     seconds,
     task,
 )
@@ -101,7 +101,7 @@ def test_a_settlement_waits_for_a_lock_only_for_a_while(
     if not has_row_locks(store):
         return
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)
-    other = beside(store, store.database.url.render_as_string(hide_password=False))
+    other = second_store(store, store.database.url.render_as_string(hide_password=False))
     plain, key = add(store), keyed(store)
     claimed = other.claims("worker-2", None).claim([entry(plain), entry(key)])
     for one in claimed:

@@ -20,9 +20,9 @@ from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import (
     add,
-    beside,
     put,
     read,
+    second_store,
     seconds,
     task,
 )
@@ -113,7 +113,7 @@ def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refuse
     if url.host is None:
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    other = beside(store, proxy.url(url.render_as_string(hide_password=False)))
+    other = second_store(store, proxy.url(url.render_as_string(hide_password=False)))
     made = put(store, Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
     other.tasks.cancel(add(store).id)  # opens the connection
     proxy.cut_answer(rb"COMMIT(?!TED)")

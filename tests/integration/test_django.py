@@ -153,9 +153,7 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(
     delays.schedule_delay("order.close", 3, 1, key="k")
 
 
-def test_a_savepoint_rollback_removes_its_tasks(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
+def test_a_savepoint_rollback_removes_its_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
     with transaction.atomic(delays.alias):
         kept = delays.schedule_delay("order.close", 1, 1)
         with rolled_back(delays.alias):

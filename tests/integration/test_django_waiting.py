@@ -58,9 +58,9 @@ def test_each_thread_closes_its_connection_after_its_row(
     def work(body: Any) -> None:
         query(alias, used)
 
-    wiring_of(delays).registry._processors.pop("shop.beside", None)
-    delays.processor("shop.beside", in_flight=2)(work)
-    assert {task.status for task in run(delays, "shop.beside")} == {Status.DONE}
+    wiring_of(delays).registry._processors.pop("shop.concurrent", None)
+    delays.processor("shop.concurrent", in_flight=2)(work)
+    assert {task.status for task in run(delays, "shop.concurrent")} == {Status.DONE}
     assert threading.get_ident() not in {thread for thread, _ in used}
     assert [connection.connection for _, connection in used] == [None] * 6
 

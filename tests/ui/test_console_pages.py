@@ -1,4 +1,4 @@
-"""What the pages of the console show, and what their forms do."""
+"""The pages of the console, and the actions of their forms."""
 
 from __future__ import annotations
 

@@ -290,14 +290,14 @@ def test_batches_run_concurrently_and_as_coroutines(bench: RunnerHarness) -> Non
     def wait(tasks: list[DelayTask]) -> None:
         both.wait()
 
-    bench.registry.processor("beside", batch=5, in_flight=2)(wait)
+    bench.registry.processor("concurrent", batch=5, in_flight=2)(wait)
 
     async def work(tasks: list[DelayTask]) -> list[Any]:
         await asyncio.sleep(0.01)
         return [Fail("odd") if task.body % 2 else None for task in tasks]
 
     bench.registry.processor("async", batch=5)(work)
-    tasks = [bench.schedule("beside") for _ in range(10)]
+    tasks = [bench.schedule("concurrent") for _ in range(10)]
     assert bench.run(*tasks).wanted == 10
     assert bench.statuses(tasks) == ["DONE"] * 10
     tasks = [bench.schedule("async", body) for body in range(10)]

@@ -1,4 +1,4 @@
-"""How a runner treats the rows that it claims, and those that it does not get."""
+"""A runner handles claimed rows, and entries whose rows it cannot claim."""
 
 from __future__ import annotations
 

@@ -99,10 +99,10 @@ def test_passing_on_an_old_entry_late_leaves_entries_that_were_taken_since(
         id for id in range(2, 1000) if bench.timer.slot(bench.entry(id)) == bench.timer.slot(first)
     )
     bench.timer.arm([first])
-    of_one_mover = bench.take()
+    of_one_poller = bench.take()
     bench.timer.arm([bench.entry(1, in_ms=5000), bench.entry(other_id)])
-    assert bench.take_ids() == [other_id], "another mover takes it within the same millisecond"
-    bench.timer.take({}, of_one_mover)
+    assert bench.take_ids() == [other_id], "another poller takes it within the same millisecond"
+    bench.timer.take({}, of_one_poller)
     assert bench.members("prepare") == [b"%d:0" % other_id], (
         "it comes back when the other mover dies"
     )

@@ -270,8 +270,8 @@ def test_a_detached_row_that_cannot_be_settled_is_left_to_its_lease(
 def test_a_recovered_row_runs_when_no_other_row_runs(make: Make, gate: ForkGate) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
-    beside: list[int] = []
-    bench.registry.processor("suspect", in_flight=5)(lambda body: beside.append(gate.inside))
+    others_inside: list[int] = []
+    bench.registry.processor("suspect", in_flight=5)(lambda body: others_inside.append(gate.inside))
     bench.run(bench.schedule("wait"))
     assert gate.inside == 1
     abandoned_row = bench.schedule("suspect")
@@ -282,7 +282,7 @@ def test_a_recovered_row_runs_when_no_other_row_runs(make: Make, gate: ForkGate)
         time.sleep(0.1)
         gate.is_open.set()
         assert running.result(5).detached == ()
-    assert beside == [0]
+    assert others_inside == [0]
     assert bench.statuses([abandoned_row]) == ["DONE"]
 
 
@@ -453,9 +453,9 @@ def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
 ) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=1)
     bench.registry.processor("wait", in_flight=5)(gate)
-    beside: list[Any] = []
+    others_inside: list[Any] = []
     bench.registry.processor("limited", time_limit=60)(
-        lambda body: beside.append((gate.inside, bench.statuses([first, second])))  # type: ignore[has-type]
+        lambda body: others_inside.append((gate.inside, bench.statuses([first, second])))  # type: ignore[has-type]
     )
     bench.run(first := bench.schedule("wait"))
     second = bench.schedule("wait")
@@ -464,8 +464,8 @@ def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
         running = pool.submit(bench.run, limited, second)
         wait_until(lambda: gate.inside == 2, 5, "the others to run")
         time.sleep(0.1)
-        assert beside == []
+        assert others_inside == []
         gate.is_open.set()
         running.result(5)
-    assert beside == [(0, ["DONE", "DONE"])], "what is finished is settled, too"
+    assert others_inside == [(0, ["DONE", "DONE"])], "what is finished is settled, too"
     assert bench.statuses([limited]) == ["DONE"]

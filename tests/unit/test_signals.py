@@ -95,7 +95,7 @@ def bench(make: Make) -> RunnerHarness:
     return made
 
 
-def climb(body: Any) -> None:
+def raise_error(body: Any) -> None:
     raise ValueError("no")
 
 
@@ -110,8 +110,8 @@ OUTCOMES = {
     "Retry, the last time": (lambda: Retry(reason="busy"), True, "failure", "FAILED"),
     "Snooze": (lambda: Snooze("5m"), False, "retry", "NOT_COMPLETE"),
     "Cancel": (lambda: Cancel("not needed"), False, "revoked", "CANCELLED"),
-    "raises": (lambda: climb(None), False, "retry", "NOT_COMPLETE"),
-    "raises, the last time": (lambda: climb(None), True, "failure", "FAILED"),
+    "raises": (lambda: raise_error(None), False, "retry", "NOT_COMPLETE"),
+    "raises, the last time": (lambda: raise_error(None), True, "failure", "FAILED"),
     "exits": (lambda: exit_politely(), True, "failure", "FAILED"),
 }
 STATES = {"success": "SUCCESS", "failure": "FAILURE", "retry": "RETRY", "revoked": "REVOKED"}
@@ -142,7 +142,7 @@ def test_a_failure_is_reported_while_its_exception_is_handled(
     [(is_handled, traceback, innermost, name)] = seen
     assert is_handled
     assert traceback is not None
-    assert (innermost == "climb") == (outcome != "Fail")
+    assert (innermost == "raise_error") == (outcome != "Fail")
     assert "_send_failure" not in {frame.name for frame in extract_tb(traceback)}
     assert name == "close_order"
     assert sys.exc_info() == (None, None, None)
@@ -209,7 +209,7 @@ def test_an_unreadable_body_is_signalled_as_a_failure(
 def test_signals_have_the_arguments_that_receivers_use(bench: RunnerHarness, sent: Signals) -> None:
     bench.registry.processor("fail")(lambda body: Fail("the card was refused"))
     bench.registry.processor("retry")(lambda body: Retry("5m", "busy"))
-    bench.registry.processor("raise")(climb)
+    bench.registry.processor("raise")(raise_error)
     fail, retry, raises = (
         bench.schedule("fail", 7),
         bench.schedule("retry"),
@@ -225,7 +225,7 @@ def test_signals_have_the_arguments_that_receivers_use(bench: RunnerHarness, sen
     assert sent.fields(retry)["request"].id == str(retry.id)
     raised = sent.fields(raises)
     assert isinstance(raised["exception"], ValueError)
-    assert "climb" in raised["einfo"].traceback
+    assert "raise_error" in raised["einfo"].traceback
 
 
 def test_a_completed_task_has_succeeded_even_if_its_processor_raises_later(

@@ -1,4 +1,4 @@
-"""Bulk operations go in steps, beside workers, and leave an audit."""
+"""Bulk operations work in steps while workers run, and are recorded in the audit."""
 
 from __future__ import annotations
 
@@ -160,23 +160,23 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
     if url.host is None:
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    beside = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
-    timer = record(beside)
-    tasks = [schedule(beside, key=f"k{n}") for n in range(5)]
+    proxied = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
+    timer = record(proxied)
+    tasks = [schedule(proxied, key=f"k{n}") for n in range(5)]
     timer.disarmed.clear()
 
     def cut(result: BulkResult) -> None:
         if result.changed == 3:
             proxy.cut_answer(rb"COMMIT(?!TED)")
 
-    pass_a_moment(beside)
+    pass_a_moment(proxied)
     if verb == "cancel":
-        result = beside.cancel_many(tag="mail", on_progress=cut)
+        result = proxied.cancel_many(tag="mail", on_progress=cut)
     else:
-        result = beside.reschedule_many(by=60, tag="mail", on_progress=cut)
+        result = proxied.reschedule_many(by=60, tag="mail", on_progress=cut)
     assert proxy.cut == 1
     assert counts(result) == (5, 5, 0)
-    [entry] = beside.audit()
+    [entry] = proxied.audit()
     assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
     assert {store.tasks.read(task.id).version for task in tasks} == {1}
     if verb == "reschedule":
@@ -184,7 +184,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
             (store.tasks.read(t.id).expected_time - t.expected_time).total_seconds() for t in tasks
         } == {60}
     assert len(timer.disarmed) == 5
-    beside.close()
+    proxied.close()
     proxy.close()
 
 

@@ -1,4 +1,4 @@
-"""Old partitions are dropped, and what is not finished in them is moved."""
+"""Old partitions are dropped, and their unfinished tasks are moved."""
 
 from __future__ import annotations
 

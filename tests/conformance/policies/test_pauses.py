@@ -22,7 +22,7 @@ from tests.conformance.store_rows import counts_moves
 from tests.counting import counted
 
 
-def find_it_away(*_: Any) -> list[Any]:
+def raise_unavailable(*_: Any) -> list[Any]:
     raise e.StoreUnavailableError("no route to host")
 
 
@@ -197,19 +197,19 @@ def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_befor
     policies = wiring_of(field.process()).shards[0].policies
     monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
-        away.setattr(policies, "_read", find_it_away)
+        away.setattr(policies, "_read", raise_unavailable)
         for _ in range(2):
             with pytest.raises(e.StoreUnavailableError):
                 policies.current()
     assert policies.current().pauses("mail", "default")
-    monkeypatch.setattr(policies, "_read", find_it_away)
+    monkeypatch.setattr(policies, "_read", raise_unavailable)
     assert policies.current().pauses("mail", "default")
 
 
 def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(field.store.policies, "check", find_it_away)
+    monkeypatch.setattr(field.store.policies, "check", raise_unavailable)
     with pytest.raises(e.StoreUnavailableError):
         field.store.check()
 
@@ -240,7 +240,7 @@ def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
     chunk = chunk_request.ChunkRequest((Entry(task.id, task.version, 0),), policies=None)
     policies = wiring_of(child).shards[0].policies
     with monkeypatch.context() as away:
-        away.setattr(policies, "_read", find_it_away)
+        away.setattr(policies, "_read", raise_unavailable)
         report = chunk_request.run_chunk(chunk)
     assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
     assert field.statuses(task) == ["NOT_COMPLETE"]

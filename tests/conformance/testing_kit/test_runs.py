@@ -1,4 +1,4 @@
-"""What a tester runs, and in which order."""
+"""A tester runs tasks in the order of their due times."""
 
 from __future__ import annotations
 

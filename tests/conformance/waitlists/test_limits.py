@@ -19,7 +19,7 @@ from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution import runner
 from delaytasks.limits.admission import Admission
 from tests.conformance.store_rows import counts_moves
-from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, push_away
+from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, touch_task
 from tests.waiting import wait_until
 
 
@@ -36,7 +36,7 @@ def test_no_more_tasks_start_than_the_limit_allows_and_the_others_are_held(
     assert [task.body for task in bench.admit()] == [3]
     assert bench.admit() == []
     assert Counter(bench.statuses(tasks)) == {"RUNNING": 4, "HELD": 2}
-    assert bench.in_line() == 2
+    assert bench.waitlist_rows() == 2
 
 
 def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(bench: LimitedRunnerHarness) -> None:
@@ -63,7 +63,7 @@ def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
     with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
         bench.claim(*tasks)
     assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
-    assert bench.in_line() == 0
+    assert bench.waitlist_rows() == 0
 
 
 def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(
@@ -74,7 +74,7 @@ def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(
     report = bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
     assert bench.ran == [0, 1, 2, 3, 4]
     assert bench.statuses(tasks) == ["DONE"] * 5
-    assert (report.ran, report.waitlists, bench.in_line()) == (5, (), 0)
+    assert (report.ran, report.waitlists, bench.waitlist_rows()) == (5, (), 0)
     done = bench.now(tasks[4])
     assert done.attempts == 1
     assert (done.version == 3) is counts_moves(bench.store)
@@ -132,7 +132,7 @@ def test_each_key_has_its_own_limit(bench: LimitedRunnerHarness) -> None:
     late = [bench.schedule(body="b", concurrency_key="b") for _ in range(3)]
     assert bench.claim(*late) == []
     assert [task.body for task in bench.admit()] == ["b"], "the others of a wait, and keep nobody"
-    assert bench.in_line() == 4
+    assert bench.waitlist_rows() == 4
 
 
 def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(
@@ -164,7 +164,7 @@ def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(
     bench.limit(concurrency=1000)
     assert Counter(task.body for task in bench.admit(15)) == {"a": 5, "b": 3, "c": 7}
     assert len(bench.admit(100)) == 48
-    assert bench.in_line() == 0
+    assert bench.waitlist_rows() == 0
 
 
 def test_the_capacity_of_a_dead_worker_is_free_when_its_tasks_lapse(
@@ -212,7 +212,7 @@ def test_several_workers_together_keep_a_rate(bench: LimitedRunnerHarness) -> No
     with ThreadPoolExecutor(3) as pool:
         for _ in range(3):
             pool.submit(take)
-        wait_until(lambda: bench.in_line() == 0, 20, "all to start")
+        wait_until(lambda: bench.waitlist_rows() == 0, 20, "all to start")
         over.set()
     t = bench.store.schema.tasks
     with bench.store.database.begin() as connection:
@@ -264,7 +264,7 @@ def test_simultaneous_workers_never_exceed_the_limit(bench: LimitedRunnerHarness
         ]
         for part in parts:
             part.result()
-        while bench.in_line():
+        while bench.waitlist_rows():
             bench.runner.run_waitlist("default", "limited", 10, 5)
     assert sorted(ran) == list(range(40))
     assert 2 <= max(most) <= 5
@@ -280,7 +280,7 @@ def _reschedule(bench: LimitedRunnerHarness, task: DelayTask) -> None:
 
 @pytest.mark.parametrize(
     ("move", "status"),
-    [(_cancel, "CANCELLED"), (push_away, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
+    [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
 def test_a_task_that_left_the_waitlist_does_not_run(
     bench: LimitedRunnerHarness,
@@ -298,7 +298,7 @@ def test_a_task_that_left_the_waitlist_does_not_run(
     if not admitted:  # one call examines only a few rows
         admitted = bench.admit() or bench.admit()
     assert [task.body for task in admitted] == [14]
-    assert bench.in_line() == 0
+    assert bench.waitlist_rows() == 0
     assert bench.statuses(tasks[1:-1]) == [status] * 13
 
 

@@ -14,7 +14,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.waitlists import WaitlistState
 from delaytasks.limits import backlogs
 from delaytasks.limits.admission import Admission
-from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, push_away
+from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, touch_task
 
 
 def test_the_settlement_of_a_task_transfers_its_slot_to_the_next_one(
@@ -26,13 +26,13 @@ def test_the_settlement_of_a_task_transfers_its_slot_to_the_next_one(
     seen: list[tuple[str, ...]] = []
     next = Admission.admit_to_slots
 
-    def handing(self: Admission, on: Any, queue: str, tag: str, count: int) -> Any:
+    def admit_and_record(self: Admission, on: Any, queue: str, tag: str, count: int) -> Any:
         following = next(self, on, queue, tag, count)
         places.append(count)
         seen.append(tuple(bench.statuses(tasks)))
         return following
 
-    monkeypatch.setattr(Admission, "admit_to_slots", handing)
+    monkeypatch.setattr(Admission, "admit_to_slots", admit_and_record)
     bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
     assert bench.ran == [0, 1, 2, 3]
     assert places == [1, 1, 1]
@@ -126,7 +126,7 @@ def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlo
         pass
     assert bench.statuses(large) == ["HELD"] * 40
     assert bench.statuses([later, free]) == ["NOT_COMPLETE"] * 2
-    assert bench.in_line() == 43
+    assert bench.waitlist_rows() == 43
 
 
 def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
@@ -175,7 +175,7 @@ def test_the_pause_sweeper_does_not_release_tasks_of_a_waitlist(
     assert [seen.id for seen in bench.store.paused_rows.look(Status.HELD, level, None, None)] == [
         stray.id
     ]
-    push_away(bench, tasks[1])
+    touch_task(bench, tasks[1])
     found = {seen.id for seen in bench.store.paused_rows.look(Status.HELD, level, None, None)}
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
 

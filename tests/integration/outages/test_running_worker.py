@@ -14,7 +14,7 @@ import pytest
 from delaytasks import DelayTask
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.wiring import wiring_of
-from tests.integration.outages.line import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
+from tests.integration.outages.proxied_caller import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
 from tests.proxy import proxy_to
 from tests.running import Deployment, Process
 from tests.services import kill_connections

@@ -1,4 +1,4 @@
-"""A process that ends writes its counts to all databases at once, and waits only briefly."""
+"""A process that ends writes its counts to all databases simultaneously and waits briefly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The counts of a worker's main process: totals, and what is yet to be written."""
+"""The counts of a worker's main process: totals, and counts that are not written yet."""
 
 from __future__ import annotations
 
