@@ -183,7 +183,7 @@ def test_the_error_budget_of_30_days_is_that_of_tags_with_on_time(
     assert found == {(name, tag): pytest.approx(0.25)}
 
 
-def test_scrapes_within_the_rest_read_the_database_once(delays: DelayTasks) -> None:
+def test_scrapes_in_quick_succession_read_the_database_once(delays: DelayTasks) -> None:
     source = DatabaseMetrics(wiring_of(delays), rest_s=timedelta(hours=1).total_seconds())
     registry = registry_of(source)
     before = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})

@@ -185,7 +185,7 @@ def _place(name: str) -> re.Pattern[str]:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_tables_are_those_of_the_code(name: str) -> None:
+def test_generated_tables_match_the_code(name: str) -> None:
     page, make = GENERATED[name]
     found = _place(name).search((ROOT / page).read_text())
     assert found is not None, f"{page} has no place for {name}"
@@ -246,7 +246,7 @@ def test_the_files_that_a_page_names_exist(name: str) -> None:
         assert any((ROOT / place / file).exists() for place in _PLACES), file
 
 
-def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
+def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
     page = (
         (ROOT / "docs/operations.md")
         .read_text()
@@ -285,7 +285,7 @@ def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
 # -- SQL ------------------------------------------------------------------------------------------
 
 
-def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
+def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) -> None:
     from datetime import timedelta
 
     from sqlalchemy import text
