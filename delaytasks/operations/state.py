@@ -12,8 +12,8 @@ from datetime import datetime
 from typing import NamedTuple
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.counted_failures import CountedFailures
 from delaytasks.core.errors import StoreError
+from delaytasks.core.failure_group import CountedFailures
 from delaytasks.core.masking import mask_url
 from delaytasks.core.policies import Policy
 from delaytasks.core.registered_worker import (
@@ -229,7 +229,7 @@ def _groups(
     last: list[FailedRow] = []
     try:
         counted = read_failures(shards, now)
-        ids = [each.task_id for each in counted]
+        ids = [each.group.task_id for each in counted]
         last = [row for s in shards for row in rows_of(s.store.database, s.store.schema, ids)]
     except StoreError:
         pass  # the tables of statistics may be missing; FAILED tasks are known without them
