@@ -96,10 +96,13 @@ def _stopped(state: DeploymentState) -> Iterator[Problem]:
     for database in state.databases:
         if database.error is not None:
             yield Problem("bad", f"Database {database.number} does not answer: {database.error}")
-    live = state.waiting + state.running
-    if not state.alive and live:
-        text = f"No worker is alive, and {tasks_are(live)} waiting. Start a worker."
-        yield Problem("bad", text, "workers")
+    if state.alive:
+        return
+    if state.waiting or state.running:
+        waiting = f"{tasks_are(state.waiting)} waiting" if state.waiting else ""
+        running = f"{tasks_are(state.running)} running" if state.running else ""
+        tasks = " and ".join(filter(None, (waiting, running)))
+        yield Problem("bad", f"No worker is alive, and {tasks}. Start a worker.", "workers")
 
 
 def _late(state: DeploymentState) -> Iterator[Problem]:

@@ -20,6 +20,7 @@ from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.installed import installed_version
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.error_search import error_matcher
+from delaytasks.operations.policies import CountedPolicies
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
@@ -339,13 +340,14 @@ def test_viewers_share_what_is_read(site: Site, monkeypatch: pytest.MonkeyPatch)
     """Fifty open consoles read the state of the database as often as one."""
     state = site.app.extensions["delaytasks_console"]
     state.cache.forget()
-    reads, read = [], site.delays.policies
+    policies, reads = wiring_of(site.delays).policies, list[CountedPolicies]()
+    read_all = policies.read_all
 
-    def counting(**options: Any) -> Any:
-        reads.append(options)
-        return read(**options)
+    def counting() -> CountedPolicies:
+        reads.append(read_all())
+        return reads[-1]
 
-    monkeypatch.setattr(site.delays, "policies", counting)
+    monkeypatch.setattr(policies, "read_all", counting)
     for _ in range(10):
         assert site.client().get("/").status_code == 200
     # The number depends on how long ten pages take; without the cache it is 10.
