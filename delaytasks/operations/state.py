@@ -20,6 +20,7 @@ from delaytasks.core.registered_worker import (
     LostWorker,
     RegisteredWorker,
     beat_age_s,
+    broker_down_s,
     lost_everywhere,
 )
 from delaytasks.core.settings import Settings
@@ -169,6 +170,10 @@ class DeploymentState:
     @property
     def beat_age_s(self) -> float | None:
         return beat_age_s(self.workers)
+
+    @property
+    def broker_down_s(self) -> float | None:
+        return broker_down_s(self.workers)
 
     @property
     def is_down(self) -> bool:
