@@ -25,6 +25,16 @@ from delaytasks.wiring import wiring_of
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
+#: What the links after the sentences of the verdict show, by the page to which they lead.
+SHOWN_BY = {
+    "failure": "these failures",
+    "failures": "all failures",
+    "forecast": "the forecast",
+    "overview": "the health",
+    "policies": "the policies",
+    "tasks": "the tasks",
+    "workers": "the workers",
+}
 #: Tasks that the page of a group shows.
 SHOWN_FAILURES = 50
 
@@ -50,6 +60,7 @@ def overview() -> str:
         s=found,
         now=found.now,
         verdict=verdict_of(found, viewer_zone(), _ahead(found)),
+        shown_by=SHOWN_BY,
         due=due,
         due_chart=due_chart(due, found.now, viewer_zone()),
         period=period,

@@ -83,7 +83,7 @@ class ConsoleState:
         return read_state(
             wiring_of(delays).shards,
             delays.settings,
-            delays.policies,
+            wiring.policies.read_all,
             recent_failures,
             services,
             wiring.clock.now(),
