@@ -47,7 +47,7 @@ PERIODS = {
 }
 #: The most rows that a long chart reads, and the most that one tag has in a year in one database: a
 #: row for each day, for each hour of two days, and for each minute of the last two hours.
-MOST_ROWS, ROWS_OF_TAG = 30_000, 366 + 7 + 50 + 125
+MOST_CHART_ROWS, ROWS_OF_TAG = 30_000, 366 + 7 + 50 + 125
 _SHOWN_OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
@@ -55,7 +55,7 @@ class PeriodRuns(NamedTuple):
     """The runs of all tags by step."""
 
     points: Sequence[SeriesPoint]
-    #: The number of tags that were read, if all of them have more than `MOST_ROWS` rows.
+    #: The number of tags that were read, if all of them have more than `MOST_CHART_ROWS` rows.
     cut_to: int | None = None
 
 
@@ -120,13 +120,13 @@ def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     wiring = wiring_of(state().delays)
     now, shards = wiring.clock.now(), wiring.shards
     since = now - parse_duration(period.since)
-    if count_rows(shards, since, now, MOST_ROWS + 1) <= MOST_ROWS:
+    if count_rows(shards, since, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
         return None
     started: dict[str, int] = {}
     for point in read_runs("week").points:
         for tag, total in point.tags.items():
             started[tag] = started.get(tag, 0) + total.started
-    most = max(MOST_ROWS // (ROWS_OF_TAG * len(shards)), 1)
+    most = max(MOST_CHART_ROWS // (ROWS_OF_TAG * len(shards)), 1)
     return sorted(started, key=lambda tag: (-started[tag], tag))[:most]
 
 

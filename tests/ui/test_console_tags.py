@@ -173,11 +173,11 @@ def test_a_year_of_many_tags_reads_those_with_the_most_runs(
     for number in range(9):
         write_runs(empty.delays, f"tag.{number}", 2 * MINUTE, number + 1)
         write_runs(empty.delays, f"tag.{number}", 90 * DAY, 1)
-    monkeypatch.setattr(run_charts, "MOST_ROWS", 18)
+    monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 18)
     client = empty.client()
     assert len(rows(client.get("/tags?period=year").text)) == 9
     empty.app.extensions["delaytasks_console"].history.forget()
-    monkeypatch.setattr(run_charts, "MOST_ROWS", 17)
+    monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 17)
     monkeypatch.setattr(run_charts, "ROWS_OF_TAG", 5)
     text = client.get("/tags?period=year").text
     assert [row["Tag"] for row in rows(text)] == ["tag.8", "tag.7", "tag.6"]
