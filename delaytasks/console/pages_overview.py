@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flask import Flask, abort, render_template, request
+from flask import Flask, abort, render_template
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.counts import count_due, count_queues
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
-from delaytasks.console.run_charts import PERIODS, due_chart, runs_of
+from delaytasks.console.run_charts import PERIODS, chosen_period, due_chart, runs_of
 from delaytasks.console.searches import Searches
 from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
@@ -52,8 +52,7 @@ def overview() -> str:
     found, shared = state().snapshot(), state()
     due = shared.cache.get("due", SNAPSHOT_S, lambda: count_due(shared.delays, found.now))
     on_time = shared.cache.get("on_time", SHARES_S, lambda: _on_time(shared.delays))
-    period = request.args.get("period", "hour")
-    period = period if period in PERIODS else "hour"
+    period = chosen_period()
     return render_template(
         "overview.html",
         page="overview",

@@ -54,6 +54,8 @@ class ConsoleState:
         self.delays = delays
         self.access = access
         self.cache = SharedCache()
+        #: What ran, which no action changes: a chart of a year is read rarely.
+        self.history = SharedCache()
         self.forecast = LatestForecast(delays.forecast)
         self.runs = BulkRuns(on_end=self.forget)
         self.logins = LoginLimit()

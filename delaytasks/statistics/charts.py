@@ -75,6 +75,15 @@ def lateness_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo 
     return legend(parts) + lines(_starts(points, zone), step, parts)
 
 
+def duration_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
+    """Return a chart of the durations of the runs of each step, with its legend."""
+    parts = [
+        Series(name, f"p{share}", [p.total.duration_quantile(share / 100) for p in points])
+        for name, share in (("p50: half were shorter", 50), ("p99: 99 of 100 were shorter", 99))
+    ]
+    return legend(parts) + lines(_starts(points, zone), step, parts)
+
+
 def _starts(points: Sequence[SeriesPoint], zone: tzinfo) -> list[datetime]:
     return [point.start.astimezone(zone) for point in points]
 
@@ -224,7 +233,8 @@ def _line(part: Series, count: int, scale: Scale) -> Sequence[str]:
 
 def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    return f"{start:%Y-%m-%d %H:%M} to {start + step:%H:%M %Z}: {shown}"
+    end = "%H:%M %Z" if step < timedelta(days=1) else "%Y-%m-%d %H:%M %Z"
+    return f"{start:%Y-%m-%d %H:%M} to {start + step:{end}}: {shown}"
 
 
 def _chart(

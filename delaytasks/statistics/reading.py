@@ -111,6 +111,16 @@ def run_counts(
     return found
 
 
+def count_rows(shards: Sequence[Shard], since: datetime, until: datetime, most: int) -> int:
+    """Count the rows that `run_counts` reads for all tags of a range, up to `most`."""
+    counted = 0
+    for shard in shards:
+        counted += _table(shard).count(since, until, most - counted)
+        if counted >= most:
+            break
+    return counted
+
+
 def counts_by_tag(
     shards: Sequence[Shard], steps: StepRange, tags: Sequence[str] | None
 ) -> list[tuple[str, RunCounts]]:

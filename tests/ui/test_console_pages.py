@@ -27,7 +27,7 @@ from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, fill, make_delays, post
 
-PAGES = "/ /tasks /failures /forecast /recurring /policies /queues /workers /audit".split()
+PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()
 
 
 def heading(text: str) -> str:
@@ -168,7 +168,8 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
     fill(site.delays)
     client = site.client()
     task = site.delays.find(status="FAILED").tasks[0]
-    for path in (*PAGES, f"/tasks/{task.id}", "/tasks?error=template", "/?period=week"):
+    more = ["/tasks?error=template", "/?period=week", "/tags?period=year", "/tag?name=order.close"]
+    for path in (*PAGES, f"/tasks/{task.id}", *more):
         answer = client.get(path)
         assert answer.status_code == 200, path
         assert "cannot be read" not in answer.text, path
@@ -190,16 +191,24 @@ def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any
         with store.database.begin() as connection:
             is_late = rows.c.id == late.id
             connection.execute(update(rows).where(is_late).values(expected_time=db_now_plus(-430)))
+    oldest = delays.schedule_delay("order.close", {}, 60, priority=3)
+    with store.database.begin() as connection:
+        is_oldest = rows.c.id == oldest.id
+        connection.execute(update(rows).where(is_oldest).values(expected_time=db_now_plus(-7510)))
     shown: list[str] = []
 
     def count() -> None:
         [counts] = ConsoleQueries(store).queues(["default"], 1.0)
+        assert counts.oldest == delays.get(oldest.id).due
         shown.append(f"{counts.waiting} {counts.overdue}")
 
     # SQLite names the columns with which it searches the index.
     searches = re.findall(r"\(.*priority=.*expected_time<.*\)", plans(store, count))
-    assert shown == ["6 3"]
+    assert shown == ["7 4"]
     assert len(searches) == 3
+    text = Site(delays).client().get("/queues").text
+    [age] = re.findall(r'data-label="Oldest overdue"><time[^>]*>([^<]*)<', text)
+    assert age == "2h5m ago"
     delays.close()
 
 

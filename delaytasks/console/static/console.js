@@ -123,7 +123,10 @@ document.documentElement.classList.add("has-script");
     j: () => moveRow(1),
     k: () => moveRow(-1),
     g: () => { chordAt = Date.now(); },
-    Enter: () => document.querySelector("[data-row].chosen a")?.click(),
+    Enter: () => {
+      const row = document.querySelector("[data-row].chosen");
+      (row?.querySelector("a[data-main]") || row?.querySelector("a"))?.click();
+    },
   };
   document.addEventListener("keydown", (event) => {
     if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k" && byId("palette")) {

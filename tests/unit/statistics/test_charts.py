@@ -26,9 +26,9 @@ LETTER = 6.5
 NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
 
 
-def chart(values: list[float | None], start: datetime = NOON) -> str:
-    starts = [start + n * STEP for n in range(len(values))]
-    return lines(starts, STEP, [Series("these workers", "p99", values)], on_time_s=1.0)
+def chart(values: list[float | None], start: datetime = NOON, step: timedelta = STEP) -> str:
+    starts = [start + n * step for n in range(len(values))]
+    return lines(starts, step, [Series("these workers", "p99", values)], on_time_s=1.0)
 
 
 def heights(text: str) -> list[float]:
@@ -131,3 +131,9 @@ def test_labels_do_not_overlap(step_s: int, number: int) -> None:
         assert ends[-1] < x - half
         ends.append(x + half)
     assert ends[-1] < WIDTH
+
+
+def test_a_step_of_days_has_the_day_of_its_end() -> None:
+    text = chart([1.0, 2.0], NOON, timedelta(days=7))
+    assert "2030-01-31 12:00 to 2030-02-07 12:00 UTC: these workers 1.0s" in text
+    assert "12:00 to 13:00 UTC" in chart([1.0])
