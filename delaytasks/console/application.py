@@ -27,6 +27,9 @@ from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
 from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
 from delaytasks.core.installed import installed_version
+from delaytasks.operations.health import HealthChecks
+from delaytasks.operations.probes import Probes
+from delaytasks.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 #: Bytes that one request may contain.
@@ -103,11 +106,16 @@ def make_console(
         pages.install(app)
     if isinstance(access, OpenIDAccess):
         pages_openid.install(app)
+    Probes(lambda: _health(delays)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _failed)
     return app
+
+
+def _health(delays: DelayTasks) -> HealthChecks:
+    return HealthChecks(wiring_of(delays).shards, delays.settings, lambda: None)
 
 
 def _of_every_page() -> dict[str, Any]:
