@@ -21,6 +21,7 @@ from delaytasks.console import (
     pages_tasks,
 )
 from delaytasks.console.actions import audit_refusals
+from delaytasks.console.known_names import known_names
 from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
@@ -127,6 +128,7 @@ def _of_every_page() -> dict[str, Any]:
         "csrf": csrf_token,
         "viewer": viewer(),
         "can": can,
+        "known": known_names,
         "zone": zone_label(),
         "theme": session.get("theme", "auto"),
         "here": request.full_path.rstrip("?"),
