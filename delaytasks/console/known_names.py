@@ -14,7 +14,7 @@ from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.wiring import wiring_of
 
 #: The most names of each kind, and the seconds for which all viewers see the same ones.
-MOST_KNOWN, KNOWN_S = 200, 60.0
+MOST_SUGGESTED, KNOWN_S = 200, 60.0
 
 
 class KnownNames(NamedTuple):
@@ -27,7 +27,7 @@ class KnownNames(NamedTuple):
 def known_names() -> KnownNames:
     """Return the tags and queues of workers, policies and statistics.
 
-    No task is read. If there are more than `MOST_KNOWN` tags, those with the most runs of the last
+    No task is read. If there are more than `MOST_SUGGESTED` tags, those with the most runs of the last
     day are returned.
     """
     shared = state()
@@ -53,4 +53,4 @@ def _read(delays: DelayTasks) -> KnownNames:
 
 
 def _first(names: Counter[str]) -> list[str]:
-    return sorted(name for name, _ in names.most_common(MOST_KNOWN))
+    return sorted(name for name, _ in names.most_common(MOST_SUGGESTED))

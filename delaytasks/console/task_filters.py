@@ -22,7 +22,7 @@ TASKS_PER_PAGE = 50
 _TEXTS = ("tag", "key", "key_prefix", "queue")
 _INSTANT_FILTERS = ("since", "until", "created_since", "created_until")
 #: Raise the error of a wrong pattern, or of a wrong id.
-_CHECKS: dict[str, Callable[[Any], object]] = {"error": error_filter, "ids": check_ids}
+_TYPED_CHECKS: dict[str, Callable[[Any], object]] = {"error": error_filter, "ids": check_ids}
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def query_of(given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQue
             filters[name] = instant_of(typed[name], now, zone)
     typed |= _lists(given)
     filters |= _lists(given)
-    for name, check in _CHECKS.items():
+    for name, check in _TYPED_CHECKS.items():
         if name in typed:
             check(typed[name])
     if "meta" in typed:

@@ -15,7 +15,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.operations.health import HealthChecks, HealthQuestion
 
 #: What a view of Flask may return: the text, the status and the headers.
-Answer = tuple[str, int, dict[str, str]]
+ProbeAnswer = tuple[str, int, dict[str, str]]
 
 #: The names of the URLs in an app.
 ENDPOINTS = ("health_live", "health_ready")
@@ -60,7 +60,7 @@ class Probes:
         return {check.name: check.is_ok for check in found}
 
 
-def _answer(checks: Mapping[str, bool]) -> Answer:
+def _answer(checks: Mapping[str, bool]) -> ProbeAnswer:
     is_healthy = all(checks.values())
     text = json.dumps({"is_healthy": is_healthy, "checks": checks})
     return text, 200 if is_healthy else 503, {"Content-Type": "application/json"}

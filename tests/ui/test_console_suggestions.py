@@ -49,7 +49,7 @@ def test_the_forms_of_policies_suggest_tags_and_queues(site: Site) -> None:
 def test_the_names_are_bounded_and_those_with_most_runs_stay(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_names, "MOST_KNOWN", 2)
+    monkeypatch.setattr(known_names, "MOST_SUGGESTED", 2)
     for number in range(5):
         own_site.delays.pause(queue=f"queue-{number}")
     client = own_site.client(Role.VIEW)
