@@ -79,7 +79,7 @@ class Commands:
     def __init__(self) -> None:
         self._delays = DelayTasks(Celery("rows", set_as_current=False))
         migrations.upgrade(wiring_of(self._delays).store.database)
-        #: What the last command has printed.
+        #: The output of the last command.
         self._output = ""
 
     def run(self, line: str) -> None:

@@ -1,4 +1,4 @@
-"""Event loops, asynchronous engines, and what occupies the thread of a loop."""
+"""Event loops, asynchronous engines, and a probe for calls that block the thread of a loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A project that reports to Sentry. What it sends goes into a file instead of to a server."""
+"""A project that reports to Sentry, and writes its reports to a file instead of a server."""
 
 from __future__ import annotations
 

@@ -2,32 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.metrics.families import Family, Sample
 from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
-    from delaytasks.core.events import Events
     from delaytasks.wiring import Wired
 
 
 class ProducerMetrics:
-    """Counts what this process has scheduled since its start."""
+    """Counts by tag what this process schedules from now on. A subscriber of events.
 
-    def __init__(self, events: Events) -> None:
-        self._events = events
+    Parameters
+    ----------
+    max_tags
+        All tags after this many are counted as one.
+    """
+
+    def __init__(self, max_tags: int) -> None:
+        self._max_tags = max_tags
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
 
     @classmethod
     def of(cls, delays: Wired) -> ProducerMetrics:
-        return cls(wiring_of(delays).events)
+        wiring = wiring_of(delays)
+        metrics = cls(wiring.settings.statistics_tags)
+        wiring.events.subscribe(metrics)
+        return metrics
+
+    def __call__(self, name: str, fields: Mapping[str, Any]) -> None:
+        if name != "task.scheduled":
+            return
+        tag = fields["tag"]
+        with self._lock:
+            is_named = tag in self._counts or len(self._counts) < self._max_tags
+            self._counts[tag if is_named else OTHER_TAGS] += fields.get("count", 1)
 
     def families(self) -> Iterator[Family]:
+        with self._lock:
+            counts = self._counts.copy()
         yield Family(
             "delaytasks_scheduled",
             "Tasks that this process has scheduled.",
             "counter",
-            (),
-            [Sample((), self._events.counts["task.scheduled"])],
+            ("tag",),
+            [Sample((tag,), count) for tag, count in counts.items()],
         )

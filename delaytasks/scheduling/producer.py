@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -177,7 +178,8 @@ class Producer:
         write, id = functools.partial(self._write_batch, rows, on_conflict), rows.first.id
         with transaction.guard(id) if transaction is not None else nullcontext() as on:
             written = self._store.together(write, id) if on is None and rows.named else write(on)
-        self._events.emit("task.scheduled", count=len(written))
+        for tag, count in Counter(task.tag for task in written).items():
+            self._events.emit("task.scheduled", count=count, tag=tag)
         self.arm_after_commit(written, transaction)
         if on_batch is not None:
             on_batch(written)

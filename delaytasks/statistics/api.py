@@ -15,6 +15,7 @@ from delaytasks.statistics.reading import (
     Since,
     StepRange,
     checked_tags,
+    counts_by_tag,
     failure_groups,
     gauge_means,
     run_counts,
@@ -220,11 +221,7 @@ class Statistics(AsyncStatisticsTwins):
         self, since: Since, until: datetime | None, tags: Sequence[str] | None
     ) -> list[tuple[str, RunCounts]]:
         minutes = StepRange.of(self._clock.now(), since, until, "1m", is_series=False)
-        found: dict[str, RunCounts] = {}
-        for by_tag in run_counts(self._shards, minutes, checked_tags(tags)).values():
-            for tag, counts in by_tag.items():
-                found.setdefault(tag, RunCounts()).add(counts)
-        return sorted(found.items())
+        return counts_by_tag(self._shards, minutes, checked_tags(tags))
 
     async def _call_async(self, name: str, /, *arguments: Any, **options: Any) -> Any:
         return await self._run_async(getattr(self, name), *arguments, **options)

@@ -111,6 +111,17 @@ def run_counts(
     return found
 
 
+def counts_by_tag(
+    shards: Sequence[Shard], steps: StepRange, tags: Sequence[str] | None
+) -> list[tuple[str, RunCounts]]:
+    """Return the counts of all steps together, in the order of the tags."""
+    found: dict[str, RunCounts] = {}
+    for by_tag in run_counts(shards, steps, tags).values():
+        for tag, counts in by_tag.items():
+            found.setdefault(tag, RunCounts()).add(counts)
+    return sorted(found.items())
+
+
 def gauge_means(shards: Sequence[Shard], steps: StepRange) -> dict[datetime, Gauges]:
     """Return the mean gauges of each step that has any, of all databases together."""
     found: dict[datetime, list[Gauges]] = {}

@@ -81,7 +81,7 @@ def lapse_all(store: Store, tasks: Sequence[DelayTask], max_lost_leases: int = 5
     return store.sweeps.recover(max_lost_leases, 100).total
 
 
-def beside(store: Store, url: str) -> Store:
+def second_store(store: Store, url: str) -> Store:
     """Return another store on the same tables."""
     prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
     return Store(url, settings_for(url, table_prefix=prefix))

@@ -80,7 +80,7 @@ def test_the_first_call_reads_the_settings_in_a_thread(
     assert threads - {threading.get_ident()} == threads != set()
 
 
-def test_the_event_loop_goes_on_while_a_call_in_a_thread_waits(
+def test_the_event_loop_continues_while_a_call_in_a_thread_waits(
     delays: DelayTasks, waiting_timer: WaitingTimer
 ) -> None:
     task = run(let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
@@ -191,7 +191,7 @@ def test_a_call_that_is_cancelled_before_its_start_is_not_made(
     run(go())
 
 
-def test_a_call_that_is_cancelled_later_goes_on(
+def test_a_call_that_is_cancelled_after_its_start_is_completed(
     delays: DelayTasks, waiting_timer: WaitingTimer
 ) -> None:
     async def go() -> None:

@@ -155,7 +155,7 @@ def test_a_session_that_is_not_asynchronous_is_refused_with_the_remedy(
     run(go())
 
 
-def test_the_event_loop_goes_on_while_a_committed_task_is_sent(
+def test_the_event_loop_continues_while_a_committed_task_is_armed(
     delays: DelayTasks, waiting_timer: WaitingTimer, database_url: str
 ) -> None:
     async def go() -> None:

@@ -28,7 +28,7 @@ def ids(claims: Claims, limit: int, *priorities: int) -> list[int]:
     return [task.id for task in claims.claim_due("default", priorities or [0], limit)]
 
 
-def test_a_chunk_goes_on_where_the_last_one_ended(store: Store, claims: Claims) -> None:
+def test_a_chunk_continues_where_the_last_one_ended(store: Store, claims: Claims) -> None:
     make(store, *range(10, 30))
     assert ids(claims, 5) == [10, 11, 12, 13, 14]
     make(store, 1, 2)
@@ -36,7 +36,7 @@ def test_a_chunk_goes_on_where_the_last_one_ended(store: Store, claims: Claims) 
     assert ids(store.claims("other", None), 3) == [1, 2, 20], "who begins begins at the beginning"
 
 
-def test_what_is_older_is_found_before_a_level_is_empty(store: Store, claims: Claims) -> None:
+def test_older_rows_are_claimed_before_a_level_is_empty(store: Store, claims: Claims) -> None:
     make(store, *range(10, 20))
     assert ids(claims, 8) == list(range(10, 18))
     make(store, 1, 2, 3)
@@ -45,7 +45,7 @@ def test_what_is_older_is_found_before_a_level_is_empty(store: Store, claims: Cl
     assert ids(claims, 4) == []
 
 
-def test_what_is_older_waits_for_seconds_at_most(
+def test_older_rows_wait_for_a_few_seconds_at_most(
     store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
@@ -59,14 +59,14 @@ def test_what_is_older_waits_for_seconds_at_most(
     assert ids(claims, 5) == [1, 20, 21, 22, 23], "however many chunks came between"
 
 
-def test_rows_of_one_instant_are_not_passed_over(store: Store, claims: Claims) -> None:
+def test_rows_with_the_same_due_time_are_not_skipped(store: Store, claims: Claims) -> None:
     now = store.tasks.now() - timedelta(seconds=1)
     for id in range(1, 11):
         store.tasks.insert(DelayTask(id, "mail", "{}", now, create_time=now))
     assert sorted(ids(claims, 4) + ids(claims, 4) + ids(claims, 4)) == list(range(1, 11))
 
 
-def test_each_level_has_a_place_of_its_own(store: Store, claims: Claims) -> None:
+def test_each_level_has_its_own_position(store: Store, claims: Claims) -> None:
     make(store, *range(10, 14))
     make(store, *range(20, 24), priority=5)
     assert ids(claims, 6, 0, 5) == [20, 21, 22, 23, 10, 11]

@@ -111,7 +111,7 @@ def test_scheduling_checks_the_body_in_its_version(delays: DelayTasks) -> None:
             delays.schedule_delay("pay", NEW, 60, body_version=version)
 
 
-def test_check_reports_what_nobody_can_upgrade(delays: DelayTasks) -> None:
+def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> None:
     ids = {
         name: delays.schedule_delay("pay", body, 60, body_version=version).id
         for name, body, version in (

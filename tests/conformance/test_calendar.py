@@ -70,7 +70,7 @@ def test_an_instant_is_stored_as_it_is(bench: RunnerHarness, when: datetime, due
         (utc(2028, 12, 31, 23, 59, 59), 1, utc(2029, 1, 1)),
     ],
 )
-def test_a_delay_is_so_many_seconds_whatever_the_calendar_does(
+def test_a_delay_is_a_number_of_elapsed_seconds_on_any_date(
     bench: RunnerHarness, now: datetime, delay_s: float, due: datetime
 ) -> None:
     set_clock(bench, now)

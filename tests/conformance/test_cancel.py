@@ -92,7 +92,7 @@ def test_a_task_that_waits_is_cancelled_and_never_starts(
 
 
 @by_name
-def test_cancelling_twice_tells_that_nothing_is_left_to_cancel(
+def test_the_second_cancel_reports_that_there_is_nothing_to_cancel(
     place: CancelCaller, name: Name
 ) -> None:
     task = place.schedule()
@@ -140,7 +140,9 @@ def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
     assert place.delays.get(task).status is status
 
 
-def test_a_task_that_never_was_leaves_nothing_to_cancel(place: CancelCaller) -> None:
+def test_cancelling_an_unknown_task_reports_that_there_is_nothing_to_cancel(
+    place: CancelCaller,
+) -> None:
     result = place.cancel(task=4711)
     assert not result
     assert (result.id, result.status, result.reason) == (4711, None, "there is no task 4711")
@@ -194,7 +196,7 @@ def test_a_key_that_was_taken_after_the_transaction_began_is_cancelled(
     engine.dispose()
 
 
-def test_a_key_that_changed_hands_after_the_transaction_began_names_the_task_that_has_it_now(
+def test_a_key_that_moved_after_the_transaction_began_names_the_task_that_now_has_it(
     place: CancelCaller, store: Store, database_url: str
 ) -> None:
     if not database_url.startswith(("mysql", "postgresql")):

@@ -29,7 +29,7 @@ from tests.counting import counted
 pytestmark = pytest.mark.quick
 
 
-def test_a_claim_takes_what_is_due_and_says_who_runs_it(store: Store, claims: Claims) -> None:
+def test_a_claim_takes_due_rows_and_records_the_worker(store: Store, claims: Claims) -> None:
     made = add(store, -10.0, body_json='{"n":1}', key=None, priority=2, queue="q")
     before = store.tasks.now()
     [claimed] = claims.claim([entry(made)])
@@ -54,7 +54,7 @@ def test_a_task_is_never_claimed_early(store: Store, claims: Claims) -> None:
     assert len(claimed) == 1
 
 
-def test_a_claim_passes_over_what_is_not_due_moved_on_or_unknown(
+def test_a_claim_skips_rows_that_are_not_due_have_moved_or_are_unknown(
     store: Store, claims: Claims
 ) -> None:
     due, later, moved, done, gone = (
@@ -76,7 +76,7 @@ def test_a_claim_passes_over_what_is_not_due_moved_on_or_unknown(
     assert claims.claim([entry(due)]) == []
 
 
-def test_nothing_to_claim_asks_nothing(store: Store, claims: Claims) -> None:
+def test_a_claim_of_no_rows_executes_no_statement(store: Store, claims: Claims) -> None:
     seen: list[str] = []
     event.listen(
         store.database.auto,
@@ -93,9 +93,7 @@ def test_nothing_to_claim_asks_nothing(store: Store, claims: Claims) -> None:
     assert len(seen) == 1
 
 
-def test_a_row_that_somebody_has_locked_is_passed_over_not_waited_for(
-    store: Store, claims: Claims
-) -> None:
+def test_a_claim_skips_a_locked_row_without_waiting(store: Store, claims: Claims) -> None:
     if store.database.url.get_backend_name() == "sqlite":
         return  # SQLite has one writer at a time and no row locks
     locked, free = add(store), add(store)
@@ -138,7 +136,7 @@ def test_a_row_that_lapsed_is_claimed_alone(store: Store, claims: Claims) -> Non
     assert claims.claim_alone(bad.id, bad.version) == []
 
 
-def test_suspects_come_one_by_one_from_their_queue(store: Store, claims: Claims) -> None:
+def test_recovered_rows_of_a_queue_are_claimed_one_by_one(store: Store, claims: Claims) -> None:
     made = [add(store, -20.0 + n) for n in range(2)]
     other = add(store, queue="q")
     lapse_all(store, claims.claim([entry(one) for one in (*made, other)]))

@@ -86,7 +86,7 @@ def test_the_effect_and_done_are_one_transaction(bench: RunnerHarness, begin: An
     assert bench.schedule("credit", key="7").id != task.id, "its key is free"
 
 
-def test_what_is_rolled_back_takes_done_with_it(bench: RunnerHarness, begin: Any) -> None:
+def test_a_rollback_of_the_transaction_also_undoes_done(bench: RunnerHarness, begin: Any) -> None:
     def work(task: DelayTask) -> None:
         with begin(bench) as session:
             session.execute(insert(credits).values(task=1))
@@ -107,7 +107,9 @@ def roll_back(bench: RunnerHarness, begin: Any, task: DelayTask) -> None:
         raise ConnectionError("busy")
 
 
-def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: RunnerHarness, begin: Any) -> None:
+def test_a_processor_that_rolls_back_and_returns_has_a_failed_attempt(
+    bench: RunnerHarness, begin: Any
+) -> None:
     processes(bench, lambda task: roll_back(bench, begin, task), retries="10s")
     task = bench.schedule("credit")
     bench.run(task)
@@ -119,7 +121,7 @@ def test_who_rolls_back_and_returns_has_a_failed_attempt(bench: RunnerHarness, b
     assert not bench.named("task.lease_lost")
 
 
-def test_who_rolls_back_may_say_what_is_to_become_of_the_task(
+def test_a_processor_that_rolls_back_can_return_another_outcome(
     bench: RunnerHarness, begin: Any
 ) -> None:
     outcomes = iter([Snooze("10s"), Cancel("not now"), Fail("never")])
@@ -137,7 +139,7 @@ def test_who_rolls_back_may_say_what_is_to_become_of_the_task(
     assert left == [(Status.NOT_COMPLETE, 0), (Status.CANCELLED, 1), (Status.FAILED, 1)]
 
 
-def test_a_savepoint_that_is_rolled_back_takes_done_with_it(bench: RunnerHarness) -> None:
+def test_a_rollback_of_the_savepoint_also_undoes_done(bench: RunnerHarness) -> None:
     def work(task: DelayTask) -> None:
         with of_session(bench) as session:
             session.execute(insert(credits).values(task=1))
@@ -153,7 +155,7 @@ def test_a_savepoint_that_is_rolled_back_takes_done_with_it(bench: RunnerHarness
     assert effects(bench) == 1
 
 
-def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: RunnerHarness, begin: Any) -> None:
+def test_a_run_that_lost_its_task_leaves_no_effect(bench: RunnerHarness, begin: Any) -> None:
     lost: list[LeaseLostError] = []
 
     def work(task: DelayTask) -> None:
@@ -175,7 +177,7 @@ def test_a_run_whose_task_was_taken_away_leaves_no_effect(bench: RunnerHarness, 
     assert effects(bench) == 0
 
 
-def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: RunnerHarness) -> None:
+def test_an_error_after_the_commit_leaves_the_task_done(bench: RunnerHarness) -> None:
     def work(task: DelayTask) -> None:
         with of_session(bench) as session:
             task.complete(session)
@@ -188,7 +190,9 @@ def test_who_raises_after_the_commit_has_a_task_that_is_done(bench: RunnerHarnes
     assert len(bench.named("task.raised_late")) == 1
 
 
-def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: RunnerHarness) -> None:
+def test_a_transaction_that_is_left_open_is_reported_and_its_task_lapses(
+    bench: RunnerHarness,
+) -> None:
     sessions: list[Session] = []
 
     def work(task: DelayTask) -> None:
@@ -203,7 +207,7 @@ def test_a_transaction_that_is_left_open_is_told_of_and_lapses(bench: RunnerHarn
     assert bench.now(task).status is Status.RUNNING, "its lease ends some time"
 
 
-def test_who_raises_and_leaves_the_transaction_open_keeps_no_neighbour_from_being_settled(
+def test_an_error_with_an_open_transaction_does_not_prevent_settling_other_rows(
     bench: RunnerHarness,
 ) -> None:
     sessions: list[Session] = []
@@ -255,7 +259,7 @@ def test_complete_is_for_the_run_of_the_task(bench: RunnerHarness) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_rows_side_by_side_are_completed_each_in_its_own_transaction(
+def test_concurrent_rows_are_completed_each_in_its_own_transaction(
     bench: RunnerHarness, begin: Any, is_async: bool
 ) -> None:
     turn = threading.Lock()  # SQLite has one writer at a time
@@ -281,7 +285,7 @@ def test_rows_side_by_side_are_completed_each_in_its_own_transaction(
     assert bench.events.counts["task.lease_lost"] == 0
 
 
-def test_a_batch_and_what_it_wrote_are_one_transaction(bench: RunnerHarness) -> None:
+def test_a_batch_is_completed_in_the_transaction_of_its_writes(bench: RunnerHarness) -> None:
     def work(tasks: list[DelayTask]) -> None:
         with of_session(bench) as session:
             session.execute(insert(credits), [{"task": task.body} for task in tasks])

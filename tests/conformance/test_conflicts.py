@@ -127,7 +127,7 @@ def task(store: Store, id: int) -> DelayTask:
     return DelayTask(id, "mail", "{}", now, create_time=now)
 
 
-def test_what_meets_conflicts_is_tried_five_times(
+def test_a_transaction_with_conflicts_is_tried_five_times(
     table: Table, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(random, "uniform", lambda least, most: least)
@@ -160,7 +160,7 @@ def test_what_meets_conflicts_is_tried_five_times(
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql"])
-def test_who_meets_a_stranger_in_a_deadlock_gets_through(
+def test_a_deadlock_with_another_program_is_retried_until_it_succeeds(
     database: str, request: pytest.FixtureRequest
 ) -> None:
     """The other transaction locks the two rows in reverse order, and the database chooses the
@@ -189,7 +189,7 @@ def test_who_meets_a_stranger_in_a_deadlock_gets_through(
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql"])
-def test_a_row_that_somebody_has_locked_is_waited_for_in_five_tries(
+def test_a_locked_row_is_waited_for_in_five_tries(
     database: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[float] = []
@@ -214,7 +214,7 @@ def test_a_row_that_somebody_has_locked_is_waited_for_in_five_tries(
     store.close()
 
 
-def test_who_reads_a_table_that_a_migration_has_locked_waits_for_it(
+def test_a_read_of_a_table_that_a_migration_has_locked_waits(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[float] = []

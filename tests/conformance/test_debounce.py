@@ -62,7 +62,7 @@ def due_s(task: DelayTask) -> float:
     return (task.expected_time - START).total_seconds()
 
 
-def test_edits_put_the_task_off_until_the_longest_wait_is_over(editor: Editor) -> None:
+def test_edits_delay_the_task_until_max_wait_is_over(editor: Editor) -> None:
     tasks = [editor.edit(after_s=0 if n == 0 else 1) for n in range(40)]
     assert len({task.id for task in tasks}) == 1
     assert [due_s(task) for task in tasks] == [*range(2, 30), *[30] * 12]
@@ -100,7 +100,7 @@ def test_no_order_of_edits_makes_a_task_late(
         assert task.create_time == first
 
 
-def test_the_first_one_waits_no_longer_either(editor: Editor) -> None:
+def test_the_first_schedule_call_waits_no_longer_than_max_wait(editor: Editor) -> None:
     assert due_s(editor.edit(delay=60, max_wait="30s")) == 30
     editor.key = "another"
     at = START + timedelta(hours=1)
@@ -112,7 +112,7 @@ def test_the_first_one_waits_no_longer_either(editor: Editor) -> None:
     assert due_s(editor.delays.schedule_at("index", {}, at, **options)) == 30
 
 
-def test_after_it_ran_the_next_edit_begins_anew(editor: Editor) -> None:
+def test_the_first_edit_after_a_run_begins_a_new_max_wait(editor: Editor) -> None:
     first = editor.edit()
     editor.claims.settle([Settlement(editor.run(), "succeed")])
     second = editor.edit(after_s=100)
@@ -124,14 +124,14 @@ def test_after_it_ran_the_next_edit_begins_anew(editor: Editor) -> None:
     ]
 
 
-def test_an_edit_while_it_runs_begins_anew(editor: Editor) -> None:
+def test_an_edit_during_a_run_begins_a_new_max_wait(editor: Editor) -> None:
     first = editor.edit()
     editor.run()
     second = editor.edit(after_s=100)
     assert (second.id != first.id, due_s(second)) == (True, 102)
 
 
-def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(
+def test_max_wait_of_a_retried_task_counts_from_the_start_of_its_failed_run(
     editor: Editor, store: Store
 ) -> None:
     editor.edit()
@@ -160,7 +160,7 @@ def test_a_failed_run_that_is_to_be_repeated_is_put_off_from_its_beginning(
     assert due_s(editor.edit(after_s=66)) == 102
 
 
-def test_a_task_that_could_not_run_in_time_stays_overdue_however_often_it_is_replaced(
+def test_an_overdue_task_stays_overdue_after_any_number_of_replacements(
     editor: Editor,
 ) -> None:
     """The sweep finds the task, although each message for it is stale on arrival."""
@@ -170,7 +170,7 @@ def test_a_task_that_could_not_run_in_time_stays_overdue_however_often_it_is_rep
     assert editor.run().id == task.id
 
 
-def test_many_are_put_off_no_longer_either(editor: Editor) -> None:
+def test_schedule_many_delays_no_task_longer_than_max_wait(editor: Editor) -> None:
     new = [NewTask("index", {}, 2, key=f"k{n}", max_wait=3) for n in range(3)]
     for _ in range(5):
         editor.delays.schedule_many(new, on_conflict="replace")
@@ -178,6 +178,6 @@ def test_many_are_put_off_no_longer_either(editor: Editor) -> None:
     assert [due_s(task) for task in editor.delays.find()] == [3, 3, 3]
 
 
-def test_a_replacement_without_a_longest_wait_is_put_off_as_far_as_it_says(editor: Editor) -> None:
+def test_a_replacement_without_max_wait_gets_its_full_delay(editor: Editor) -> None:
     editor.edit()
     assert due_s(editor.edit(after_s=10, delay=100, max_wait=None)) == 110

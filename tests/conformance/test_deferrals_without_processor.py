@@ -35,7 +35,7 @@ def bring(delays: DelayTasks, *tags: str, queue: str = "default") -> list[int]:
     ]
 
 
-def test_a_worker_that_knows_their_tag_brings_them_forward(
+def test_a_worker_with_the_processor_brings_deferred_rows_forward(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = defer(delays, 3)
@@ -55,7 +55,7 @@ def test_a_worker_that_knows_their_tag_brings_them_forward(
     assert bring(delays, "new") == []
 
 
-def test_what_waits_for_its_own_time_does_not_move(
+def test_rows_that_wait_for_their_own_due_time_are_not_brought_forward(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     near = delays.schedule_delay("new", {}, 60)
@@ -74,7 +74,7 @@ def test_what_waits_for_its_own_time_does_not_move(
     assert {id: delays.get(id).expected_time for id in expected} == expected
 
 
-def test_a_climber_waits_for_its_rung_whatever_its_error_says(
+def test_a_retried_task_waits_for_its_retry_delay_whatever_its_error_text_is(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     def fail(body: Any) -> None:
@@ -87,7 +87,7 @@ def test_a_climber_waits_for_its_rung_whatever_its_error_says(
     assert bring(delays, "new") == []
 
 
-def test_however_many_they_are(
+def test_deferred_rows_of_several_batches_are_all_brought_forward(
     delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(putoffs, "DEFERRED_BATCH_ROWS", 7)
@@ -111,7 +111,9 @@ def test_the_error_of_a_row_says_when_it_is_tried_again(
     assert timedelta(seconds=4) < at - wiring_of(delays).clock.now() <= timedelta(seconds=5)
 
 
-def test_who_serves_all_queues_asks_for_none(delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_a_worker_of_all_queues_brings_rows_forward_without_queue_names(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
     tasks = defer(delays, 2) + defer(delays, 1, queue="other")
     entries = wiring_of(delays).store.deferred_rows.bring_forward(["new"], None, 600)
     assert [entry.id for entry in entries] == [task.id for task in tasks]

@@ -39,7 +39,7 @@ def defer(delays: DelayTasks) -> Any:
     return found
 
 
-def test_a_worker_that_keeps_time_limits_brings_them_forward(
+def test_a_worker_that_keeps_time_limits_brings_deferred_rows_forward(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     task = defer(delays)

@@ -44,7 +44,7 @@ def make_due(bench: RunnerHarness, task: DelayTask) -> DelayTask:
     return bench.now(task)
 
 
-def test_a_task_expires_by_the_time_that_it_was_due_first(bench: RunnerHarness) -> None:
+def test_a_deferred_task_expires_by_its_first_due_time(bench: RunnerHarness) -> None:
     task, _ = deferred(bench, expires="3s")
     bench.change(task, due_time=bench.clock.now() - timedelta(seconds=5))
     bench.registry.processor("new")(bench.ran.append)
@@ -62,7 +62,7 @@ def test_each_deferral_keeps_the_first_due_time(bench: RunnerHarness) -> None:
     assert bench.now(task).expected_time > due
 
 
-def test_a_task_that_runs_at_last_still_says_how_late_it_was(bench: RunnerHarness) -> None:
+def test_a_deferred_task_keeps_its_due_time_after_it_has_run(bench: RunnerHarness) -> None:
     task, due = deferred(bench)
     bench.registry.processor("new")(bench.ran.append)
     bench.run(make_due(bench, task))
@@ -80,7 +80,9 @@ def test_the_event_of_a_late_success_counts_from_the_first_due_time(store: Store
     assert bench.named("task.done")[0]["late_s"] > 4
 
 
-def test_who_is_refused_a_key_is_told_the_first_due_time_of_its_task(bench: RunnerHarness) -> None:
+def test_the_error_about_a_taken_key_names_the_first_due_time_of_its_task(
+    bench: RunnerHarness,
+) -> None:
     _, due = deferred(bench, key="k")
     with pytest.raises(DuplicateTaskError, match=re.escape(f"due {due.isoformat()}")):
         bench.schedule(key="k", tag="new")
@@ -137,7 +139,7 @@ def test_a_time_that_the_task_asked_for_is_its_new_due_time(
     assert again.due > bench.clock.now() + timedelta(seconds=50)
 
 
-def test_an_operator_who_gives_another_time_gives_another_due_time(bench: RunnerHarness) -> None:
+def test_rescheduling_a_deferred_task_gives_it_a_new_due_time(bench: RunnerHarness) -> None:
     task, _ = deferred(bench)
     at = bench.clock.now() + timedelta(hours=1)
     bench.store.tasks.reschedule(task.id, at)

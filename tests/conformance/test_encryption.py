@@ -163,7 +163,7 @@ def test_no_body_and_no_result_is_in_the_table_as_it_is(
     assert all("cAnArY" in json.dumps(task.body) for task in delays.find())
 
 
-def test_the_size_that_is_allowed_is_that_of_the_body_and_every_column_takes_it(
+def test_the_size_limit_is_that_of_the_plain_body_and_its_encrypted_text_is_stored(
     store: Store, open_with: Open
 ) -> None:
     delays, body = open_with(NEW), "😀" * 65_535 + "a" * 2
@@ -204,7 +204,7 @@ def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) ->
     assert {delays.get(task).status for task in tasks} == {Status.DONE}
 
 
-def test_plain_rows_and_encrypted_ones_live_side_by_side(store: Store, open_with: Open) -> None:
+def test_plain_and_encrypted_rows_can_be_read_from_one_table(store: Store, open_with: Open) -> None:
     before, got = open_with().schedule_delay("mail", [1], 0), list[Any]()
     delays = open_with(NEW)
     delays.schedule_delay("mail", [2], 0)
@@ -227,7 +227,7 @@ def test_old_keys_read_and_the_first_one_writes(store: Store, open_with: Open) -
         _ = open_with(NEW).get(old).body
 
 
-def test_plain_in_the_first_place_stores_nothing_encrypted_and_reads_what_is(
+def test_plain_as_the_first_key_stores_plain_rows_and_reads_encrypted_ones(
     store: Store, open_with: Open
 ) -> None:
     task, delays = open_with(OLD).schedule_delay("mail", BODY, 60), open_with("plain", OLD)
@@ -239,7 +239,7 @@ def test_plain_in_the_first_place_stores_nothing_encrypted_and_reads_what_is(
 # -- missing keys ---------------------------------------------------------------------------------
 
 
-def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(
+def test_without_the_key_a_task_is_deferred_and_does_not_fail(
     open_with: Open,
 ) -> None:
     task, got = open_with(NEW).schedule_delay("mail", BODY, 0), list[Any]()
@@ -257,7 +257,7 @@ def test_without_the_key_a_task_is_put_off_and_neither_failed_nor_tried_at_once(
         delays.reschedule(task.id, 0)
 
 
-def test_a_worker_that_has_the_key_brings_forward_what_others_put_off(open_with: Open) -> None:
+def test_a_worker_with_the_key_brings_forward_tasks_that_others_deferred(open_with: Open) -> None:
     task, got = open_with(NEW).schedule_delay("mail", BODY, 0), list[Any]()
     open_with(OLD).processor("mail")(got.append)
     delays = open_with(OLD)
@@ -270,7 +270,7 @@ def test_a_worker_that_has_the_key_brings_forward_what_others_put_off(open_with:
     assert ([entry.id for entry in entries], got) == ([task.id], [BODY])
 
 
-def test_the_neighbours_of_what_can_not_be_read_run(open_with: Open) -> None:
+def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: Open) -> None:
     others, got = open_with(OLD), list[Any]()
     delays = open_with(NEW)
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
@@ -298,7 +298,7 @@ CHANGES: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("change_token", CHANGES.values(), ids=CHANGES)
-def test_what_was_changed_fails_as_what_is_no_json_does(
+def test_a_changed_encrypted_body_fails_like_a_body_that_is_not_json(
     open_with: Open, change_token: Callable[[str], str]
 ) -> None:
     delays, got = open_with(NEW), list[Any]()
@@ -317,7 +317,7 @@ def test_what_was_changed_fails_as_what_is_no_json_does(
         _ = found.body
 
 
-def test_a_body_that_can_not_be_read_is_shown_as_such(open_with: Open) -> None:
+def test_an_unreadable_body_is_shown_as_encrypted(open_with: Open) -> None:
     delays = open_with(NEW)
     delays.processor("mail", keep_result=True)(lambda body: body)
     task = run_now(delays, delays.schedule_delay("mail", BODY, 60))
@@ -346,7 +346,7 @@ def test_check_reads_bodies_for_schemas(open_with: Open) -> None:
     assert (found.ids, "no mail for cards" in found.problem) == ([task.id], True)
 
 
-def test_check_tells_a_damaged_body_from_one_whose_key_is_missing(open_with: Open) -> None:
+def test_check_distinguishes_a_damaged_body_from_a_missing_key(open_with: Open) -> None:
     delays = open_with(NEW)
     delays.processor("mail", schema=dict)(lambda body: None)
     damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))

@@ -29,7 +29,7 @@ def codes(bench: RunnerHarness, task: DelayTask) -> list[str]:
     ]
 
 
-def test_a_served_task_has_nothing_in_its_way(bench: RunnerHarness) -> None:
+def test_a_task_with_a_worker_has_no_reason_to_wait(bench: RunnerHarness) -> None:
     assert codes(bench, bench.schedule()) == ["due"]
     assert codes(bench, bench.schedule(delay=60)) == ["future"]
 
@@ -60,7 +60,7 @@ def test_a_paused_tag_and_a_paused_queue_are_named(bench: RunnerHarness) -> None
     assert codes(bench, task) == ["due"]
 
 
-def test_a_task_in_the_waitlist_of_a_limit_is_told_from_one_that_is_paused(
+def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(
     bench: RunnerHarness,
 ) -> None:
     bench.registry.processor("limited")(bench.ran.append)
@@ -72,7 +72,7 @@ def test_a_task_in_the_waitlist_of_a_limit_is_told_from_one_that_is_paused(
     assert codes(bench, waits) == ["limit"]
 
 
-def test_a_retry_is_told_from_a_task_of_the_future(bench: RunnerHarness) -> None:
+def test_a_retry_is_distinguished_from_a_task_of_the_future(bench: RunnerHarness) -> None:
     def fail(body: object) -> None:
         raise ValueError("no")
 
@@ -82,7 +82,7 @@ def test_a_retry_is_told_from_a_task_of_the_future(bench: RunnerHarness) -> None
     assert codes(bench, task) == ["retry"]
 
 
-def test_rows_of_nonsense_have_reasons_too(bench: RunnerHarness) -> None:
+def test_rows_with_invalid_values_have_reasons_too(bench: RunnerHarness) -> None:
     task = bench.schedule()
     for values in (
         {"status": 77},
@@ -93,7 +93,7 @@ def test_rows_of_nonsense_have_reasons_too(bench: RunnerHarness) -> None:
         assert codes(bench, task)
 
 
-def test_a_worker_publishes_its_tags_and_forgets_those_that_it_has_no_longer(
+def test_a_worker_publishes_its_current_tags_and_removes_old_ones(
     bench: RunnerHarness,
 ) -> None:
     assert bench.store.workers.all()[0]["tags"] == {"note", "limited"}

@@ -47,7 +47,7 @@ def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
     assert pages(newest_first=True) == wanted[::-1]
 
 
-def test_what_comes_in_while_pages_are_read_moves_none_of_them(
+def test_a_task_that_is_scheduled_between_two_pages_does_not_shift_them(
     delays: DelayTasks, tasks: list[DelayTask]
 ) -> None:
     first = delays.find(limit=4, newest_first=True)

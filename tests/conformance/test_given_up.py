@@ -94,7 +94,7 @@ class RecordingTaskEvents:
 
 
 @pytest.mark.parametrize("sends_events", [True, False])
-def test_those_who_watch_hear_of_each_row_that_was_given_up(
+def test_subscribers_receive_an_event_for_each_row_that_was_given_up(
     store: Store, sends_events: bool
 ) -> None:
     running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 3}

@@ -77,7 +77,7 @@ def growth(module_shards: Several, request: pytest.FixtureRequest) -> Growth:
 # -- a task from before the shard was added -------------------------------------------------------
 
 
-def test_a_task_that_was_there_is_found_and_keeps_its_key_and_its_place(growth: Growth) -> None:
+def test_an_existing_task_is_found_and_keeps_its_key_and_shard(growth: Growth) -> None:
     was = growth.schedule(growth.old)
     assert was.shard == growth.home
     assert growth.new.get(tag=TAG, key=growth.key).id == was.id
@@ -109,7 +109,7 @@ def test_a_task_that_runs_is_replaced_by_one_in_the_new_shard(growth: Growth) ->
 
 
 @pytest.mark.parametrize("on_conflict", ["reject", "keep", "replace"])
-def test_who_does_not_know_the_shard_does_not_take_a_key_that_is_there(
+def test_a_process_without_the_new_shard_cannot_take_a_key_that_is_in_it(
     growth: Growth, on_conflict: OnConflict
 ) -> None:
     made = growth.schedule(growth.new)
@@ -122,7 +122,7 @@ def test_who_does_not_know_the_shard_does_not_take_a_key_that_is_there(
     assert growth.live == [(made.id, growth.added)]
 
 
-def test_in_the_new_shard_conflicts_are_as_anywhere(growth: Growth) -> None:
+def test_conflicts_of_keys_are_resolved_in_the_new_shard_as_in_others(growth: Growth) -> None:
     made = growth.schedule(growth.new)
     with pytest.raises(DuplicateTaskError):
         growth.schedule(growth.new)
@@ -133,7 +133,7 @@ def test_in_the_new_shard_conflicts_are_as_anywhere(growth: Growth) -> None:
     assert growth.live == [(again.id, growth.added)]
 
 
-def test_who_died_after_it_reserved_a_key_keeps_it_from_nobody(growth: Growth) -> None:
+def test_a_key_reserved_by_a_process_that_died_can_be_taken(growth: Growth) -> None:
     (dead,) = (
         wiring_of(growth.new)
         .shards[growth.added]
@@ -154,7 +154,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
     key_owners = wiring_of(growth.new).shards[growth.home].store.tasks.key_owners
     point, taken = key_owners.point, list[DelayTask]()
 
-    def point_and_lose(*asked: Any) -> tuple[DelayTask, bool] | None:
+    def point_without_answer(*asked: Any) -> tuple[DelayTask, bool] | None:
         answer = point(*asked)
         if not taken:
             with home.database.begin() as connection:
@@ -162,7 +162,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
             taken.append(growth.schedule(growth.old))
         return answer
 
-    key_owners.point = point_and_lose  # type: ignore[assignment, method-assign]
+    key_owners.point = point_without_answer  # type: ignore[assignment, method-assign]
     with pytest.raises(DuplicateTaskError):
         growth.schedule(growth.new)
     assert growth.live == [(taken[0].id, growth.home)]
@@ -172,7 +172,7 @@ def test_a_key_that_is_taken_right_after_it_was_reserved_is_not_taken_twice(grow
 
 
 @pytest.mark.parametrize("is_over", [False, True], ids=["while it grows", "afterwards"])
-def test_an_old_task_that_is_retried_has_its_key_again_in_its_old_place(
+def test_a_retried_old_task_has_its_key_again_in_its_old_shard(
     growth: Growth, is_over: bool
 ) -> None:
     was = growth.schedule(growth.old)
@@ -258,7 +258,7 @@ def test_a_task_that_is_retried_in_an_open_transaction_is_waited_for(
     assert growth.live == [(was.id, growth.home)]
 
 
-def test_a_task_in_its_old_place_is_not_replaced_behind_a_sessions_back(growth: Growth) -> None:
+def test_a_session_on_the_new_shard_does_not_replace_a_task_in_the_old_one(growth: Growth) -> None:
     was = growth.schedule(growth.old)
     engine = create_engine(growth.shards.urls[growth.added])
     with Session(engine) as session:
@@ -356,7 +356,7 @@ def test_tasks_that_are_retried_where_they_are_never_share_their_key_with_new_on
 # -- after the change -----------------------------------------------------------------------------
 
 
-def test_once_homes_know_what_stays_elsewhere_nobody_asks_at_old_ones(growth: Growth) -> None:
+def test_after_adding_a_shard_is_finished_processes_do_not_query_old_shards(growth: Growth) -> None:
     was = growth.schedule(growth.old)
     stays = next(keys_of(growth.home, growth.added + 1, growth.added, growth.home))
     growth.old.schedule_delay(TAG, None, 60, key=stays)
@@ -378,7 +378,7 @@ def test_once_homes_know_what_stays_elsewhere_nobody_asks_at_old_ones(growth: Gr
     assert growth.live == [(made.id, growth.added)]
 
 
-def test_what_points_to_nothing_is_dropped_and_what_is_needed_stays(growth: Growth) -> None:
+def test_unneeded_pointers_to_other_shards_are_dropped_and_the_others_stay(growth: Growth) -> None:
     moving = keys_of(growth.added, growth.added + 1, growth.added, growth.home)
     live, gone = (growth.new.schedule_delay(TAG, None, 60, key=next(moving)) for _ in range(2))
     growth.new.cancel(gone)

@@ -61,7 +61,7 @@ def test_an_id_that_exists_leaves_the_callers_transaction_usable(store: Store) -
     assert store.tasks.get(second.id) is not None
 
 
-def test_many_tasks_are_written_in_one_go(store: Store) -> None:
+def test_many_tasks_are_written_in_one_statement(store: Store) -> None:
     bodies = [
         json.dumps(body, ensure_ascii=False)
         for body in (NASTY, "\\.", "\\N", "", "\\\\n", "\t", "😀", 2**62)
@@ -75,7 +75,7 @@ def test_many_tasks_are_written_in_one_go(store: Store) -> None:
 
 
 @pytest.mark.parametrize("is_json", [False, True], ids=["best", "json"])
-def test_tasks_that_differ_in_all_columns_are_the_same_together_and_one_by_one(
+def test_tasks_that_differ_in_all_columns_are_the_same_inserted_together_or_singly(
     store: Store, monkeypatch: pytest.MonkeyPatch, is_json: bool
 ) -> None:
     if is_json:
@@ -118,7 +118,7 @@ def stored_as(store: Store, task: DelayTask) -> Sequence[Any]:
         return connection.execute(select(*columns).where(t.c.id == task.id)).one()
 
 
-def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None:
+def test_text_with_a_special_meaning_for_copy_is_written_unchanged(store: Store) -> None:
     bodies = (NASTY, "\\.", "\\N", "\r\n", "\\t", "a\x0bb\x0cc\x08")
     made = [task(store, tag=NASTY[:100], body_json=body) for body in bodies]
     assert store.tasks.insert_many(made)
@@ -126,7 +126,7 @@ def test_many_tasks_with_text_that_copy_gives_a_meaning_to(store: Store) -> None
     assert {read(store, one.id).tag for one in made} == {NASTY[:100]}
 
 
-def test_many_more_tasks_than_go_at_a_time(store: Store) -> None:
+def test_more_tasks_than_fit_in_one_statement_are_written(store: Store) -> None:
     made = [task(store, body_json=f"[{n}]") for n in range(450)]
     made[150] = task(store, body_json=json.dumps(["x" * MAX_TEXT]))
     assert store.tasks.insert_many(made)
@@ -134,7 +134,7 @@ def test_many_more_tasks_than_go_at_a_time(store: Store) -> None:
     assert counted(store)[Status.NOT_COMPLETE] == 450
 
 
-def test_who_is_interrupted_while_rows_are_written_hears_of_it_and_none_is_there(
+def test_an_interrupt_during_a_copy_is_raised_and_no_row_is_written(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(task: DelayTask) -> tuple[Any, ...]:
@@ -153,14 +153,14 @@ def test_who_is_interrupted_while_rows_are_written_hears_of_it_and_none_is_there
 
 
 @pytest.mark.slow
-def test_many_large_tasks_are_written_in_one_go(store: Store) -> None:
+def test_many_large_tasks_are_written_in_one_call(store: Store) -> None:
     body = json.dumps('"' * 120_000)
     made = [task(store, body_json=f"[{n},{body}]") for n in range(100)]
     assert store.tasks.insert_many(made)
     assert counted(store)[Status.NOT_COMPLETE] == 100
 
 
-def test_many_tasks_of_which_one_id_exists_are_all_left_out(store: Store) -> None:
+def test_if_one_of_many_ids_exists_no_task_is_written(store: Store) -> None:
     old, body = add(store), json.dumps("x" * 900_000)
     # Databases without COPY need several statements for this size.
     made = [task(store, body_json=body) for _ in range(5)] + [task(store) for _ in range(150)]
@@ -189,7 +189,7 @@ def test_a_tag_or_key_that_differs_in_case_or_accents_is_another_one(store: Stor
     assert len(store.tasks.find(filter_of({"tag": "mail"}), 10)) == 3
 
 
-def test_a_row_with_the_missions_columns_alone_is_a_good_task(store: Store, claims: Claims) -> None:
+def test_a_row_with_only_the_required_columns_is_a_valid_task(store: Store, claims: Claims) -> None:
     table = store.schema.tasks.name
     with store.database.begin() as connection:
         connection.execute(

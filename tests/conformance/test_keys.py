@@ -40,7 +40,7 @@ def test_a_live_key_rejects_and_names_the_one_that_has_it(store: Store) -> None:
     assert store.tasks.id_of_key("mail", "order-1") == first.id
 
 
-def test_a_live_key_keeps_what_it_has(store: Store) -> None:
+def test_keep_returns_the_live_task_of_the_key_unchanged(store: Store) -> None:
     first = keyed(store)
     held, is_new = store.tasks.insert_keyed(task(store, key="order-1", body_json='"new"'), "keep")
     assert (held.id, held.body, is_new) == (first.id, {}, False)
@@ -109,21 +109,21 @@ def test_a_cancelled_task_leaves_its_key(store: Store) -> None:
     assert keyed(store).id != first.id
 
 
-def test_a_key_whose_task_was_deleted_can_be_had_again(store: Store) -> None:
+def test_a_key_whose_task_was_deleted_can_be_used_again(store: Store) -> None:
     first = keyed(store)
     with store.database.begin() as connection:
         connection.execute(store.schema.tasks.delete())
     assert keyed(store).id != first.id
 
 
-def test_a_key_whose_task_another_program_finished_can_be_had_again(store: Store) -> None:
+def test_a_key_whose_task_another_program_finished_can_be_used_again(store: Store) -> None:
     first = keyed(store)
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(status=int(Status.DONE)))
     assert keyed(store).id != first.id
 
 
-def test_retrying_takes_the_key_again_or_says_who_has_it(store: Store) -> None:
+def test_a_rerun_takes_the_key_again_or_names_the_task_that_has_it(store: Store) -> None:
     first = keyed(store)
     store.tasks.cancel(first.id)
     store.tasks.rerun(first.id, store.tasks.now())
@@ -150,7 +150,7 @@ def test_of_many_callers_with_one_key_one_gets_it(store: Store) -> None:
     assert len(store.tasks.find(filter_of({"tag": "mail"}), 10)) == 1
 
 
-def test_a_key_names_its_only_live_task_however_replacing_and_settling_meet(
+def test_a_key_names_its_only_live_task_during_concurrent_replacing_and_settling(
     store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if store.database.url.get_backend_name() == "postgresql":

@@ -21,13 +21,13 @@ from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import (
     add,
-    beside,
     entry,
     has_row_locks,
     keyed,
     lapse_all,
     put,
     read,
+    second_store,
     seconds,
     task,
 )
@@ -35,7 +35,9 @@ from tests.conformance.store_rows import (
 pytestmark = pytest.mark.quick
 
 
-def test_a_lease_is_renewed_for_what_these_processes_claimed(store: Store, claims: Claims) -> None:
+def test_leases_are_renewed_only_for_rows_that_the_named_processes_claimed(
+    store: Store, claims: Claims
+) -> None:
     before, other = store.tasks.now(), store.claims("worker-2", None)
     mine, theirs = add(store), add(store)
     claims.claim([entry(mine)])
@@ -64,7 +66,7 @@ def test_a_renewed_lease_keeps_the_version_that_the_worker_holds(
     assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {claimed[0].id}
 
 
-def test_leases_are_renewed_beside_a_row_that_somebody_has_locked(
+def test_a_locked_row_does_not_prevent_the_renewal_of_other_leases(
     store: Store, claims: Claims, owner: Connection
 ) -> None:
     if not has_row_locks(store):
@@ -99,7 +101,7 @@ def test_a_settlement_waits_for_a_lock_only_for_a_while(
     if not has_row_locks(store):
         return
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)
-    other = beside(store, store.database.url.render_as_string(hide_password=False))
+    other = second_store(store, store.database.url.render_as_string(hide_password=False))
     plain, key = add(store), keyed(store)
     claimed = other.claims("worker-2", None).claim([entry(plain), entry(key)])
     for one in claimed:
@@ -141,7 +143,7 @@ def test_a_server_that_vanished_is_given_up_after_25_seconds(store: Store) -> No
                 assert line.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 25_000
 
 
-def test_what_a_dead_process_held_lapses_at_once(store: Store, claims: Claims) -> None:
+def test_the_rows_of_a_dead_process_lapse_immediately(store: Store, claims: Claims) -> None:
     mine, theirs = add(store, priority=3), add(store)
     [held] = claims.claim([entry(mine)])
     store.claims("worker-2", None).claim([entry(theirs)])

@@ -24,7 +24,7 @@ from tests.conformance.store_rows import (
 from tests.counting import counted
 
 
-def test_what_is_not_there_is_none(store: Store) -> None:
+def test_looking_up_a_missing_task_or_key_returns_none(store: Store) -> None:
     assert store.tasks.get(5) is None
     assert store.tasks.id_of_key("mail", "order-1") is None
 
@@ -42,7 +42,7 @@ def test_pages_of_a_status_are_in_due_order_over_all_queues_and_priorities(store
     assert found == [one.id for one in added]
 
 
-def test_find_answers_by_each_of_its_questions(store: Store, claims: Claims) -> None:
+def test_find_applies_each_of_its_filters(store: Store, claims: Claims) -> None:
     now = store.tasks.now()
     mail = add(store, 10.0, tag="mail")
     sms = add(store, 20.0, tag="sms")

@@ -28,7 +28,7 @@ def report(store: Store, *names: str) -> None:
 
 
 def change(store: Store, name: str, **seconds: float) -> None:
-    """Set times of a worker's row to so many seconds from now."""
+    """Set times of a worker's row to the given numbers of seconds from now."""
     w = store.schema.workers
     values = {column: db_now_plus(from_now_s) for column, from_now_s in seconds.items()}
     with store.database.begin() as connection:

@@ -114,7 +114,7 @@ def names(count: int) -> list[str]:
     return [f"q{number:06}" for number in range(count)]
 
 
-def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_workers_first(
+def test_a_sweep_checks_a_bounded_number_of_queues_and_those_of_live_workers_first(
     site: ManyQueues,
 ) -> None:
     site.rows(*names(MANY))
@@ -130,7 +130,7 @@ def test_a_sweep_asks_about_a_bounded_number_of_queues_and_about_those_of_live_w
     assert len(beats) >= MOST_OTHERS / overdue.QUEUES_PER_QUERY, "the loop shows that it goes on"
 
 
-def test_one_line_of_the_log_sums_up_the_queues_that_nobody_serves(site: ManyQueues) -> None:
+def test_one_log_line_summarizes_the_queues_that_no_worker_serves(site: ManyQueues) -> None:
     site.rows(*names(MANY))
     site.serve("w1", "default")
     site.sweep()
@@ -140,7 +140,7 @@ def test_one_line_of_the_log_sums_up_the_queues_that_nobody_serves(site: ManyQue
     assert told["remedy"].endswith("worker -Q q000000,q000001,q000002,q000003,q000004")
 
 
-def test_each_queue_has_its_turn_in_one_of_the_sweeps(site: ManyQueues) -> None:
+def test_each_queue_is_drained_in_one_of_several_sweeps(site: ManyQueues) -> None:
     """A worker without queue names of its own serves all of them."""
     site.rows(*names(3 * MOST_OTHERS - 10))
     site.serve("w1", "*")
@@ -168,7 +168,7 @@ def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
     assert site.of("queue.unserved") == []
 
 
-def test_waitlists_of_many_queues_have_their_turns_as_well(site: ManyQueues) -> None:
+def test_waitlists_of_many_queues_are_visited_over_several_sweeps(site: ManyQueues) -> None:
     line = site.store.schema.waitlists
     values = {
         "tag": "mail",
@@ -191,7 +191,7 @@ def test_waitlists_of_many_queues_have_their_turns_as_well(site: ManyQueues) -> 
     assert site.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
 
 
-def test_waitlists_of_thousands_of_tags_are_looked_at_some_at_a_time(site: ManyQueues) -> None:
+def test_each_sweep_visits_some_of_thousands_of_waitlists(site: ManyQueues) -> None:
     line = site.store.schema.waitlists
     values = {
         "queue": "default",
@@ -233,7 +233,7 @@ def test_a_queue_with_hundreds_of_priorities_makes_messages_that_workers_accept(
     assert read_message([[], {"drain": list(priorities)}], "default").priorities == list(priorities)
 
 
-def test_thousands_of_rows_of_workers_make_no_thousands_of_messages(site: ManyQueues) -> None:
+def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(site: ManyQueues) -> None:
     site.rows("default")
     w = site.store.schema.workers
     values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
@@ -249,7 +249,7 @@ def test_thousands_of_rows_of_workers_make_no_thousands_of_messages(site: ManyQu
     assert messages == MOST_MESSAGES_PER_QUEUE
 
 
-def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
+def test_each_sweep_reports_some_of_many_lost_workers_in_one_line(
     site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_workers, "EXPIRED_PER_SWEEP", 10)
@@ -265,7 +265,7 @@ def test_many_lost_workers_are_told_in_one_line_some_at_each_sweep(
     assert told == [10, 5]
 
 
-def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
+def test_a_sweep_with_near_rows_of_many_queues_ends_in_time(
     site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each queue needs its own message.
@@ -287,7 +287,7 @@ def test_near_rows_of_many_queues_do_not_keep_a_sweep_for_ever(
     assert armed[-1] == 0, "and each sweep came further"
 
 
-def test_a_walk_over_many_queues_goes_step_by_step(
+def test_a_pause_sweep_over_many_queues_works_step_by_step(
     site: ManyQueues, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_holding, "QUEUES_PER_CALL", 10)
@@ -306,7 +306,7 @@ def test_a_walk_over_many_queues_goes_step_by_step(
     assert sorted(found) == sorted([Level(queue, 2) for queue in names(25)] + [Level("q000003", 7)])
 
 
-def test_a_look_that_may_ask_about_no_queue_asks_nothing(site: ManyQueues) -> None:
+def test_a_check_that_may_read_no_queue_executes_no_statement(site: ManyQueues) -> None:
     site.rows(*names(3))
     with site.counted() as seen:
         assert OverdueQueues(site.store.sweeps, 1.0).of_others((), most=0) == {}

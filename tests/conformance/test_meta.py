@@ -114,7 +114,7 @@ def test_meta_of_another_form_is_refused(delays: DelayTasks, meta: Any) -> None:
 
 
 @pytest.mark.parametrize("stored", ["", "{}", "[1]", "not JSON", '{"a": 1, "b": "c"}'])
-def test_what_another_program_stores_is_readable(
+def test_meta_that_another_program_stored_is_readable(
     store: Store, delays: DelayTasks, timer: RecordingTimer, stored: str
 ) -> None:
     row = {"tag": "mail", "message_body": "{}", "meta": stored}

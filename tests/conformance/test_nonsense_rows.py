@@ -53,7 +53,7 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
     ),
     ({"attempts": str(2**31 - 1)}, DONE),
     ({"attempts": str(-(2**31)), "tag": "'nobody'"}, WAITS),
-    ({"attempts": "-2000", "tag": "'climbs'"}, WAITS),
+    ({"attempts": "-2000", "tag": "'retries'"}, WAITS),
     ({"lapses": str(2**31 - 1)}, DONE),
     ({"lapses": "-3"}, DONE),
     ({"priority": "-5"}, DONE),
@@ -80,7 +80,7 @@ EVERYWHERE: list[tuple[dict[str, str], Status | str]] = [
         },
         DONE,
     ),
-    ({"message_body": "'{'", "tag": "'climbs'"}, WAITS),
+    ({"message_body": "'{'", "tag": "'retries'"}, WAITS),
     ({"message_body": "'{'"}, FAILED),
     ({"message_body": f"""'"{"x" * 10_000_000}"'"""}, DONE),
     ({"message_body": "''"}, FAILED),
@@ -173,13 +173,13 @@ def put(on: Connection, table: str, values: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("by", ["messages", "the table alone"])
-def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
+def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
     store: Store, delays: DelayTasks, by: str
 ) -> None:
     ran: list[Any] = []
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     delays.processor("fails")(lambda body: 1 / 0)
-    delays.processor("climbs", retries="1h")(lambda body: 1 / 0)
+    delays.processor("retries", retries="1h")(lambda body: 1 / 0)
     owner = delays.schedule_delay("mail", {}, 3600, key="of another task")
     good = range(1000, 1100)
     expected = insert_rows(store, good)
@@ -212,7 +212,7 @@ def test_a_row_of_nonsense_stops_nobody_and_harms_no_neighbour(
 
     assert_calls_raise_our_errors(delays, expected)
     delays.cancel_many(tag="mail")
-    delays.pause(tag="climbs")
+    delays.pause(tag="retries")
     run_all(store, delays, expected)
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
 
@@ -284,7 +284,7 @@ def refusal(id: int, call: Callable[[int], Any]) -> DelayTaskError | None:
     return None
 
 
-def test_an_instant_that_the_callers_driver_can_not_say_is_an_error_of_ours(
+def test_an_instant_that_the_callers_driver_cannot_parse_raises_a_delaytasks_error(
     store: Store, database_url: str
 ) -> None:
     if store.database.url.get_backend_name() != "postgresql":

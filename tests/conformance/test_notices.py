@@ -35,14 +35,14 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def told_store(url: str) -> Iterator[Store]:
+def notice_store(url: str) -> Iterator[Store]:
     store = open_store(url, **NAMES)
     yield store
     store.close()
 
 
 @pytest.fixture
-def delays(told_store: Store, url: str) -> Iterator[DelayTasks]:
+def delays(notice_store: Store, url: str) -> Iterator[DelayTasks]:
     made = delays_on(url, **NAMES)
     yield made
     made.close()
@@ -56,14 +56,14 @@ def listener(delays: DelayTasks) -> Iterator[Listener]:
     made.close()
 
 
-def heard(listener: Listener, delays: DelayTasks) -> list[Entry]:
+def received(listener: Listener, delays: DelayTasks) -> list[Entry]:
     """Return all entries that the listener received so far."""
     wiring_of(delays).store.notices.send(["end"])
     payloads: list[str] = []
     wait_until(
         lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"],
         10,
-        "the end to be heard",
+        "the end to be received",
     )
     return [entry for payload in payloads[:-1] for entry in read_notice(payload)]
 
@@ -72,18 +72,16 @@ def entry(task: DelayTask) -> Entry:
     return Entry(task.id, task.version, to_us(task.expected_time), task.queue, task.priority)
 
 
-def test_what_is_due_soon_is_told_and_what_is_not_is_not(
-    delays: DelayTasks, listener: Listener
-) -> None:
+def test_only_tasks_that_are_due_soon_cause_notices(delays: DelayTasks, listener: Listener) -> None:
     tasks = [
         delays.schedule_delay("mail", {}, delay, queue="q.1", priority=3) for delay in (0, 1, 60)
     ]
-    assert heard(listener, delays) == [entry(task) for task in tasks[:2]]
+    assert received(listener, delays) == [entry(task) for task in tasks[:2]]
     moved = delays.reschedule(tasks[2], 0.5)
-    assert heard(listener, delays) == [entry(moved)]
+    assert received(listener, delays) == [entry(moved)]
 
 
-def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(
+def test_a_notice_is_sent_at_the_commit_of_the_transaction_that_wrote_the_task(
     delays: DelayTasks, listener: Listener
 ) -> None:
     engine = wiring_of(delays).store.database.tx
@@ -91,23 +89,23 @@ def test_it_is_told_at_the_commit_of_the_transaction_that_wrote_it(
         one = delays.schedule_delay("mail", {}, 0, session=session)
         other = delays.schedule_delay("mail", {}, 0, session=connection)
         undone = delays.schedule_delay("mail", {}, 0, session=(third := Session(engine)))
-        assert heard(listener, delays) == []
+        assert received(listener, delays) == []
         third.rollback()
         session.commit()
-        assert heard(listener, delays) == [entry(one)]
+        assert received(listener, delays) == [entry(one)]
         connection.commit()
-        assert heard(listener, delays) == [entry(other)]
+        assert received(listener, delays) == [entry(other)]
         assert delays.find(tag="mail").tasks.count(undone) == 0
 
 
-def test_many_at_once_are_told_in_a_few_notices_and_very_many_in_one(
+def test_many_tasks_of_one_call_cause_a_few_notices_and_very_many_only_one(
     delays: DelayTasks, listener: Listener
 ) -> None:
     tasks: list[DelayTask] = []
     delays.schedule_many(
         (NewTask("mail", None, delay=0) for _ in range(250)), on_batch=tasks.extend
     )
-    assert sorted(heard(listener, delays)) == sorted(entry(task) for task in tasks)
+    assert sorted(received(listener, delays)) == sorted(entry(task) for task in tasks)
     delays.schedule_many(NewTask("mail", None, delay=0) for _ in range(2000))
     assert list(listener.wait(5)) == [LOOK]
 
@@ -134,12 +132,12 @@ def test_a_notice_of_the_longest_entries_fits() -> None:
         "[" * 7000,
     ],
 )
-def test_what_strangers_tell_is_refused(payload: str) -> None:
+def test_invalid_notices_of_other_programs_are_refused(payload: str) -> None:
     with pytest.raises((ValueError, RecursionError)):
         read_notice(payload)
 
 
-def test_no_other_timer_costs_a_notice(url: str, told_store: Store, listener: Listener) -> None:
+def test_other_timers_send_no_notices(url: str, notice_store: Store, listener: Listener) -> None:
     other = delays_on(url, table_prefix="n_")
     try:
         producer = wiring_of(other).shards[0].producer
@@ -152,16 +150,16 @@ def test_no_other_timer_costs_a_notice(url: str, told_store: Store, listener: Li
 # -- listeners ------------------------------------------------------------------------------------
 
 
-class Hearing:
+class RecordingListener:
     """A notify listener that records its calls."""
 
     def __init__(self, delays: DelayTasks) -> None:
         self.entries: list[Entry] = []
         self.looks = 0
         self.refused: list[Exception] = []
-        self.told: list[str] = []
+        self.event_names: list[str] = []
         events = Events()
-        events.subscribe(lambda name, fields: self.told.append(name))
+        events.subscribe(lambda name, fields: self.event_names.append(name))
         self.listener = NotifyListener(
             wiring_of(delays).shards[0], events, self.entries.extend, self.look, self.refused.append
         )
@@ -172,41 +170,43 @@ class Hearing:
 
 
 @pytest.fixture
-def hear(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Hearing]]:
+def start_listener(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], RecordingListener]]:
     short = {"NOTICE_WAIT_S": 0.1, "TEST_ANSWER_S": 1, "RECONNECT_REST_S": 0.1, "TEST_EVERY_S": 0.5}
     for name, seconds in short.items():
         monkeypatch.setattr(notify_listener, name, seconds)
-    made: list[Hearing] = []
+    made: list[RecordingListener] = []
 
-    def begin() -> Hearing:
-        made.append(Hearing(delays))
+    def begin() -> RecordingListener:
+        made.append(RecordingListener(delays))
         return made[-1]
 
     yield begin
-    for hearing in made:
-        hearing.listener.loop.stop()
+    for recording in made:
+        recording.listener.loop.stop()
 
 
-def test_an_ear_hears_entries_looks_and_garbage(
-    delays: DelayTasks, hear: Callable[[], Hearing]
+def test_a_listener_receives_entries_read_requests_and_invalid_notices(
+    delays: DelayTasks, start_listener: Callable[[], RecordingListener]
 ) -> None:
-    hearing = hear()
-    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
-    before = hearing.looks
+    recording = start_listener()
+    wait_until(lambda: recording.listener.is_listening, 10, "it to listen")
+    before = recording.looks
     task = delays.schedule_delay("mail", {}, 0)
     timer = wiring_of(delays).direct_timer
     assert timer is not None
     timer.request_poll(0)
     wiring_of(delays).store.notices.send(["garbage"])
-    wait_until(lambda: hearing.refused, 10, "all to be heard")
-    assert (hearing.entries, hearing.looks) == ([entry(task)], before + 1)
+    wait_until(lambda: recording.refused, 10, "all to be received")
+    assert (recording.entries, recording.looks) == ([entry(task)], before + 1)
 
 
-def test_an_ear_whose_connection_ends_says_so_and_listens_again(
-    delays: DelayTasks, hear: Callable[[], Hearing]
+def test_a_listener_whose_connection_ends_reports_this_and_listens_again(
+    delays: DelayTasks, start_listener: Callable[[], RecordingListener]
 ) -> None:
-    hearing = hear()
-    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
+    recording = start_listener()
+    wait_until(lambda: recording.listener.is_listening, 10, "it to listen")
     query = (
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen "
         "AND datname = current_database()"
@@ -215,19 +215,21 @@ def test_an_ear_whose_connection_ends_says_so_and_listens_again(
     with wiring_of(delays).store.database.auto.connect() as connection:
         assert connection.execute(text(query), listen).scalars().all() == [True]
     wait_until(
-        lambda: "notices.down" in hearing.told and hearing.listener.is_listening,
+        lambda: "notices.down" in recording.event_names and recording.listener.is_listening,
         10,
         "it to listen again",
     )
     task = delays.schedule_delay("mail", {}, 0)
-    wait_until(lambda: hearing.entries == [entry(task)], 10, "it to hear the next one")
+    wait_until(lambda: recording.entries == [entry(task)], 10, "the next notice")
 
 
-def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothing(
-    delays: DelayTasks, hear: Callable[[], Hearing], monkeypatch: pytest.MonkeyPatch
+def test_a_listener_behind_a_pooler_that_drops_notices_knows_that_it_receives_none(
+    delays: DelayTasks,
+    start_listener: Callable[[], RecordingListener],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hearing = hear()
-    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear")
+    recording = start_listener()
+    wait_until(lambda: recording.listener.is_listening, 10, "it to listen")
     send = Notices.send
 
     def elsewhere(notices: Notices, payloads: Any, on: Any = None) -> None:
@@ -235,23 +237,23 @@ def test_an_ear_behind_a_pooler_that_passes_nothing_on_knows_that_it_hears_nothi
         on."""
 
     monkeypatch.setattr(Notices, "send", elsewhere)
-    wait_until(lambda: "notices.down" in hearing.told, 10, "it to notice")
-    assert not hearing.listener.is_listening
+    wait_until(lambda: "notices.down" in recording.event_names, 10, "it to notice")
+    assert not recording.listener.is_listening
     monkeypatch.setattr(Notices, "send", send)
-    wait_until(lambda: hearing.listener.is_listening, 10, "it to hear again")
+    wait_until(lambda: recording.listener.is_listening, 10, "it to listen again")
 
 
-def test_a_database_that_tells_nothing_needs_no_ear(sqlite_path: Callable[[str], str]) -> None:
+def test_a_database_without_notices_has_no_listener(sqlite_path: Callable[[str], str]) -> None:
     delays = delays_on(sqlite_path("quiet"), **NAMES)
     try:
         assert wiring_of(delays).store.notices.listen() is None
-        assert Hearing(delays).listener._turn() is None
-        wiring_of(delays).store.notices.send(["nobody hears"])
+        assert RecordingListener(delays).listener._turn() is None
+        wiring_of(delays).store.notices.send(["no listener"])
     finally:
         delays.close()
 
 
-def test_what_is_near_and_waits_is_looked_at(store: Store) -> None:
+def test_first_due_between_returns_the_first_waiting_tasks(store: Store) -> None:
     """Each database returns the first of many waiting tasks."""
     delays = delays_on(
         store.database.url.render_as_string(hide_password=False), table_prefix="s_", timer="direct"

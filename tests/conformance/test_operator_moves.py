@@ -20,9 +20,9 @@ from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import (
     add,
-    beside,
     put,
     read,
+    second_store,
     seconds,
     task,
 )
@@ -69,7 +69,7 @@ def test_an_operators_move_is_made_from_its_sources_and_refused_elsewhere(
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_an_operators_move_names_the_task_that_is_not_there(store: Store, name: str) -> None:
+def test_the_error_of_an_operators_move_names_the_missing_task(store: Store, name: str) -> None:
     with pytest.raises(TaskNotFoundError, match="no task") as caught:
         OPERATORS[name](store, task(store))
     assert caught.value.id is not None
@@ -86,7 +86,9 @@ def test_a_move_with_a_stale_version_is_refused(store: Store) -> None:
     assert read(store, made.id).version == 1
 
 
-def test_of_two_operators_at_once_each_sees_what_the_other_did(store: Store) -> None:
+def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
+    store: Store,
+) -> None:
     made = add(store)
     with ThreadPoolExecutor(4) as pool:
         answers = list(pool.map(lambda _: store.tasks.cancel(made.id), range(4)))
@@ -104,14 +106,14 @@ def test_a_move_belongs_to_the_callers_transaction(store: Store) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
-def test_a_move_that_meets_its_own_first_try_is_done_or_unknown_and_never_refused(
+def test_a_repeated_move_whose_first_try_succeeded_is_done_or_unknown_not_refused(
     store: Store, name: str
 ) -> None:
     url = store.database.url
     if url.host is None:
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    other = beside(store, proxy.url(url.render_as_string(hide_password=False)))
+    other = second_store(store, proxy.url(url.render_as_string(hide_password=False)))
     made = put(store, Status.FAILED if name == "rerun" else Status.NOT_COMPLETE)
     other.tasks.cancel(add(store).id)  # opens the connection
     proxy.cut_answer(rb"COMMIT(?!TED)")

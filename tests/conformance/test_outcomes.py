@@ -46,7 +46,7 @@ def wait_s(bench: RunnerHarness, task: DelayTask) -> float:
     return (task.expected_time - bench.clock.now()).total_seconds()
 
 
-def test_a_ladder_of_two_rungs_means_three_runs(bench: RunnerHarness) -> None:
+def test_a_retry_schedule_with_two_delays_allows_three_runs(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError("busy"), retries="10s 60s")
     task = bench.schedule("pay")
     bench.run(task)
@@ -69,7 +69,7 @@ def test_a_ladder_of_two_rungs_means_three_runs(bench: RunnerHarness) -> None:
         assert "ConnectionError: busy" in one.error
 
 
-def test_the_next_rung_is_armed_when_it_is_near(bench: RunnerHarness) -> None:
+def test_a_retry_that_is_due_within_the_horizon_is_armed(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError(), retries="10s 1h")
     task = bench.schedule("pay")
     bench.run(task)
@@ -80,7 +80,7 @@ def test_the_next_rung_is_armed_when_it_is_near(bench: RunnerHarness) -> None:
     assert bench.timer.armed == []
 
 
-def test_a_task_that_succeeds_on_a_later_rung_is_done_and_keeps_what_failed(
+def test_a_task_that_succeeds_after_a_retry_is_done_and_keeps_its_failed_attempts(
     bench: RunnerHarness,
 ) -> None:
     answers = [ConnectionError("first"), None]
@@ -104,7 +104,7 @@ def test_a_success_leaves_no_attempt(bench: RunnerHarness) -> None:
     assert bench.store.tasks.attempts(task.id) == []
 
 
-def test_a_task_may_bring_its_own_ladder(bench: RunnerHarness) -> None:
+def test_a_task_may_have_its_own_retry_schedule(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError())
     task = bench.schedule("pay", retries=RetrySchedule("30s"))
     assert bench.now(task).retry_schedule == RetrySchedule("30s")
@@ -113,7 +113,9 @@ def test_a_task_may_bring_its_own_ladder(bench: RunnerHarness) -> None:
     assert run_again(bench, task).status is Status.FAILED
 
 
-def test_an_error_that_is_not_worth_a_retry_fails_at_once(bench: RunnerHarness) -> None:
+def test_an_error_without_a_retry_schedule_fails_the_task_without_a_retry(
+    bench: RunnerHarness,
+) -> None:
     raises(bench, "pay", ValueError("wrong account"), retries={ValueError: None, Exception: "10s"})
     task = bench.schedule("pay")
     bench.run(task)
@@ -157,7 +159,7 @@ def test_anything_that_is_no_outcome_is_success(bench: RunnerHarness, value: Any
 @pytest.mark.parametrize(
     ("value", "kept"), [({"paid": 7}, {"paid": 7}), (Done([1, "é"]), [1, "é"]), (None, None)]
 )
-def test_a_result_is_kept_where_the_processor_says_so(
+def test_a_result_is_stored_if_the_processor_has_keep_result(
     bench: RunnerHarness, value: Any, kept: Any
 ) -> None:
     returns(bench, "pay", value, keep_result=True)
@@ -167,7 +169,7 @@ def test_a_result_is_kept_where_the_processor_says_so(
 
 
 @pytest.mark.parametrize("value", [object(), "x" * 100_000, float("nan")])
-def test_a_result_that_can_not_be_kept_does_not_undo_the_run(
+def test_a_result_that_cannot_be_stored_leaves_the_task_done(
     bench: RunnerHarness, value: Any
 ) -> None:
     returns(bench, "pay", value, keep_result=True)
@@ -177,7 +179,7 @@ def test_a_result_that_can_not_be_kept_does_not_undo_the_run(
     assert len(bench.named("result.dropped")) == 1
 
 
-def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: RunnerHarness) -> None:
+def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(bench: RunnerHarness) -> None:
     returns(bench, "pay", Retry(after="5m", reason="the bank is closed"), retries="10s")
     task = bench.schedule("pay")
     bench.run(task)
@@ -191,14 +193,16 @@ def test_retry_goes_on_after_the_time_it_names_and_uses_a_rung(bench: RunnerHarn
     assert run_again(bench, task).status is Status.FAILED
 
 
-def test_retry_without_a_time_climbs_the_ladder(bench: RunnerHarness) -> None:
+def test_retry_without_a_time_waits_for_the_next_retry_delay(bench: RunnerHarness) -> None:
     returns(bench, "pay", Retry(), retries="10s")
     task = bench.schedule("pay")
     bench.run(task)
     assert 9 < wait_s(bench, bench.now(task)) <= 10
 
 
-def test_retry_without_time_and_ladder_is_a_mistake_that_is_told(bench: RunnerHarness) -> None:
+def test_retry_without_a_time_and_a_retry_schedule_fails_with_an_explanation(
+    bench: RunnerHarness,
+) -> None:
     returns(bench, "pay", Retry())
     task = bench.schedule("pay")
     bench.run(task)
@@ -216,7 +220,7 @@ def test_snooze_uses_no_attempt(bench: RunnerHarness) -> None:
     assert bench.store.tasks.attempts(task.id) == []
 
 
-def test_cancel_is_for_good(bench: RunnerHarness) -> None:
+def test_cancel_ends_the_task_and_frees_its_key(bench: RunnerHarness) -> None:
     returns(bench, "pay", Cancel("paid by other means"), retries="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
@@ -227,7 +231,7 @@ def test_cancel_is_for_good(bench: RunnerHarness) -> None:
     assert bench.schedule("pay", key="7").id != task.id, "its key is free"
 
 
-def test_fail_leaves_no_rung(bench: RunnerHarness) -> None:
+def test_fail_uses_no_further_retry(bench: RunnerHarness) -> None:
     returns(bench, "pay", Fail("no such account"), retries="10s")
     task = bench.schedule("pay")
     bench.run(task)
@@ -236,7 +240,7 @@ def test_fail_leaves_no_rung(bench: RunnerHarness) -> None:
 
 
 @pytest.mark.parametrize("value", [Retry(after=-1), Snooze("soon"), Snooze(float("inf"))])
-def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(
+def test_an_invalid_outcome_fails_the_task_with_an_explanation(
     bench: RunnerHarness, value: Any
 ) -> None:
     returns(bench, "pay", value)
@@ -250,9 +254,7 @@ def test_an_outcome_that_makes_no_sense_is_a_failure_that_says_so(
 
 
 @pytest.mark.parametrize("where", ["processor", "task"])
-def test_what_is_too_late_to_be_worth_running_is_cancelled(
-    bench: RunnerHarness, where: str
-) -> None:
+def test_an_expired_task_is_cancelled(bench: RunnerHarness, where: str) -> None:
     returns(
         bench, "pay", None, **({"expires": "1m"} if where == "processor" else {"expires": "1d"})
     )
@@ -285,7 +287,7 @@ def test_a_task_whose_key_went_to_another_one_does_not_run_again(bench: RunnerHa
         bench.schedule("pay", key="7")
 
 
-def test_a_task_keeps_its_key_on_the_ladder(bench: RunnerHarness) -> None:
+def test_a_task_keeps_its_key_until_its_last_retry(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError(), retries="10s")
     task = bench.schedule("pay", key="7")
     bench.run(task)
@@ -295,7 +297,7 @@ def test_a_task_keeps_its_key_on_the_ladder(bench: RunnerHarness) -> None:
     assert bench.schedule("pay", key="7").id != task.id
 
 
-def test_attempts_go_with_their_task(bench: RunnerHarness) -> None:
+def test_attempts_are_deleted_with_their_task(bench: RunnerHarness) -> None:
     raises(bench, "pay", ValueError())
     task = bench.schedule("pay")
     bench.run(task)
@@ -345,7 +347,7 @@ def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_rows_that_run_side_by_side_end_each_by_itself(
+def test_each_of_several_concurrent_rows_has_its_own_outcome(
     bench: RunnerHarness, is_async: bool
 ) -> None:
     def work(body: Any) -> Any:

@@ -75,7 +75,7 @@ def set_limit(table: PolicyTable, name: str, concurrency: int | None) -> Policy:
     return table.set("tag", name, {"concurrency": concurrency}, "me")[0]
 
 
-def test_a_read_brings_what_changed_and_not_all_policies(
+def test_a_read_returns_changed_policies_only(
     store: Store, table: PolicyTable, reader: TablePoller
 ) -> None:
     write(store, MANY)
@@ -128,7 +128,7 @@ def test_a_change_that_is_committed_late_is_read_as_well(
     )
 
 
-def test_changes_of_many_at_once_are_all_read(table: PolicyTable, reader: TablePoller) -> None:
+def test_simultaneous_changes_are_all_read(table: PolicyTable, reader: TablePoller) -> None:
     done = threading.Event()
 
     def read() -> None:
@@ -171,7 +171,7 @@ def test_a_policy_that_was_cleared_is_read_as_such_and_deleted_much_later(
     assert reader.cache.refresh(checks=True).paused_tags == {"mail"}, "and it may come again"
 
 
-def test_a_process_that_slept_while_a_policy_was_deleted_learns_of_it(
+def test_a_process_that_was_suspended_notices_a_deleted_policy(
     table: PolicyTable, reader: TablePoller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table.set("tag", "mail", {"is_paused": True}, "me")
@@ -184,7 +184,7 @@ def test_a_process_that_slept_while_a_policy_was_deleted_learns_of_it(
 
 
 @pytest.mark.parametrize("how", ["update", "insert", "delete"])
-def test_what_an_older_release_changes_without_counting_it_is_found_at_the_next_check(
+def test_a_change_by_an_older_release_without_a_number_is_found_at_the_next_check(
     store: Store, table: PolicyTable, reader: TablePoller, how: str
 ) -> None:
     p = store.schema.policies
@@ -208,7 +208,7 @@ def test_what_an_older_release_changes_without_counting_it_is_found_at_the_next_
     assert child.cache.known.paused_tags == paused, "and so do the processes of its pool"
 
 
-def test_a_pool_process_reads_what_changed_and_only_when_it_has_to(
+def test_a_pool_process_reads_only_changed_policies_and_only_if_needed(
     store: Store, table: PolicyTable
 ) -> None:
     write(store, MANY)
@@ -235,7 +235,7 @@ def test_a_server_that_lacks_the_last_changes_is_read_as_a_whole(
     assert reader.cache.refresh().limited["mail"].concurrency == 2
 
 
-def test_a_server_that_made_as_many_other_changes_is_told_apart(
+def test_a_server_with_as_many_but_different_changes_is_detected(
     store: Store, table: PolicyTable, reader: TablePoller
 ) -> None:
     """After a failover that lost changes, the number, the count and the versions may be equal by
@@ -267,7 +267,7 @@ def test_a_check_reads_no_policy_while_nothing_changes(
     assert reader.reads[-1].stamp == reader.cache.stamp
 
 
-def test_a_refresh_that_was_overtaken_by_another_thread_does_not_go_back(
+def test_a_late_refresh_does_not_replace_the_newer_policies_of_another_thread(
     table: PolicyTable, reader: TablePoller
 ) -> None:
     set_limit(table, "mail", 1)

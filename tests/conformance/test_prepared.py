@@ -58,7 +58,7 @@ def test_claims_and_settlements_are_planned_once(field: Store) -> None:
     assert set(prepared(field).values()) == {3}
 
 
-def test_a_pooler_that_forgets_what_was_prepared_is_no_trouble(field: Store) -> None:
+def test_statements_work_after_a_pooler_has_dropped_prepared_statements(field: Store) -> None:
     work_through(field)
     field.database.autocommitted(lambda c: c.exec_driver_sql("DEALLOCATE ALL"))
     assert work_through(field) == [Status.DONE] * 3
@@ -67,7 +67,7 @@ def test_a_pooler_that_forgets_what_was_prepared_is_no_trouble(field: Store) -> 
 @pytest.mark.parametrize(
     "forget", [lambda c: c.exec_driver_sql("DEALLOCATE ALL"), lambda c: c.info.clear()]
 )
-def test_a_transaction_that_it_ends_is_tried_again(
+def test_a_transaction_that_fails_because_of_a_dropped_statement_is_tried_again(
     field: Store, forget: Callable[[Connection], Any]
 ) -> None:
     limited = dict.fromkeys([task(field).tag], Policy("tag", task(field).tag, concurrency=10))
@@ -80,20 +80,20 @@ def test_a_transaction_that_it_ends_is_tried_again(
             forget(connection)
 
 
-def test_a_statement_that_somebody_else_prepared_is_no_trouble(field: Store) -> None:
+def test_statements_work_if_another_client_has_prepared_the_same_one(field: Store) -> None:
     work_through(field)
     field.database.autocommitted(lambda c: c.info.clear())
     assert work_through(field) == [Status.DONE] * 3
 
 
-def test_a_column_that_was_changed_meanwhile_is_no_trouble(field: Store) -> None:
+def test_statements_work_after_a_column_has_changed_its_type(field: Store) -> None:
     work_through(field)
     change = f"ALTER TABLE {field.schema.tasks} ALTER COLUMN tag TYPE varchar(200)"
     field.database.autocommitted(lambda c: c.exec_driver_sql(change))
     assert work_through(field) == [Status.DONE] * 3
 
 
-def test_an_error_of_a_prepared_statement_is_one_of_ours_and_quotes_no_values(field: Store) -> None:
+def test_an_error_of_a_prepared_statement_is_a_store_error_without_values(field: Store) -> None:
     work_through(field)
     change = f"ALTER TABLE {field.schema.tasks} ADD CHECK (version < 1) NOT VALID"
     field.database.autocommitted(lambda c: c.exec_driver_sql(change))
@@ -118,7 +118,7 @@ def test_instants_are_utc_whatever_time_zone_the_url_asks_for(postgresql_url: st
         store.close()
 
 
-def test_a_connection_that_breaks_meanwhile_is_thrown_away_and_the_statement_sent_again(
+def test_a_statement_on_a_broken_connection_is_sent_again_on_another_one(
     field: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work_through(field)

@@ -128,7 +128,7 @@ def test_a_count_of_overdue_tasks_scans_no_table(analysed: Store) -> None:
     assert_no_scan(plans(analysed, lambda: overdue.count(1)))
 
 
-def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_or_runs(
+def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(
     database_url: str,
 ) -> None:
     """Without a kept plan, as with some poolers, the index of all waiting and running rows looks
@@ -161,7 +161,7 @@ def test_a_chunk_is_found_by_its_ids_where_statistics_know_of_no_row_that_waits_
     assert "idx_" not in shown, shown
 
 
-def test_touching_finds_each_row_and_key_by_itself_on_empty_statistics(unanalysed: Store) -> None:
+def test_touching_finds_rows_and_keys_by_index_on_empty_statistics(unanalysed: Store) -> None:
     store, later = unanalysed, seconds(unanalysed.tasks.now(), 5000)
     waiting = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 1000).tasks
     ids = [one.id for one in waiting]
@@ -275,13 +275,13 @@ def test_old_rows_are_found_by_their_time_on_good_statistics(analysed: Store) ->
     assert_no_scan(shown)
 
 
-def test_the_few_of_a_status_or_key_are_found_without_reading_all_others_on_empty_statistics(
+def test_few_rows_of_a_status_or_key_are_found_by_index_on_empty_statistics(
     unanalysed: Store,
 ) -> None:
     assert_finds_without_scan(unanalysed)
 
 
-def test_the_few_of_a_status_or_key_are_found_without_reading_all_others_on_good_statistics(
+def test_few_rows_of_a_status_or_key_are_found_by_index_on_good_statistics(
     analysed: Store,
 ) -> None:
     assert_finds_without_scan(analysed)
@@ -324,7 +324,7 @@ def assert_finds_without_scan(store: Store) -> None:
         connection.execute(t.delete().where(t.c.task_key.is_not(None)))
 
 
-def test_in_a_large_table_counts_are_those_of_the_planner(analysed: Store) -> None:
+def test_counts_of_a_large_table_are_estimates_of_the_planner(analysed: Store) -> None:
     stats, exact = Stats(analysed.database, analysed.schema), counted(analysed)
     assert {status: count.rows for status, count in stats.counts().items()} == exact
     found = stats.counts(1000)
@@ -339,7 +339,7 @@ def test_in_a_large_table_counts_are_those_of_the_planner(analysed: Store) -> No
         assert found[status] == (exact[status], False)
 
 
-def test_due_rows_are_found_without_reading_those_that_wait(unanalysed: Store) -> None:
+def test_due_rows_are_found_without_reading_waiting_rows(unanalysed: Store) -> None:
     if unanalysed.database.url.get_backend_name() != "postgresql":
         return  # the clocks of the other databases can be used with an index
     claims = unanalysed.claims("w", None)
@@ -365,7 +365,7 @@ def test_the_sweep_reads_near_and_old_rows_by_their_time(unanalysed: Store) -> N
         assert_no_scan(shown)
 
 
-def test_many_are_found_by_their_status_and_due_time_window_by_window(
+def test_bulk_calls_find_rows_by_status_and_due_time_window_by_window(
     analysed: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, now = analysed, analysed.tasks.now()
@@ -404,7 +404,9 @@ def test_some_ids_are_found_by_the_primary_key(analysed: Store, unanalysed: Stor
 
 
 @pytest.mark.parametrize("move", ["cancel", "reschedule"])
-def test_many_are_moved_by_their_ids_on_empty_statistics(unanalysed: Store, move: str) -> None:
+def test_bulk_calls_move_rows_by_their_ids_on_empty_statistics(
+    unanalysed: Store, move: str
+) -> None:
     store, now = unanalysed, unanalysed.tasks.now()
     keyed = [
         store.tasks.insert_keyed(task(store, key=f"{move}{n}"), "reject")[0] for n in range(300)

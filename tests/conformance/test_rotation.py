@@ -82,7 +82,7 @@ def test_rows_go_from_plain_to_a_key_to_the_next_one_and_back(
     assert moved(store) == before
 
 
-def test_finished_tasks_and_their_results_only_when_that_is_asked(
+def test_rotation_encrypts_finished_tasks_and_results_only_on_request(
     store: Store, open_with: Open
 ) -> None:
     old = open_with(OLD)
@@ -99,7 +99,7 @@ def test_finished_tasks_and_their_results_only_when_that_is_asked(
     assert (open_with(NEW).get(done).body, open_with(NEW).get(done).result) == (7, BODY)
 
 
-def test_what_no_key_reads_is_left_and_counted(store: Store, open_with: Open) -> None:
+def test_rotation_leaves_and_counts_unreadable_bodies(store: Store, open_with: Open) -> None:
     open_with(OLD).schedule_delay("mail", BODY, 60)
     damaged = open_with(NEW).schedule_delay("mail", BODY, 60)
     change(store, damaged, message_body=f"fernet:{key_name(NEW)}:nonsense")
@@ -111,7 +111,7 @@ def test_what_no_key_reads_is_left_and_counted(store: Store, open_with: Open) ->
     assert rotation_of(delays).needs(LIVE).live == {OF_OLD: 1, f"fernet:{OF_NEW}": 1, "?": 1}
 
 
-def test_a_body_that_is_replaced_meanwhile_is_not_put_back(
+def test_rotation_does_not_overwrite_a_body_that_was_replaced_meanwhile(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delays = open_with(NEW)
@@ -131,7 +131,7 @@ def test_a_body_that_is_replaced_meanwhile_is_not_put_back(
 
 
 @pytest.mark.parametrize("column", ["message_body", "result"])
-def test_what_changes_while_it_is_encrypted_is_left_and_tried_once_more(
+def test_a_row_that_changes_during_rotation_is_tried_once_more(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch, column: str
 ) -> None:
     """Rows are read and encrypted before they are locked."""
@@ -156,7 +156,7 @@ def test_what_changes_while_it_is_encrypted_is_left_and_tried_once_more(
     assert are_sealed(store)
 
 
-def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
+def test_rotation_skips_a_locked_row_and_tries_it_once_more(
     store: Store, open_with: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if store.database.url.get_backend_name() == "sqlite":
@@ -174,7 +174,7 @@ def test_what_somebody_has_locked_is_passed_over_and_tried_once_more(
 
 
 @pytest.mark.parametrize("keys", [(NEW, OLD), ("plain", OLD)], ids=["to another key", "to none"])
-def test_what_was_put_off_for_a_key_and_needs_it_no_more_is_brought_forward(
+def test_a_task_deferred_for_a_missing_key_is_brought_forward_after_rotation(
     open_with: Open, keys: tuple[str, ...]
 ) -> None:
     task = open_with(OLD).schedule_delay("mail", BODY, 0)
@@ -210,7 +210,7 @@ def test_rows_of_the_earlier_form_are_read_and_run(store: Store, open_with: Open
 
 
 @pytest.mark.parametrize("keys", [(OLD,), (NEW, OLD)], ids=["the same key", "another key"])
-def test_rotation_binds_what_is_not_bound(
+def test_rotation_binds_unbound_texts_to_their_tasks(
     store: Store, open_with: Open, keys: tuple[str, ...]
 ) -> None:
     delays = open_with(*keys)
@@ -230,7 +230,7 @@ def test_rotation_binds_what_is_not_bound(
     assert rotate(delays) == (0, 0), "nobody binds a token to the row that it was moved to"
 
 
-def test_once_its_key_is_gone_a_token_of_the_earlier_form_runs_nowhere(
+def test_a_text_of_the_earlier_form_runs_on_no_worker_without_its_key(
     store: Store, open_with: Open
 ) -> None:
     task, other = (open_with(OLD).schedule_delay("mail", n, 0) for n in range(2))

@@ -117,7 +117,7 @@ class TripCounter:
 def counter(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[TripCounter]:
-    # Once a second, a process that no worker leads reads the policies besides.
+    # Once a second, a process without a worker also reads the policies.
     monkeypatch.setattr(policy_cache, "POLICY_REFRESH_S", 3600)
     # The thread arms only when the test flushes.
     for name in ("ARM_DELAY_S", "ARM_DELAY_PART"):

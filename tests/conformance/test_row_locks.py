@@ -16,7 +16,7 @@ from tests.runner_harness import RunnerHarness
 pytestmark = pytest.mark.slow
 
 
-def test_a_row_that_its_processor_left_locked_is_named_and_holds_up_no_neighbour(
+def test_a_row_that_its_processor_left_locked_is_named_and_delays_no_other_row(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)

@@ -101,7 +101,7 @@ def test_one_statement_carries_a_bounded_text(
     assert max(sizes) < 2_100_000
 
 
-def test_a_claim_tells_what_its_rows_have_then(store: Store, claims: Claims) -> None:
+def test_a_claim_returns_the_new_values_of_its_rows(store: Store, claims: Claims) -> None:
     odd: list[dict[str, Any]] = [
         {},
         {"version": MOST_VERSIONS, "attempts": 2**31 - 1},
@@ -124,7 +124,7 @@ def test_a_claim_tells_what_its_rows_have_then(store: Store, claims: Claims) -> 
         assert replace(read(store, one.id), **unsaid) == one
 
 
-def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
+def test_runs_with_different_outcomes_are_settled_the_same_together_or_singly(
     store: Store, claims: Claims
 ) -> None:
     now = store.tasks.now()
@@ -178,7 +178,7 @@ def test_runs_that_end_differently_are_settled_the_same_together_and_one_by_one(
 
 @pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "behind_a_pooler"])
 @pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
-def test_rows_that_end_alike_are_found_by_their_versions_and_keep_their_own_beginnings(
+def test_rows_with_the_same_outcome_are_matched_by_version_and_keep_their_start_times(
     store: Store, versions: Sequence[int], prepares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not prepares:
@@ -252,7 +252,7 @@ def test_settling_again_after_a_lost_answer_is_accepted_and_changes_nothing(
     assert read(store, made.id).version == one.version + 1
 
 
-def test_only_what_is_ours_in_a_chunk_is_settled(store: Store, claims: Claims) -> None:
+def test_only_rows_whose_lease_is_kept_are_settled(store: Store, claims: Claims) -> None:
     mine, theirs = add(store, key="a"), add(store, key="b")
     claimed = claims.claim([entry(mine), entry(theirs)])
     lapse_all(store, [theirs])
@@ -260,9 +260,7 @@ def test_only_what_is_ours_in_a_chunk_is_settled(store: Store, claims: Claims) -
     assert read(store, theirs.id).status is Status.NOT_COMPLETE
 
 
-def test_succeeding_ends_the_row_of_lapses_and_giving_back_does_not(
-    store: Store, claims: Claims
-) -> None:
+def test_a_success_resets_the_lapses_and_giving_back_does_not(store: Store, claims: Claims) -> None:
     made = add(store)
     lapse_all(store, claims.claim([entry(made)]))
     for move, lapses in (("give_back", 1), ("succeed", 0)):

@@ -81,7 +81,7 @@ def test_tasks_without_a_key_spread_and_their_ids_name_their_shards(
     assert all(shards.shard_of_row(task.id) == [shard_of(task.id)] == [task.shard] for task in made)
 
 
-def test_a_keys_tasks_are_at_its_home_whoever_schedules_them(shards: Several) -> None:
+def test_each_process_schedules_the_tasks_of_a_key_in_the_same_shard(shards: Several) -> None:
     for delays in (shards.delays(), shards.delays()):
         for shard in SHARDS:
             key = key_at(shard)
@@ -115,7 +115,9 @@ def test_an_id_of_no_shard_and_an_id_of_another_shard_than_its_key_are_refused(
     assert [shards.count(shard) for shard in SHARDS] == [0, 0, 0]
 
 
-def test_bulk_goes_to_one_shard_but_for_keys_and_ids(shards: Several, delays: DelayTasks) -> None:
+def test_schedule_many_uses_one_shard_for_tasks_without_key_and_id(
+    shards: Several, delays: DelayTasks
+) -> None:
     new = [NewTask(TAG, n, 60) for n in range(50)]
     new += [NewTask(TAG, None, 60, key=f"b{n}") for n in range(30)]
     new += [NewTask(TAG, None, 60, id=wiring_of(delays).shards[shard].new_id()) for shard in SHARDS]
@@ -129,7 +131,7 @@ def test_bulk_goes_to_one_shard_but_for_keys_and_ids(shards: Several, delays: De
     )
 
 
-def test_one_bad_task_keeps_its_whole_lot_from_every_shard(
+def test_one_invalid_task_prevents_its_whole_batch_in_every_shard(
     shards: Several, delays: DelayTasks
 ) -> None:
     new = [NewTask(TAG, None, 60, key=f"b{n}") for n in range(30)]
@@ -161,7 +163,7 @@ def name(request: pytest.FixtureRequest) -> Callable[[DelayTask], dict[str, Any]
     return ways[request.param]
 
 
-def test_every_verb_finds_its_shard(
+def test_every_call_finds_the_shard_of_its_task(
     delays: DelayTasks, shard: int, name: Callable[[DelayTask], dict[str, Any]]
 ) -> None:
     task = schedule_at(delays, shard)
@@ -178,7 +180,7 @@ def test_every_verb_finds_its_shard(
     assert delays.get(**name(task)).id == task.id, "its key too is back"
 
 
-def test_many_are_touched_wherever_they_are(delays: DelayTasks) -> None:
+def test_touch_many_touches_tasks_in_all_shards(delays: DelayTasks) -> None:
     keyed = [schedule_at(delays, shard) for shard in SHARDS]
     plain = [delays.schedule_delay(TAG, None, 60) for _ in range(20)]
     gone = schedule_at_and_cancel(delays)
@@ -191,7 +193,7 @@ def test_many_are_touched_wherever_they_are(delays: DelayTasks) -> None:
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 400 for task in plain)
 
 
-def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(
+def test_a_shard_that_is_down_does_not_prevent_touches_in_other_shards(
     shards: Several,
 ) -> None:
     url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
@@ -210,7 +212,7 @@ def test_a_shard_that_is_down_keeps_no_other_timeout_from_being_pushed_away(
     delays.close()
 
 
-def test_many_are_cancelled_in_all_shards_and_one_that_is_down_is_told(shards: Several) -> None:
+def test_cancel_many_cancels_in_all_shards_and_reports_one_that_is_down(shards: Several) -> None:
     tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
     url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
     delays = delays_on(
@@ -241,7 +243,7 @@ def test_many_are_cancelled_in_all_shards_and_one_that_is_down_is_told(shards: S
     nowhere.close()
 
 
-def test_many_are_retried_where_they_are_and_have_their_keys_again(
+def test_rerun_many_reruns_tasks_in_their_shards_with_their_keys(
     shards: Several, delays: DelayTasks
 ) -> None:
     tasks = [schedule_at(delays, shard) for shard in SHARDS]
@@ -277,7 +279,7 @@ def test_ids_that_a_database_made_are_found_in_any_shard(
         delays.get(99)
 
 
-def test_of_two_tasks_with_one_id_the_one_that_was_read_is_meant(
+def test_a_move_of_a_read_task_selects_its_shard_if_two_tasks_have_one_id(
     shards: Several, delays: DelayTasks
 ) -> None:
     for shard in SHARDS:
@@ -365,7 +367,7 @@ def test_a_session_on_another_shard_than_the_keys_is_refused_with_the_remedy(
     assert [shards.count(shard) for shard in SHARDS] == [0, 1, 0]
 
 
-def test_what_is_to_be_moved_in_a_session_must_be_on_its_shard(
+def test_a_task_that_is_moved_in_a_session_must_be_on_its_shard(
     delays: DelayTasks, session: Session
 ) -> None:
     here, there = schedule_at(delays, 1), schedule_at(delays, 2)

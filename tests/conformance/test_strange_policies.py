@@ -69,7 +69,7 @@ def _processor(delays: DelayTasks) -> None:
 
 
 @pytest.mark.parametrize(("rate", "period", "where"), RATES)
-def test_a_rate_that_no_worker_can_keep_is_none_and_is_reported(
+def test_a_rate_that_no_worker_can_apply_is_ignored_and_reported(
     store: Store, delays: DelayTasks, timer: RecordingTimer, rate: str, period: str, where: str
 ) -> None:
     if store.database.url.get_backend_name() not in where.split():
@@ -89,7 +89,7 @@ def test_a_rate_that_no_worker_can_keep_is_none_and_is_reported(
 
 
 @pytest.mark.parametrize("column", ["concurrency", "key_concurrency"])
-def test_a_limit_that_is_not_a_number_is_none(
+def test_a_limit_that_is_not_a_number_is_ignored(
     store: Store, delays: DelayTasks, timer: RecordingTimer, column: str
 ) -> None:
     if store.database.url.get_backend_name() != "sqlite":
@@ -116,7 +116,7 @@ def test_a_limit_below_one_does_not_stop_the_other_tags(
     look(delays)
 
 
-def test_a_strange_rate_can_be_removed(store: Store, delays: DelayTasks) -> None:
+def test_an_invalid_rate_can_be_removed(store: Store, delays: DelayTasks) -> None:
     store_policy(store, rate="0", rate_period_s="NULL")
     assert delays.set_policy(tag="mail", rate=None).rate is None
     assert look(delays) == []

@@ -70,7 +70,7 @@ def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("queues", STRANGE, ids=lambda text: text[:20])
-def test_strange_queues_of_a_worker_do_not_keep_overdue_rows_from_the_others(
+def test_invalid_queues_of_a_worker_do_not_keep_overdue_rows_from_other_workers(
     store: Store, delays: DelayTasks, timer: RecordingTimer, queues: str
 ) -> None:
     store.workers.report("good", ["default"], "prefork", 2, 0)

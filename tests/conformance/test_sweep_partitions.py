@@ -48,7 +48,7 @@ def let_pass(store: Store) -> None:
         connection.execute(update(s).values(swept_at=store.tasks.now() - timedelta(seconds=60)))
 
 
-def sweep_side_by_side(store: Store, sweep_partitions: int) -> list[RecordingTimer]:
+def sweep_concurrently(store: Store, sweep_partitions: int) -> list[RecordingTimer]:
     """Run two workers for each sweep partition simultaneously, and return the timer of each
     partition."""
     start = threading.Barrier(2 * sweep_partitions)
@@ -76,23 +76,23 @@ def sweep_side_by_side(store: Store, sweep_partitions: int) -> list[RecordingTim
 
 
 @pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
-def test_sweeps_side_by_side_arm_each_row_once_and_share_them_evenly(
+def test_concurrent_sweeps_arm_each_row_once_and_share_the_rows_evenly(
     store: Store, sweep_partitions: int
 ) -> None:
     ids = near_rows(store, 2000)
-    shares = [timer.ids for timer in sweep_side_by_side(store, sweep_partitions)]
+    shares = [timer.ids for timer in sweep_concurrently(store, sweep_partitions)]
     assert sorted(id for share in shares for id in share) == ids
     assert min(map(len, shares)) > 0.8 * len(ids) / sweep_partitions
     let_pass(store)
-    assert [timer.ids for timer in sweep_side_by_side(store, sweep_partitions)] == [
+    assert [timer.ids for timer in sweep_concurrently(store, sweep_partitions)] == [
         []
     ] * sweep_partitions, "and not again"
 
 
-def test_no_row_is_missed_when_the_number_of_houses_changes(store: Store) -> None:
+def test_no_row_is_missed_when_the_number_of_sweep_partitions_changes(store: Store) -> None:
     ids = near_rows(store, 200)
     for sweep_partitions in (2, 4, 1):
         assert (
-            sorted(id for timer in sweep_side_by_side(store, sweep_partitions) for id in timer.ids)
+            sorted(id for timer in sweep_concurrently(store, sweep_partitions) for id in timer.ids)
             == ids
         )

@@ -29,7 +29,7 @@ from tests.conformance.store_rows import (
 
 
 @pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
-def test_each_near_row_is_met_once_by_the_houses_together(
+def test_all_sweep_partitions_together_read_each_near_row_once(
     store: Store, sweep_partitions: int
 ) -> None:
     now = store.tasks.now()
@@ -63,7 +63,7 @@ def test_each_near_row_is_met_once_by_the_houses_together(
     assert met == Counter([entry(one) for one in (*made, at_the_end)])
 
 
-def test_a_near_stream_may_be_left_half_read(store: Store) -> None:
+def test_reading_near_rows_may_stop_in_the_middle(store: Store) -> None:
     now = store.tasks.now()
     store.tasks.insert_many([task(store, expected_time=seconds(now, 10)) for _ in range(2500)])
     for _ in range(30):  # more calls than the pool has connections
@@ -84,7 +84,7 @@ def test_levels_are_the_queues_and_priorities_with_late_rows(store: Store) -> No
     assert store.sweeps.levels(1.0) == [Level("a", 9), Level("b", 3), Level("d", 1), Level("a", 0)]
 
 
-def test_one_of_two_sweeps_at_once_is_let_through(store: Store) -> None:
+def test_one_of_two_simultaneous_sweeps_begins(store: Store) -> None:
     start = threading.Barrier(2)
 
     def sweep(_: int) -> bool:
@@ -105,7 +105,7 @@ def test_one_of_two_sweeps_at_once_is_let_through(store: Store) -> None:
     assert store.sweeps.begin_sweep(1, 2, 4.0) is not None
 
 
-def test_a_clock_that_was_set_back_stops_no_sweep_and_what_it_armed_is_armed_again(
+def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(
     store: Store,
 ) -> None:
     first = store.sweeps.begin_sweep(0, 1, 0.0)
@@ -123,7 +123,7 @@ def test_a_clock_that_was_set_back_stops_no_sweep_and_what_it_armed_is_armed_aga
     assert store.sweeps.begin_sweep(0, 1, 4.0) is None
 
 
-def test_a_sweep_goes_on_where_the_last_one_ended(store: Store) -> None:
+def test_a_sweep_begins_where_the_last_one_ended(store: Store) -> None:
     first = store.sweeps.begin_sweep(0, 1, 0.0)
     assert first is not None
     assert abs((store.tasks.now() - first).total_seconds()) < 5
@@ -132,7 +132,7 @@ def test_a_sweep_goes_on_where_the_last_one_ended(store: Store) -> None:
     assert store.sweeps.begin_sweep(0, 1, 0.0) == until
 
 
-def test_a_sweep_does_not_overwrite_that_what_it_armed_was_forgotten_meanwhile(
+def test_a_sweep_does_not_undo_a_forget_armed_that_was_called_meanwhile(
     store: Store,
 ) -> None:
     first = store.sweeps.begin_sweep(0, 1, 0.0)
@@ -147,7 +147,7 @@ def test_a_sweep_does_not_overwrite_that_what_it_armed_was_forgotten_meanwhile(
     assert again <= store.tasks.now()
 
 
-def test_forgetting_what_was_armed_goes_back_to_now_and_never_on(store: Store) -> None:
+def test_forget_armed_moves_the_position_back_to_now_and_never_forward(store: Store) -> None:
     first = store.sweeps.begin_sweep(0, 2, 0.0)
     assert first is not None
     second = store.sweeps.begin_sweep(1, 2, 0.0)
@@ -162,7 +162,7 @@ def test_forgetting_what_was_armed_goes_back_to_now_and_never_on(store: Store) -
     assert store.sweeps.begin_sweep(1, 2, 0.0) == past
 
 
-def test_a_sweep_for_another_timer_begins_now_and_so_does_the_next_one_for_the_first(
+def test_the_first_sweep_after_a_change_of_the_timer_begins_now(
     store: Store,
 ) -> None:
     eta, redis = store.sweeps, SweepQueries(store.database, store.schema, 60, "redis")
@@ -192,7 +192,7 @@ def test_purging_takes_old_finished_rows_in_small_steps(store: Store) -> None:
     assert left == set(keep)
 
 
-def test_purging_takes_the_keys_that_name_what_is_purged_and_no_others(store: Store) -> None:
+def test_purging_deletes_only_the_keys_of_the_purged_tasks(store: Store) -> None:
     old = seconds(store.tasks.now(), -1000)
     finished, moved = keyed(store, create_time=old), add(store, create_time=old, key="moved")
     t, live = store.schema.tasks, task(store, key="moved")
@@ -213,7 +213,7 @@ def test_purging_takes_the_keys_that_name_what_is_purged_and_no_others(store: St
 # -- workers -------------------------------------------------------------------------------------
 
 
-def test_a_worker_is_seen_until_it_is_gone(store: Store) -> None:
+def test_a_worker_is_listed_until_it_is_removed(store: Store) -> None:
     store.workers.report("w1", ["b", "a"], "prefork", 2, -1500)
     store.workers.report("w2", [], "solo", 1, 0)
     [first, second] = store.workers.all()
@@ -261,7 +261,7 @@ def test_the_services_that_a_worker_lacks_are_in_its_row_until_they_are_back(sto
     assert worker.services == ServiceTimes()
 
 
-def test_a_silent_worker_is_buried_once(store: Store) -> None:
+def test_a_silent_worker_is_expired_once(store: Store) -> None:
     store.workers.report("w1", [], "solo", 1, 0)
     store.workers.report("w2", [], "solo", 1, 0)
     w = store.schema.workers
@@ -273,7 +273,7 @@ def test_a_silent_worker_is_buried_once(store: Store) -> None:
     assert [one["name"] for one in store.workers.all()] == ["w2"]
 
 
-def test_a_worker_may_be_seen_by_two_of_its_threads_at_once(store: Store) -> None:
+def test_several_threads_may_report_a_worker_simultaneously(store: Store) -> None:
     start = threading.Barrier(4)
 
     def seen(_: int) -> None:

@@ -39,7 +39,7 @@ def lateness(delays: DelayTasks, task: DelayTask) -> float:
 # -- filters --------------------------------------------------------------------------------------
 
 
-def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(
+def test_touch_many_moves_waiting_tasks_later_and_returns_the_ids_of_the_others(
     store: Store, delays: DelayTasks
 ) -> None:
     tasks = {status: schedule(delays) for status in Status}
@@ -52,7 +52,7 @@ def test_many_are_pushed_away_and_those_that_do_not_wait_are_told(
         assert delays.get(task).version == 0
 
 
-def test_many_named_by_keys_are_pushed_away_and_the_keys_that_nobody_has_are_told(
+def test_touch_many_by_keys_moves_tasks_later_and_returns_keys_without_a_task(
     store: Store, delays: DelayTasks
 ) -> None:
     waits, runs, ends = (schedule(delays, key=key) for key in ("waits", "runs", "ends"))
@@ -73,7 +73,7 @@ def test_many_named_by_keys_are_pushed_away_and_the_keys_that_nobody_has_are_tol
     assert lateness(delays, runs) == lateness(delays, ends) == lateness(delays, other) == 0
 
 
-def test_keys_that_changed_hands_after_the_transaction_began_name_the_tasks_that_have_them_now(
+def test_keys_that_moved_after_the_transaction_began_name_the_tasks_that_now_have_them(
     delays: DelayTasks, database_url: str
 ) -> None:
     if not database_url.startswith(("mysql", "postgresql")):
@@ -93,7 +93,9 @@ def test_keys_that_changed_hands_after_the_transaction_began_name_the_tasks_that
     engine.dispose()
 
 
-def test_what_is_gone_is_scheduled_anew_by_the_same_loop_that_begins_it(delays: DelayTasks) -> None:
+def test_one_loop_of_touch_many_and_schedule_many_schedules_missing_tasks_again(
+    delays: DelayTasks,
+) -> None:
     """The heartbeat recipe needs no list of scheduled tasks."""
     alive = [f"device {n}" for n in range(5)]
     for _ in range(2):
@@ -116,7 +118,7 @@ def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
     assert lateness(delays, single) == 0
 
 
-def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(
+def test_touch_many_accepts_ids_of_every_form_from_any_iterable(
     delays: DelayTasks,
 ) -> None:
     a, b, c = (schedule(delays) for _ in range(3))
@@ -128,7 +130,7 @@ def test_ids_are_taken_in_every_form_from_anything_that_can_be_counted_off(
     assert delays.touch_many(tag="lost", keys=(), delay=60).gone == []
 
 
-def test_nothing_is_sent_for_what_is_touched(delays: DelayTasks, timer: RecordingTimer) -> None:
+def test_touching_sends_no_messages(delays: DelayTasks, timer: RecordingTimer) -> None:
     tasks = [schedule(delays, key=f"k{n}") for n in range(3)]
     armed = len(timer.armed)
     delays.touch(tasks[0], 10)
@@ -154,7 +156,7 @@ def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
     assert len(seen) == 2, seen
 
 
-def test_many_are_a_few_statements_however_many(
+def test_touch_many_executes_a_few_statements_for_each_batch(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(touches, "TOUCH_BATCH_ROWS", 30)
@@ -172,7 +174,7 @@ def test_many_are_a_few_statements_however_many(
     )
 
 
-def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting(
+def test_touch_many_waits_for_a_locked_row_after_it_has_touched_the_others(
     store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_row_locks(store):
@@ -190,7 +192,7 @@ def test_a_row_that_somebody_has_locked_is_waited_for_and_keeps_no_other_waiting
     assert lateness(delays, tasks[0]) > 50
 
 
-def test_a_row_that_a_worker_claims_meanwhile_is_told(
+def test_touch_many_reports_a_row_that_a_worker_claims_meanwhile(
     store: Store, delays: DelayTasks, owner: Connection
 ) -> None:
     if not has_row_locks(store):
@@ -207,7 +209,7 @@ def test_a_row_that_a_worker_claims_meanwhile_is_told(
 
 
 @pytest.mark.slow
-def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
+def test_touch_many_fails_for_a_row_that_stays_locked_and_touches_the_others(
     store: Store, delays: DelayTasks, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_row_locks(store):
@@ -219,7 +221,7 @@ def test_a_row_that_stays_locked_is_an_error_and_the_others_are_pushed_away(
     assert [lateness(delays, task) > 50 for task in tasks] == [False, True]
 
 
-def test_callers_who_touch_the_same_rows_in_other_orders_do_not_deadlock(
+def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(
     delays: DelayTasks,
 ) -> None:
     """A deadlock in a caller's transaction raises an error, so this test would fail."""

@@ -115,7 +115,7 @@ class TimersUnderFaults:
         for rig in made:
             rig.close()
 
-    def test_what_is_armed_waits_for_a_worker_and_outlives_one_that_is_stopped(
+    def test_armed_tasks_wait_for_a_worker_and_survive_the_stop_of_a_worker(
         self, make: Make
     ) -> None:
         d = make(**ALONE).deployment
@@ -128,7 +128,9 @@ class TimersUnderFaults:
         d.worker()
         ran_once(d, later)
 
-    def test_what_a_killed_worker_held_runs_by_the_next_sweep(self, make: Make) -> None:
+    def test_tasks_in_the_memory_of_a_killed_worker_run_after_the_next_sweep(
+        self, make: Make
+    ) -> None:
         d = make().deployment
         first = d.worker()
         held = [d.schedule(delay=3) for _ in range(20)]  # due only after the worker is killed
@@ -141,7 +143,9 @@ class TimersUnderFaults:
         d.worker()
         ran_once(d, held, deadline_s=3 + R1_S + SLACK_S)
 
-    def test_what_the_timer_lost_or_could_not_take_runs_by_the_next_sweep(self, make: Make) -> None:
+    def test_tasks_that_the_timer_lost_or_refused_run_after_the_next_sweep(
+        self, make: Make
+    ) -> None:
         rig = make()
         d = rig.deployment
         tasks = [d.schedule(delay=delay_s) for delay_s in (0, 0, 2, 2)]
@@ -158,9 +162,7 @@ class TimersUnderFaults:
             rig.heal()
         ran_once(d, tasks, deadline_s=R1_S + SLACK_S)
 
-    def test_far_tasks_are_rows_only_until_a_sweep_arms_them_many_together(
-        self, make: Make
-    ) -> None:
+    def test_far_tasks_are_only_rows_until_a_sweep_arms_them_in_batches(self, make: Make) -> None:
         d = make(**ALONE).deployment
 
         def waiting() -> list[list[int]]:

@@ -183,7 +183,7 @@ class Timers:
         [row] = ran_once(d, [task])
         assert row.expected_time - task.expected_time > timedelta(seconds=0.2)
 
-    def test_what_its_caller_rolled_back_does_not_run(self, d: Deployment) -> None:
+    def test_a_task_that_its_caller_rolled_back_does_not_run(self, d: Deployment) -> None:
         engine = d.store.database.tx
         with Session(engine) as session:
             task = d.schedule(delay=0.1, session=session)
@@ -204,7 +204,7 @@ class Timers:
         ran_once(d, [task])
         assert time.monotonic() - began < d.r1_s() + SLACK_S
 
-    def test_what_has_a_higher_priority_runs_first_when_processes_are_busy(
+    def test_tasks_of_a_higher_priority_run_first_when_processes_are_busy(
         self, d: Deployment
     ) -> None:
         d.schedule("test.sleep", 0, queue="mail", body={"seconds": 0.8})
@@ -255,7 +255,7 @@ class Timers:
         did_not_run(d, waits)
         did_not_run(d, cancelled)
 
-    def test_garbage_is_dropped_and_spoils_nothing(self, d: Deployment) -> None:
+    def test_invalid_entries_are_dropped_and_tasks_run(self, d: Deployment) -> None:
         near, far = (
             burst(d, "test.note", 30, due_s=1, body={"file": str(d.file)}),
             d.schedule(delay=3600),

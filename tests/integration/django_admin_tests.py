@@ -155,7 +155,7 @@ def test_a_task_has_its_times_error_attempts_and_content_and_html_is_escaped() -
     assert HOSTILE not in viewer().get(TASKS).content.decode()
 
 
-def test_who_may_only_view_sees_no_content_and_no_actions() -> None:
+def test_a_user_with_only_the_view_permission_sees_no_content_and_no_actions() -> None:
     task = delays.schedule_delay("mail", {"card": 4711}, 3600, meta={"tenant": "acme"})
     for page in (TASKS, f"{TASKS}{task.id}/change/"):
         shown = text_of(viewer().get(page))
@@ -469,7 +469,7 @@ def test_the_console_is_not_for_others_than_staff(flags: dict[str, bool] | None)
 
 
 @pytest.mark.parametrize(("is_superuser", "role"), [(False, "view"), (True, "admin")])
-def test_staff_look_at_the_console_and_superusers_change_everything(
+def test_staff_can_view_the_console_and_superusers_can_change_policies(
     is_superuser: bool, role: str
 ) -> None:
     client = user(is_superuser=is_superuser)

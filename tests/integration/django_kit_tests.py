@@ -30,7 +30,7 @@ class TestCaseTest(TestCase):
         self.delays = DelaysTester().start()
         self.addCleanup(self.delays.stop)
 
-    def test_the_error_of_a_processor_reaches_the_test_and_its_transaction_goes_on(self) -> None:
+    def test_the_error_of_a_processor_reaches_the_test_and_its_transaction_continues(self) -> None:
         order = Order.objects.create(item="a hat")
         schedule_delay("order.name", {"order": order.pk}, 60)
         with self.assertRaises(IntegrityError):
@@ -46,7 +46,7 @@ class TestCaseTest(TestCase):
         order.refresh_from_db()
         assert order.item == "by a coroutine"
 
-    def test_the_time_of_the_test_is_that_of_the_rows(self) -> None:
+    def test_rows_have_the_time_of_the_test(self) -> None:
         self.delays.travel_to(self.delays.now + timedelta(days=400))
         order = Order.objects.create(item="a hat")
         task = schedule_delay("order.close", {"order": order.pk}, 60)

@@ -21,7 +21,7 @@ import django
 from celery import Celery
 from django.conf import settings
 
-#: Tests of what the two backends cannot do, or do in memory, and ours does otherwise.
+#: Tests of features that the two backends lack or keep in memory, unlike ours.
 NOT_APPLICABLE = {
     "DummyBackendTestCase.test_refresh_result": "changes the result in memory",
     "DummyBackendTestCase.test_refresh_result_async": "changes the result in memory",

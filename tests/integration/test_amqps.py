@@ -13,7 +13,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_tasks_run_in_time_by_amqps_and_who_does_not_know_the_certificate_sends_nothing(
+def test_tasks_run_in_time_over_amqps_and_a_client_without_the_certificate_sends_none(
     tmp_path: Path, postgresql_url: str, amqps: dict[str, Any]
 ) -> None:
     d = Deployment(

@@ -27,7 +27,7 @@ def _one() -> str:
     return installed[0]
 
 
-def test_a_peer_is_measured_beside_this_project(tmp_path: Path, postgresql_url: str) -> None:
+def test_a_peer_is_measured_together_with_this_project(tmp_path: Path, postgresql_url: str) -> None:
     if find_server() is None:
         pytest.skip("there is no Redis to start")
     name, file = _one(), tmp_path / "found.json"
@@ -73,7 +73,7 @@ def test_each_peer_has_pinned_versions_and_a_program() -> None:
             assert environment.BULLMQ.exists()
 
 
-def test_what_can_not_be_installed_is_named_with_the_reason(
+def test_a_peer_that_cannot_be_installed_is_named_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "FOLDER", tmp_path)
@@ -88,7 +88,7 @@ def test_what_can_not_be_installed_is_named_with_the_reason(
         )
 
 
-def test_an_unknown_name_is_answered_with_those_that_exist() -> None:
+def test_the_error_about_an_unknown_peer_names_the_known_ones() -> None:
     command = [sys.executable, "-m", "benchmarks", "--peers", "sidekiq"]
     done = subprocess.run(
         command, cwd=ROOT, env=_plain(), capture_output=True, text=True, timeout=60

@@ -88,7 +88,7 @@ def open_broker(
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo"])
-def test_a_worker_outlives_a_queue_whose_key_is_a_string(open_broker: Open, pool: str) -> None:
+def test_a_worker_survives_a_queue_whose_key_is_a_string(open_broker: Open, pool: str) -> None:
     broker = open_broker()
     worker = broker.worker(pool=pool)
     broker.run_soon()
@@ -151,7 +151,7 @@ def test_other_queues_are_on_time_while_one_is_blocked(
     assert not worker.ended()
 
 
-def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Open) -> None:
+def test_a_worker_survives_keys_of_celery_that_are_strings(open_broker: Open) -> None:
     """Celery and kombu store unacknowledged messages and bindings under these keys."""
     broker = open_broker()
     own = f"own-{broker.d.settings['namespace']}"
@@ -190,7 +190,9 @@ def test_a_worker_outlives_keys_of_celerys_own_that_are_strings(open_broker: Ope
         ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
     ],
 )
-def test_a_worker_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, mends: str) -> None:
+def test_a_worker_survives_a_redis_that_refuses_writes(
+    open_broker: Open, breaks: str, mends: str
+) -> None:
     """Redis refuses writes: no rights, no memory, or it is a read-only replica."""
     broker = open_broker()
     worker = broker.worker()
@@ -214,7 +216,7 @@ def test_a_worker_outlives_a_redis_that_refuses(open_broker: Open, breaks: str, 
         ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
     ],
 )
-def test_the_redis_timer_outlives_a_redis_that_refuses(
+def test_the_redis_timer_survives_a_redis_that_refuses_writes(
     open_broker: Open, breaks: str, mends: str
 ) -> None:
     broker = open_broker(timer="redis")

@@ -130,7 +130,7 @@ def test_a_connection_with_unread_bytes_is_not_used_again(
     assert web.accepted == 2
 
 
-def test_an_answer_whose_length_is_told_in_two_ways_costs_its_connection(
+def test_the_connection_of_an_answer_with_an_ambiguous_length_is_closed(
     web: WebServer, caller: Caller
 ) -> None:
     """The connection is closed because a proxy may see another end of the answer."""
@@ -193,7 +193,7 @@ def test_bytes_left_over_inside_tls_are_not_the_next_answer(tmp_path: Path, join
         web.close()
 
 
-def test_a_connection_is_kept_after_every_proper_answer(web: WebServer, caller: Caller) -> None:
+def test_a_connection_is_kept_after_every_valid_answer(web: WebServer, caller: Caller) -> None:
     web.answers |= {
         "/length": answer(500, b"x" * 9000),
         "/none": raw(b"HTTP/1.1 204 No Content\r\n\r\n"),

@@ -68,7 +68,7 @@ def end_of(delays: DelayTasks, task: DelayTask) -> DelayTask:
     return delays.get(task)
 
 
-def test_secrets_and_bodies_are_not_told(
+def test_secrets_and_bodies_appear_in_no_output(
     deployment: tuple[Deployment, DelayTasks], web: WebServer
 ) -> None:
     d, delays = deployment
@@ -179,7 +179,7 @@ def commands(d: Deployment, *all: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-def test_celery_shows_none_of_our_secret_settings() -> None:
+def test_celery_shows_none_of_the_secret_settings() -> None:
     app = Celery("shop", set_as_current=False)
     app.conf.update({PREFIX + name: [SECRET] for name in secret_names()})
     DelayTasks(app)
@@ -189,7 +189,7 @@ def test_celery_shows_none_of_our_secret_settings() -> None:
     assert SECRET not in app.bugreport()
 
 
-def test_nothing_is_told_of_a_body_that_is_refused(
+def test_the_error_about_a_refused_body_does_not_show_the_body(
     caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     delays = DelayTasks(

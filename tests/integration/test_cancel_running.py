@@ -52,7 +52,7 @@ def begun(d: Deployment, tag: str) -> DelayTask:
         ("sqlite", "threads"),
     ],
 )
-def test_a_running_task_hears_of_its_cancellation_and_is_not_retried(
+def test_a_running_task_notices_its_cancellation_and_is_not_retried(
     deploy: Deploy, database: str, pool: str
 ) -> None:
     d = deploy(database)

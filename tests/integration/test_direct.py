@@ -109,7 +109,7 @@ def check(
     assert sorted(run for run in runs if run in notes) == sorted(notes), "each once"
 
 
-def test_drain_does_all_that_a_worker_would_and_ends(deploy: Deploy) -> None:
+def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(deploy: Deploy) -> None:
     d = deploy()
     set_policies(d)
     done, failed, waiting = everything(d)
@@ -131,7 +131,7 @@ def test_drain_does_all_that_a_worker_would_and_ends(deploy: Deploy) -> None:
     )
 
 
-def test_drainers_do_for_good_all_that_a_worker_would(deploy: Deploy) -> None:
+def test_permanent_drains_do_all_kinds_of_work_of_a_worker(deploy: Deploy) -> None:
     """Two drainers share all kinds of work, and one of them runs the rest when the other stops."""
     d = deploy(lease_s=60)
     set_policies(d)
@@ -154,7 +154,9 @@ def test_drainers_do_for_good_all_that_a_worker_would(deploy: Deploy) -> None:
     assert not second.ended()
 
 
-def test_what_kills_its_process_is_given_up_and_harms_no_neighbour(on_postgresql: Deploy) -> None:
+def test_a_task_that_kills_its_process_is_given_up_and_other_tasks_run(
+    on_postgresql: Deploy,
+) -> None:
     d = on_postgresql(max_lost_leases=2)
     d.drainer()
     poison, others = d.schedule("test.abort"), [d.schedule("test.quiet") for _ in range(20)]
@@ -163,7 +165,7 @@ def test_what_kills_its_process_is_given_up_and_harms_no_neighbour(on_postgresql
     assert max(d.delays.get(task).lapses for task in others) <= 1
 
 
-def test_what_a_killed_drainer_ran_lapses_and_what_it_held_the_others_find(
+def test_the_tasks_of_a_killed_drain_lapse_or_are_found_by_other_drains(
     on_postgresql: Deploy,
 ) -> None:
     d = on_postgresql()
@@ -176,7 +178,7 @@ def test_what_a_killed_drainer_ran_lapses_and_what_it_held_the_others_find(
     assert not second.ended()
 
 
-def test_a_second_signal_gives_up_what_runs(on_postgresql: Deploy) -> None:
+def test_a_second_signal_gives_up_the_running_task(on_postgresql: Deploy) -> None:
     d = on_postgresql(lease_s=60)
     drainer = d.drainer()
     task = d.schedule("test.sleep", body={"seconds": 60})
@@ -191,7 +193,7 @@ def test_a_second_signal_gives_up_what_runs(on_postgresql: Deploy) -> None:
 
 
 @pytest.mark.quick
-def test_nobody_asks_the_broker(on_postgresql: Deploy) -> None:
+def test_the_direct_timer_makes_no_connection_to_the_broker(on_postgresql: Deploy) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         d = on_postgresql(broker_url=f"redis://127.0.0.1:{mute.getsockname()[1]}/0")
         d.drainer()
@@ -205,7 +207,9 @@ def test_nobody_asks_the_broker(on_postgresql: Deploy) -> None:
             mute.accept()
 
 
-def test_drainers_need_no_setting_when_the_broker_is_gone(on_postgresql: Deploy) -> None:
+def test_drains_run_tasks_with_the_eta_timer_while_the_broker_is_down(
+    on_postgresql: Deploy,
+) -> None:
     d = on_postgresql(timer="eta", publish_limit_s=0.1)
     try:
         d.drainer()
@@ -216,7 +220,7 @@ def test_drainers_need_no_setting_when_the_broker_is_gone(on_postgresql: Deploy)
         d.settings["timer"] = "direct"
 
 
-def test_tasks_run_on_while_nobody_can_listen(on_postgresql: Deploy) -> None:
+def test_tasks_run_while_the_notify_listener_is_disconnected(on_postgresql: Deploy) -> None:
     d = on_postgresql()
     drainer = d.drainer()
     hearing(drainer)

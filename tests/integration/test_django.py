@@ -130,7 +130,7 @@ def test_a_delayed_celery_task_is_written_in_the_atomic_block(delays: DjangoDela
     assert [row.key for row in rows(delays)] == [kept.id]
 
 
-def test_outside_of_atomic_a_task_is_there_and_armed_at_once(
+def test_outside_of_atomic_a_task_is_committed_and_armed_immediately(
     delays: DjangoDelays, armed: list[Entry]
 ) -> None:
     plain = delays.schedule_delay("order.close", 1, 1)
@@ -153,9 +153,7 @@ def test_a_rollback_leaves_no_row_and_arms_nothing(
     delays.schedule_delay("order.close", 3, 1, key="k")
 
 
-def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
+def test_a_savepoint_rollback_removes_its_tasks(delays: DjangoDelays, armed: list[Entry]) -> None:
     with transaction.atomic(delays.alias):
         kept = delays.schedule_delay("order.close", 1, 1)
         with rolled_back(delays.alias):
@@ -199,7 +197,7 @@ def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
 
 
 @pytest.mark.parametrize("is_atomic", [True, False])
-def test_what_is_read_is_what_was_written(delays: DjangoDelays, is_atomic: bool) -> None:
+def test_a_task_is_read_as_it_was_written(delays: DjangoDelays, is_atomic: bool) -> None:
     body = {
         "percent": "100 % %s %(x)s %%",
         "quote": "it's \\ \"",
@@ -248,7 +246,9 @@ def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
     assert rows(delays)[0].expected_time == DUE
 
 
-def test_many_tasks_go_in_the_callers_transaction(delays: DjangoDelays, armed: list[Entry]) -> None:
+def test_many_tasks_are_written_in_the_callers_transaction(
+    delays: DjangoDelays, armed: list[Entry]
+) -> None:
     with transaction.atomic(delays.alias):
         count = delays.schedule_many(
             [*[("order.close", n, 5) for n in range(1200)], NewTask("order.close", 0, 5, key="k")]
@@ -259,7 +259,7 @@ def test_many_tasks_go_in_the_callers_transaction(delays: DjangoDelays, armed: l
     assert len(page) + len(delays.find(limit=1000, cursor=page.cursor)) == 1201
 
 
-def test_many_large_bodies_go_in_several_statements(delays: DjangoDelays) -> None:
+def test_many_large_bodies_are_written_in_several_statements(delays: DjangoDelays) -> None:
     body = "x" * 250_000
     with transaction.atomic(delays.alias):
         assert delays.schedule_many(("order.close", [n, body], 60) for n in range(100)) == 100
@@ -316,7 +316,7 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
     assert [found.id for found in rows(delays)] == [task.id]
 
 
-def test_find_sees_what_the_transaction_wrote(delays: DjangoDelays) -> None:
+def test_find_sees_the_uncommitted_tasks_of_its_transaction(delays: DjangoDelays) -> None:
     with transaction.atomic(delays.alias):
         task = delays.schedule_at("order.close", 1, DUE, key="k")
         found = delays.find(
@@ -372,7 +372,7 @@ def test_operators_moves_are_part_of_the_transaction(
 # -- errors --------------------------------------------------------------------------------------
 
 
-def test_many_are_moved_in_transactions_of_their_own(delays: DjangoDelays) -> None:
+def test_bulk_calls_use_their_own_transactions(delays: DjangoDelays) -> None:
     task = delays.schedule_delay("many", {}, 60)
     # SQLite has one writer, so the caller's block must end before the second write.
     with (
@@ -383,7 +383,7 @@ def test_many_are_moved_in_transactions_of_their_own(delays: DjangoDelays) -> No
     assert [entry.changed for entry in delays.audit(limit=1)] == [1]
 
 
-def test_a_broken_transaction_is_told_and_nothing_is_armed(
+def test_a_broken_transaction_is_reported_and_nothing_is_armed(
     delays: DjangoDelays, armed: list[Entry]
 ) -> None:
     with rolled_back(delays.alias):
@@ -394,7 +394,7 @@ def test_a_broken_transaction_is_told_and_nothing_is_armed(
     assert not armed
 
 
-def test_an_error_of_the_database_rolls_back_the_callers_block_even_if_he_goes_on(
+def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
     delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with transaction.atomic(delays.alias):
@@ -416,7 +416,7 @@ def fail_in_sql(*arguments: Any) -> bool:
     return True
 
 
-def test_missing_tables_are_told_with_the_command_that_makes_them(alias: str) -> None:
+def test_the_error_about_missing_tables_names_the_command_that_creates_them(alias: str) -> None:
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="nowhere_")
     try:
         with pytest.raises(StoreError, match=r"nowhere_yb_delay_task_message.*manage\.py migrate"):
@@ -430,7 +430,7 @@ def test_missing_tables_are_told_with_the_command_that_makes_them(alias: str) ->
         delays.close()
 
 
-def test_a_time_that_can_not_be_asked_for_is_told_as_any_statement(
+def test_a_failed_time_measurement_raises_the_same_error_as_other_statements(
     delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -448,7 +448,7 @@ def test_a_time_that_can_not_be_asked_for_is_told_as_any_statement(
     assert [task.body for task in rows(delays)] == [3]
 
 
-def test_a_connection_that_breaks_is_told_and_one_that_breaks_in_commit_with_the_id(
+def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
     delays: DjangoDelays, armed: list[Entry], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from django.db import OperationalError

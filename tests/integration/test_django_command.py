@@ -54,7 +54,7 @@ def test_a_command_uses_the_database_of_djangos_settings(
     assert json.loads(capsys.readouterr().out)["body"] == {"order": 7}
 
 
-def test_options_of_manage_py_may_stand_anywhere_and_others_are_passed_on(
+def test_options_of_manage_py_may_be_anywhere_and_others_are_passed_on(
     delays: DjangoDelays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--settings=shop.settings", "schedule", "mail", "--delay", "60"]
@@ -72,7 +72,7 @@ def test_help_names_the_program(delays: DjangoDelays, capsys: pytest.CaptureFixt
     assert "reschedule" in shown
 
 
-def test_the_commands_are_those_of_the_command_line(
+def test_manage_py_has_the_commands_of_the_command_line(
     delays: DjangoDelays, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def names(shown: str) -> list[str]:

@@ -95,7 +95,7 @@ from tests.integration.test_django import django  # noqa: F401
         ),
     ],
 )
-def test_the_url_says_what_djangos_settings_say(
+def test_the_url_has_the_values_of_djangos_settings(
     vendor: str, settings: dict[str, Any], url: str
 ) -> None:
     # SQLAlchemy 2.0 quotes fewer characters.
@@ -107,7 +107,7 @@ def test_a_database_that_is_not_supported_is_named() -> None:
         url_of("oracle", {"NAME": "shop"})
 
 
-def test_it_follows_the_test_runner_to_its_database(tmp_path: Any) -> None:
+def test_the_instance_uses_the_database_of_the_test_runner(tmp_path: Any) -> None:
     django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     try:
         delays = DjangoDelays(django_settings.new_celery_app(), "moving")
@@ -155,7 +155,7 @@ def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: s
         ([("horizon_s", 30)], "is a dict"),
     ],
 )
-def test_a_wrong_setting_is_told_at_start(
+def test_a_wrong_setting_is_reported_at_the_start(
     options: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(options, dict):

@@ -67,7 +67,7 @@ CALLS: dict[str, Callable[[DjangoDelays], Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_outside_of_atomic_says_that_the_database_is_away(
+def test_a_call_outside_of_atomic_reports_that_the_database_is_unavailable(
     away: DjangoDelays, name: str
 ) -> None:
     for _ in range(2):
@@ -78,7 +78,7 @@ def test_a_call_outside_of_atomic_says_that_the_database_is_away(
         assert "atomic" not in str(caught.value)
 
 
-def test_the_command_line_says_that_the_database_is_away(
+def test_the_command_line_reports_that_the_database_is_unavailable(
     away: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("project_that_is_away")
@@ -95,7 +95,7 @@ def test_the_command_line_says_that_the_database_is_away(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
+def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
     kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = request.getfixturevalue(f"{kind}_url")
@@ -134,7 +134,7 @@ def test_a_database_that_goes_away_between_two_calls_is_told_and_found_again(
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mysql"])
-def test_a_connection_to_a_former_primary_is_given_up_after_one_call(
+def test_a_connection_to_a_former_primary_is_closed_after_one_call(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     alias = f"demoted_{kind}"

@@ -59,7 +59,7 @@ def test_with_atomic_requests_a_task_is_part_of_the_request(
 
 
 @pytest.mark.parametrize("max_age_s", [0, 60, None])
-def test_calls_work_however_long_django_keeps_its_connections(
+def test_calls_work_with_any_conn_max_age(
     delays: DjangoDelays,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     max_age_s: float | None,

@@ -122,7 +122,7 @@ def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: ExampleS
 
 
 @each_database
-def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its_rows(
+def test_migrate_adopts_an_existing_table_and_the_reverse_migration_keeps_its_rows(
     shop: ExampleShop,
 ) -> None:
     is_sqlite = shop.database_url.startswith("sqlite")
@@ -157,7 +157,7 @@ def test_migrate_adopts_a_table_of_the_missions_columns_and_going_back_keeps_its
 
 @pytest.mark.quick
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
-def test_djangos_models_ask_for_no_other_migration(shop: ExampleShop) -> None:
+def test_djangos_models_need_no_other_migration(shop: ExampleShop) -> None:
     assert "No changes detected" in shop.command(
         "manage.py", "makemigrations", "--check", "--dry-run"
     )

@@ -56,7 +56,7 @@ def tester(declared: Any) -> Iterator[DelaysTester]:
         tester.clear()
 
 
-def test_a_task_runs_and_its_result_has_what_it_returned(
+def test_a_task_runs_and_its_result_has_its_return_value(
     declared: Any, tester: DelaysTester
 ) -> None:
     enqueued = declared.add.enqueue(2, second=3)

@@ -49,7 +49,7 @@ def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
     return [delays.get(task) for task in tasks]
 
 
-def test_each_thread_closes_its_connection_when_its_row_is_over(
+def test_each_thread_closes_its_connection_after_its_row(
     delays: DjangoDelays,  # noqa: F811
     alias: str,  # noqa: F811
 ) -> None:
@@ -58,9 +58,9 @@ def test_each_thread_closes_its_connection_when_its_row_is_over(
     def work(body: Any) -> None:
         query(alias, used)
 
-    wiring_of(delays).registry._processors.pop("shop.beside", None)
-    delays.processor("shop.beside", in_flight=2)(work)
-    assert {task.status for task in run(delays, "shop.beside")} == {Status.DONE}
+    wiring_of(delays).registry._processors.pop("shop.concurrent", None)
+    delays.processor("shop.concurrent", in_flight=2)(work)
+    assert {task.status for task in run(delays, "shop.concurrent")} == {Status.DONE}
     assert threading.get_ident() not in {thread for thread, _ in used}
     assert [connection.connection for _, connection in used] == [None] * 6
 
@@ -80,7 +80,7 @@ def test_coroutines_connections_are_closed_in_the_thread_that_django_makes_them_
     assert [connection.connection for _, connection in used] == [None] * 6
 
 
-def test_a_row_beside_others_completes_in_its_own_transaction(
+def test_a_concurrent_row_is_completed_in_its_own_transaction(
     delays: DjangoDelays,  # noqa: F811
     alias: str,  # noqa: F811
 ) -> None:

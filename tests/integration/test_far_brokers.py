@@ -81,7 +81,7 @@ def far(broker: str, request: pytest.FixtureRequest) -> Iterator[Far]:
 
 
 @BROKERS
-def test_many_threads_reach_a_broker_that_is_far_away(far: Far) -> None:
+def test_many_threads_reach_a_distant_broker(far: Far) -> None:
     assert far.send()[1] < LIMIT_S + SLACK_S, "connecting takes longer"
     wait_until(
         lambda: far.arrived() == 1,
@@ -108,7 +108,7 @@ def test_threads_that_begin_together_without_a_connection_all_reach_it(far: Far)
 
 
 @BROKERS
-def test_a_connection_that_was_closed_while_nobody_used_it_costs_no_message(far: Far) -> None:
+def test_a_connection_that_was_closed_while_idle_loses_no_message(far: Far) -> None:
     far.proxy.delay_s = 0
     far.send()
     wait_until(lambda: far.arrived() == 1, 5, "the first message")
@@ -134,7 +134,7 @@ Publisher(app, {namespace!r}, 0.5, Events()).send("delaytasks.run", "default", [
 
 
 @BROKERS
-def test_the_first_call_of_a_short_lived_process_reaches_it(far: Far) -> None:
+def test_the_first_call_of_a_short_lived_process_reaches_the_broker(far: Far) -> None:
     script = FIRST_CALL.format(url=far.proxy.url(far.url), namespace=far.namespace)
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
     # RabbitMQ counts an unconfirmed message a moment later.
@@ -142,7 +142,7 @@ def test_the_first_call_of_a_short_lived_process_reaches_it(far: Far) -> None:
 
 
 @BROKERS
-def test_a_short_lived_process_does_not_wait_long_for_a_black_hole(far: Far) -> None:
+def test_a_short_lived_process_does_not_wait_long_for_a_silent_broker(far: Far) -> None:
     far.proxy.swallow()
     script = FIRST_CALL.format(url=far.proxy.url(far.url), namespace=far.namespace)
     began = time.monotonic()

@@ -169,7 +169,7 @@ def test_a_delayed_celery_task_is_part_of_the_requests_transaction(project: Flas
         assert [task.key for task in project.delays.find(tag="celery:flask.remind")] == [kept.id]
 
 
-def test_a_savepoint_that_is_rolled_back_takes_its_tasks_with_it(project: FlaskProject) -> None:
+def test_a_savepoint_rollback_removes_its_tasks(project: FlaskProject) -> None:
     with app_of(project).test_request_context():
         kept = project.delays.schedule_delay("order.close", 1, 1)
         savepoint = project.db.session.begin_nested()
@@ -192,7 +192,7 @@ def test_cancelling_is_part_of_the_requests_transaction(project: FlaskProject) -
     assert project.delays.get(task).status is Status.CANCELLED
 
 
-def test_a_request_that_forgets_to_commit_is_told_of_in_the_log(
+def test_a_request_that_does_not_commit_is_reported_in_the_log(
     project: FlaskProject, caplog: pytest.LogCaptureFixture
 ) -> None:
     app = app_of(project)
@@ -216,12 +216,14 @@ def test_a_request_that_forgets_to_commit_is_told_of_in_the_log(
     assert count(project) == 1
 
 
-def test_without_an_application_context_a_task_is_there_at_once(project: FlaskProject) -> None:
+def test_without_an_application_context_a_task_is_committed_immediately(
+    project: FlaskProject,
+) -> None:
     project.delays.schedule_delay("order.close", 1, 1)
     assert count(project) == len(project.armed) == 1
 
 
-def test_a_session_that_is_given_is_the_one_that_counts(project: FlaskProject) -> None:
+def test_the_session_argument_overrides_the_requests_session(project: FlaskProject) -> None:
     with app_of(project).app_context():
         with Session(project.db.engine) as other, other.begin():
             project.delays.schedule_delay("order.close", 1, 1, session=other)
@@ -296,7 +298,9 @@ def test_a_processor_has_an_application_context_and_a_session_of_its_own(
     assert not second.in_transaction()
 
 
-def test_what_a_processor_schedules_is_part_of_its_transaction(project: FlaskProject) -> None:
+def test_tasks_that_a_processor_schedules_are_part_of_its_transaction(
+    project: FlaskProject,
+) -> None:
     project.delays.processor("order.next")(lambda body: None)
 
     @project.delays.processor("order.chain")
@@ -344,7 +348,7 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
 
-def test_the_module_level_functions_are_the_extensions_unless_told_otherwise(
+def test_the_module_level_functions_use_the_extension_unless_default_is_false(
     project: FlaskProject,
 ) -> None:
     task = schedule_delay("order.close", 1, 60)
@@ -392,7 +396,7 @@ def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
         ("sqlite:////srv/shop.sqlite3", "sqlite:////srv/shop.sqlite3"),
     ],
 )
-def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_is(
+def test_the_url_of_flask_sqlalchemy_is_used_even_from_its_configuration_alone(
     uri: str, url: str
 ) -> None:
     app = Flask("shop")
@@ -401,7 +405,7 @@ def test_the_url_is_that_of_flask_sqlalchemy_even_where_only_its_configuration_i
     assert wiring_of(delays).store.database.url.render_as_string(hide_password=False) == url
 
 
-def test_a_relative_sqlite_file_is_where_flask_sqlalchemy_has_it(tmp_path: Path) -> None:
+def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Path) -> None:
     db, delays = SQLAlchemy(), FlaskDelays()
     app = Flask("shop", instance_path=str(tmp_path))
     app.config.update(
@@ -422,19 +426,19 @@ def test_a_relative_sqlite_file_is_where_flask_sqlalchemy_has_it(tmp_path: Path)
         ([("horizon_s", 30)], "is a dict"),
     ],
 )
-def test_a_wrong_setting_is_told_by_init_app(options: Any, message: str) -> None:
+def test_init_app_reports_a_wrong_setting(options: Any, message: str) -> None:
     app = Flask("shop")
     app.config["DELAYTASKS"] = options
     with pytest.raises(ConfigError, match=message):
         FlaskDelays(app)
 
 
-def test_without_an_app_it_says_what_is_missing() -> None:
+def test_a_call_without_an_app_names_the_missing_init_app() -> None:
     with pytest.raises(ConfigError, match=r"init_app\(app\)"):
         FlaskDelays().schedule_delay("order.close", 1, 1)
 
 
-def test_a_session_that_is_broken_is_told(project: FlaskProject) -> None:
+def test_a_broken_session_is_reported(project: FlaskProject) -> None:
     with app_of(project).app_context():
         project.db.session.connection().invalidate()
         with pytest.raises(SessionUnusableError):

@@ -183,7 +183,7 @@ def test_a_failed_row_shows_its_error(site: FlowerSite) -> None:
     assert re.search(r'class="badge text-bg-danger">\s*FAILURE', page)
 
 
-def test_errors_that_no_page_could_show_are_shown(site: FlowerSite) -> None:
+def test_errors_with_unprintable_text_are_shown(site: FlowerSite) -> None:
     task = site.deployment.schedule(
         "test.fail", 0, body={"text": "a\x7f\x1b[31m\r\n💥" + "x" * 100_000}
     )
@@ -193,7 +193,7 @@ def test_errors_that_no_page_could_show_are_shown(site: FlowerSite) -> None:
     assert "FAILURE" in site.page(f"/task/{task.id}-1")
 
 
-def test_a_long_row_is_seen_while_it_runs(site: FlowerSite) -> None:
+def test_a_long_task_is_shown_while_it_runs(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.sleep", 0, body={"seconds": 3})
     info = site.wait_for("STARTED", task, deadline_s=3)
@@ -217,7 +217,7 @@ def test_a_second_attempt_is_a_second_task(site: FlowerSite) -> None:
     assert "'attempt': 2}" in second["kwargs"]
 
 
-def test_a_row_that_nobody_can_run_is_shown_as_put_off(site: FlowerSite) -> None:
+def test_a_deferred_task_without_a_processor_is_shown_as_a_retry(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.nobody", 0)
     info = site.wait_for("RETRY", task)
@@ -225,7 +225,7 @@ def test_a_row_that_nobody_can_run_is_shown_as_put_off(site: FlowerSite) -> None
     assert d.status(task) is Status.NOT_COMPLETE
 
 
-def test_the_carrier_messages_are_not_seen(site: FlowerSite) -> None:
+def test_the_messages_that_start_chunks_are_not_shown(site: FlowerSite) -> None:
     site.wait_for("SUCCESS", site.deployment.schedule())
     tasks = site.get("/api/tasks", limit=10_000)
     assert {"test.note"} <= {task["name"] for task in tasks.values()} <= TAGS
@@ -233,7 +233,7 @@ def test_the_carrier_messages_are_not_seen(site: FlowerSite) -> None:
     assert "delaytasks." not in metrics
 
 
-def test_beats_sweeps_are_not_seen_even_where_sent_tasks_are(
+def test_the_sweeps_of_beat_are_not_shown_even_if_sent_tasks_are(
     make_site: Callable[..., FlowerSite],
 ) -> None:
     site = make_site(conf={"task_send_sent_event": True}, self_sweep_s=60)
@@ -315,7 +315,7 @@ def chromium(tmp_path: Path) -> Callable[..., str]:
     return render
 
 
-def test_in_a_browser_people_see_the_tag_the_id_and_red(
+def test_in_a_browser_flower_shows_the_tag_the_id_and_the_state_of_a_task(
     make_site: Callable[..., FlowerSite], chromium: Callable[..., str]
 ) -> None:
     site = make_site()
@@ -429,7 +429,7 @@ def test_row_events_are_switched_on_and_off_while_the_worker_runs(
 # -- docs/flower.md -------------------------------------------------------------------------------
 
 
-def test_what_the_docs_say_about_protection_is_so(
+def test_flower_is_protected_as_documented(
     make_site: Callable[..., FlowerSite], tmp_path: Path
 ) -> None:
     text = (ROOT / "docs" / "flower.md").read_text()

@@ -224,7 +224,7 @@ RAW: list[Any] = [
 @pytest.mark.parametrize(
     ("broker", "timer"), [("redis", "eta"), ("redis", "redis"), ("rabbitmq", "eta")]
 )
-def test_forged_messages_stop_nobody_and_run_nothing(
+def test_forged_messages_stop_no_worker_and_run_no_task(
     open_scene: Open, broker: str, timer: str
 ) -> None:
     scene = open_scene(broker, timer=timer)

@@ -53,7 +53,7 @@ def place(redis_url: str) -> Iterator[ConsumingConnection]:
     made.redis.close()
 
 
-def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_queue(
+def test_a_message_delivered_to_a_stopping_worker_returns_to_its_redis_queue(
     place: ConsumingConnection,
 ) -> None:
     place.publish()
@@ -63,7 +63,7 @@ def test_a_message_that_redis_has_given_to_a_worker_that_stops_goes_back_to_its_
     assert place.taken == []
 
 
-def test_who_has_hung_up_is_given_nothing_more(place: ConsumingConnection) -> None:
+def test_a_worker_that_stopped_reading_gets_no_more_messages(place: ConsumingConnection) -> None:
     stop_reading(SimpleNamespace(connection=place.connection))
     place.publish()
     assert place.waiting() == 1

@@ -100,7 +100,7 @@ def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conn
     ],
     indirect=["connections"],
 )
-def test_those_that_fall_silent_time_out_and_no_others(connections: Connections, pool: str) -> None:
+def test_only_connections_without_heartbeats_time_out(connections: Connections, pool: str) -> None:
     d = connections
     d.worker(pool=pool)
     assert d.heartbeat(ALIVE) == ALIVE, "the first time all are new"

@@ -42,7 +42,7 @@ def reports(d: Deployment) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_each_inspection_answers_while_a_chunk_runs(
+def test_celery_inspect_answers_while_a_chunk_runs(
     open_deployment: Callable[..., Deployment], timer: str
 ) -> None:
     """`celery inspect` prints the answer with the JSON encoder of the standard library."""
@@ -79,7 +79,7 @@ def test_each_inspection_answers_while_a_chunk_runs(
     assert not worker.ended()
 
 
-def test_a_purge_costs_no_task(open_deployment: Callable[..., Deployment]) -> None:
+def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) -> None:
     """A sweep finds the rows whose messages `celery purge` deletes.
 
     `celery purge` empties Celery's own queues, and the queues of delaytasks if it names them.

@@ -36,7 +36,7 @@ def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
     return made
 
 
-def test_two_instances_in_one_process_do_not_touch_each_other(tmp_path: Path) -> None:
+def test_two_instances_in_one_process_are_independent(tmp_path: Path) -> None:
     one, two = (
         instance(tmp_path, "one", namespace="one"),
         instance(tmp_path, "two", namespace="two"),
@@ -126,7 +126,7 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
 
 
 @pytest.mark.parametrize("sweep_partition", [2, -1, True, "0"])
-def test_a_schedule_of_its_own_sweeps_houses_that_there_are(
+def test_a_schedule_of_the_app_may_only_name_existing_sweep_partitions(
     tmp_path: Path, sweep_partition: Any
 ) -> None:
     app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
@@ -166,7 +166,7 @@ def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_eve
         wiring_of(delays).checks.check_settings()
 
 
-def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_once(
+def test_without_a_horizon_a_message_beyond_the_visibility_timeout_runs_once(
     tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:
     """A worker acknowledges a message on receipt, so the broker does not deliver it again."""
@@ -184,7 +184,7 @@ def test_without_a_horizon_a_message_outlives_the_visibility_timeout_and_runs_on
         d.close()
 
 
-def test_without_a_horizon_a_message_outlives_the_consumer_timeout_and_runs_once(
+def test_without_a_horizon_a_message_beyond_the_consumer_timeout_runs_once(
     tmp_path: Path, postgresql_url: str, own_rabbitmq: RabbitServer
 ) -> None:
     """RabbitMQ closes a channel whose consumer does not acknowledge a message in time."""

@@ -39,7 +39,9 @@ def lines_with(log: str, *words: str) -> list[str]:
     return [line for line in log.splitlines() if all(word in line for word in words)]
 
 
-def test_a_worker_logs_what_it_runs_and_each_end_once(proxied: tuple[Deployment, Proxy]) -> None:
+def test_a_worker_logs_its_tags_and_the_end_of_each_task_once(
+    proxied: tuple[Deployment, Proxy],
+) -> None:
     d, _ = proxied
     worker, beat = d.worker(), d.beat()
     good, bad = (
@@ -68,7 +70,9 @@ def test_a_worker_logs_what_it_runs_and_each_end_once(proxied: tuple[Deployment,
     assert "Sending due task" not in beat.log()
 
 
-def test_an_outage_of_the_database_is_two_lines(proxied: tuple[Deployment, Proxy]) -> None:
+def test_an_outage_of_the_database_is_logged_in_two_lines(
+    proxied: tuple[Deployment, Proxy],
+) -> None:
     d, proxy = proxied
     worker = d.worker()
     d.wait_for([d.schedule("test.quiet")])

@@ -123,7 +123,7 @@ def open_scene(
 
 
 @pytest.mark.parametrize("headers", [{"task": RUN, "id": "x"}, {}])
-def test_what_is_compressed_is_refused_before_it_is_decompressed(
+def test_a_compressed_message_is_refused_before_it_is_decompressed(
     open_scene: Open, headers: dict[str, Any]
 ) -> None:
     scene = open_scene()
@@ -153,7 +153,7 @@ def test_what_is_compressed_is_refused_before_it_is_decompressed(
 @pytest.mark.parametrize(
     "headers", [{"task": RUN, "id": "x"}, {}, {"task": "no.such.task", "id": "x"}]
 )
-def test_what_is_long_is_refused_before_it_is_decoded(
+def test_a_long_message_is_refused_before_it_is_decoded(
     open_scene: Open, headers: dict[str, Any]
 ) -> None:
     """A list of empty lists takes 20 times its length in memory."""
@@ -192,7 +192,7 @@ def nested(levels: int) -> bytes:
 
 
 @pytest.mark.parametrize("table", [nested(3000), b"\x01aT" + struct.pack(">Q", 2**64 - 1)])
-def test_properties_that_py_amqp_can_not_read_end_no_worker(
+def test_properties_that_py_amqp_cannot_read_stop_no_worker(
     tmp_path: Path, rabbitmq_url: str, postgresql_url: str, table: bytes
 ) -> None:
     """RabbitMQ does not check property tables.
@@ -230,7 +230,7 @@ def test_remote_control_is_not_decompressed(open_scene: Open) -> None:
     assert scene.peak() - before < MOST_GROWTH
 
 
-def test_celerys_own_queues_are_read_as_ever(open_scene: Open) -> None:
+def test_celerys_own_queues_are_read_as_without_delaytasks(open_scene: Open) -> None:
     scene = open_scene()
     args = ["x" * MEGABYTE]
     wiring_of(scene.d.delays).celery.send_task(

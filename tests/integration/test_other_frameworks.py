@@ -62,7 +62,7 @@ def test_a_request_schedules_in_its_transaction(
 
 @pytest.mark.parametrize("root_path", ["", "/public"])
 @pytest.mark.parametrize("framework", ["litestar", "quart"])
-def test_the_http_api_is_mounted_beside_the_application(
+def test_the_http_api_is_mounted_in_the_application(
     framework: str, root_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = application(framework, tmp_path, monkeypatch)

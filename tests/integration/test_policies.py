@@ -55,7 +55,7 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
         ("solo", "queue"),
     ],
 )
-def test_what_is_paused_stands_still_until_it_is_resumed(
+def test_paused_tasks_do_not_run_until_they_are_resumed(
     site: Deployment, pool: str, kind: str
 ) -> None:
     names = {"tag": TAG} if kind == "tag" else {"queue": "default"}
@@ -88,7 +88,7 @@ def test_what_is_paused_stands_still_until_it_is_resumed(
     assert {site.status(task) for task in far} == {Status.NOT_COMPLETE}
 
 
-def test_a_worker_that_is_killed_while_it_holds_leaves_the_rest_to_the_next(
+def test_if_a_worker_is_killed_while_it_holds_rows_another_one_holds_the_rest(
     site: Deployment,
 ) -> None:
     count = 4000

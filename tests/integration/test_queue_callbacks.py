@@ -116,7 +116,9 @@ def test_a_consumer_on_rabbitmq_gets_the_body_and_the_tasks_id(
     assert message.properties["delivery_mode"] == 2
 
 
-def test_a_consumer_on_redis_gets_it_in_kombus_form(make: Make, redis_url: str, name: str) -> None:
+def test_a_consumer_on_redis_gets_the_message_in_the_format_of_kombu(
+    make: Make, redis_url: str, name: str
+) -> None:
     task = send(make(redis_url), name, BODY, headers={"shop": "one"})
     assert task.status is Status.DONE
     with Redis.from_url(redis_url) as client:
@@ -128,7 +130,7 @@ def test_a_consumer_on_redis_gets_it_in_kombus_form(make: Make, redis_url: str, 
     assert message["properties"]["message_id"] == str(task.id)
 
 
-def test_a_consumer_on_redis_by_kombu_gets_it_too(make: Make, redis_url: str, name: str) -> None:
+def test_a_kombu_consumer_on_redis_gets_the_message(make: Make, redis_url: str, name: str) -> None:
     delays = make(redis_url)
     for number in range(3):
         send(delays, name, number)
@@ -164,7 +166,7 @@ def test_exchanges_are_amqps(make: Make, redis_url: str, name: str) -> None:
         assert client.exists("key", name) == 0
 
 
-def test_without_a_setting_the_apps_broker_gets_them(
+def test_without_a_setting_messages_are_sent_to_the_apps_broker(
     make: Make, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     delays = make("")
@@ -177,7 +179,7 @@ def test_without_a_setting_the_apps_broker_gets_them(
 # -- refused messages -----------------------------------------------------------------------------
 
 
-def test_a_message_that_leads_nowhere_climbs_until_there_is_a_queue(
+def test_an_unroutable_message_is_retried_until_its_queue_exists(
     delays: DelayTasks, rabbit: Any, name: str
 ) -> None:
     rabbit.queue_declare(name + ".other", durable=True, auto_delete=False)
@@ -193,7 +195,7 @@ def test_a_message_that_leads_nowhere_climbs_until_there_is_a_queue(
     assert bodies(rabbit, name) == [BODY]
 
 
-def test_an_exchange_that_is_not_there_is_said(delays: DelayTasks, name: str) -> None:
+def test_a_missing_exchange_is_named_in_the_error(delays: DelayTasks, name: str) -> None:
     lost = send(delays, "key", BODY, exchange=name)
     assert lost.status is Status.NOT_COMPLETE
     assert "NOT_FOUND - no exchange" in (lost.error or "")
@@ -213,7 +215,7 @@ def test_a_message_that_the_queue_refuses_is_not_done(
     assert bodies(rabbit, name) == [2]
 
 
-def test_a_broker_that_is_away_is_a_failure_in_bounded_time(
+def test_an_unavailable_broker_is_a_failure_in_bounded_time(
     make: Make, proxy: Proxy, rabbitmq_url: str
 ) -> None:
     away = send(make(f"amqp://127.0.0.1:{free_port()}//", callback_connect_s=1), "queue", BODY)
@@ -225,7 +227,7 @@ def test_a_broker_that_is_away_is_a_failure_in_bounded_time(
     assert "timed out" in (silent.error or "")
 
 
-def test_a_confirmation_that_does_not_come_is_a_failure_in_bounded_time(
+def test_a_missing_confirmation_is_a_failure_in_bounded_time(
     make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     rabbit.queue_declare(name, durable=True, auto_delete=False)
@@ -242,7 +244,7 @@ def test_a_confirmation_that_does_not_come_is_a_failure_in_bounded_time(
 # -- connections ----------------------------------------------------------------------------------
 
 
-def test_a_connection_that_died_while_it_was_kept_costs_no_attempt(
+def test_a_kept_connection_that_was_closed_uses_no_attempt(
     make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     rabbit.queue_declare(name, durable=True, auto_delete=False)
@@ -254,7 +256,7 @@ def test_a_connection_that_died_while_it_was_kept_costs_no_attempt(
     assert bodies(rabbit, name) == [1, 2]
 
 
-def test_connections_are_kept_and_never_used_by_two_threads_at_once(
+def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
     make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     rabbit.queue_declare(name, durable=True, auto_delete=False)
@@ -289,7 +291,7 @@ BAD_NAMES = [None, 7, "", "a\n", "\x00", "\ud800", "é" * 128]
 
 
 @pytest.mark.parametrize("to", BAD_NAMES)
-def test_a_queue_that_can_not_be_named_is_refused(delays: DelayTasks, to: Any) -> None:
+def test_an_invalid_queue_name_is_refused(delays: DelayTasks, to: Any) -> None:
     with pytest.raises(InvalidQueueError):
         delays.schedule_message(to, None, 0)
     with pytest.raises(InvalidInputError):
@@ -299,7 +301,7 @@ def test_a_queue_that_can_not_be_named_is_refused(delays: DelayTasks, to: Any) -
 
 
 @pytest.mark.parametrize("headers", [["a"], {7: "a"}, {"a": None}, {"a": ["b"]}])
-def test_a_header_that_can_not_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
+def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
     with pytest.raises(InvalidHeaderError):
         delays.schedule_message("queue", None, 0, headers=headers)
 

@@ -78,7 +78,7 @@ def _runs_on_time(d: Deployment) -> bool:
     return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < 200_000
 
 
-def test_a_url_where_nobody_answers_keeps_no_worker_from_its_messages(
+def test_a_url_without_a_server_does_not_keep_a_worker_from_its_messages(
     tmp_path: Path, postgresql_url: str, rabbitmq_url: str
 ) -> None:
     nobody = f"amqp://guest:guest@127.0.0.1:{free_port()}//"

@@ -86,7 +86,9 @@ def signed(secret: str, payload: bytes = PAYLOAD, age_s: int = 0) -> dict[str, s
 
 
 @pytest.mark.parametrize("secret", [OLD, NEW], ids=["old", "new"])
-def test_a_view_is_given_what_is_signed_by_one_of_its_secrets(post: Post, secret: str) -> None:
+def test_a_view_receives_a_callback_that_is_signed_with_one_of_its_secrets(
+    post: Post, secret: str
+) -> None:
     assert post(PAYLOAD, signed(secret)) == (200, {"id": "42", "body": {"order": 7, "name": "é"}})
 
 
@@ -105,7 +107,7 @@ def test_a_missing_bad_or_stale_signature_is_answered_with_401(post: Post) -> No
         assert post(PAYLOAD, headers) == (401, None), name
 
 
-def test_what_is_signed_and_no_json_is_answered_with_400(post: Post) -> None:
+def test_a_signed_body_that_is_not_json_is_answered_with_400(post: Post) -> None:
     assert post(b"{nope", signed(NEW, b"{nope")) == (400, None)
 
 

@@ -81,7 +81,7 @@ def test_each_occurrence_runs_once_on_time_while_workers_and_beats_are_killed(
 
 
 @pytest.mark.quick
-def test_a_worker_stores_and_runs_what_its_code_declares(
+def test_a_worker_stores_and_runs_the_schedules_that_its_code_declares(
     postgresql_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     conf = {"imports": ["tests.project", "declared_schedules_of_test"]}

@@ -63,7 +63,7 @@ def took(work: Callable[[], object]) -> float:
 
 
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
-def test_a_redis_that_is_away_holds_nobody_up_and_is_told_of_once(
+def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
     start_redis: Start, connect: Callable[..., RedisTimerHarness], how: str
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
@@ -85,7 +85,7 @@ def test_a_redis_that_is_away_holds_nobody_up_and_is_told_of_once(
     proxy.close()
 
 
-def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
+def test_a_slow_redis_delays_no_caller_beyond_the_limit(
     start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
@@ -103,7 +103,7 @@ def test_a_redis_that_takes_its_time_for_each_step_holds_nobody_up(
     proxy.close()
 
 
-def test_a_redis_that_was_restarted_is_used_at_once(
+def test_a_restarted_redis_is_used_immediately(
     start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     server = start_redis()
@@ -142,7 +142,7 @@ def test_a_forked_child_has_a_connection_of_its_own(
 # -- full -----------------------------------------------------------------------------------------
 
 
-def test_from_a_redis_that_is_full_entries_can_be_taken(
+def test_entries_can_be_taken_from_a_full_redis(
     start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     bench = connect(start_redis().url)
@@ -163,7 +163,7 @@ def test_from_a_redis_that_is_full_entries_can_be_taken(
         ("noeviction", "100mb", 0),
     ],
 )
-def test_a_redis_that_may_drop_entries_is_warned_of(
+def test_a_redis_that_may_evict_entries_causes_a_warning(
     start_redis: Start,
     connect: Callable[..., RedisTimerHarness],
     policy: str,
@@ -199,7 +199,7 @@ def allow(kind: str, *servers: RedisServer, more: str = "") -> str:
     return servers[0].url.replace("://", f"://{kind}:secret@")
 
 
-def test_users_with_the_rights_that_the_docs_name_can_do_their_work_and_no_more(
+def test_users_with_the_documented_rights_can_do_their_work_only(
     start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
     server = start_redis()
@@ -263,7 +263,7 @@ def knows_tls(program: str) -> bool:
     return b"Bad directive" not in said.stdout + said.stderr
 
 
-def test_tls_is_spoken_and_the_certificate_is_checked(
+def test_connections_use_tls_and_check_the_certificate(
     tls: tuple[RedisServer, str], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     _, url = tls
@@ -312,7 +312,7 @@ def cluster(start_redis: Start, tmp_path: Path) -> list[RedisServer]:
 
 
 @pytest.mark.slow
-def test_a_cluster_is_found_out_and_shares_the_slots(
+def test_a_cluster_is_detected_and_its_nodes_share_the_slots(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     bench = connect(cluster[1].url)
@@ -354,7 +354,7 @@ def test_in_a_cluster_the_same_users_need_the_rights_that_the_docs_add(
 
 
 @pytest.mark.slow
-def test_any_node_of_a_cluster_leads_to_it(
+def test_a_cluster_is_reached_through_any_of_its_nodes(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     nobody = f"redis://127.0.0.1:{free_port()}/0"
@@ -464,7 +464,7 @@ class SentinelServer(RedisServer):
 
 
 @pytest.mark.slow
-def test_a_worker_runs_what_waits_in_a_cluster(
+def test_a_worker_runs_the_tasks_of_a_redis_cluster(
     cluster: list[RedisServer], tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:
     options = {**ALONE, "timer": "redis", "redis_url": cluster[0].url}

@@ -59,7 +59,7 @@ def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
     worker.terminate()
 
 
-def test_many_that_are_moved_at_once_leave_redis_and_come_to_workers_at_their_new_times(
+def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(
     deploy: Deploy,
 ) -> None:
     d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
@@ -85,7 +85,7 @@ def proxy(redis_url: str) -> Iterator[Proxy]:
     proxy.close()
 
 
-def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_armed_anew(
+def test_tasks_run_from_the_table_without_redis_and_are_armed_again_afterwards(
     proxy: Proxy, deploy: Deploy, redis_url: str
 ) -> None:
     d = deploy("rabbitmq", redis_url=proxy.url(redis_url))
@@ -103,7 +103,7 @@ def test_while_redis_is_away_the_table_is_enough_and_afterwards_near_tasks_are_a
 
 
 @pytest.mark.parametrize("step", ["taken", "handed on", "deleted"])
-def test_what_a_killed_mover_had_in_hand_runs_elsewhere_in_time(
+def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     # With small chunks, one worker does not take all tasks.

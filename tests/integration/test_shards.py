@@ -94,7 +94,7 @@ def test_rows_of_other_programs_run_in_every_shard(site: ShardedSite) -> None:
 
 
 @pytest.mark.parametrize("fault", ["refused", "black hole"])
-def test_while_a_shard_is_down_the_others_work_and_it_comes_back_by_itself(
+def test_while_a_shard_is_down_the_others_work_and_later_it_is_used_again(
     site: ShardedSite, fault: str
 ) -> None:
     worker = site.worker(concurrency=3)

@@ -53,7 +53,9 @@ def asleep(d: Deployment, seconds: float) -> DelayTask:
 @pytest.mark.parametrize(
     "pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick), "solo"]
 )
-def test_term_finishes_what_runs_and_gives_back_the_rest_at_once(deploy: Deploy, pool: str) -> None:
+def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immediately(
+    deploy: Deploy, pool: str
+) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease_s=60)
     wiring_of(d.delays).sweeper.sweep()
@@ -96,7 +98,7 @@ def quit_or_kill(worker: Process, number: signal.Signals) -> None:
     [("prefork", signal.SIGQUIT), ("threads", signal.SIGKILL), ("solo", signal.SIGKILL)],
     ids=["prefork-QUIT", "threads-KILL", "solo-KILL"],
 )
-def test_what_a_worker_ran_that_is_killed_lapses_and_runs_again(
+def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
     deploy: Deploy, pool: str, number: signal.Signals
 ) -> None:
     d = deploy(lease_s=2)
@@ -112,7 +114,7 @@ def test_what_a_worker_ran_that_is_killed_lapses_and_runs_again(
     assert (again.attempts, again.lapses) == (2, 1)
 
 
-def test_celerys_soft_shutdown_gives_what_runs_its_time(deploy: Deploy) -> None:
+def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:
     d = deploy({"worker_soft_shutdown_timeout": 6}, lease_s=60)
     worker = d.worker(concurrency=1)
     task, held = asleep(d, 4), d.schedule(delay=3)

@@ -36,18 +36,20 @@ def test_the_simulated_redis_answers_as_a_real_one(redis_url: str) -> None:
                 real.delete(store, prepare)
                 simulated.sets.clear()
                 continue
-            assert as_told(real.execute_command(*words)) == as_told(simulated.call(*words)), words
+            assert comparable(real.execute_command(*words)) == comparable(simulated.call(*words)), (
+                words
+            )
             for key in (store, prepare):
                 scores: Any = real.zrange(key, 0, -1, withscores=True)
                 there = {member.decode(): score for member, score in scores}
                 assert there == simulated.sets.get(key, {}), words
 
-        def all_heard() -> bool:
+        def all_received() -> bool:
             while (message := listener.get_message()) is not None:
                 heard.append(message["data"])
             return len(heard) >= len(published)
 
-        wait_until(all_heard, 5, "all notices")
+        wait_until(all_received, 5, "all notices")
         assert len(heard) > STEPS / 50
         assert [said.split()[0] for said in heard] == [said.split()[0] for said in published]
         assert [float(said.split()[1]) for said in heard] == [
@@ -89,7 +91,7 @@ def some_command(
     return "EVALSHA", _NAMES[TAKE], 2, store, prepare, *times, chance.randint(0, 4)
 
 
-def as_told(answer: Any) -> Any:
+def comparable(answer: Any) -> Any:
     """Return the answer with parsed numbers and sorted priorities.
 
     A number has several notations, and priorities have no fixed order.

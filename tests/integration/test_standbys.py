@@ -167,7 +167,9 @@ def test_a_session_whose_commit_was_confirmed_meanwhile_is_not_ended(postgresql_
     engine.dispose()
 
 
-def test_nobody_watches_while_nothing_is_in_use(own_postgresql: PostgresServer) -> None:
+def test_the_standby_watch_thread_ends_while_no_connection_is_in_use(
+    own_postgresql: PostgresServer,
+) -> None:
     delays = delays_on(own_postgresql.url)
     wiring_of(delays).store.database.autocommitted(lambda c: c.execute(text("SELECT 1")).all())
 
@@ -178,7 +180,7 @@ def test_nobody_watches_while_nothing_is_in_use(own_postgresql: PostgresServer) 
     delays.close()
 
 
-def test_stats_tells_that_commits_wait(server: Server, delays: DelayTasks) -> None:
+def test_stats_reports_that_commits_wait(server: Server, delays: DelayTasks) -> None:
     before = replication(wiring_of(delays).store.database)
     assert before is not None
     assert before.mode == "none"

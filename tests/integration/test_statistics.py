@@ -90,7 +90,7 @@ def test_workers_that_stop_have_counted_every_run_once(site: Deployment, pool: s
         combination("mysql_url", "rabbitmq_url", "threads"),
     ],
 )
-def test_a_worker_that_is_killed_loses_only_what_it_has_not_written(
+def test_a_killed_worker_loses_only_the_counts_that_it_has_not_written(
     site: Deployment, pool: str
 ) -> None:
     site.conf["imports"] = ["tests.project", "written_often"]

@@ -71,7 +71,7 @@ def most_at_once(d: Deployment) -> int:
 @pytest.mark.parametrize(
     ("database", "broker", "pool", "timer"), COMBINATIONS, ids=map("-".join, COMBINATIONS)
 )
-def test_never_more_run_at_once_than_allowed(
+def test_a_concurrency_limit_is_never_exceeded(
     deploy: Deploy, database: str, broker: str, pool: str, timer: str
 ) -> None:
     d = deploy(database, broker, timer)
@@ -86,7 +86,7 @@ def test_never_more_run_at_once_than_allowed(
     assert len(d.runs()) == 2 * 40 + 20, "each of them once"
 
 
-def test_one_process_that_runs_many_at_once_takes_all_places(deploy: Deploy) -> None:
+def test_one_process_with_concurrent_tasks_uses_all_slots(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.set_policy(tag="test.wait", concurrency=10)
     d.worker(pool="prefork", concurrency=1)
@@ -96,7 +96,7 @@ def test_one_process_that_runs_many_at_once_takes_all_places(deploy: Deploy) -> 
 
 
 @pytest.mark.quick
-def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -> None:
+def test_the_next_task_starts_immediately_and_not_at_the_next_sweep(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.set_policy(tag="test.sleep", concurrency=1)
     d.worker(pool="threads", concurrency=4)
@@ -105,7 +105,7 @@ def test_the_next_one_starts_at_once_and_not_at_the_next_sweep(deploy: Deploy) -
     assert most_at_once(d) == 1
 
 
-def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> None:
+def test_each_key_has_its_limit_and_does_not_delay_other_keys(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.set_policy(tag="test.sleep", key_concurrency=1)
     d.worker(pool="threads", concurrency=6)
@@ -116,7 +116,7 @@ def test_each_key_has_its_limit_and_keeps_no_other_waiting(deploy: Deploy) -> No
     d.wait_for(slow, deadline_s=20)
 
 
-def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
+def test_the_slots_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
     # Without this setting the rows would run again and block the slots again.
     d = deploy(max_lost_leases=1)
     d.delays.set_policy(tag="test.sleep", concurrency=2)
@@ -135,7 +135,7 @@ def test_places_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) 
     d.wait_for(waiting, deadline_s=20)
 
 
-def test_what_a_worker_leaves_in_line_when_it_stops_another_one_takes(deploy: Deploy) -> None:
+def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.set_policy(tag="test.sleep", concurrency=1)
     first = d.worker(pool="threads", concurrency=2)
@@ -173,7 +173,7 @@ def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
     assert began[-1] - began[0] > 2.5
 
 
-def test_a_limit_that_is_set_later_holds_for_what_is_left_and_lets_go_when_it_is_taken_away(
+def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_removed(
     deploy: Deploy,
 ) -> None:
     d = deploy(sweep_s=2)

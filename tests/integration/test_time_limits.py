@@ -64,7 +64,9 @@ def runs_of(d: Deployment, task: DelayTask) -> list[str]:
 @pytest.mark.parametrize(
     "database", ["postgresql", "mysql", pytest.param("sqlite", marks=pytest.mark.quick)]
 )
-def test_a_soft_limit_climbs_the_ladder_and_then_fails(deploy: Deploy, database: str) -> None:
+def test_a_task_beyond_its_soft_limit_is_retried_and_then_fails(
+    deploy: Deploy, database: str
+) -> None:
     d = deploy(database)
     d.worker()
     again = d.schedule("limits.soft", body={"seconds": [20, 0]})
@@ -83,7 +85,7 @@ def test_a_soft_limit_climbs_the_ladder_and_then_fails(deploy: Deploy, database:
         assert "SoftTimeLimitExceeded(0.5,)" in error
 
 
-def test_a_processor_may_catch_its_soft_limit_and_end_well(deploy: Deploy) -> None:
+def test_a_processor_may_catch_its_soft_limit_and_succeed(deploy: Deploy) -> None:
     d = deploy()
     d.worker(concurrency=1)
     slow = d.schedule("limits.caught", body={"seconds": 20})
@@ -99,7 +101,7 @@ def test_a_processor_may_catch_its_soft_limit_and_end_well(deploy: Deploy) -> No
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 @pytest.mark.parametrize("holds_gil", [False, True], ids=["sleeps", "holds the GIL"])
-def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(
+def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     deploy: Deploy, database: str, holds_gil: bool
 ) -> None:
     d = deploy(database, max_lost_leases=3)
@@ -150,7 +152,7 @@ def test_a_hard_limit_ends_the_process_and_harms_no_neighbour(
     assert "time_limits_project.py" in log, "where it was"
 
 
-def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databases(
+def test_overdue_rows_with_and_without_limits_run_independently_on_two_databases(
     deploy: Deploy, postgresql_url: str, mysql_url: str
 ) -> None:
     d = deploy([postgresql_url, mysql_url])
@@ -189,7 +191,7 @@ def test_overdue_rows_with_limits_and_without_harm_each_other_not_on_two_databas
 
 
 @pytest.mark.quick
-def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(
+def test_a_hard_limit_soon_ends_a_long_run_and_frees_its_process(
     deploy: Deploy,
 ) -> None:
     d = deploy()
@@ -201,7 +203,7 @@ def test_a_limit_ends_a_run_that_is_too_long_for_it_soon_and_frees_its_process(
     d.wait_for([stuck], deadline_s=15)
 
 
-def test_celerys_own_limits_are_not_for_rows(deploy: Deploy) -> None:
+def test_celerys_own_time_limits_do_not_apply_to_delayed_tasks(deploy: Deploy) -> None:
     d = deploy(conf={"task_time_limit": 1.0, "task_soft_time_limit": 0.5})
     d.worker()
     tasks = [
@@ -213,7 +215,7 @@ def test_celerys_own_limits_are_not_for_rows(deploy: Deploy) -> None:
 
 
 @pytest.mark.parametrize("pool", ["threads", "solo"])
-def test_a_pool_that_can_not_keep_limits_refuses_to_serve_their_queue(
+def test_a_pool_that_cannot_keep_time_limits_refuses_to_serve_their_queue(
     deploy: Deploy, pool: str
 ) -> None:
     d = deploy()

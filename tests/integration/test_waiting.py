@@ -47,7 +47,7 @@ def ended(d: Deployment) -> list[list[str]]:
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), POOLS)
-def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
+def test_waiting_tasks_run_concurrently_in_each_pool(
     deploy: Deploy,  # noqa: F811
     database: str,
     broker: str,
@@ -82,7 +82,7 @@ def test_tasks_that_wait_do_so_side_by_side_in_each_pool(
 
 @in_each_pool
 @pytest.mark.parametrize("tag", WAITS)
-def test_a_worker_that_stops_waits_for_what_waits(
+def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
     deploy: Deploy,  # noqa: F811
     database: str,
     pool: str,
@@ -97,7 +97,7 @@ def test_a_worker_that_stops_waits_for_what_waits(
     assert len(ended(d)) == 5
 
 
-def test_what_waits_in_a_worker_that_is_told_to_quit_runs_elsewhere(deploy: Deploy) -> None:  # noqa: F811
+def test_concurrent_tasks_of_a_worker_that_quits_run_elsewhere(deploy: Deploy) -> None:  # noqa: F811
     d = deploy(lease_s=3)
     worker = d.worker()
     tasks = [d.schedule("test.wait", 0, body={"seconds": 5}) for _ in range(5)]
@@ -111,7 +111,7 @@ def test_what_waits_in_a_worker_that_is_told_to_quit_runs_elsewhere(deploy: Depl
 
 
 @in_each_pool
-def test_the_leases_of_what_waits_for_long_are_renewed(
+def test_the_leases_of_long_concurrent_tasks_are_renewed(
     deploy: Deploy,  # noqa: F811
     database: str,
     pool: str,
@@ -124,7 +124,7 @@ def test_the_leases_of_what_waits_for_long_are_renewed(
     assert len(began(d)) == len(ended(d)) == 2
 
 
-def test_what_waits_does_not_keep_others_waiting(deploy: Deploy) -> None:  # noqa: F811
+def test_waiting_tasks_do_not_delay_other_tasks(deploy: Deploy) -> None:  # noqa: F811
     d = deploy()
     d.worker(concurrency=1)
     slow = [d.schedule("test.wait", 0, body={"seconds": 8}) for _ in range(3)]
@@ -135,7 +135,7 @@ def test_what_waits_does_not_keep_others_waiting(deploy: Deploy) -> None:  # noq
     d.wait_for(slow)
 
 
-def test_a_killed_workers_waiting_tasks_run_elsewhere(deploy: Deploy) -> None:  # noqa: F811
+def test_concurrent_tasks_of_a_killed_worker_run_elsewhere(deploy: Deploy) -> None:  # noqa: F811
     d = deploy(lease_s=3)
     first = d.worker()
     tasks = [d.schedule("test.wait", 0, body={"seconds": 2}) for _ in range(10)]
@@ -147,7 +147,7 @@ def test_a_killed_workers_waiting_tasks_run_elsewhere(deploy: Deploy) -> None:  
     assert len(ended(d)) == 10
 
 
-def test_a_process_that_ends_after_its_chunks_waits_for_what_waits(deploy: Deploy) -> None:  # noqa: F811
+def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:  # noqa: F811
     d = deploy()
     d.worker("--max-tasks-per-child", "1", concurrency=1)
     tasks: list[DelayTask] = []

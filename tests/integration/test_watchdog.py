@@ -58,9 +58,7 @@ def workers(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Wor
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(
-    workers: WorkerTable, pool: str
-) -> None:
+def test_broken_loops_are_replaced_and_tasks_run(workers: WorkerTable, pool: str) -> None:
     worker, node = workers.worker(pool=pool), workers.node(0)
     running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease_s"]})
     wait_until(workers.runs, 10, "the sleeper to begin")
@@ -96,7 +94,7 @@ def test_loops_that_break_are_replaced_and_tasks_run_all_the_same(
     worker.terminate()
 
 
-def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(
+def test_the_entries_of_a_frozen_worker_run_once_elsewhere(
     workers: WorkerTable,
 ) -> None:
     frozen, node = workers.worker(), workers.node(0)
@@ -115,7 +113,9 @@ def test_what_a_worker_holds_runs_elsewhere_while_it_is_frozen_and_once(
     assert {workers.delays.get(task).attempts for task in held} == {1}
 
 
-def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: WorkerTable) -> None:
+def test_chunks_that_the_pool_forgets_with_the_broker_block_no_process(
+    workers: WorkerTable,
+) -> None:
     workers.worker(concurrency=1)
     node, control, forgotten = workers.node(0), wiring_of(workers.delays).celery.control, 0
     for _ in range(3):
@@ -128,7 +128,7 @@ def test_chunks_that_the_pool_forgets_with_the_broker_hold_no_process(workers: W
     assert forgotten
 
 
-def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(
+def test_chunks_that_end_before_the_broker_is_back_block_no_process(
     workers: WorkerTable,
 ) -> None:
     workers.worker(concurrency=1)
@@ -144,7 +144,7 @@ def test_chunks_that_end_before_the_broker_is_found_again_hold_no_process(
     wait_until(lambda: workers.rests(node), 10, "no chunk to be left")
 
 
-def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(
+def test_a_chunk_of_a_process_that_died_just_before_the_broker_blocks_no_process(
     workers: WorkerTable,
 ) -> None:
     """The new process inherits the pipe of the dead one.
@@ -160,7 +160,7 @@ def test_a_chunk_of_a_process_that_died_just_before_the_broker_holds_none(
     workers.wait_for([workers.schedule()], deadline_s=SLACK_S)
 
 
-def test_a_worker_that_stops_hears_of_the_chunk_that_its_process_had_not_confirmed(
+def test_a_stopping_worker_gets_the_report_of_an_unconfirmed_chunk(
     workers: WorkerTable,
 ) -> None:
     """Celery makes the pool forget the chunk.

@@ -114,7 +114,7 @@ def test_without_a_broker_each_worker_drains_its_own_queues(
         proxy.close()
 
 
-def test_a_worker_without_its_broker_stops_when_it_is_told_to(
+def test_a_worker_without_its_broker_stops_on_sigterm(
     tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:
     proxy = proxy_to(redis_url)

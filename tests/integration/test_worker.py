@@ -80,7 +80,7 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS)
-def test_tasks_run_on_time_and_say_so_in_their_rows(
+def test_tasks_run_on_time_and_their_rows_record_this(
     deploy: Deploy, database: str, broker: str, pool: str
 ) -> None:
     d = deploy(database, broker)
@@ -132,7 +132,7 @@ def test_tasks_run_on_time_and_say_so_in_their_rows(
     assert {d.status(task) for task in held} == {Status.NOT_COMPLETE}
 
 
-def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(
+def test_tasks_without_a_processor_in_old_workers_run_after_the_deployment(
     deploy: Deploy, tmp_path: Path
 ) -> None:
     d = deploy("postgresql", "redis")
@@ -154,7 +154,7 @@ def test_what_an_old_worker_does_not_know_runs_once_the_deploy_is_over(
     assert len(d.runs()) == len(tasks)
 
 
-def test_thousands_of_held_tasks_do_not_hold_up_a_nearer_one_on_embedded_parts(
+def test_thousands_of_waiting_tasks_do_not_delay_an_earlier_one_on_embedded_services(
     deploy: Deploy,
 ) -> None:
     d = deploy("sqlite", horizon_s=30)
@@ -190,7 +190,7 @@ def test_a_processor_that_exits_fails_its_task_and_not_the_worker(deploy: Deploy
     d.wait_for([after])
 
 
-def test_a_worker_never_claims_what_is_in_another_queue(deploy: Deploy) -> None:
+def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
     # The producer imports no processors, so its settings name the queue.
     d = deploy(queues={"test.note": "mail"})
     name = d.settings["namespace"] + ".{}"
@@ -247,7 +247,7 @@ def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy)
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
-def test_the_garbage_collector_passes_over_what_a_worker_has_loaded(
+def test_the_garbage_collector_ignores_the_objects_that_a_worker_loaded(
     deploy: Deploy, pool: str
 ) -> None:
     d = deploy()
@@ -265,7 +265,7 @@ def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy
     assert d.delays.get(task).lapses == 0
 
 
-def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neighbour(
+def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_run(
     deploy: Deploy,
 ) -> None:
     d = deploy(max_lost_leases=3, lease_s=5)
@@ -286,7 +286,7 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_harms_no_neigh
 @pytest.mark.parametrize(
     "database", [pytest.param("postgresql", marks=pytest.mark.quick), "mysql", "sqlite"]
 )
-def test_what_a_pool_process_held_runs_again_at_once_when_it_dies(
+def test_the_task_of_a_dead_pool_process_runs_again_immediately(
     deploy: Deploy, database: str
 ) -> None:
     d = deploy(database, sweep_s=30, self_sweep_s=30, horizon_s=60, lease_s=60)
@@ -318,7 +318,7 @@ def test_a_pool_process_that_fails_chunk_after_chunk_is_replaced(
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
-def test_an_effect_that_commits_with_its_task_happens_once_wherever_the_process_is_killed(
+def test_an_effect_committed_with_its_task_happens_once_despite_kills_at_any_step(
     deploy: Deploy, database: str
 ) -> None:
     d = deploy(database)
@@ -405,7 +405,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
 
 
 @pytest.mark.quick
-def test_two_beats_sweep_as_one(deploy: Deploy) -> None:
+def test_two_beat_processes_sweep_as_often_as_one(deploy: Deploy) -> None:
     d = deploy(self_sweep_s=60)
     d.beat()
     d.beat()
@@ -466,7 +466,7 @@ def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
     assert "PRECONDITION" not in beat.log() + worker.log()
 
 
-def test_rows_of_other_programs_run_whatever_our_default_queue_is(deploy: Deploy) -> None:
+def test_rows_of_other_programs_run_with_any_default_queue(deploy: Deploy) -> None:
     d = deploy(default_queue="ours")
     d.worker()
     with d.store.database.begin() as connection:
@@ -477,7 +477,7 @@ def test_rows_of_other_programs_run_whatever_our_default_queue_is(deploy: Deploy
     wait_until(lambda: counted(d.store)[Status.DONE] == 2, 15, "both rows to run", 0.05)
 
 
-def test_a_worker_that_is_told_to_quit_sends_back_at_once_what_it_holds(deploy: Deploy) -> None:
+def test_a_worker_that_quits_immediately_returns_its_entries_to_the_broker(deploy: Deploy) -> None:
     d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
     first = d.worker(concurrency=1)
     d.schedule("test.sleep", 0, body={"seconds": 8})

@@ -93,9 +93,9 @@ class Producers(RuleBasedStateMachine):
     def begin_worker(self) -> None:
         self.worker = f"w{next(_ids)}"
         self.claims = self.store.claims(self.worker, None)
-        self.tell_seen()
+        self.report_worker()
 
-    def tell_seen(self) -> None:
+    def report_worker(self) -> None:
         self.store.workers.report(self.worker, ["default"], "solo", 1, 0)
         self.seen_us[self.worker] = self.times.now_us
 

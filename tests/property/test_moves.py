@@ -176,7 +176,7 @@ class Moves(Producers):
     @rule()
     def sweep(self) -> None:
         is_mine = self.times.now_us - self.swept_us >= 0.8e6 * SWEEP_S
-        self.tell_seen()
+        self.report_worker()
         before = len(self.broker.messages)
         assert self.sweeper.sweep() == is_mine
         now_us = self.times.now_us

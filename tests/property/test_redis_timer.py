@@ -182,7 +182,7 @@ def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
     bench.close()
 
 
-def test_concurrent_pollers_hand_on_each_entry_once_and_abandoned_entries_return(
+def test_concurrent_pollers_pass_on_each_entry_once_and_abandoned_entries_return(
     bench: RedisTimerHarness,
 ) -> None:
     count, redis_pollers = 3000, 4

@@ -107,7 +107,7 @@ def test_a_message_is_not_published_after_its_acknowledged_revoke() -> None:
     assert found(changes, (3.5,), revoke=revoked(1, "unknown")) == set()
 
 
-def test_a_message_that_is_under_way_may_be_published_after_its_revoke() -> None:
+def test_a_message_that_is_being_published_may_arrive_after_its_revoke() -> None:
     assert found(row(*PUBLISHED), revoke=revoked(2.2)) == set()
 
 

@@ -131,7 +131,7 @@ def unsanitised_error_text(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(text, "storable", lambda raw, max_bytes: raw)
 
 
-def given_back_and_run_all_the_same(patch: pytest.MonkeyPatch) -> None:
+def given_back_rows_run_nevertheless(patch: pytest.MonkeyPatch) -> None:
     def give_back(chunk: Chunk) -> int:
         waiting = list(chunk._waiting)
         chunk.keep(Settlement(task, "give_back") for task in waiting)
@@ -140,11 +140,11 @@ def given_back_and_run_all_the_same(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Chunk, "give_back", give_back)
 
 
-def what_a_dead_mover_had_never_comes_back(patch: pytest.MonkeyPatch) -> None:
+def entries_of_a_dead_poller_never_return(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(redis, "RETURN_S", 1e6)
 
 
-def what_was_handed_on_is_not_deleted(patch: pytest.MonkeyPatch) -> None:
+def passed_on_entries_are_not_deleted(patch: pytest.MonkeyPatch) -> None:
     pass_on = RedisPoller._pass_on
 
     def keep(self: RedisPoller, taken: Any) -> None:
@@ -154,7 +154,7 @@ def what_was_handed_on_is_not_deleted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RedisPoller, "_pass_on", keep)
 
 
-def notices_are_not_heard(patch: pytest.MonkeyPatch) -> None:
+def notices_are_not_received(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RedisPoller, "_receive", lambda *_: None)
 
 
@@ -204,10 +204,10 @@ BUGS: list[tuple[Callable[[pytest.MonkeyPatch], None], set[str]]] = [
     (no_heartbeat, {"duplicated"}),
     (lapses_not_counted, {"too often"}),
     (unsanitised_error_text, {"duplicated"}),
-    (given_back_and_run_all_the_same, {"duplicated"}),
-    (what_a_dead_mover_had_never_comes_back, {"left in Redis"}),
-    (what_was_handed_on_is_not_deleted, {"left in Redis"}),
-    (notices_are_not_heard, {"late"}),
+    (given_back_rows_run_nevertheless, {"duplicated"}),
+    (entries_of_a_dead_poller_never_return, {"left in Redis"}),
+    (passed_on_entries_are_not_deleted, {"left in Redis"}),
+    (notices_are_not_received, {"late"}),
     (leases_are_renewed_with_an_error, {"failed"}),
     (tasks_of_a_schedule_may_overlap, {"overlapped"}),
     (the_first_task_of_a_visit_is_forgotten, {"left out"}),

@@ -29,7 +29,7 @@ from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.waiting import wait_until
 
-#: What other users may write into tags, keys, bodies and errors.
+#: Text that other users may write into tags, keys, bodies and errors.
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">'\"{{7*7}}"
 SECRET = "card 4111-secret"
 #: What `order.close` promises.

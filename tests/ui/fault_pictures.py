@@ -1,4 +1,4 @@
-"""Real workers with one fault each, and what the console shows of it."""
+"""Real workers with one fault each, and the pages of the console that show it."""
 
 from __future__ import annotations
 

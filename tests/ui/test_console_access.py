@@ -1,4 +1,4 @@
-"""Who may open which page of the console, and do which action."""
+"""Roles decide about the pages and the actions of the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the overview says about a peak ahead, and about the promises of processors."""
+"""The overview shows a peak ahead, and the share of tasks on time."""
 
 from __future__ import annotations
 

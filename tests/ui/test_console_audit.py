@@ -69,7 +69,7 @@ def test_a_bulk_action_that_does_not_begin_is_audited(own_site: Site) -> None:
     assert refusal(own_site) == ("start_bulk", "maria", 1, shown)
 
 
-def test_the_audit_names_who_stops_the_run_of_someone_else(own_site: Site) -> None:
+def test_the_audit_names_the_user_that_stops_the_run_of_another_user(own_site: Site) -> None:
     page = own_site.begun_run("order.close")
     client = own_site.client(Role.OPERATE)
     own_site.viewer = Viewer("ann", Role.OPERATE)

@@ -96,7 +96,7 @@ def test_the_headline_has_the_number_of_all_failed_tasks(crowded: FailingShop) -
     assert crowded.verdict().headline == "On time, but 34 tasks failed."
 
 
-def test_a_number_that_is_a_lower_bound_says_so(crowded: FailingShop) -> None:
+def test_a_number_that_is_a_lower_bound_is_marked_as_such(crowded: FailingShop) -> None:
     said = texts(crowded.verdict())
     assert re.search(
         rf"^bad: At least 20 tasks of report\.build have failed since {CLOCK}", said, re.M

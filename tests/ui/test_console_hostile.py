@@ -92,7 +92,7 @@ def test_hostile_text_runs_no_script_in_a_browser(hostile: Site, browser: Any) -
         for path in paths:
             tab.goto(address + path)
             check_tab(tab, path)
-            if tab.locator("#live").count():  # what the live view brings is inserted by a script
+            if tab.locator("#live").count():  # a script inserts the rows of the live view
                 with tab.expect_response(lambda answer: "/static/" not in answer.url):
                     tab.evaluate("htmx.trigger('#live', 'refresh')")
                 # The policy of the pages forbids the text of a function to wait for.

@@ -1,4 +1,4 @@
-"""What the pages of the console show, and what their forms do."""
+"""The pages of the console, and the actions of their forms."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
     delays.close()
 
 
-def test_the_verdict_says_how_late_and_why(tmp_path: Any) -> None:
+def test_the_verdict_names_the_lateness_and_its_cause(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'late.sqlite3'}")
     wiring = wiring_of(delays)
     wiring.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
@@ -306,7 +306,7 @@ def test_reasons_audit_entries_and_charts_are_in_the_zone_of_the_viewer(own_site
         assert ">UTC</text>" not in text, path
 
 
-def test_the_life_of_a_task_names_what_scheduled_it(own_site: Site) -> None:
+def test_the_timeline_of_a_task_names_its_scheduling_call_or_schedule(own_site: Site) -> None:
     delays, trace = own_site.delays, "4bf92f3577b34da6a3ce929d0e0e4736"
     meta = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01"}
     other = {"sentry-trace": f"{trace}-00f067aa0ba902b7-1"}
@@ -335,7 +335,7 @@ def test_the_page_of_workers_shows_their_load_and_their_version(site: Site) -> N
     assert "Stop or restart a worker where it runs" in text
 
 
-def test_viewers_share_what_is_read(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifty open consoles read the state of the database as often as one."""
     state = site.app.extensions["delaytasks_console"]
     state.cache.forget()

@@ -66,14 +66,14 @@ def guard(*allow: str, **names: list[str]) -> Guard:
 
 
 @pytest.mark.parametrize("url", PUBLIC)
-def test_public_https_is_open(url: str) -> None:
+def test_public_https_urls_are_allowed(url: str) -> None:
     target = guard().check(url)
     assert target.scheme == "https"
     assert target.host == target.host.lower()
 
 
 @pytest.mark.parametrize("host", NOT_PUBLIC)
-def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_what_a_name_means(
+def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_a_resolved_name(
     host: str,
 ) -> None:
     with pytest.raises(ForbiddenURLError, match="is not a public address"):
@@ -84,12 +84,12 @@ def test_addresses_that_are_not_public_are_forbidden_as_text_and_as_what_a_name_
 
 
 @pytest.mark.parametrize("url", ODD)
-def test_what_can_be_read_in_two_ways_is_forbidden(url: object) -> None:
+def test_an_ambiguous_or_invalid_url_is_forbidden(url: object) -> None:
     with pytest.raises(ForbiddenURLError):
         guard().check(url)
 
 
-def test_http_is_forbidden_where_nothing_opens_it() -> None:
+def test_http_is_forbidden_unless_the_setting_allows_it() -> None:
     for url in ("http://partner.example/", "http://93.184.216.34/"):
         with pytest.raises(ForbiddenURLError, match="is not https"):
             guard().check(url)
@@ -108,7 +108,7 @@ def test_a_host_with_one_bad_address_among_good_ones_is_forbidden() -> None:
             mixed.address(mixed.check("https://partner.example/"), turn, 5)
 
 
-def test_each_turn_takes_the_next_address() -> None:
+def test_each_attempt_uses_the_next_address() -> None:
     several = guard(partner_example=["93.184.216.34", "2606:2800::1"])
     target = several.check("https://partner.example/")
     found = [str(several.address(target, turn, 5)) for turn in range(3)]
@@ -116,7 +116,7 @@ def test_each_turn_takes_the_next_address() -> None:
     assert target.url_at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
 
 
-def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(
+def test_a_resolved_name_is_kept_for_a_short_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = [["93.184.216.34"], ["10.0.0.1"]]
@@ -133,7 +133,7 @@ def test_a_name_is_not_looked_up_for_each_of_many_calls_nor_trusted_for_long(
         changing.address(target, 0, 5)
 
 
-def test_what_the_setting_names_is_open() -> None:
+def test_addresses_in_the_setting_are_allowed() -> None:
     cases = {
         "127.0.0.1": ("http://127.0.0.1:8080/", "https://10.0.0.1/"),
         "127.0.0.1:8080": ("http://127.0.0.1:8080/", "http://127.0.0.1:8081/"),
@@ -151,7 +151,7 @@ def test_what_the_setting_names_is_open() -> None:
             one.check(is_closed)
 
 
-def test_a_name_is_open_by_what_it_means_when_a_network_is() -> None:
+def test_a_name_is_allowed_if_it_resolves_into_an_allowed_network() -> None:
     office = guard(
         "10.1.0.0/16",
         billing=["10.1.2.3"],
@@ -164,7 +164,7 @@ def test_a_name_is_open_by_what_it_means_when_a_network_is() -> None:
             office.address(office.check(url), 0, 5)
 
 
-def test_a_name_that_is_allowed_may_mean_whatever_it_does() -> None:
+def test_an_allowed_name_may_resolve_to_any_address() -> None:
     trusted = guard("billing", billing=["10.9.9.9"])
     assert trusted.address(trusted.check("http://billing/"), 0, 5) == ip_address("10.9.9.9")
 
@@ -173,6 +173,6 @@ def test_a_name_that_is_allowed_may_mean_whatever_it_does() -> None:
     "entry",
     ["10.0.0.1/8", "http://a.example", "a.example/", "127.1", "*", "*.a.example", "a:0", "a:", ""],
 )
-def test_an_entry_of_the_setting_that_is_none_is_said(entry: str) -> None:
+def test_an_invalid_entry_of_the_setting_is_an_error(entry: str) -> None:
     with pytest.raises(ConfigError, match="callback_allow"):
         Guard([entry])

@@ -155,7 +155,7 @@ def test_prometheus_accepts_the_configuration_in_the_documentation(rules: Path) 
     assert f"{len(alert_names())} rules found" in run.stdout
 
 
-def test_no_alert_fires_while_all_is_well(rules: Path) -> None:
+def test_no_alert_fires_in_a_healthy_deployment(rules: Path) -> None:
     assert fired(rules, {})[0] == []
 
 

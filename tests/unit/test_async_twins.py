@@ -30,7 +30,7 @@ from tests.async_twins import (
 
 
 @pytest.mark.parametrize(("name", "text"), modules().items())
-def test_the_twins_are_those_of_the_methods_as_they_are_now(name: str, text: str) -> None:
+def test_the_generated_twins_are_up_to_date(name: str, text: str) -> None:
     written = (PACKAGE / f"{name}.py").read_text()
     assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(text)), f"run: {COMMAND}"
 
@@ -67,7 +67,7 @@ def test_the_module_has_each_function_in_both_forms() -> None:
     assert set(delaytasks.async_api.__all__) == names | by_hand
 
 
-def test_a_forked_child_has_threads_of_its_own() -> None:
+def test_a_forked_child_has_its_own_threads() -> None:
     pool = ThreadPool(1, "test")
     assert pool.submit(os.getpid).result(10) == os.getpid()
     child = os.fork()
@@ -87,7 +87,7 @@ def test_a_pool_that_was_closed_starts_threads_again() -> None:
         pool.close()
 
 
-def test_many_calls_start_in_their_order_a_few_in_each_turn() -> None:
+def test_calls_start_in_their_order_and_a_few_in_each_turn_of_the_event_loop() -> None:
     started: list[int] = []
     turns: list[int] = []
 

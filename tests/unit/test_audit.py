@@ -24,7 +24,7 @@ def audit(url: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_an_advisory_database_that_is_away_is_no_answer() -> None:
+def test_an_unavailable_advisory_database_fails_the_audit() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         code, said = audit(f"http://127.0.0.1:{nobody.getsockname()[1]}/")
@@ -36,7 +36,7 @@ def test_an_advisory_database_that_is_away_is_no_answer() -> None:
     [answer(404), answer(200, b"hello"), answer(200, b"[]"), answer(200, b"{}")],
     ids=["404", "text", "[]", "{}"],
 )
-def test_what_does_not_know_the_vulnerable_is_no_advisory_database(
+def test_a_server_without_the_known_vulnerability_is_no_advisory_database(
     web: WebServer, reply: Any
 ) -> None:
     web.answers["/"] = reply
@@ -44,7 +44,7 @@ def test_what_does_not_know_the_vulnerable_is_no_advisory_database(
 
 
 @pytest.mark.parametrize(("found", "code"), [(0, 0), (1, 1), (5, 1)])
-def test_where_it_answers_what_pip_audit_finds_counts(
+def test_if_the_advisory_database_answers_the_result_of_pip_audit_counts(
     web: WebServer, monkeypatch: pytest.MonkeyPatch, found: int, code: int
 ) -> None:
     web.answers["/"] = answer(200, b'{"vulns": [{"id": "x"}]}')

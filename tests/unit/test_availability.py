@@ -15,7 +15,7 @@ from delaytasks.core.availability import SERVICE_REST_S, Availability
 THREADS = 8
 
 
-def test_changes_are_told_and_nothing_else() -> None:
+def test_only_changes_of_the_state_are_reported() -> None:
     told: list[str] = []
     broker = Availability(told.append, lambda: told.append("up"))
     broker.answered()
@@ -28,7 +28,9 @@ def test_changes_are_told_and_nothing_else() -> None:
     assert told == ["first", "up"]
 
 
-def test_it_rests_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failure_the_service_is_not_used_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = [1000.0]
     monkeypatch.setattr(availability, "monotonic", lambda: now[0])
     broker = Availability(lambda error: None)
@@ -44,14 +46,14 @@ def test_it_rests_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not broker.is_up, "nobody has asked"
 
 
-def test_a_success_ends_the_rest() -> None:
+def test_after_a_success_the_service_is_used_again() -> None:
     broker = Availability(lambda error: None)
     broker.failed("away")
     broker.answered()
     assert not broker.is_resting
 
 
-def test_threads_that_find_out_together_tell_once() -> None:
+def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
     class Watched(Availability):
         """Let another thread run between the read of the state and its change."""
 

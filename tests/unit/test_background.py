@@ -77,7 +77,7 @@ def entry(id: int, in_s: float = 10) -> Entry:
     return Entry(id, 0, Clock().now_us() + int(in_s * 1e6))
 
 
-def test_entries_armed_within_a_moment_travel_together(
+def test_entries_armed_in_quick_succession_are_sent_in_one_call(
     slow: SlowTimer, timer: BackgroundTimer
 ) -> None:
     for id in range(100):
@@ -87,7 +87,7 @@ def test_entries_armed_within_a_moment_travel_together(
     assert len(slow.calls) <= 3
 
 
-def test_what_comes_while_the_thread_sends_travels_in_its_next_call(
+def test_entries_armed_during_a_call_of_the_thread_are_sent_in_its_next_call(
     slow: SlowTimer, timer: BackgroundTimer
 ) -> None:
     slow.gate.clear()
@@ -102,7 +102,7 @@ def test_what_comes_while_the_thread_sends_travels_in_its_next_call(
     assert [len(call) for call in slow.calls] == [1, 49]
 
 
-def test_tasks_that_are_due_now_in_quick_succession_travel_together(
+def test_due_tasks_armed_in_quick_succession_are_sent_in_one_call(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "SEND_INTERVAL_S", 3600.0)
@@ -115,7 +115,7 @@ def test_tasks_that_are_due_now_in_quick_succession_travel_together(
     assert [len(call) for call in slow.calls] == [1, 3]
 
 
-def test_what_is_due_now_is_not_held_back(
+def test_a_task_that_is_due_now_is_sent_immediately(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
@@ -139,7 +139,7 @@ def test_a_call_with_many_entries_arms_them_itself(slow: SlowTimer, timer: Backg
     assert len(slow.ids) == 101
 
 
-def test_flush_waits_until_all_is_sent_and_not_for_ever(
+def test_flush_waits_until_all_is_sent_or_its_timeout_is_over(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
@@ -152,13 +152,15 @@ def test_flush_waits_until_all_is_sent_and_not_for_ever(
     assert slow.ids == [1]
 
 
-def test_arming_nothing_starts_nothing(slow: SlowTimer, timer: BackgroundTimer) -> None:
+def test_arming_no_entries_starts_no_thread(slow: SlowTimer, timer: BackgroundTimer) -> None:
     assert timer.arm([])
     assert timer.flush(0.01)
     assert slow.calls == []
 
 
-def test_it_is_as_up_as_what_stands_behind_it(slow: SlowTimer, timer: BackgroundTimer) -> None:
+def test_the_timer_is_up_if_the_timer_behind_it_is_up(
+    slow: SlowTimer, timer: BackgroundTimer
+) -> None:
     slow.is_up = False
     assert not timer.is_up
     slow.gate.clear()
@@ -193,7 +195,7 @@ def test_a_closed_timer_has_sent_all_and_can_be_used_again(
     wait_until(lambda: 2 in slow.ids, 5, "the next one")
 
 
-def test_a_closed_timer_leaves_no_thread_and_nothing_for_the_end_of_the_process(
+def test_a_closed_timer_leaves_no_thread_and_no_exit_handler(
     slow: SlowTimer,
 ) -> None:
     timer = BackgroundTimer(slow, Clock())
@@ -210,7 +212,7 @@ def test_a_closed_timer_leaves_no_thread_and_nothing_for_the_end_of_the_process(
 
 
 @pytest.mark.parametrize("handlers", ["before", "after"])
-def test_what_a_script_schedules_in_its_exit_handlers_is_sent(handlers: str) -> None:
+def test_tasks_that_a_script_schedules_in_its_exit_handlers_are_sent(handlers: str) -> None:
     """A handler that was registered before the first call runs after the timer's own."""
     use = "timer.arm([entry(1)])"
     register = "atexit.register(lambda: timer.arm([entry(2)]))"
@@ -219,7 +221,7 @@ def test_what_a_script_schedules_in_its_exit_handlers_is_sent(handlers: str) -> 
 
 
 @pytest.mark.parametrize("context", [ForkContext(), SpawnContext()])
-def test_what_a_child_of_multiprocessing_schedules_last_is_sent(
+def test_tasks_that_a_multiprocessing_child_schedules_last_are_sent(
     context: ForkContext | SpawnContext,
 ) -> None:
     receiver, sender = context.Pipe(duplex=False)
@@ -291,7 +293,7 @@ def test_uwsgi_without_threads_is_recognized(
         assert (wiring_of(delays).background_timer is not None) is expected
 
 
-def test_a_failure_costs_only_what_was_on_its_way_and_is_logged(
+def test_a_failure_loses_only_the_entries_of_its_call_and_is_logged(
     slow: SlowTimer, timer: BackgroundTimer, caplog: pytest.LogCaptureFixture
 ) -> None:
     slow.fails = 1
@@ -317,7 +319,7 @@ def test_a_thread_that_died_is_replaced_by_the_next_call(
     assert slow.ids == [2]
 
 
-def test_where_no_thread_can_be_started_it_is_sent_by_the_call(
+def test_if_no_thread_can_be_started_the_call_sends_the_entries(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: threading.Thread) -> None:
@@ -347,7 +349,7 @@ def in_child(work: Callable[[], bool]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_forked_child_sends_its_own_and_not_its_parents(
+def test_a_forked_child_sends_its_own_entries_and_not_those_of_its_parent(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)
@@ -413,7 +415,7 @@ def test_a_fork_while_another_thread_holds_the_lock_leaves_the_child_a_working_t
         owner.join()
 
 
-def test_what_is_disarmed_before_it_is_sent_is_not_sent(
+def test_an_entry_that_is_disarmed_before_it_is_sent_is_not_sent(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(background, "ARM_DELAY_S", 30.0)

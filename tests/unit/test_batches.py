@@ -69,7 +69,7 @@ def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
     assert bench.ran == ["a", [1, 2], "b"]
 
 
-def test_with_two_arguments_the_first_is_what_the_schema_makes_of_the_bodies(
+def test_with_two_arguments_the_first_one_has_the_bodies_converted_by_the_schema(
     bench: RunnerHarness,
 ) -> None:
     @dataclass
@@ -89,7 +89,7 @@ def test_with_two_arguments_the_first_is_what_the_schema_makes_of_the_bodies(
     assert got == [[(Order, 7, tasks[0].id), (Order, 8, tasks[1].id)]]
 
 
-def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(
+def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(
     bench: RunnerHarness,
 ) -> None:
     def even(body: Any) -> Any:
@@ -111,7 +111,7 @@ def test_a_body_that_is_refused_and_one_that_is_no_json_harm_no_neighbour(
     assert got == [0, 6]
 
 
-def test_what_is_too_late_is_not_in_the_batch(bench: RunnerHarness) -> None:
+def test_an_expired_task_is_not_in_the_batch(bench: RunnerHarness) -> None:
     got: list[int] = []
     bench.registry.processor("batch", batch=10, expires=10)(
         lambda tasks: got.extend(task.body for task in tasks)
@@ -144,7 +144,9 @@ ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
     "said",
     [list, tuple, dict],
 )
-def test_each_task_ends_as_its_outcome_says(bench: RunnerHarness, said: Any) -> None:
+def test_each_task_has_the_outcome_that_the_processor_returned_for_it(
+    bench: RunnerHarness, said: Any
+) -> None:
     def work(tasks: list[DelayTask]) -> Any:
         if said is dict:
             return {
@@ -177,7 +179,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_an_answer_that_says_not_how_each_ended_climbs_them_all(
+def test_a_return_value_without_an_outcome_for_each_task_retries_all(
     bench: RunnerHarness, name: str
 ) -> None:
     work, says = WRONG[name]
@@ -188,7 +190,7 @@ def test_an_answer_that_says_not_how_each_ended_climbs_them_all(
         assert says in (task.error or "")
 
 
-def test_who_raises_fails_them_all_by_the_usual_rules(bench: RunnerHarness) -> None:
+def test_an_error_of_the_processor_fails_all_tasks_by_the_usual_rules(bench: RunnerHarness) -> None:
     def fail(tasks: list[DelayTask]) -> None:
         raise ConnectionError("busy")
 
@@ -204,13 +206,13 @@ def test_who_raises_fails_them_all_by_the_usual_rules(bench: RunnerHarness) -> N
     assert "in fail" in error
 
 
-def test_an_outcome_that_can_not_be_is_the_end_of_its_task_alone(bench: RunnerHarness) -> None:
+def test_an_invalid_outcome_fails_only_its_own_task(bench: RunnerHarness) -> None:
     tasks = run(bench, lambda tasks: [None, Retry(), Snooze(-1), None])
     assert statuses(tasks) == ["DONE", "FAILED", "FAILED", "DONE"]
     assert "needs a retry schedule" in (tasks[1].error or "")
 
 
-def test_results_are_kept_each_with_its_task(bench: RunnerHarness) -> None:
+def test_each_result_is_stored_with_its_task(bench: RunnerHarness) -> None:
     tasks = run(
         bench,
         lambda tasks: [Done(7) if task.body else "first" for task in tasks],
@@ -223,7 +225,7 @@ def test_results_are_kept_each_with_its_task(bench: RunnerHarness) -> None:
 # -- other properties of a run --------------------------------------------------------------------
 
 
-def test_each_of_its_tasks_may_be_completed_and_no_other(bench: RunnerHarness) -> None:
+def test_each_task_of_the_batch_and_no_other_can_be_completed(bench: RunnerHarness) -> None:
     other = bench.schedule()
     refusals: list[str] = []
 
@@ -247,7 +249,7 @@ def test_each_of_its_tasks_may_be_completed_and_no_other(bench: RunnerHarness) -
     assert bench.events.counts["task.raised_late"] == 2
 
 
-def test_monitors_see_each_of_its_tasks(bench: RunnerHarness) -> None:
+def test_monitors_see_each_task_of_a_batch(bench: RunnerHarness) -> None:
     told: list[tuple[str, int]] = []
 
     class Watcher:
@@ -264,7 +266,7 @@ def test_monitors_see_each_of_its_tasks(bench: RunnerHarness) -> None:
     assert told == [("started", 0), ("started", 1), ("succeed", 0), ("fail", 1)]
 
 
-def test_a_batch_that_tells_the_worker_to_stop_leaves_the_others_unharmed(
+def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(
     bench: RunnerHarness,
 ) -> None:
     def stop(tasks: list[DelayTask]) -> None:
@@ -282,20 +284,20 @@ def test_a_batch_that_tells_the_worker_to_stop_leaves_the_others_unharmed(
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 
 
-def test_batches_run_side_by_side_and_as_coroutines(bench: RunnerHarness) -> None:
+def test_batches_run_concurrently_and_as_coroutines(bench: RunnerHarness) -> None:
     both = threading.Barrier(2, timeout=10)
 
     def wait(tasks: list[DelayTask]) -> None:
         both.wait()
 
-    bench.registry.processor("beside", batch=5, in_flight=2)(wait)
+    bench.registry.processor("concurrent", batch=5, in_flight=2)(wait)
 
     async def work(tasks: list[DelayTask]) -> list[Any]:
         await asyncio.sleep(0.01)
         return [Fail("odd") if task.body % 2 else None for task in tasks]
 
     bench.registry.processor("async", batch=5)(work)
-    tasks = [bench.schedule("beside") for _ in range(10)]
+    tasks = [bench.schedule("concurrent") for _ in range(10)]
     assert bench.run(*tasks).wanted == 10
     assert bench.statuses(tasks) == ["DONE"] * 10
     tasks = [bench.schedule("async", body) for body in range(10)]
@@ -303,7 +305,7 @@ def test_batches_run_side_by_side_and_as_coroutines(bench: RunnerHarness) -> Non
     assert bench.statuses(tasks) == ["DONE", "FAILED"] * 5
 
 
-def test_chunks_have_as_many_rows_as_a_batch_takes_though_they_do_not_fit_the_time_box(
+def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(
     bench: RunnerHarness,
 ) -> None:
     size = ChunkSize(0.05, 200)
@@ -319,7 +321,7 @@ def test_chunks_have_as_many_rows_as_a_batch_takes_though_they_do_not_fit_the_ti
     assert size.least == 1
 
 
-def test_a_batch_in_a_thread_of_a_pool_is_whole(bench: RunnerHarness) -> None:
+def test_a_batch_in_a_thread_pool_has_all_its_tasks(bench: RunnerHarness) -> None:
     sizes: list[int] = []
     bench.registry.processor("batch", batch=10)(lambda tasks: sizes.append(len(tasks)))
     chunks = [[bench.schedule("batch") for _ in range(10)] for _ in range(3)]

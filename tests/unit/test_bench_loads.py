@@ -1,4 +1,4 @@
-"""The processors of `./dev bench work`, and what a run of some seconds makes of them."""
+"""The processors of `./dev bench work`, measured in runs of some seconds."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_a_chosen_queue_that_the_app_declares_is_not_taken_for_ours(queues: Any)
         {"task_serializer": "pickle"},
     ],
 )
-def test_a_sweep_message_arrives_whatever_the_app_says_of_all_tasks(conf: dict[str, Any]) -> None:
+def test_a_sweep_message_arrives_with_any_task_settings_of_the_app(conf: dict[str, Any]) -> None:
     delays = make_delays(**conf)
     app, queue = wiring_of(delays).celery, wiring_of(delays).publisher.queue("default")
     app.amqp.queues.add(queue)

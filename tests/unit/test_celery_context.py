@@ -76,7 +76,7 @@ def call(processor: ProcessorSpec, task: DelayTask) -> ProcessorCall:
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
-def test_each_row_has_a_request_of_its_own(task_context: CeleryTaskContext, is_kept: bool) -> None:
+def test_each_row_has_its_own_request(task_context: CeleryTaskContext, is_kept: bool) -> None:
     seen: Seen = []
     a, b = processor("a", look(seen)), processor("b", look(seen))
     rows = [(a, task_of(1)), (a, task_of(2, attempts=4)), (b, task_of(3, "b")), (a, task_of(4))]
@@ -94,7 +94,9 @@ def test_each_row_has_a_request_of_its_own(task_context: CeleryTaskContext, is_k
     assert not _task_stack.stack
 
 
-def test_a_request_tells_what_celerys_does(task_context: CeleryTaskContext) -> None:
+def test_a_request_has_the_attributes_of_a_request_of_celery(
+    task_context: CeleryTaskContext,
+) -> None:
     requests: list[Any] = []
     work = processor("a", lambda body: requests.append(current_task.request))
     with task_context.reuse_stack():
@@ -127,7 +129,7 @@ def test_the_headers_of_a_request_are_the_meta(task_context: CeleryTaskContext) 
     assert seen == [{"traceparent": "00-1"}]
 
 
-def test_rows_that_raise_leave_nothing_behind(task_context: CeleryTaskContext) -> None:
+def test_rows_that_raise_leave_no_request_on_the_stack(task_context: CeleryTaskContext) -> None:
     def fail(body: Any) -> None:
         raise SystemExit
 
@@ -135,7 +137,9 @@ def test_rows_that_raise_leave_nothing_behind(task_context: CeleryTaskContext) -
         task_context(call(processor("a", fail), task_of(1)), end)
 
 
-def test_what_one_thread_keeps_is_not_seen_by_another(task_context: CeleryTaskContext) -> None:
+def test_a_kept_request_of_one_thread_is_not_visible_in_another(
+    task_context: CeleryTaskContext,
+) -> None:
     seen: Seen = []
     work = processor("a", look(seen))
     with task_context.reuse_stack():
@@ -147,7 +151,7 @@ def test_what_one_thread_keeps_is_not_seen_by_another(task_context: CeleryTaskCo
     assert [id for _, id, _ in seen] == ["1", "2", "3"]
 
 
-def test_rows_run_within_a_row_have_their_own(task_context: CeleryTaskContext) -> None:
+def test_rows_run_within_a_row_have_their_own_requests(task_context: CeleryTaskContext) -> None:
     seen: Seen = []
     inner = processor("b", look(seen))
 

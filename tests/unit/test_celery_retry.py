@@ -92,7 +92,7 @@ def test_a_tag_without_a_retry_schedule_has_celerys_defaults(bench: RunnerHarnes
     [({}, "MaxRetriesExceededError"), ({"exc": ValueError("closed")}, "ValueError: closed")],
     ids=["without an error", "with an error"],
 )
-def test_a_retry_too_many_fails(bench: RunnerHarness, options: Any, said: str) -> None:
+def test_a_retry_beyond_max_retries_fails(bench: RunnerHarness, options: Any, said: str) -> None:
     task = run(bench, retry(**options), attempts=3)
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
@@ -100,7 +100,7 @@ def test_a_retry_too_many_fails(bench: RunnerHarness, options: Any, said: str) -
     assert other.status.name == "NOT_COMPLETE"
 
 
-def test_a_retry_has_the_time_that_its_eta_says(bench: RunnerHarness) -> None:
+def test_a_retry_with_an_eta_is_due_at_the_eta(bench: RunnerHarness) -> None:
     task = run(bench, lambda: retry(eta=bench.clock.now() + timedelta(minutes=7))())
     assert abs(waits(bench, task) - timedelta(minutes=7)) < SECOND
     naive = run(
@@ -111,7 +111,7 @@ def test_a_retry_has_the_time_that_its_eta_says(bench: RunnerHarness) -> None:
     )
 
 
-def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: RunnerHarness) -> None:
+def test_a_retry_exception_that_is_raised_or_returned_is_a_retry(bench: RunnerHarness) -> None:
     def ask() -> None:
         raise CeleryRetry("busy", when=60)
 
@@ -122,7 +122,7 @@ def test_a_retry_that_is_raised_or_returned_by_itself_is_one(bench: RunnerHarnes
         bench.registry._processors.clear()
 
 
-def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
+def test_the_retry_of_a_celery_task_that_a_processor_calls_retries_the_row(
     bench: RunnerHarness, app: Celery
 ) -> None:
     @app.task(bind=True)
@@ -142,7 +142,9 @@ def test_the_retry_of_a_celery_task_that_a_processor_calls_is_the_rows(
         ({"throw": False}, "retry(throw=False) has no effect on task"),
     ],
 )
-def test_what_a_retry_can_not_do_is_said(bench: RunnerHarness, options: Any, said: str) -> None:
+def test_the_error_names_options_that_a_retry_does_not_support(
+    bench: RunnerHarness, options: Any, said: str
+) -> None:
     task = run(bench, retry(**options))
     assert task.status.name == "FAILED"
     assert said in (task.error or "")
@@ -152,7 +154,7 @@ def test_what_a_retry_can_not_do_is_said(bench: RunnerHarness, options: Any, sai
 @pytest.mark.parametrize(
     "options", [{}, {"batch": 5}, {"in_flight": 5}], ids=["single", "batch", "in_flight"]
 )
-def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
+def test_other_control_exceptions_of_celery_are_errors_that_name_the_outcomes(
     bench: RunnerHarness, error: Exception, options: Any
 ) -> None:
     def end() -> None:
@@ -165,7 +167,7 @@ def test_what_says_nothing_about_a_row_is_an_error_that_names_the_outcomes(
 
 
 @pytest.mark.parametrize("call", ["delay", "apply_async", "s"])
-def test_a_tag_can_not_be_sent_as_a_message(bench: RunnerHarness, call: str) -> None:
+def test_a_tag_cannot_be_sent_as_a_message(bench: RunnerHarness, call: str) -> None:
     def send() -> None:
         made = getattr(current_task, call)()
         made.apply_async()

@@ -46,7 +46,7 @@ def is_told(task: DelayTask) -> str:
     return ""
 
 
-def test_it_is_told_when_two_renewals_have_failed_and_not_before(
+def test_check_lease_raises_after_two_failed_renewals_and_not_before(
     bench: RunnerHarness, watch: Watch
 ) -> None:
     told: list[str] = []
@@ -66,7 +66,7 @@ def test_it_is_told_when_two_renewals_have_failed_and_not_before(
     assert "ends in 19.0 s" in told[1]
 
 
-def test_who_lets_the_error_out_is_run_again_and_no_attempt_is_used(
+def test_a_processor_that_raises_the_lease_error_runs_again_without_using_an_attempt(
     bench: RunnerHarness, watch: Watch
 ) -> None:
     @bench.registry.processor("long")
@@ -99,7 +99,7 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: RunnerHarne
         others[0].check_lease()
 
 
-def test_what_the_main_process_tells_its_children_see() -> None:
+def test_children_see_the_renewals_that_the_main_process_records() -> None:
     renewals = Renewals()
     assert renewals.last(3) == (0, 0)
     renewals.record(3, asked_at=61.5, answered_at=61.5, lease_s=60)
@@ -115,7 +115,7 @@ def test_what_the_main_process_tells_its_children_see() -> None:
     assert renewals.last(3) == (100, 81), "leases ended before the answer"
 
 
-def test_a_lease_that_a_processor_itself_says_is_lost_is_a_failure_like_any_other(
+def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(
     bench: RunnerHarness,
 ) -> None:
     @bench.registry.processor("wrong")

@@ -33,7 +33,7 @@ class Boxes:
 @pytest.mark.parametrize(
     "rest_s", [0, BOX_S / 2, BOX_S * 3], ids=["at once", "while it rests", "when it sleeps"]
 )
-def test_a_chunk_that_stays_open_is_told_of_after_its_time_whatever_came_before(
+def test_an_open_chunk_is_reported_after_its_time_budget_whatever_ran_before(
     rest_s: float,
 ) -> None:
     boxes = Boxes()
@@ -45,7 +45,7 @@ def test_a_chunk_that_stays_open_is_told_of_after_its_time_whatever_came_before(
     assert monotonic() - began >= BOX_S
 
 
-def test_chunks_that_come_and_go_wake_nobody_and_none_is_told_of() -> None:
+def test_chunks_that_end_in_time_wake_no_thread_and_are_not_reported() -> None:
     boxes = Boxes(budget_s=5)
     boxes.box.close(boxes.chunk())
     woken = []
@@ -58,7 +58,7 @@ def test_chunks_that_come_and_go_wake_nobody_and_none_is_told_of() -> None:
     assert boxes.expired == []
 
 
-def test_an_error_is_told_and_the_next_chunk_is_looked_after() -> None:
+def test_an_error_is_reported_and_the_next_chunk_is_watched() -> None:
     boxes = Boxes()
     boxes.box._expire = lambda chunk: 1 / 0  # type: ignore[assignment]
     boxes.chunk()

@@ -131,7 +131,7 @@ def test_a_chunk_grows_with_the_speed_of_the_previous_ones(make: Make) -> None:
     assert max(settled) > 20
 
 
-def test_a_worker_that_is_told_to_stop_gives_back_what_it_claimed_ahead(make: Make) -> None:
+def test_a_worker_that_stops_gives_back_the_rows_that_it_claimed_ahead(make: Make) -> None:
     bench = make(chunk_max=1)
 
     def stop(body: Any) -> None:
@@ -164,7 +164,7 @@ def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(make: Make
     )
 
 
-def test_a_settlement_that_fails_beside_a_chunk_is_reported_and_the_chunk_is_settled(
+def test_a_settlement_that_fails_during_a_chunk_is_reported_and_the_chunk_is_settled(
     make: Make,
 ) -> None:
     bench = make(chunk_max=1, lease_s=2, chunk_time_budget_s=0.1)

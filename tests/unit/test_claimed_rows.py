@@ -1,4 +1,4 @@
-"""How a runner treats the rows that it claims, and those that it does not get."""
+"""A runner handles claimed rows, and entries whose rows it cannot claim."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGES = [(0.0, 5.0), (30.0, 5.0), (100.0, 10.0), (3600.0, 360.0), (24 * 3600.0, 6
 
 
 @pytest.mark.parametrize(("age_s", "wait_s"), AGES)
-def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
+def test_a_task_without_a_processor_waits_a_tenth_of_its_age_and_never_fails(
     bench: RunnerHarness, age_s: float, wait_s: float
 ) -> None:
     task = bench.schedule("nobody")
@@ -45,7 +45,7 @@ def test_a_tag_without_processor_waits_a_tenth_of_its_age_and_is_never_failed(
     assert bench.timer.ids == ([task.id] if near else []), "armed again when it is near"
 
 
-def test_the_age_counts_from_the_time_a_task_was_meant_for(bench: RunnerHarness) -> None:
+def test_the_age_of_a_deferred_task_counts_from_its_due_time(bench: RunnerHarness) -> None:
     task = bench.schedule("nobody", delay=3600)
     now = bench.clock.now()
     bench.change(task, expected_time=now, create_time=now - timedelta(seconds=3600))
@@ -69,7 +69,7 @@ def test_a_deploy_that_brings_the_processor_runs_the_row(bench: RunnerHarness) -
 # -- rows with a lost lease ----------------------------------------------------------------------
 
 
-def test_rows_that_lapsed_before_run_alone(bench: RunnerHarness) -> None:
+def test_recovered_rows_run_alone(bench: RunnerHarness) -> None:
     tasks = [bench.schedule(body=n) for n in range(5)]
     for task in tasks[1:3]:
         bench.change(task, lapses=1)
@@ -81,7 +81,7 @@ def test_rows_that_lapsed_before_run_alone(bench: RunnerHarness) -> None:
     assert [bench.now(task).lapses for task in tasks] == [0] * 5
 
 
-def test_rows_that_lapsed_have_a_share_of_a_backlog(
+def test_recovered_rows_get_a_share_of_the_time_of_a_backlog(
     bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passed = 0.0
@@ -135,7 +135,7 @@ def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
     assert not bench.runner.run_due("default", [0], 2).is_full, "one row was left"
 
 
-def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
+def test_a_drain_claims_the_oldest_rows_by_priority_and_recovered_rows_alone(
     bench: RunnerHarness,
 ) -> None:
     tasks = [bench.schedule(body=n, priority=n % 2) for n in range(6)]
@@ -159,7 +159,7 @@ def test_draining_takes_the_oldest_of_the_highest_priority_and_suspects_alone(
 # -- entries that the claim does not return ------------------------------------------------------
 
 
-def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: RunnerHarness) -> None:
+def test_an_early_entry_is_returned_with_the_due_time_of_its_row(bench: RunnerHarness) -> None:
     task = bench.schedule(delay=20)
     report = bench.runner.run([Entry.of(task)._replace(due_us=0)])
     assert report.early == (Entry.of(task),)
@@ -167,7 +167,9 @@ def test_an_entry_that_is_early_goes_back_with_the_rows_own_time(bench: RunnerHa
     assert bench.events.counts["entry.dropped"] == 0
 
 
-def test_an_entry_that_is_early_by_a_blink_is_waited_for(bench: RunnerHarness) -> None:
+def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(
+    bench: RunnerHarness,
+) -> None:
     for _ in range(20):
         task = bench.schedule(delay=0.02)
         report = bench.run(task)
@@ -187,7 +189,7 @@ def test_an_entry_beyond_the_horizon_is_dropped(make: Make) -> None:
     assert [entry.id for entry in forever.run(task).early] == [task.id]
 
 
-def test_entries_that_are_not_ours_any_more_are_dropped_and_counted(bench: RunnerHarness) -> None:
+def test_entries_of_rows_that_changed_are_dropped_and_counted(bench: RunnerHarness) -> None:
     cancelled, moved, running, done, held = (bench.schedule() for _ in range(5))
     good = bench.schedule(body="good")
     bench.store.tasks.cancel(cancelled.id)
@@ -208,14 +210,14 @@ def test_a_row_that_is_named_twice_runs_once(bench: RunnerHarness) -> None:
     assert bench.ran == [None]
 
 
-def test_a_stale_entry_does_not_displace_the_one_that_counts(bench: RunnerHarness) -> None:
+def test_a_stale_entry_does_not_replace_the_current_one(bench: RunnerHarness) -> None:
     task = bench.schedule(delay=20)
     entry = Entry.of(task)
     for order in ([entry, entry._replace(version=7)], [entry._replace(version=7), entry]):
         assert bench.runner.run(order).early == (entry,)
 
 
-def test_a_row_of_another_program_with_the_missions_columns_runs(bench: RunnerHarness) -> None:
+def test_a_row_of_another_program_with_only_the_required_columns_runs(bench: RunnerHarness) -> None:
     with bench.store.database.begin() as connection:
         connection.execute(
             insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"')
@@ -224,7 +226,9 @@ def test_a_row_of_another_program_with_the_missions_columns_runs(bench: RunnerHa
     assert bench.ran == ["hello"]
 
 
-def test_a_pace_is_told_by_the_time_of_the_processors_alone(bench: RunnerHarness) -> None:
+def test_the_reported_duration_of_a_chunk_is_the_time_of_its_processors(
+    bench: RunnerHarness,
+) -> None:
     bench.claims.after_claim = lambda: threading.Event().wait(0.2) and None
     bench.claims.before_settle = lambda settlements: threading.Event().wait(0.2) and None
     began = time.monotonic()

@@ -54,7 +54,7 @@ def test_delaytasks_has_at_most_39_public_names_and_their_twins() -> None:
     assert set(api.__all__) < public_names()
 
 
-def test_the_public_shards_lead_to_no_internals(tmp_path: Path) -> None:
+def test_the_public_shards_expose_no_internals(tmp_path: Path) -> None:
     delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     assert delays.shards == [delays.shard_for("mail", "7")]
     assert [field.name for field in fields(delays.shards[0])] == ["number", "url"]
@@ -266,7 +266,7 @@ def run(folder: Path, code: str) -> str:
     ).stdout
 
 
-def test_a_module_level_call_is_refused_if_the_celery_app_has_an_instance_of_its_own(
+def test_a_module_level_call_is_refused_if_the_celery_app_has_its_own_instance(
     tmp_path: Path,
 ) -> None:
     code = """

@@ -97,7 +97,7 @@ def test_a_step_of_the_hosts_clock_makes_no_difference(host: FakeTime, step: flo
     assert apart(clock, host) < 1e-5
 
 
-def test_the_database_is_asked_once_in_a_while_and_the_fastest_answer_counts(
+def test_the_clock_is_measured_at_intervals_and_the_fastest_answer_is_used(
     host: FakeTime,
 ) -> None:
     database = FakeDatabase(host)
@@ -116,7 +116,7 @@ def test_the_database_is_asked_once_in_a_while_and_the_fastest_answer_counts(
     assert database.asked == 9
 
 
-def test_while_the_database_is_unavailable_the_clock_continues_and_asks_again(
+def test_while_the_database_is_unavailable_the_clock_continues_and_measures_again(
     host: FakeTime,
 ) -> None:
     database = FakeDatabase(host)
@@ -135,7 +135,7 @@ def test_while_the_database_is_unavailable_the_clock_continues_and_asks_again(
     assert database.asked > asked
 
 
-def test_a_failure_that_took_long_is_followed_by_a_rest_too(host: FakeTime) -> None:
+def test_the_clock_also_waits_after_a_failure_that_took_long(host: FakeTime) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now, refresh_s=60)
     clock.now_us()
@@ -292,7 +292,7 @@ def test_a_manual_clock_stands_until_it_is_moved() -> None:
     assert clock.now() == clock.now() == NOON + timedelta(seconds=1.5)
 
 
-def test_the_monotonic_clock_goes_on_while_the_host_is_suspended(
+def test_the_monotonic_clock_continues_while_the_host_is_suspended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A lease ends by the database's clock, which goes on."""

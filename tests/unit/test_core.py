@@ -130,7 +130,7 @@ def test_an_error_whose_str_fails_still_has_a_text() -> None:
     assert "Mute" in traceback_text(Mute(), 4096)
 
 
-def test_one_line_forges_no_second_one() -> None:
+def test_one_line_escapes_line_breaks() -> None:
     shown = one_line("a\r\nINFO forged \x1b[31m\u2028" + "x" * 500, 60)
     assert shown.isprintable()
     assert "\\r\\n" in shown
@@ -159,7 +159,7 @@ def test_every_status_is_reached_and_every_live_one_is_left() -> None:
     assert moves_from(Status.DONE) == []
 
 
-def test_the_moves_are_those_of_the_contract() -> None:
+def test_the_moves_match_the_contract() -> None:
     waiting, done, failed, running, cancelled, held = Status
     assert {name: (set(move.sources), move.target) for name, move in MOVES.items()} == {
         "schedule": (set(), waiting),
@@ -185,7 +185,7 @@ def test_the_moves_are_those_of_the_contract() -> None:
     assert all(move.name == name for name, move in MOVES.items())
 
 
-def test_the_moves_that_settle_a_run_are_those_with_an_ending() -> None:
+def test_the_settling_moves_are_the_moves_with_an_ending() -> None:
     settling = {name for name, move in MOVES.items() if move.ending is not None}
     assert settling == set(get_args(SettlingMove))
 

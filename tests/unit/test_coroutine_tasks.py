@@ -137,7 +137,7 @@ def test_outside_of_rows_the_event_loop_has_no_worker_task(bench: RunnerHarness)
     assert result_of(find()) == (None, None)
 
 
-def test_what_a_loop_calls_at_its_start_is_called_in_each_new_loop() -> None:
+def test_a_start_function_of_the_event_loop_is_called_in_each_new_loop() -> None:
     loop, calls = EventLoop(), list[int]()
 
     def call() -> None:

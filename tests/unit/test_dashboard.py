@@ -8,6 +8,6 @@ from delaytasks.metrics.files import read_file
 from delaytasks.metrics.worker import FAULT_EVENTS
 
 
-def test_the_faults_of_the_dashboard_are_those_that_begin_at_zero() -> None:
+def test_the_dashboard_shows_the_fault_events_whose_counters_begin_at_zero() -> None:
     [shown] = re.findall(r'delaytasks_events_total\{event=~\\"([^"\\]+)\\"', read_file("dashboard"))
     assert sorted(shown.split("|")) == sorted(FAULT_EVENTS)

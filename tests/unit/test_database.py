@@ -78,13 +78,13 @@ UNABLE = [
         else str(failure.orig)
     ),
 )
-def test_a_server_that_answers_and_can_not_work_is_unavailable(failure: exc.DBAPIError) -> None:
+def test_a_server_that_answers_but_cannot_work_is_unavailable(failure: exc.DBAPIError) -> None:
     assert isinstance(translate(failure), StoreUnavailableError)
     with pytest.raises(StoreUnavailableError, match="cannot work now"):
         Database("sqlite://").run(raising(failure))
 
 
-def test_what_is_wrong_with_the_statement_is_refused() -> None:
+def test_an_error_in_a_statement_is_not_an_outage() -> None:
     for failure in (
         error("syntax", state="42601"),
         error(1064, "syntax"),
@@ -118,7 +118,9 @@ def tight(tmp_path: Path) -> Iterator[tuple[Store, list[int]]]:
     store.close()
 
 
-def test_a_full_disk_leaves_nothing_half_done_and_passes(tight: tuple[Store, list[int]]) -> None:
+def test_a_full_disk_leaves_no_partial_change_and_counts_as_an_outage(
+    tight: tuple[Store, list[int]],
+) -> None:
     store, pages = tight
     now = store.tasks.now()
     tasks = [
@@ -143,7 +145,7 @@ def test_a_full_disk_leaves_nothing_half_done_and_passes(tight: tuple[Store, lis
     assert store.tasks.insert_many(tasks[1:])
 
 
-def test_a_deadlock_that_took_the_savepoint_with_it_is_tried_again() -> None:
+def test_a_deadlock_that_removed_the_savepoint_is_tried_again() -> None:
     tries: list[int] = []
 
     def work() -> int:
@@ -222,7 +224,7 @@ def lost() -> exc.DBAPIError:
 @pytest.mark.parametrize(
     "met", [StaleVersionError("version 1, not 0"), InvalidStatusError("it waits")]
 )
-def test_a_retry_that_meets_its_own_first_try_says_that_the_outcome_is_unknown(
+def test_a_retry_refused_because_of_its_own_first_try_has_an_unknown_outcome(
     met: TaskStateError,
 ) -> None:
     with pytest.raises(OutcomeUnknownError, match=f"{met}.*look at task 7") as caught:
@@ -231,7 +233,7 @@ def test_a_retry_that_meets_its_own_first_try_says_that_the_outcome_is_unknown(
     assert caught.value.__cause__ is met
 
 
-def test_a_retry_that_finds_no_free_connection_says_that_the_outcome_is_unknown() -> None:
+def test_a_retry_without_a_free_connection_has_an_unknown_outcome() -> None:
     with pytest.raises(OutcomeUnknownError, match=r"no free connection.*look at task 7") as caught:
         Database("sqlite://").run(raising(lost(), exc.TimeoutError("all in use")), 7)
     assert caught.value.id == 7
@@ -240,7 +242,7 @@ def test_a_retry_that_finds_no_free_connection_says_that_the_outcome_is_unknown(
             Database("sqlite://").run(raising(*failures, exc.TimeoutError("all in use")), id)
 
 
-def test_a_refusal_that_no_lost_answer_precedes_is_what_it_is() -> None:
+def test_a_refusal_without_an_earlier_lost_answer_is_raised_unchanged() -> None:
     met = StaleVersionError("version 1, not 0")
     for failures in ((met,), (error("deadlock", state="40P01"), met)):
         with pytest.raises(StaleVersionError):
@@ -277,7 +279,7 @@ def test_a_url_with_the_driver_of_the_callers_application_works(given: str, ours
 @pytest.mark.parametrize(
     "url", ["postgresql+pyodbc://h/d", "mysql+psycopg3://h/d", "sqlite+pysqlcipher://"]
 )
-def test_a_driver_that_nobody_knows_is_named_with_the_remedy(url: str) -> None:
+def test_an_unknown_driver_is_named_with_the_remedy(url: str) -> None:
     driver = url.partition("+")[2].partition(":")[0]
     with pytest.raises(ConfigError, match=rf"driver '{driver}'.*begin the URL with \w+://"):
         Database(url)
@@ -332,7 +334,7 @@ def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
     )
 
 
-def test_a_statement_is_not_tried_again_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_statement_is_tried_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
     monkeypatch.setattr(time, "sleep", tries.append)
     with pytest.raises(StoreUnavailableError, match="stayed busy"):
@@ -366,7 +368,7 @@ def test_an_error_names_its_number_and_no_values(number: int) -> None:
 @pytest.mark.parametrize(
     "dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda one: one.name
 )
-def test_what_is_past_can_be_searched_by_an_index(dialect: Any) -> None:
+def test_the_condition_for_past_times_can_use_an_index(dialect: Any) -> None:
     due = column("due", UTCDateTime())
     compiled = str(
         select(due)

@@ -59,7 +59,7 @@ def test_a_database_that_refuses_is_not_down(
     assert told == (["store.down"] if is_down else [])
 
 
-def test_a_contact_is_as_long_as_answers_come_without_a_gap(time: SimpleNamespace) -> None:
+def test_a_contact_lasts_as_long_as_answers_have_no_gap(time: SimpleNamespace) -> None:
     contact = DatabaseContact(gap_s=8)
     assert contact.seconds == 0, "nobody has answered yet"
     for _ in range(4):
@@ -68,7 +68,7 @@ def test_a_contact_is_as_long_as_answers_come_without_a_gap(time: SimpleNamespac
     assert contact.seconds == 20
 
 
-def test_a_gap_or_a_failure_begins_the_contact_anew(time: SimpleNamespace) -> None:
+def test_a_gap_or_a_failure_restarts_the_contact(time: SimpleNamespace) -> None:
     contact = DatabaseContact(gap_s=8)
     contact.mark_answered()
     time.now += 5

@@ -21,7 +21,6 @@ import pytest
 
 from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
-from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
@@ -90,7 +89,7 @@ def metric_names() -> set[str]:
     """Return the names of the metrics, as Prometheus shows them."""
     info = {"timer_is_up": True, "held": 0, "waiting": 0, "chunks": 0, "loops": {}, "events": {}}
     worker = WorkerMetrics(lambda: info, dict, lambda: 1, SweepTimes())
-    producer = ProducerMetrics(Events())
+    producer = ProducerMetrics(max_tags=1)
     families = [*known_families(), *worker.families(), *producer.families()]
     return {each.name + ("_total" if each.kind == "counter" else "") for each in families}
 
@@ -186,7 +185,7 @@ def _place(name: str) -> re.Pattern[str]:
 
 
 @pytest.mark.parametrize("name", GENERATED)
-def test_generated_tables_are_those_of_the_code(name: str) -> None:
+def test_generated_tables_match_the_code(name: str) -> None:
     page, make = GENERATED[name]
     found = _place(name).search((ROOT / page).read_text())
     assert found is not None, f"{page} has no place for {name}"
@@ -247,7 +246,7 @@ def test_the_files_that_a_page_names_exist(name: str) -> None:
         assert any((ROOT / place / file).exists() for place in _PLACES), file
 
 
-def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
+def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
     page = (
         (ROOT / "docs/operations.md")
         .read_text()
@@ -286,7 +285,7 @@ def test_the_values_to_watch_are_there(tmp_path: Path) -> None:
 # -- SQL ------------------------------------------------------------------------------------------
 
 
-def test_the_plain_row_in_the_docs_is_a_good_task(database_url: str) -> None:
+def test_the_insert_statement_in_the_docs_makes_a_valid_task(database_url: str) -> None:
     from datetime import timedelta
 
     from sqlalchemy import text

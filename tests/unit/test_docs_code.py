@@ -30,7 +30,7 @@ def test_each_python_block_is_python(page: Path, block: Block) -> None:
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
-def test_each_block_runs_or_says_why_not(page: Path) -> None:
+def test_each_block_runs_or_states_why_it_does_not(page: Path) -> None:
     silent = [
         f"{page.name}:{block.line}"
         for block in blocks(page)
@@ -54,7 +54,7 @@ def test_a_test_that_runs_blocks_of_a_page_reads_the_page(page: Path) -> None:
 @pytest.mark.parametrize(
     "name", [n for n, page in zip(NAMES, PAGES, strict=True) if any(b.runs for b in blocks(page))]
 )
-def test_the_blocks_of_a_page_that_say_so_run(name: str, tmp_path: Path) -> None:
+def test_the_blocks_of_a_page_that_are_marked_to_run_succeed(name: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.doc_runner", str(ROOT / name)],
         cwd=tmp_path,

@@ -1,6 +1,6 @@
-"""The commands in the documentation run, and those that cannot run here have known options.
+"""The commands in the documentation run, and the other commands have known options.
 
-`tests/doc_commands.py` says how.
+`tests/doc_commands.py` describes how.
 """
 
 from __future__ import annotations

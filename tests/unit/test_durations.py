@@ -120,7 +120,7 @@ def test_an_instant_is_shown_so_that_it_can_be_typed_again() -> None:
     assert parse_instant(show_instant(NOON)) == NOON
 
 
-def test_the_past_and_the_future_are_told_apart() -> None:
+def test_the_past_and_the_future_are_distinguished() -> None:
     assert show_from_now(NOON + timedelta(minutes=90), NOON) == "in 1h30m"
     assert show_from_now(NOON - timedelta(seconds=5), NOON) == "5s ago"
 

@@ -181,7 +181,7 @@ def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
 # -- the same broker in each process --------------------------------------------------------------
 
 
-def test_a_producer_gets_the_broker_that_was_started_whatever_its_own_path_says(
+def test_a_producer_uses_the_started_broker_even_if_its_own_path_differs(
     machine: SimpleNamespace, sockets: Path
 ) -> None:
     redis = program(machine.path, "redis-server", "Redis server v=7.0.15 sha=0:0 bits=64")

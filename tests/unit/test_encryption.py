@@ -28,7 +28,7 @@ def settings_of(keys: Any, **environ: str) -> Any:
     return load_settings({"delaytasks_encryption_keys": keys}, environ)
 
 
-def test_keys_come_as_a_list_or_by_the_environment() -> None:
+def test_keys_are_a_list_or_come_from_the_environment() -> None:
     assert settings_of([A, B]).encryption_keys == (A, B)
     assert settings_of((), DELAYTASKS_ENCRYPTION_KEYS=f" {A}\n{B} ").encryption_keys == (A, B)
     assert settings_of(f"plain {A}").encryption_keys == ("plain", A)
@@ -51,7 +51,7 @@ WRONG: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("keys", WRONG.values(), ids=WRONG)
-def test_what_is_no_key_is_refused_and_not_shown(keys: Any) -> None:
+def test_an_invalid_key_is_refused_and_not_shown(keys: Any) -> None:
     with pytest.raises(ConfigError, match=r"^delaytasks_encryption_keys = \*\*\*") as caught:
         settings_of(keys)
     assert A not in str(caught.value)
@@ -66,14 +66,16 @@ def test_settings_show_the_names_of_keys_only() -> None:
     assert len({key_name(new_key()) for _ in range(10)}) == 10
 
 
-def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_error_names_the_package_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.fernet", None)
     with pytest.raises(ConfigError, match=r"pip install 'delaytasks\[encryption\]'"):
         Cipher([A])
 
 
 @given(st.text(st.characters(blacklist_categories=("Cs",))))
-def test_any_text_comes_back(text: str) -> None:
+def test_any_text_is_decrypted_to_itself(text: str) -> None:
     cipher = Cipher([A, B])
     sealed = cipher.seal(text, *PLACE)
     assert is_encrypted(sealed)
@@ -86,7 +88,9 @@ def test_any_text_comes_back(text: str) -> None:
 @pytest.mark.parametrize(
     "place", [(RESULT, 7, "mail"), (BODY, 8, "mail"), (BODY, 7, "mail2"), (BODY, 77, "ail")]
 )
-def test_a_text_is_read_in_its_own_place_only(place: tuple[str, int, str]) -> None:
+def test_a_text_can_only_be_decrypted_in_its_own_row_and_column(
+    place: tuple[str, int, str],
+) -> None:
     cipher = Cipher([A])
     sealed = cipher.seal("[1]", *PLACE)
     assert cipher.read(sealed, *place) == sealed
@@ -104,7 +108,7 @@ def unbound(key: str, text: str) -> str:
     return f"fernet:{key_name(key)}:{Fernet(key).encrypt(text.encode()).decode()}"
 
 
-def test_the_earlier_form_is_read_in_any_place() -> None:
+def test_a_text_of_the_earlier_form_can_be_decrypted_in_any_row_and_column() -> None:
     old = unbound(A, "[1]")
     assert is_encrypted(old)
     assert not is_bound(old)
@@ -129,7 +133,7 @@ BEGINNINGS = (
 
 @given(st.one_of(json_like, *(st.text().map(begin.format) for begin in BEGINNINGS)))
 @example(float("nan"))
-def test_whatever_is_in_a_row_is_read_or_left(found: Any) -> None:
+def test_any_value_in_a_row_is_decrypted_or_returned_unchanged(found: Any) -> None:
     assert repr(Cipher([A]).read(found, *PLACE)) == repr(found), "a NaN is not equal to itself"
 
 

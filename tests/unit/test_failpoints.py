@@ -23,7 +23,7 @@ def test_each_failpoint_has_a_name_of_its_own() -> None:
     assert len(BY_NAME) == len(FAILPOINTS)
 
 
-def test_an_order_is_carried_out_once_and_when_it_says(
+def test_a_failpoint_is_triggered_once_at_the_ordered_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failpoint = BY_NAME["arming again"]._replace(process_kind="main")

@@ -42,7 +42,7 @@ def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
     database.dispose()
 
 
-def test_who_forks_waits_for_those_inside_and_nobody_enters_meanwhile() -> None:
+def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:
     gate, order = ForkGate(), list[str]()
     gate.enter()
     forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))

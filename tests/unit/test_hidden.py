@@ -69,7 +69,7 @@ def test_a_text_without_a_secret_is_not_masked() -> None:
     assert mask_secret("localhost:6379") == "***", "nobody can tell what it is"
 
 
-def test_a_secret_is_a_text_like_any_other() -> None:
+def test_a_secret_can_be_used_like_any_other_text() -> None:
     secret = Secret(f"redis://:{WORD}@h")
     assert secret == f"redis://:{WORD}@h" == str(secret) == f"{secret}"
     assert type(pickle.loads(pickle.dumps(secret))) is Secret

@@ -72,7 +72,7 @@ def test_a_control_object_that_exists_already_is_replaced(
     delays.close()
 
 
-def test_workers_are_told_even_if_the_database_cannot_be_used(
+def test_workers_receive_the_revoke_even_if_the_database_cannot_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []

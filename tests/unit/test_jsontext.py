@@ -50,7 +50,7 @@ class Odd(str, Enum):
 
 
 @given(Json)
-def test_what_is_written_is_read_back(value: Any) -> None:
+def test_written_json_is_read_back_unchanged(value: Any) -> None:
     assert jsontext.orjson is not None, "the test extra brings it"  # type: ignore[attr-defined]
     assert json.loads(dump_json(value)) == value
 
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_back(value: Any) -> None:
     [{"a": [1, "é 😀", None, True]}, 2**70, Pair(1, 2), {"c": Colour.RED}, [-0.0, 1e300]],
     ids=["mixed", "long", "pair", "enum", "floats"],
 )
-def test_both_write_the_same(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_encoders_write_the_same_json(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = dump_json(value)
     monkeypatch.setattr(jsontext, "orjson", None)
     assert json.loads(fast) == json.loads(dump_json(value))
@@ -113,7 +113,7 @@ def test_a_flat_body_is_written_or_refused_as_any_other(body: Any) -> None:
         assert encode() == found
 
 
-def test_only_small_flat_bodies_of_plain_values_are_written_at_once() -> None:
+def test_only_small_flat_bodies_of_plain_values_use_the_short_path() -> None:
     assert (
         dump_flat({"a": 1, "é": "ü", "n": None, "x": -0.5}) == '{"a":1,"é":"ü","n":null,"x":-0.5}'
     )
@@ -129,7 +129,7 @@ def test_only_small_flat_bodies_of_plain_values_are_written_at_once() -> None:
         assert dump_flat(body) is None
 
 
-def test_a_body_that_holds_one_text_many_times_is_refused_before_it_is_written(
+def test_a_body_that_contains_one_text_many_times_is_refused_before_it_is_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*arguments: Any, **options: Any) -> None:
@@ -141,7 +141,9 @@ def test_a_body_that_holds_one_text_many_times_is_refused_before_it_is_written(
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=lambda value: type(value).__name__)
-def test_both_refuse_what_is_no_json(value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_encoders_refuse_values_without_a_json_form(
+    value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(TypeError):
         dump_json(value)
     monkeypatch.setattr(jsontext, "orjson", None)

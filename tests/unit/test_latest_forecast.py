@@ -1,4 +1,4 @@
-"""How long a forecast is kept, and who waits for a new one."""
+"""The latest forecast is kept for a while, and callers rarely wait for a new one."""
 
 from __future__ import annotations
 

@@ -101,7 +101,9 @@ FORMS: list[dict[str, Any]] = [{}, {"in_flight": 5}, {"keep_result": True}, {"re
 
 @pytest.mark.parametrize("name", UNRUN)
 @pytest.mark.parametrize("options", FORMS, ids=str)
-def test_what_did_not_run_is_not_done(bench: RunnerHarness, name: str, options: Any) -> None:
+def test_a_task_whose_processor_returns_a_lazy_result_is_not_done(
+    bench: RunnerHarness, name: str, options: Any
+) -> None:
     bench.registry.processor("lazy", **options)(UNRUN[name])
     task = bench.schedule("lazy", [1])
     bench.run(task)
@@ -113,7 +115,7 @@ def test_what_did_not_run_is_not_done(bench: RunnerHarness, name: str, options: 
 
 @pytest.mark.parametrize("lazy", [lambda: Awaitable(), lambda: generator(1)], ids=["await", "gen"])
 @pytest.mark.parametrize("form", ["list", "dict", "whole"])
-def test_of_a_batch_only_what_ran_is_done(
+def test_tasks_of_a_batch_with_lazy_results_are_not_done(
     bench: RunnerHarness, lazy: Callable[[], Any], form: str
 ) -> None:
     def together(tasks: list[Any]) -> Any:

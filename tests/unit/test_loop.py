@@ -84,7 +84,7 @@ def die() -> None:
     raise SystemExit
 
 
-def test_a_turn_that_fails_is_told_of_and_the_same_thread_goes_on(work: Work) -> None:
+def test_a_turn_that_fails_is_reported_and_the_same_thread_continues(work: Work) -> None:
     def fail() -> None:
         raise ValueError("as asked")
 
@@ -124,7 +124,7 @@ def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
     assert work.reconnected == [fresh]
 
 
-def test_a_stuck_thread_that_goes_on_after_all_takes_no_further_turn(
+def test_a_stuck_thread_that_continues_takes_no_further_turn(
     work: Work, time: ManualMonotonic
 ) -> None:
     stuck = work.take_turn(work.hang)
@@ -186,7 +186,7 @@ def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, time: ManualMo
     assert [fields["reason"] for fields in work.told] == ["stuck"]
 
 
-def test_a_loop_at_rest_is_not_stuck(work: Work, time: ManualMonotonic) -> None:
+def test_an_idle_loop_is_not_stuck(work: Work, time: ManualMonotonic) -> None:
     work.rest()
     time.at += 3600
     work.loop.check()
@@ -215,7 +215,7 @@ def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(
     assert len(work.told) == 3, "one that ended its turn begins anew"
 
 
-def test_a_loop_that_was_stopped_stays_so(work: Work) -> None:
+def test_a_stopped_loop_is_not_started_again(work: Work) -> None:
     work.rest()
     work.loop.stop()
     work.loop.check()
@@ -223,7 +223,7 @@ def test_a_loop_that_was_stopped_stays_so(work: Work) -> None:
     assert not work.loop.info()["is_alive"]
 
 
-def test_nobody_is_stuck_because_the_whole_process_stood_still(
+def test_no_loop_is_stuck_because_the_whole_process_was_suspended(
     work: Work, time: ManualMonotonic
 ) -> None:
     watchdog = Watchdog(work.events, [work.loop])

@@ -45,12 +45,12 @@ def results() -> Results:
     return found
 
 
-def test_what_was_measured_survives_its_json() -> None:
+def test_results_are_unchanged_after_a_round_trip_through_json() -> None:
     found = results()
     assert Results.of_json(json.loads(json.dumps(found.as_json()))) == found
 
 
-def test_a_value_has_its_spread_and_what_has_none_says_why() -> None:
+def test_a_value_has_its_spread_and_a_missing_value_has_its_reason() -> None:
     page = pages.text(results(), [])
     burst = page.partition("burst at one instant")[2].partition("\n## ")[0]
     assert "| delaytasks, `eta` | 1,000 (900 to 1,200) |" in burst
@@ -60,13 +60,13 @@ def test_a_value_has_its_spread_and_what_has_none_says_why() -> None:
     assert "absent: there is no Node here" in page
 
 
-def test_measures_that_nobody_has_are_no_columns() -> None:
+def test_measures_without_any_value_have_no_column() -> None:
     page = pages.text(results(), [])
     assert "in bulk" not in page
     assert "When a worker is killed" not in page
 
 
-def test_a_quick_run_is_called_no_comparison() -> None:
+def test_the_page_of_a_quick_run_states_that_it_is_no_comparison() -> None:
     found = results()
     found.is_quick = True
     assert "no comparison" in pages.text(found, [])
@@ -103,7 +103,7 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert hundred - ten == pytest.approx(ten - one, abs=0.2)
 
 
-def test_early_tasks_and_values_beside_the_scale_stay_inside_the_picture() -> None:
+def test_early_tasks_and_values_outside_of_the_scale_stay_inside_the_picture() -> None:
     for by_tens in (False, True):
         for width in _widths(
             bars(
@@ -116,7 +116,7 @@ def test_early_tasks_and_values_beside_the_scale_stay_inside_the_picture() -> No
             assert 0 < width <= 760
 
 
-def test_all_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_all_files_are_written_to_the_given_paths(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     file.write_text(json.dumps(results().as_json()))
     written = pages.write(file, tmp_path / "peers.md", tmp_path / "images")
@@ -124,7 +124,7 @@ def test_all_is_written_where_it_is_asked_for(tmp_path: Path) -> None:
     assert "![burst](images/peers-burst.svg)" in (tmp_path / "peers.md").read_text()
 
 
-def test_the_page_in_the_docs_is_that_of_its_values(tmp_path: Path) -> None:
+def test_the_page_in_the_docs_matches_its_values(tmp_path: Path) -> None:
     written: list[Any] = pages.write(
         ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "images"
     )

@@ -22,7 +22,7 @@ from delaytasks.storage.database_addresses import addresses_of
         ("sqlite:////srv/d", "sqlite+aiosqlite:////srv/d"),
     ],
 )
-def test_these_may_be_the_same(one: str, other: str) -> None:
+def test_urls_that_may_name_the_same_server_have_a_common_address(one: str, other: str) -> None:
     assert addresses_of(make_url(one)) & addresses_of(make_url(other))
 
 
@@ -40,7 +40,7 @@ def test_these_may_be_the_same(one: str, other: str) -> None:
         ("sqlite:////srv/d", "sqlite:////srv/e"),
     ],
 )
-def test_these_are_different(one: str, other: str) -> None:
+def test_urls_of_different_servers_have_no_common_address(one: str, other: str) -> None:
     assert not addresses_of(make_url(one)) & addresses_of(make_url(other))
 
 
@@ -54,6 +54,6 @@ def test_these_are_different(one: str, other: str) -> None:
         "postgresql://root@h1:5432,h2/d",
     ],
 )
-def test_hosts_and_ports_that_do_not_fit_together_are_a_wrong_setting(url: str) -> None:
+def test_unequal_numbers_of_hosts_and_ports_are_a_wrong_setting(url: str) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_database_url .*host=h1:5432&host=h2:5432"):
         Database(url).auto.connect()

@@ -69,7 +69,7 @@ def is_broken_by(connection: socket.socket, words: bytes) -> bool:
         return True
 
 
-def test_a_cut_answer_is_that_of_the_connection_that_asked(
+def test_cut_answer_cuts_the_answer_of_the_connection_that_sent_the_request(
     proxy: Proxy, may_commit: threading.Event
 ) -> None:
     with connect(proxy) as one, connect(proxy) as other:
@@ -83,7 +83,7 @@ def test_a_cut_answer_is_that_of_the_connection_that_asked(
     assert proxy.cut == 1
 
 
-def test_a_cut_request_is_not_heard_and_happens_once(
+def test_a_cut_request_does_not_reach_the_server_and_happens_once(
     proxy: Proxy, may_commit: threading.Event
 ) -> None:
     may_commit.set()

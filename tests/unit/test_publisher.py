@@ -66,7 +66,7 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> RefusedPublisher:
     return RefusedPublisher()
 
 
-def test_a_refused_queue_rests_alone(publisher: RefusedPublisher) -> None:
+def test_a_refused_queue_pauses_only_itself(publisher: RefusedPublisher) -> None:
     assert not publisher.sends_to("bad")
     assert publisher.sends_to("good")
     assert publisher.is_up
@@ -77,7 +77,7 @@ def test_a_refused_queue_rests_alone(publisher: RefusedPublisher) -> None:
     assert "refusal.bad" in fields["remedy"]
 
 
-def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
+def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
     publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not publisher.sends_to("bad")
@@ -95,7 +95,7 @@ def test_a_refused_queue_is_tried_again_after_its_rest_and_told_once(
     )
 
 
-def test_a_broker_that_refuses_a_queue_is_there(
+def test_a_broker_that_refuses_a_queue_is_available(
     publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -112,7 +112,7 @@ def test_a_broker_that_refuses_a_queue_is_there(
     assert publisher.event_names == ["timer.down", "timer.up", "queue.refused"]
 
 
-def test_a_broker_that_is_away_is_away_for_all_queues(
+def test_an_unavailable_broker_is_unavailable_for_all_queues(
     publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert publisher.sends_to("good")
@@ -127,7 +127,7 @@ def test_a_broker_that_is_away_is_away_for_all_queues(
     assert not publisher.is_up
 
 
-def test_the_callers_time_limit_is_the_callers_and_not_the_brokers(
+def test_a_time_limit_of_the_caller_is_not_a_failure_of_the_broker(
     publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert publisher.sends_to("good")

@@ -41,18 +41,18 @@ MAPPING = {
         ("a\nb", "rest"),
     ],
 )
-def test_a_tag_goes_by_its_name_then_by_the_pattern_that_says_most_of_it(
+def test_a_tag_uses_the_queue_of_its_name_or_of_its_most_specific_pattern(
     tag: str, queue: str
 ) -> None:
     assert QueueRouting(Settings(queues=MAPPING), Registry()).of(tag) == queue
 
 
-def test_of_patterns_that_say_as_much_the_first_one_holds() -> None:
+def test_of_equally_specific_patterns_the_first_one_applies() -> None:
     assert QueueRouting(Settings(queues={"a.*": "x", "*.b": "y"}), Registry()).of("a.b") == "x"
     assert QueueRouting(Settings(queues={"*.b": "y", "a.*": "x"}), Registry()).of("a.b") == "y"
 
 
-def test_a_tag_that_nothing_is_said_of_goes_to_the_default_queue() -> None:
+def test_a_tag_without_a_mapping_uses_the_default_queue() -> None:
     assert QueueRouting(Settings(default_queue="usual"), Registry()).of("mail.send") == "usual"
 
 
@@ -61,7 +61,7 @@ def make_delays(**settings: Any) -> DelayTasks:
     return DelayTasks(app, "sqlite://", **settings)
 
 
-def test_the_call_wins_over_the_processor_and_the_processor_over_the_mapping() -> None:
+def test_the_call_overrides_the_processor_and_the_processor_the_mapping() -> None:
     delays = make_delays(queues={"mail.*": "mail", "mail.send": "sending"})
     from delaytasks.core.new_task import NewTask
 

@@ -91,7 +91,7 @@ def ours(url: str, retries: int | None) -> Looking:
     return consumer
 
 
-def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(
+def test_a_worker_tries_an_unavailable_broker_every_few_seconds_without_end(
     clock: Clock, port: int
 ) -> None:
     tries = tries_of(ours(NOWHERE.format(port=port), None), clock, most=300)
@@ -100,7 +100,9 @@ def test_a_broker_is_looked_for_every_few_seconds_however_long_it_is_away(
 
 
 @pytest.mark.parametrize("retries", [0, 1, 5, 100])
-def test_it_is_given_up_when_celery_would_have(clock: Clock, port: int, retries: int) -> None:
+def test_a_worker_gives_up_the_broker_when_celery_would(
+    clock: Clock, port: int, retries: int
+) -> None:
     url = NOWHERE.format(port=port)
     celerys = tries_of(Looking(url, retries), clock)
     began, clock.now = clock.now, 0.0
@@ -109,14 +111,16 @@ def test_it_is_given_up_when_celery_would_have(clock: Clock, port: int, retries:
     assert (len(celerys) == 1) is (len(tries) == 1)
 
 
-def test_with_several_brokers_it_is_given_up_no_earlier(clock: Clock, port: int) -> None:
+def test_a_worker_with_several_brokers_gives_up_no_earlier_than_celery(
+    clock: Clock, port: int
+) -> None:
     url = ";".join([NOWHERE.format(port=port)] * 3)
     gives_up_at = tries_of(Looking(url, 30), clock)[-1]
     clock.now = 0.0
     assert tries_of(ours(url, 30), clock)[-1] >= gives_up_at
 
 
-def test_other_connections_keep_their_own_patience(clock: Clock, port: int) -> None:
+def test_other_connections_keep_their_own_retry_limits(clock: Clock, port: int) -> None:
     consumer = ours(NOWHERE.format(port=port), 100)
     connection: Connection = consumer.app.connection_for_write()
     with pytest.raises(OperationalError):
@@ -126,7 +130,7 @@ def test_other_connections_keep_their_own_patience(clock: Clock, port: int) -> N
     assert clock.now == 0
 
 
-def test_what_the_pool_forgot_with_the_broker_is_recalled_before_the_event_loop_turns() -> None:
+def test_chunks_that_the_pool_forgot_are_recalled_before_the_event_loop_continues() -> None:
     done: list[str] = []
     runtime = SimpleNamespace(recall=lambda: done.append("recall"))
     consumer = SimpleNamespace(
@@ -184,7 +188,7 @@ class HubPool:
         self.ticked += 1
 
 
-def test_the_event_loop_turns_while_connecting_takes_long_and_is_then_as_before() -> None:
+def test_the_event_loop_runs_during_a_long_connect_and_is_unchanged_afterwards() -> None:
     hub, pool = Hub(), HubPool()
 
     def transports() -> None:

@@ -199,7 +199,7 @@ def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Pos
     wait_until(lambda: post.left() == (0, 0), 5, "the last ones to be deleted")
 
 
-def test_it_brings_as_much_from_a_database_whose_clock_is_an_hour_ahead(
+def test_the_poller_takes_as_many_entries_if_a_database_clock_is_an_hour_ahead(
     tmp_path: Path, redis_url: str, proxy: Proxy
 ) -> None:
     ahead = Clock(lambda _: from_us(wall_ms() * 1000) + timedelta(hours=1))
@@ -250,7 +250,7 @@ def test_entries_that_cannot_run_soon_are_left_to_other_workers(post: Post) -> N
     assert post.left() == (99, 0)
 
 
-def test_it_begins_with_the_highest_priority(post: Post) -> None:
+def test_the_poller_begins_with_the_highest_priority(post: Post) -> None:
     post.arm(range(1, 101))
     post.arm(range(201, 231), priority=9)
     post.start()
@@ -274,7 +274,7 @@ def test_an_entry_that_is_due_before_all_others_is_published(post: Post) -> None
     wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
 
 
-def test_what_others_publish_there_is_ignored_and_counted(post: Post) -> None:
+def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
     client, channel = post.timer.link.connect(), post.timer.channel("default")
@@ -309,7 +309,7 @@ def test_a_queue_that_is_added_is_served(post: Post) -> None:
     wait_until(lambda: post.here() == left + 1, 5, "what comes later")
 
 
-def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
+def test_a_worker_that_stops_returns_its_waiting_entries_to_redis(post: Post) -> None:
     post.arm(range(1, 101))
     post.start()
     wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
@@ -318,7 +318,7 @@ def test_a_worker_that_stops_puts_back_what_waits_in_it(post: Post) -> None:
     assert post.left() == (100 - at_work, 0)
 
 
-def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> None:
+def test_entries_that_a_stopping_worker_has_just_passed_on_are_deleted(post: Post) -> None:
     post.start()
     redis_poller = post.runtime.redis_poller
     assert redis_poller is not None
@@ -331,7 +331,7 @@ def test_what_a_stopping_worker_has_just_handed_on_is_deleted(post: Post) -> Non
     assert post.left() == (0, 0)
 
 
-def test_what_was_handed_on_is_deleted_though_nothing_follows(post: Post) -> None:
+def test_passed_on_entries_are_deleted_even_if_no_entry_follows(post: Post) -> None:
     post.start()
     post.arm(range(1, 11))
     assert len(post.end_all(10)) == 10
@@ -356,7 +356,7 @@ def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     wait_until(request.granted.is_set, 5, "the poller to be woken")
 
 
-def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
+def test_entries_that_could_not_be_passed_on_are_taken_again(post: Post) -> None:
     post.start()
     hold, failures = post.runtime.dispatcher.receive, [OSError("as asked")]
 
@@ -374,7 +374,7 @@ def test_what_could_not_be_handed_on_comes_again(post: Post) -> None:
     assert "loop.failed" in post.seen
 
 
-def test_what_is_late_is_drained_from_the_table(post: Post) -> None:
+def test_late_entries_are_drained_from_the_table(post: Post) -> None:
     post.arm(range(1, 11), -100, priority=3)
     post.start()
     wait_until(lambda: post.pool.requests, 5, "a chunk")
@@ -423,7 +423,7 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     wait_until(lambda: post.here() == 1, 5, "the listener to be back")
 
 
-def test_while_redis_is_down_the_poller_rests_between_two_attempts(
+def test_while_redis_is_down_the_poller_waits_between_two_attempts(
     post: Post, proxy: Proxy
 ) -> None:
     tries: list[float] = []

@@ -27,7 +27,7 @@ def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
     bench.close()
 
 
-def test_what_is_soon_due_is_taken_once_and_what_is_not_waits(bench: RedisTimerHarness) -> None:
+def test_only_entries_that_are_due_soon_are_taken_and_each_once(bench: RedisTimerHarness) -> None:
     assert bench.timer.arm(
         [bench.entry(1, AHEAD_MS), bench.entry(2, AHEAD_MS + 1), bench.entry(3, 5000)]
     )
@@ -43,7 +43,7 @@ def test_a_fraction_of_a_millisecond_is_not_cut_off(bench: RedisTimerHarness) ->
     assert sorted(entry for some in bench.take() for entry in some.entries) == armed
 
 
-def test_an_entry_comes_out_as_it_was_armed(bench: RedisTimerHarness) -> None:
+def test_an_entry_is_taken_as_it_was_armed(bench: RedisTimerHarness) -> None:
     armed = bench.entry(2**63 - 1, version=7, queue="mail", priority=9)
     bench.timer.arm([armed])
     assert [entry for some in bench.take(queue="mail") for entry in some.entries] == [armed]
@@ -71,7 +71,7 @@ def test_arming_again_is_harmless_and_the_last_time_counts(bench: RedisTimerHarn
     assert bench.take_ids() == [1]
 
 
-def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: RedisTimerHarness) -> None:
+def test_disarming_removes_exactly_one_version_from_either_set(bench: RedisTimerHarness) -> None:
     bench.timer.arm(
         [bench.entry(1), bench.entry(1, version=1), bench.entry(2), bench.entry(2, version=1)]
     )
@@ -82,7 +82,7 @@ def test_disarming_takes_out_exactly_one_version_wherever_it_is(bench: RedisTime
     assert sorted(bench.members("prepare")) == [b"1:1", b"2:0"]
 
 
-def test_what_is_handed_on_is_deleted_and_nothing_else(bench: RedisTimerHarness) -> None:
+def test_only_passed_on_entries_are_deleted(bench: RedisTimerHarness) -> None:
     bench.timer.arm([bench.entry(id) for id in range(1, 101)])
     first, second = bench.take(1), bench.take(1)
     bench.timer.take({}, first)
@@ -91,7 +91,7 @@ def test_what_is_handed_on_is_deleted_and_nothing_else(bench: RedisTimerHarness)
     assert set(bench.members("prepare")) == left
 
 
-def test_a_late_hand_on_leaves_what_was_taken_after_its_own_entry_was_armed_again(
+def test_passing_on_an_old_entry_late_leaves_entries_that_were_taken_since(
     bench: RedisTimerHarness,
 ) -> None:
     first = bench.entry(1)
@@ -99,16 +99,18 @@ def test_a_late_hand_on_leaves_what_was_taken_after_its_own_entry_was_armed_agai
         id for id in range(2, 1000) if bench.timer.slot(bench.entry(id)) == bench.timer.slot(first)
     )
     bench.timer.arm([first])
-    of_one_mover = bench.take()
+    of_one_poller = bench.take()
     bench.timer.arm([bench.entry(1, in_ms=5000), bench.entry(other_id)])
-    assert bench.take_ids() == [other_id], "another mover takes it within the same millisecond"
-    bench.timer.take({}, of_one_mover)
+    assert bench.take_ids() == [other_id], "another poller takes it within the same millisecond"
+    bench.timer.take({}, of_one_poller)
     assert bench.members("prepare") == [b"%d:0" % other_id], (
         "it comes back when the other mover dies"
     )
 
 
-def test_what_nobody_hands_on_is_due_again_after_its_time(bench: RedisTimerHarness) -> None:
+def test_entries_that_are_not_passed_on_are_due_again_after_a_timeout(
+    bench: RedisTimerHarness,
+) -> None:
     bench.timer.arm([bench.entry(1), bench.entry(2)])
     assert bench.take_ids() == [1, 2]
     bench.clock.advance(RETURN_S - 0.001)
@@ -121,7 +123,9 @@ def test_what_nobody_hands_on_is_due_again_after_its_time(bench: RedisTimerHarne
     assert RETURN_S * 1000 - 1 < returns_in_ms <= RETURN_S * 1000
 
 
-def test_what_is_too_late_is_the_tables_business(bench: RedisTimerHarness) -> None:
+def test_entries_that_are_too_late_are_dropped_and_left_to_the_table(
+    bench: RedisTimerHarness,
+) -> None:
     bench.timer.arm([bench.entry(1, priority=5), bench.entry(2), bench.entry(3, 1000)])
     bench.clock.advance(1.5)
     taken = bench.take()
@@ -131,7 +135,7 @@ def test_what_is_too_late_is_the_tables_business(bench: RedisTimerHarness) -> No
     assert bench.members("store") == []
 
 
-def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: RedisTimerHarness) -> None:
+def test_an_invalid_priority_is_not_requested_from_the_table(bench: RedisTimerHarness) -> None:
     slot = bench.timer.slots("default")[0]
     late = bench.clock.now_us() // 1000 - 100_000
     members = ["1:0:3", "2:0:99999999999999999999"]
@@ -141,7 +145,7 @@ def test_a_priority_that_no_row_has_is_not_asked_of_the_table(bench: RedisTimerH
     assert sorted(taken.priorities) == [0, 3]
 
 
-def test_the_next_time_to_look_is_told(bench: RedisTimerHarness) -> None:
+def test_take_returns_the_time_of_the_next_poll(bench: RedisTimerHarness) -> None:
     slot = bench.timer.slots("default")[0]
     assert [some.next_ms for some in bench.timer.take({slot: 1}) or ()] == [float("inf")]
     bench.timer.arm([bench.entry(id, 700 + id) for id in range(1, 100)])
@@ -150,7 +154,7 @@ def test_the_next_time_to_look_is_told(bench: RedisTimerHarness) -> None:
 
 
 @pytest.mark.parametrize("due_us", [700_000, 700_001, 700_499, 700_999])
-def test_when_the_time_to_look_has_come_there_is_something_to_take(
+def test_at_the_returned_time_of_the_next_poll_an_entry_can_be_taken(
     bench: RedisTimerHarness, due_us: int
 ) -> None:
     bench.timer.arm([bench.entry(1, due_us / 1000)])
@@ -169,7 +173,7 @@ def test_a_slot_that_redis_lost_is_noticed_once(bench: RedisTimerHarness) -> Non
     assert not any(some.was_lost for some in bench.take())
 
 
-def test_only_an_entry_before_all_others_of_its_slot_is_told_of(redis_url: str) -> None:
+def test_only_an_entry_that_is_first_in_its_slot_is_published(redis_url: str) -> None:
     bench = RedisTimerHarness(redis_url, redis_slots=1)
     try:
         listener = bench.timer.listen(["default"])
@@ -191,7 +195,7 @@ def test_only_an_entry_before_all_others_of_its_slot_is_told_of(redis_url: str) 
         bench.close()
 
 
-def test_many_entries_go_in_and_come_out_in_portions(bench: RedisTimerHarness) -> None:
+def test_many_entries_are_armed_and_taken_in_batches(bench: RedisTimerHarness) -> None:
     entries = [bench.entry(id) for id in range(1, 20_001)]
     assert bench.timer.arm(entries)
     found: list[int] = []
@@ -200,7 +204,9 @@ def test_many_entries_go_in_and_come_out_in_portions(bench: RedisTimerHarness) -
     assert sorted(found) == list(range(1, 20_001))
 
 
-def test_strangers_members_are_counted_and_spoil_nothing(bench: RedisTimerHarness) -> None:
+def test_invalid_members_of_other_programs_are_counted_and_ignored(
+    bench: RedisTimerHarness,
+) -> None:
     bench.timer.arm([bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
     for slot in bench.timer.slots("default"):
@@ -274,7 +280,7 @@ def test_no_redis_is_an_error_that_names_the_setting_and_no_password(
         "rediss://a?ssl_cert_reqs=x",
     ],
 )
-def test_a_url_that_can_not_be_read_is_an_error_that_quotes_nothing(url: str) -> None:
+def test_an_invalid_url_is_an_error_that_does_not_quote_it(url: str) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
         redis_location(url, None)
     assert "cret" not in str(caught.value)
@@ -298,7 +304,7 @@ def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])
-def test_a_key_of_another_type_blocks_its_slot_alone_and_is_told_of(
+def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
     bench: RedisTimerHarness, part: int
 ) -> None:
     timer, told = bench.timer, []

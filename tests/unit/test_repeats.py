@@ -56,7 +56,7 @@ def test_a_rare_event_is_logged_immediately(log: Log) -> None:
     assert [fields.get("count") for _, fields in log.lines] == [None, None, None]
 
 
-def test_each_tag_is_told_apart_as_long_as_they_are_few(log: Log) -> None:
+def test_a_bounded_number_of_tags_is_counted_separately(log: Log) -> None:
     for number in range(10 * MOST_SUBJECTS):
         log.tell(f"tag{number}")
     assert len(log.lines) == MOST_SUBJECTS + 1
@@ -85,7 +85,7 @@ def test_subscribers_and_counters_get_every_event(caplog: pytest.LogCaptureFixtu
     assert len([record for record in caplog.records if "no_processor" in record.getMessage()]) == 1
 
 
-def test_the_last_line_about_a_key_that_is_blocked_no_more_says_so(log: Log) -> None:
+def test_the_last_line_about_an_unblocked_key_reports_its_end(log: Log) -> None:
     for name in ["queue.blocked"] * 5 + ["queue.unblocked"]:
         log.repeats(name, {"key": "mail"})
     Log.now += QUIET_S

@@ -20,13 +20,13 @@ from delaytasks.core.retry_schedule import (
 )
 
 
-def test_a_ladder_is_written_as_people_say_it() -> None:
+def test_a_retry_schedule_is_written_as_durations() -> None:
     retry_schedule = RetrySchedule("15s 3m 1h30m")
     assert retry_schedule.retry_delays_s == (15, 180, 5400)
     assert retry_schedule == RetrySchedule([15, "3m", timedelta(minutes=90)])
 
 
-def test_a_ladder_of_n_rungs_has_n_waits() -> None:
+def test_a_retry_schedule_of_n_delays_has_n_waits() -> None:
     retry_schedule = RetrySchedule("1s 2s")
     assert [retry_schedule.wait_s(failures) for failures in (1, 2, 3, 4)] == [1, 2, None, None]
     assert [retry_schedule.has_retry_delay(failures) for failures in (1, 2, 3)] == [
@@ -36,7 +36,7 @@ def test_a_ladder_of_n_rungs_has_n_waits() -> None:
     ]
 
 
-def test_the_ladders_of_the_source_designs_are_there() -> None:
+def test_the_retry_schedules_of_the_source_designs_exist() -> None:
     assert LEVELS.retry_delays_s == (5, 30, 60, 600, 1800, 3600, 21600, 86400, 172800)
     assert NOTIFY.retry_delays_s == (15, 180, 600, 1800, 1800, 3600, 7200, 21600, 54000)
 
@@ -61,7 +61,7 @@ def test_jitter_stays_within_its_share(jitter: float, failures: int) -> None:
     assert retry_delay * (1 - jitter) - 1e-6 <= wait <= retry_delay * (1 + jitter) + 1e-6
 
 
-def test_jitter_keeps_apart_what_failed_together() -> None:
+def test_jitter_spreads_the_retries_of_tasks_that_failed_together() -> None:
     retry_schedule = RetrySchedule("1h", jitter=0.5)
     assert len({retry_schedule.wait_s(1) for _ in range(20)}) > 10
 
@@ -83,7 +83,7 @@ def test_jitter_keeps_apart_what_failed_together() -> None:
         lambda: Retries.of({ValueError: "soon"}),
     ],
 )
-def test_what_is_no_ladder_is_refused(make: Any) -> None:
+def test_an_invalid_retry_schedule_is_refused(make: Any) -> None:
     with pytest.raises(InvalidInputError):
         make()
 
@@ -98,7 +98,7 @@ def test_a_number_of_retries_has_the_default_delays() -> None:
 
 
 @pytest.mark.parametrize("retry", [True, False, 0, -1, 1.5, MAX_RETRY_DELAYS + 1, object(), b"15s"])
-def test_what_is_no_number_of_retries_is_refused_with_the_remedy(retry: Any) -> None:
+def test_an_invalid_number_of_retries_is_refused_with_the_remedy(retry: Any) -> None:
     for make in (lambda: Retries.of(retry), lambda: Retries.of({ValueError: retry})):
         with pytest.raises(InvalidRetryScheduleError, match="15s 3m"):
             make()
@@ -106,7 +106,7 @@ def test_what_is_no_number_of_retries_is_refused_with_the_remedy(retry: Any) -> 
         RetrySchedule(retry)
 
 
-def test_the_nearest_class_of_an_error_says_its_ladder() -> None:
+def test_the_nearest_class_of_an_error_selects_the_retry_schedule() -> None:
     retries = Retries.of(
         {OSError: "1s", ConnectionError: "2s", ValueError: None, Exception: NOTIFY}
     )
@@ -117,7 +117,7 @@ def test_the_nearest_class_of_an_error_says_its_ladder() -> None:
     assert retries.retry_schedule_for(SystemExit) is None
 
 
-def test_a_tasks_own_ladder_does_not_retry_what_its_tag_never_does() -> None:
+def test_a_tasks_own_retry_schedule_does_not_retry_errors_that_its_tag_excludes() -> None:
     retries, own = Retries.of({ValueError: None, Exception: "1s"}), RetrySchedule("9s")
     assert retries.retry_schedule_for(KeyError, own) is own
     assert retries.retry_schedule_for(ValueError, own) is None

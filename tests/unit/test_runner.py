@@ -54,7 +54,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
-def test_a_processor_that_raises_fails_its_row_and_no_other(
+def test_a_processor_that_raises_fails_only_its_row(
     bench: RunnerHarness, error: BaseException
 ) -> None:
     def fail(body: Any) -> None:
@@ -84,7 +84,7 @@ def test_an_error_text_is_bounded(make: Make) -> None:
     assert "characters left out" in text
 
 
-def test_a_body_that_is_not_json_fails_its_row_and_no_other(bench: RunnerHarness) -> None:
+def test_a_body_that_is_not_json_fails_only_its_row(bench: RunnerHarness) -> None:
     tasks = [bench.schedule(body=n) for n in range(3)]
     bench.change(tasks[1], message_body="{nope")
     bench.run(*tasks)
@@ -93,7 +93,7 @@ def test_a_body_that_is_not_json_fails_its_row_and_no_other(bench: RunnerHarness
     assert bench.ran == [0, 2]
 
 
-def test_a_worker_that_is_told_to_stop_settles_what_is_done_and_gives_back_the_rest(
+def test_a_worker_that_stops_settles_finished_rows_and_gives_back_the_rest(
     bench: RunnerHarness,
 ) -> None:
     def stop(body: Any) -> None:
@@ -124,7 +124,7 @@ def test_the_highest_priority_runs_first_then_the_oldest(bench: RunnerHarness) -
 # -- time limits ---------------------------------------------------------------------------------
 
 
-def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(
+def test_finished_rows_are_settled_before_a_row_that_may_be_killed_begins(
     bench: RunnerHarness,
 ) -> None:
     seen: dict[int, list[str]] = {}
@@ -150,7 +150,9 @@ def test_what_is_finished_is_settled_before_a_row_begins_that_may_be_killed(
     assert settled == [2, 1, 1]
 
 
-def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: RunnerHarness) -> None:
+def test_a_row_that_was_about_to_begin_is_given_back_after_a_failed_settlement(
+    bench: RunnerHarness,
+) -> None:
     bench.registry.processor("hard", time_limit=60)(bench.ran.append)
     tasks = [bench.schedule(body="first"), bench.schedule("hard", "second")]
     # The second error is for the settlement of the single row.
@@ -168,7 +170,7 @@ def test_a_row_that_was_to_begin_when_a_settlement_failed_goes_back(bench: Runne
 
 
 @pytest.mark.parametrize("limits", [{"soft_time_limit": 60}, {"time_limit": 60}])
-def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(
+def test_rows_with_time_limits_are_deferred_if_the_pool_cannot_keep_them(
     bench: RunnerHarness, limits: dict[str, Any]
 ) -> None:
     bench.registry.processor("limited", **limits)(bench.ran.append)
@@ -186,7 +188,7 @@ def test_rows_with_limits_are_put_off_where_nobody_can_keep_them(
 # -- the time budget and the lease ---------------------------------------------------------------
 
 
-def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_still_runs(
+def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_run(
     make: Make,
 ) -> None:
     bench = make(chunk_time_budget_s=0.1)
@@ -224,7 +226,7 @@ def test_past_the_time_box_rows_go_back_and_results_are_in_while_a_processor_sti
     assert bench.run(*(bench.now(task) for task in rest)).ran == 3, "and they run elsewhere"
 
 
-def test_each_chunk_has_a_time_box_of_its_own(make: Make) -> None:
+def test_each_chunk_has_its_own_time_budget(make: Make) -> None:
     bench = make(chunk_time_budget_s=0.1)
     waits: list[DelayTask] = []
 
@@ -243,14 +245,14 @@ def test_each_chunk_has_a_time_box_of_its_own(make: Make) -> None:
         assert bench.statuses([slow, other]) == ["DONE", "NOT_COMPLETE"]
 
 
-def test_a_chunk_within_its_box_gives_nothing_back(bench: RunnerHarness) -> None:
+def test_a_chunk_within_its_time_budget_gives_back_no_row(bench: RunnerHarness) -> None:
     for _ in range(20):
         bench.run(*[bench.schedule() for _ in range(5)])
     assert bench.events.counts["chunk.gave_back"] == 0
     assert len(bench.ran) == 100
 
 
-def test_nothing_is_started_when_the_lease_may_be_over(make: Make) -> None:
+def test_no_row_is_started_if_its_lease_may_be_over(make: Make) -> None:
     bench = make(lease_s=0.2, chunk_time_budget_s=0.05)
     tasks = [bench.schedule() for _ in range(3)]
     # The answer to the claim took longer than the lease.
@@ -260,7 +262,7 @@ def test_nothing_is_started_when_the_lease_may_be_over(make: Make) -> None:
     assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
 
 
-def test_what_another_worker_has_by_now_is_not_settled(bench: RunnerHarness) -> None:
+def test_a_row_that_was_lost_meanwhile_is_not_settled(bench: RunnerHarness) -> None:
     tasks = [bench.schedule() for _ in range(3)]
 
     def lapse(settlements: Sequence[Settlement]) -> None:
@@ -273,7 +275,9 @@ def test_what_another_worker_has_by_now_is_not_settled(bench: RunnerHarness) -> 
     assert bench.events.counts["task.succeeded"] == 2
 
 
-def test_settling_is_tried_again_while_the_database_is_away(bench: RunnerHarness) -> None:
+def test_a_settlement_is_tried_again_while_the_database_is_unavailable(
+    bench: RunnerHarness,
+) -> None:
     failures = [StoreUnavailableError("away"), StoreUnavailableError("away")]
 
     def fail(settlements: Sequence[Settlement]) -> None:
@@ -287,7 +291,7 @@ def test_settling_is_tried_again_while_the_database_is_away(bench: RunnerHarness
     assert bench.events.counts["settle.waits"] == 2
 
 
-def test_a_row_that_can_not_be_settled_harms_no_neighbour(bench: RunnerHarness) -> None:
+def test_a_row_that_cannot_be_settled_does_not_affect_other_rows(bench: RunnerHarness) -> None:
     tasks = [bench.schedule() for _ in range(3)]
 
     def refuse(settlements: Sequence[Settlement]) -> None:

@@ -101,7 +101,7 @@ LOOPS = [
 ]
 
 
-def test_these_are_the_loops_of_a_worker(at_work: AtWork) -> None:
+def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:
     info = at_work.runtime.info()["loops"]
     assert sorted(info) == sorted(LOOPS)
     assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
@@ -160,7 +160,7 @@ def test_each_loop_that_is_stuck_is_replaced(
     assert at_work.takes_turns(name)
 
 
-def test_a_call_that_takes_long_is_not_done_twice(
+def test_a_call_that_takes_long_is_not_repeated(
     at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A solo pool runs its processors in this loop."""
@@ -170,12 +170,12 @@ def test_a_call_that_takes_long_is_not_done_twice(
     assert {"loop": "calls", "reason": "stuck"} not in at_work.restarts
 
 
-def test_leases_are_renewed_though_the_watch_waits(at_work: AtWork) -> None:
+def test_leases_are_renewed_while_the_watch_loop_waits(at_work: AtWork) -> None:
     at_work.break_loop("watch", at_work.hang)
     assert at_work.takes_turns("leases")
 
 
-def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
+def test_the_entries_of_the_timing_wheel_survive_its_thread(at_work: AtWork) -> None:
     runtime = at_work.runtime
     due_us = runtime.clock.now_us() + 3_000_000
     runtime.dispatcher.receive([Entry(id, 0, due_us) for id in (1, 2)])
@@ -188,7 +188,7 @@ def test_what_the_wheel_holds_outlives_its_thread(at_work: AtWork) -> None:
     assert runtime.events.counts["loop.restarted"] == 1
 
 
-def test_a_wheel_that_is_behind_is_told_of(at_work: AtWork) -> None:
+def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
     runtime = at_work.runtime
     at_work.break_loop("wheel", at_work.hang)
     runtime.dispatcher.receive([Entry(1, 0, runtime.clock.now_us() + 1000)])
@@ -237,7 +237,9 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
 
 
 @pytest.mark.slow
-def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresql_url: str) -> None:
+def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
+    postgresql_url: str,
+) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     at_work = AtWork(
         make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
@@ -267,7 +269,7 @@ def test_a_sweep_whose_connections_went_silent_goes_on_with_fresh_ones(postgresq
         proxy.close()
 
 
-def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path) -> None:
+def test_an_error_while_entries_become_due_does_not_stop_the_timing_wheel(tmp_path: Path) -> None:
     runtime = make_runtime(tmp_path)
     runtime.wheel_thread.loop.start()
 
@@ -284,7 +286,7 @@ def test_what_fails_when_entries_fall_due_does_not_stop_the_wheel(tmp_path: Path
     runtime.wheel_thread.stop()
 
 
-def test_what_falls_due_while_a_worker_stops_is_sent_back(
+def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(tmp_path)
@@ -313,7 +315,7 @@ def test_what_falls_due_while_a_worker_stops_is_sent_back(
     assert sent == [entry]
 
 
-def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
+def test_early_entries_of_a_chunk_are_sent_back_while_a_worker_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(tmp_path)
@@ -335,7 +337,7 @@ def test_what_comes_back_from_a_chunk_while_a_worker_stops_is_sent_back(
     assert sent == [entry]
 
 
-def test_what_a_stopped_worker_still_receives_is_sent_back(
+def test_entries_that_a_stopped_worker_receives_are_sent_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(tmp_path)
@@ -363,7 +365,7 @@ def test_what_a_stopped_worker_still_receives_is_sent_back(
     assert (len(sent), len(asked)) == (2, 1)
 
 
-def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
+def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the policies, the chunks would run paused tasks."""
@@ -383,7 +385,7 @@ def test_the_chunks_of_a_worker_that_has_read_no_policies_yet_say_so(
     assert sent[0].policies is None
 
 
-def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
+def test_a_stopping_worker_requests_its_unfinished_drains_from_others_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = runtime_of_two_shards(tmp_path)
@@ -404,7 +406,7 @@ def test_others_are_asked_once_to_go_on_with_what_a_worker_was_working_off(
     assert asked == [("mail", [], 0), ("default", [0, 5], 1)]
 
 
-def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None:
+def test_an_entry_waits_by_the_clock_of_its_database(tmp_path: Path) -> None:
     runtime = runtime_of_two_shards(tmp_path)
     first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
     second.advance(3600)
@@ -428,7 +430,7 @@ def test_an_entry_waits_by_the_clock_of_its_own_database(tmp_path: Path) -> None
     assert runtime.dispatcher.waiting == 1, "due an hour ago"
 
 
-def test_a_sweep_is_of_every_shard(tmp_path: Path) -> None:
+def test_a_sweep_covers_every_shard(tmp_path: Path) -> None:
     runtime = runtime_of_two_shards(tmp_path, sweep_partitions=2)
     runtime.sweep_loops.request(1)
     assert [one._requested for one in runtime.sweep_loops._sweep_loops] == [{1}, {1}]

@@ -67,7 +67,7 @@ def takes(bench: RunnerHarness, tag: str, schema: Callable[..., Any], **options:
         (lambda body: body["n"], {"n": 1}, 1),
     ],
 )
-def test_a_processor_is_given_what_its_schema_makes(
+def test_a_processor_receives_the_body_converted_by_its_schema(
     bench: RunnerHarness, schema: Any, body: Any, given: Any
 ) -> None:
     seen = takes(bench, "order", schema)
@@ -102,7 +102,7 @@ def test_a_body_that_is_refused_is_not_scheduled(
     assert not any(counted(bench.store).values())
 
 
-def test_what_an_older_version_scheduled_fails_at_once_whatever_the_ladder(
+def test_a_body_that_the_schema_refuses_fails_without_a_retry(
     bench: RunnerHarness,
 ) -> None:
     task = bench.schedule("order", {"nummer": 7})

@@ -151,7 +151,7 @@ def test_a_chunk_of_concurrent_rows_is_settled_while_the_next_one_runs(make: Mak
     wait_until(lambda: bench.statuses([first, second]) == ["DONE"] * 2, 5, "the settlements")
 
 
-def test_what_was_counted_after_the_last_report_is_sent_without_another_chunk(make: Make) -> None:
+def test_counts_after_the_last_report_are_sent_without_another_chunk(make: Make) -> None:
     bench, late_counts, counts = make(), LateCounts(print), RunCounts()
     bench.runner = bench.make_runner(
         may_detach=True, has_others=lambda: True, send_late_counts=partial(late_counts.send, 3)

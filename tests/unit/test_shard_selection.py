@@ -43,7 +43,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ShardSelectionHarness:
     return ShardSelectionHarness(monkeypatch)
 
 
-def test_a_shard_that_is_down_is_left_out_for_a_moment_then_one_call_tries_it(
+def test_a_shard_that_is_down_is_skipped_for_a_while_and_then_tried_by_one_call(
     bench: ShardSelectionHarness,
 ) -> None:
     bench.down = {1}
@@ -60,7 +60,9 @@ def test_a_shard_that_is_down_is_left_out_for_a_moment_then_one_call_tries_it(
     assert bench.first() == {0, 1, 2}
 
 
-def test_when_all_are_down_the_error_is_the_last_ones(bench: ShardSelectionHarness) -> None:
+def test_if_all_shards_are_down_the_error_of_the_last_one_is_raised(
+    bench: ShardSelectionHarness,
+) -> None:
     bench.down = {0, 1, 2}
     with pytest.raises(StoreUnavailableError, match=r"shard \d can not be reached"):
         bench.run()
@@ -69,7 +71,7 @@ def test_when_all_are_down_the_error_is_the_last_ones(bench: ShardSelectionHarne
     assert bench.run() == 2, "though all of them rest"
 
 
-def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(
+def test_a_task_whose_shard_is_down_is_not_written_to_another_shard(
     bench: ShardSelectionHarness,
 ) -> None:
     home = bench.shard_selection.home("order.close", "7")
@@ -81,7 +83,7 @@ def test_a_task_that_must_go_to_a_shard_that_is_down_goes_nowhere(
     assert bench.calls == {home: 1}
 
 
-def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(
+def test_a_shard_is_skipped_as_long_as_it_does_not_answer(
     bench: ShardSelectionHarness,
 ) -> None:
     def wait(shard: int) -> int:
@@ -94,7 +96,7 @@ def test_a_shard_that_does_not_answer_is_left_out_while_it_does_not(
     assert bench.first() == {0, 1, 2}
 
 
-def test_what_is_only_busy_is_not_down(bench: ShardSelectionHarness) -> None:
+def test_a_busy_shard_is_not_down(bench: ShardSelectionHarness) -> None:
     def busy(shard: int) -> int:
         raise StoreUnavailableError("the key changed hands")
 
@@ -104,7 +106,7 @@ def test_what_is_only_busy_is_not_down(bench: ShardSelectionHarness) -> None:
     assert bench.events.counts["store.down"] == 0
 
 
-def test_it_is_the_shard_that_is_down_which_is_left_out(bench: ShardSelectionHarness) -> None:
+def test_only_the_shard_that_the_error_names_is_skipped(bench: ShardSelectionHarness) -> None:
     """A key that moves is looked up in two shards."""
 
     def need_both(shard: int) -> int:

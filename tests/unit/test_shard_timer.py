@@ -14,7 +14,7 @@ from delaytasks.timers.shard_timer import ShardTimer
 from tests.recording import RecordingTimer
 
 
-def test_a_sweep_arms_what_workers_find_by_its_id_and_leaves_the_rest_to_the_table() -> None:
+def test_a_sweep_arms_only_entries_whose_id_names_its_shard() -> None:
     timer = RecordingTimer()
     ours, other, small = (
         Entry(1 << 60 | 2 << COUNTER_BITS, 0, 5),
@@ -51,6 +51,6 @@ def test_a_drain_token_names_its_shard() -> None:
 
 
 @pytest.mark.parametrize("shard", [-1, 32, "1", None, True, 1.0])
-def test_a_token_of_no_shard_is_refused(shard: object) -> None:
+def test_a_drain_token_with_an_invalid_shard_is_refused(shard: object) -> None:
     with pytest.raises(ValueError, match="shard"):
         read_message([[], {"drain": [0], "shard": shard}], "q")

@@ -53,7 +53,7 @@ def gate() -> Iterator[ForkGate]:
 # -- slots ----------------------------------------------------------------------------------------
 
 
-def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(
+def test_no_more_rows_run_concurrently_than_the_tag_has_thread_slots(
     bench: RunnerHarness, gate: ForkGate
 ) -> None:
     bench.registry.processor("wait", in_flight=5)(gate)
@@ -68,7 +68,9 @@ def test_as_many_rows_run_at_once_as_there_are_places_and_no_more(
     assert bench.statuses(tasks) == ["DONE"] * 12
 
 
-def test_the_chunks_of_a_process_share_a_tags_places(bench: RunnerHarness, gate: ForkGate) -> None:
+def test_the_chunks_of_a_process_share_the_thread_slots_of_a_tag(
+    bench: RunnerHarness, gate: ForkGate
+) -> None:
     bench.registry.processor("wait", in_flight=3)(gate)
     chunks = [[bench.schedule("wait") for _ in range(2)] for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -80,7 +82,7 @@ def test_the_chunks_of_a_process_share_a_tags_places(bench: RunnerHarness, gate:
     assert gate.most == 3
 
 
-def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(
+def test_concurrent_rows_begin_first_and_other_rows_run_meanwhile(
     bench: RunnerHarness, gate: ForkGate
 ) -> None:
     bench.registry.processor("wait", in_flight=5)(gate)
@@ -97,14 +99,14 @@ def test_other_rows_run_meanwhile_and_the_waiting_ones_begin_first(
 
 @pytest.mark.parametrize("option", ["in_flight", "batch"])
 @pytest.mark.parametrize("number", [0, -1, 1001, True, 2.0, "5"])
-def test_a_number_that_is_none_is_refused_where_it_is_written(
+def test_an_invalid_number_is_refused_by_the_registration(
     bench: RunnerHarness, option: str, number: Any
 ) -> None:
     with pytest.raises(ValueError, match=f"{option}=.*from 1 to 1000"):
         bench.registry.processor("wait", **{option: number})
 
 
-def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> None:
+def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
     thread_slots = ThreadSlots()
     for tag in ("a", "b"):
         for _ in range(MAX_SLOTS // 2):
@@ -118,7 +120,7 @@ def test_all_tags_together_have_no_more_places_than_a_process_has_threads() -> N
 # -- how concurrent rows end ----------------------------------------------------------------------
 
 
-def test_each_row_ends_by_itself(bench: RunnerHarness) -> None:
+def test_each_concurrent_row_has_its_own_outcome(bench: RunnerHarness) -> None:
     def work(body: Any) -> Any:
         if body == "raise":
             raise ValueError("as asked")
@@ -132,7 +134,7 @@ def test_each_row_ends_by_itself(bench: RunnerHarness) -> None:
     assert [bench.now(task).attempts for task in tasks[1:3]] == [1, 0]
 
 
-def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(
+def test_a_concurrent_row_that_raises_worker_shutdown_fails(
     bench: RunnerHarness,
 ) -> None:
     def stop(body: Any) -> None:
@@ -144,7 +146,9 @@ def test_a_row_that_tells_the_worker_to_stop_fails_for_nobody_would_hear_it(
     assert bench.statuses(tasks) == ["FAILED", "DONE"]
 
 
-def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: ForkGate) -> None:
+def test_rows_without_a_thread_slot_within_the_time_budget_are_given_back(
+    make: Make, gate: ForkGate
+) -> None:
     bench = make(chunk_time_budget_s=0.5)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(5)]
@@ -165,7 +169,7 @@ def test_rows_that_found_no_place_within_the_time_box_go_back(make: Make, gate: 
 # -- rows that outlast their chunk ----------------------------------------------------------------
 
 
-def test_a_row_that_waits_for_long_holds_up_neither_its_neighbours_ends_nor_the_next_chunk(
+def test_a_long_row_delays_neither_other_settlements_nor_the_next_chunk(
     make: Make, gate: ForkGate
 ) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.5)
@@ -184,7 +188,7 @@ def test_a_row_that_waits_for_long_holds_up_neither_its_neighbours_ends_nor_the_
     assert (last.ran, last.detached) == (1, ()), "the next report tells of it"
 
 
-def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
+def test_detached_rows_that_end_together_are_settled_soon_in_one_call(make: Make) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.5)
     doors = [threading.Event() for _ in range(2)]
     bench.registry.processor("wait", in_flight=20)(lambda body: doors[body].wait(10))
@@ -209,7 +213,7 @@ def test_what_ends_later_is_settled_soon_and_together(make: Make) -> None:
     assert bench.statuses(tasks) == ["DONE"] * 20
 
 
-def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: ForkGate) -> None:
+def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGate) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(2)]
@@ -225,7 +229,7 @@ def test_the_next_chunk_comes_when_there_is_a_place_for_it(make: Make, gate: For
     bench.runner.finish()
 
 
-def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: ForkGate) -> None:
+def test_a_detached_row_is_settled_after_a_database_outage(make: Make, gate: ForkGate) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     task = bench.schedule("wait")
@@ -243,7 +247,7 @@ def test_what_ran_on_is_settled_though_the_database_was_away(make: Make, gate: F
     assert bench.events.counts["settle.waits"] == 2
 
 
-def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(
+def test_a_detached_row_that_cannot_be_settled_is_left_to_its_lease(
     make: Make, gate: ForkGate
 ) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.2)
@@ -263,11 +267,11 @@ def test_what_ran_on_and_can_not_be_settled_is_left_to_its_lease(
     assert [fields["loop"] for fields in bench.named("loop.failed")] == ["time budget"]
 
 
-def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate: ForkGate) -> None:
+def test_a_recovered_row_runs_when_no_other_row_runs(make: Make, gate: ForkGate) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
-    beside: list[int] = []
-    bench.registry.processor("suspect", in_flight=5)(lambda body: beside.append(gate.inside))
+    others_inside: list[int] = []
+    bench.registry.processor("suspect", in_flight=5)(lambda body: others_inside.append(gate.inside))
     bench.run(bench.schedule("wait"))
     assert gate.inside == 1
     abandoned_row = bench.schedule("suspect")
@@ -278,11 +282,11 @@ def test_a_row_that_lapsed_runs_when_no_other_row_is_beside_it(make: Make, gate:
         time.sleep(0.1)
         gate.is_open.set()
         assert running.result(5).detached == ()
-    assert beside == [0]
+    assert others_inside == [0]
     assert bench.statuses([abandoned_row]) == ["DONE"]
 
 
-def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
+def test_a_row_whose_outcome_cannot_be_determined_lapses_and_frees_its_thread_slot(
     bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> Any:
@@ -302,7 +306,7 @@ def test_a_row_whose_end_can_not_even_be_told_lapses_and_frees_its_place(
 # -- the size of a chunk --------------------------------------------------------------------------
 
 
-def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(
+def test_the_chunk_size_follows_the_thread_slots_and_not_the_duration_of_a_row(
     bench: RunnerHarness,
 ) -> None:
     bench.registry.processor("wait", in_flight=20)(lambda body: time.sleep(0.1))
@@ -315,7 +319,7 @@ def test_a_chunk_learns_what_its_places_bear_and_not_how_long_one_row_takes(
     assert size.fits
 
 
-def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: RunnerHarness) -> None:
+def test_a_chunk_of_mostly_other_rows_requests_no_more_rows(bench: RunnerHarness) -> None:
     bench.registry.processor("wait", in_flight=20)(lambda body: None)
     report = bench.run(bench.schedule("wait"), bench.schedule(), bench.schedule())
     assert report.wanted == 0
@@ -324,7 +328,7 @@ def test_a_chunk_that_is_mostly_of_other_rows_wants_no_more_of_them(bench: Runne
 # -- coroutines -----------------------------------------------------------------------------------
 
 
-def test_coroutines_run_on_one_loop_side_by_side_and_a_hundred_of_them_unless_told_otherwise(
+def test_coroutines_run_concurrently_on_one_loop_and_a_hundred_by_default(
     bench: RunnerHarness,
 ) -> None:
     loops: set[int] = set()
@@ -383,7 +387,7 @@ def test_a_coroutine_has_the_context_of_its_row(bench: RunnerHarness) -> None:
     ],
     ids=repr,
 )
-def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(
+def test_a_coroutine_that_raises_fails_its_row_and_the_loop_continues(
     bench: RunnerHarness, error: BaseException
 ) -> None:
     async def fail(body: Any) -> None:
@@ -402,7 +406,7 @@ def test_a_coroutine_that_raises_fails_its_row_and_the_loop_goes_on(
     assert bench.statuses([after]) == ["DONE"]
 
 
-def test_a_function_that_hands_a_coroutine_on_is_awaited_too(bench: RunnerHarness) -> None:
+def test_a_coroutine_that_a_function_returns_is_awaited(bench: RunnerHarness) -> None:
     async def work(body: Any) -> dict[str, Any]:
         return {"got": body}
 
@@ -411,7 +415,7 @@ def test_a_function_that_hands_a_coroutine_on_is_awaited_too(bench: RunnerHarnes
     assert bench.now(task).result == {"got": 7}
 
 
-def test_a_forked_child_has_a_loop_of_its_own() -> None:
+def test_a_forked_child_has_its_own_event_loop() -> None:
     async def work() -> int:
         return id(asyncio.get_running_loop())
 
@@ -422,7 +426,7 @@ def test_a_forked_child_has_a_loop_of_its_own() -> None:
     assert coroutines.result_of(work()) != first
 
 
-def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: RunnerHarness) -> None:
+def test_an_expired_task_is_not_run_concurrently_either(bench: RunnerHarness) -> None:
     ran: list[Any] = []
     bench.registry.processor("wait", in_flight=5, expires=10)(ran.append)
     late, fine = bench.schedule("wait", "late"), bench.schedule("wait", "fine")
@@ -435,7 +439,7 @@ def test_a_task_that_is_too_late_is_not_run_side_by_side_either(bench: RunnerHar
 # -- rows with time limits ------------------------------------------------------------------------
 
 
-def test_time_limits_are_refused_for_what_does_not_run_alone(bench: RunnerHarness) -> None:
+def test_time_limits_are_refused_for_concurrent_processors(bench: RunnerHarness) -> None:
     async def work(body: Any) -> None: ...
 
     with pytest.raises(ValueError, match=r"work is async: use timeouts instead"):
@@ -444,14 +448,14 @@ def test_time_limits_are_refused_for_what_does_not_run_alone(bench: RunnerHarnes
         bench.registry.processor("wait", soft_time_limit=5, in_flight=5)(lambda body: None)
 
 
-def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(
+def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
     make: Make, gate: ForkGate
 ) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=1)
     bench.registry.processor("wait", in_flight=5)(gate)
-    beside: list[Any] = []
+    others_inside: list[Any] = []
     bench.registry.processor("limited", time_limit=60)(
-        lambda body: beside.append((gate.inside, bench.statuses([first, second])))  # type: ignore[has-type]
+        lambda body: others_inside.append((gate.inside, bench.statuses([first, second])))  # type: ignore[has-type]
     )
     bench.run(first := bench.schedule("wait"))
     second = bench.schedule("wait")
@@ -460,8 +464,8 @@ def test_a_row_that_may_be_killed_by_its_time_limit_waits_for_the_others(
         running = pool.submit(bench.run, limited, second)
         wait_until(lambda: gate.inside == 2, 5, "the others to run")
         time.sleep(0.1)
-        assert beside == []
+        assert others_inside == []
         gate.is_open.set()
         running.result(5)
-    assert beside == [(0, ["DONE", "DONE"])], "what is finished is settled, too"
+    assert others_inside == [(0, ["DONE", "DONE"])], "what is finished is settled, too"
     assert bench.statuses([limited]) == ["DONE"]

@@ -95,7 +95,7 @@ def bench(make: Make) -> RunnerHarness:
     return made
 
 
-def climb(body: Any) -> None:
+def raise_error(body: Any) -> None:
     raise ValueError("no")
 
 
@@ -110,8 +110,8 @@ OUTCOMES = {
     "Retry, the last time": (lambda: Retry(reason="busy"), True, "failure", "FAILED"),
     "Snooze": (lambda: Snooze("5m"), False, "retry", "NOT_COMPLETE"),
     "Cancel": (lambda: Cancel("not needed"), False, "revoked", "CANCELLED"),
-    "raises": (lambda: climb(None), False, "retry", "NOT_COMPLETE"),
-    "raises, the last time": (lambda: climb(None), True, "failure", "FAILED"),
+    "raises": (lambda: raise_error(None), False, "retry", "NOT_COMPLETE"),
+    "raises, the last time": (lambda: raise_error(None), True, "failure", "FAILED"),
     "exits": (lambda: exit_politely(), True, "failure", "FAILED"),
 }
 STATES = {"success": "SUCCESS", "failure": "FAILURE", "retry": "RETRY", "revoked": "REVOKED"}
@@ -142,7 +142,7 @@ def test_a_failure_is_reported_while_its_exception_is_handled(
     [(is_handled, traceback, innermost, name)] = seen
     assert is_handled
     assert traceback is not None
-    assert (innermost == "climb") == (outcome != "Fail")
+    assert (innermost == "raise_error") == (outcome != "Fail")
     assert "_send_failure" not in {frame.name for frame in extract_tb(traceback)}
     assert name == "close_order"
     assert sys.exc_info() == (None, None, None)
@@ -150,7 +150,7 @@ def test_a_failure_is_reported_while_its_exception_is_handled(
 
 @pytest.mark.parametrize("mode", ["single", "batch", "in_flight"])
 @pytest.mark.parametrize("outcome", OUTCOMES)
-def test_each_signal_says_how_the_row_ended(
+def test_each_signal_has_the_outcome_of_the_row(
     bench: RunnerHarness, sent: Signals, outcome: str, mode: str
 ) -> None:
     ends, is_last, signal, status = OUTCOMES[outcome]
@@ -171,9 +171,7 @@ def test_each_signal_says_how_the_row_ended(
     assert sent.states == {str(task.id): STATES[signal] for task in called}
 
 
-def test_the_tasks_of_a_batch_have_each_a_signal_of_their_own(
-    bench: RunnerHarness, sent: Signals
-) -> None:
+def test_each_task_of_a_batch_has_its_own_signal(bench: RunnerHarness, sent: Signals) -> None:
     def work(tasks: list[DelayTask]) -> dict[int, Any]:
         return {task.id: outcome for task, outcome in zip(tasks, ends, strict=True)}
 
@@ -196,7 +194,7 @@ def test_the_tasks_of_a_batch_have_each_a_signal_of_their_own(
 
 
 @pytest.mark.parametrize("options", [{}, {"batch": 10}, {"in_flight": 5}])
-def test_a_body_that_can_not_be_read_is_a_failure(
+def test_an_unreadable_body_is_signalled_as_a_failure(
     bench: RunnerHarness, sent: Signals, options: Any
 ) -> None:
     bench.registry.processor("one", **options)(lambda given: None)
@@ -208,10 +206,10 @@ def test_a_body_that_can_not_be_read_is_a_failure(
     assert sent.states[str(bad.id)] == "FAILURE"
 
 
-def test_signals_have_what_receivers_look_at(bench: RunnerHarness, sent: Signals) -> None:
+def test_signals_have_the_arguments_that_receivers_use(bench: RunnerHarness, sent: Signals) -> None:
     bench.registry.processor("fail")(lambda body: Fail("the card was refused"))
     bench.registry.processor("retry")(lambda body: Retry("5m", "busy"))
-    bench.registry.processor("raise")(climb)
+    bench.registry.processor("raise")(raise_error)
     fail, retry, raises = (
         bench.schedule("fail", 7),
         bench.schedule("retry"),
@@ -227,10 +225,10 @@ def test_signals_have_what_receivers_look_at(bench: RunnerHarness, sent: Signals
     assert sent.fields(retry)["request"].id == str(retry.id)
     raised = sent.fields(raises)
     assert isinstance(raised["exception"], ValueError)
-    assert "climb" in raised["einfo"].traceback
+    assert "raise_error" in raised["einfo"].traceback
 
 
-def test_a_task_that_settled_itself_has_succeeded_whatever_its_processor_raises_then(
+def test_a_completed_task_has_succeeded_even_if_its_processor_raises_later(
     bench: RunnerHarness, sent: Signals
 ) -> None:
     def complete(body: Any, task: DelayTask) -> None:

@@ -32,13 +32,13 @@ def signed(*secrets: str, age_s: int = 0, payload: bytes = PAYLOAD) -> dict[str,
     return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
 
 
-def test_what_we_sign_the_official_package_verifies() -> None:
+def test_the_official_package_verifies_our_signatures() -> None:
     assert Webhook(NEW).verify(PAYLOAD, signed(NEW)) == {"order": 7, "name": "é"}
     with pytest.raises(WebhookVerificationError):
         Webhook(OTHER).verify(PAYLOAD, signed(NEW))
 
 
-def test_what_the_official_package_signs_we_verify() -> None:
+def test_signatures_of_the_official_package_are_verified() -> None:
     now = datetime.now(timezone.utc)
     signature = Webhook(NEW).sign("42", now, PAYLOAD.decode())
     headers = {
@@ -49,7 +49,7 @@ def test_what_the_official_package_signs_we_verify() -> None:
     assert verify(PAYLOAD, headers, NEW) == Received("42", {"order": 7, "name": "é"})
 
 
-def test_keys_overlap_while_one_takes_the_place_of_another() -> None:
+def test_both_keys_are_valid_while_one_replaces_the_other() -> None:
     both = signed(OLD, NEW)
     for known in (OLD, NEW):
         assert Webhook(known).verify(PAYLOAD, both)
@@ -107,19 +107,19 @@ def test_signatures_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatc
     assert len(compared) == 6
 
 
-def test_a_callback_that_is_late_but_not_too_late_is_taken() -> None:
+def test_a_callback_within_the_tolerance_is_accepted() -> None:
     assert verify(PAYLOAD, signed(NEW, age_s=250), NEW).id == "42"
     assert verify(PAYLOAD, signed(NEW, age_s=3000), NEW, tolerance_s=3600).id == "42"
 
 
-def test_a_time_that_is_signed_but_none_is_refused() -> None:
+def test_an_invalid_time_is_refused_even_if_it_is_signed() -> None:
     signature = SigningKeys([NEW]).sign("42", "-5", PAYLOAD)
     headers = {"webhook-id": "42", "webhook-timestamp": "-5", "webhook-signature": signature}
     with pytest.raises(InvalidSignatureError, match="ago"):
         verify(PAYLOAD, headers, NEW)
 
 
-def test_a_signed_body_that_is_not_json_is_said() -> None:
+def test_a_signed_body_that_is_not_json_is_an_error() -> None:
     with pytest.raises(BodyNotJSONError):
         verify(b"{nope", signed(NEW, payload=b"{nope"), NEW)
 
@@ -127,7 +127,7 @@ def test_a_signed_body_that_is_not_json_is_said() -> None:
 @pytest.mark.parametrize(
     "bad", ["", "whsec_", "whsec_é", "whsec_!!!!", "whsec_c2hvcnQ=", "whsec_" + "A" * 100, "A" * 43]
 )
-def test_a_secret_that_is_none_is_said_but_not_shown(bad: str) -> None:
+def test_an_invalid_secret_is_an_error_that_does_not_show_it(bad: str) -> None:
     with pytest.raises(ConfigError, match="secret 2") as raised:
         SigningKeys([NEW, bad])
     assert bad == "" or bad.removeprefix("whsec_") == "" or bad not in str(raised.value)

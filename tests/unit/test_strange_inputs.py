@@ -57,7 +57,7 @@ def attempt(work: Callable[[], str]) -> tuple[str, InvalidInputError | None]:
 @example("-0s")
 @example("1e400s")
 @example("٣s")
-def test_any_text_is_a_duration_or_none(text: str) -> None:
+def test_any_text_is_parsed_as_a_duration_or_refused(text: str) -> None:
     try:
         duration = parse_duration(text)
     except InvalidDelayError:
@@ -67,7 +67,7 @@ def test_any_text_is_a_duration_or_none(text: str) -> None:
 
 @fuzz(200)
 @given(anything | durations)
-def test_any_wait_is_seconds_or_refused(wait: Any) -> None:
+def test_any_wait_is_converted_to_seconds_or_refused(wait: Any) -> None:
     try:
         seconds = check_wait(wait, 1000)
     except InvalidDelayError:
@@ -78,7 +78,7 @@ def test_any_wait_is_seconds_or_refused(wait: Any) -> None:
 
 @fuzz(300)
 @given(anything | st.text("ab\x00\x1b\r\n \u202e\ud800é😀", max_size=200))
-def test_any_name_is_kept_or_refused(name: Any) -> None:
+def test_any_name_is_unchanged_or_refused(name: Any) -> None:
     for check, most in ((check_tag, 128), (check_key, 191), (check_queue, 100)):
         kept, refusal = attempt(lambda check=check: check(name))  # type: ignore[misc]
         if refusal is not None:
@@ -93,7 +93,7 @@ def test_any_name_is_kept_or_refused(name: Any) -> None:
 @fuzz(200)
 @given(json_like)
 @example([1e308, -0.0, 5e-324, 2**53 + 1, -(2**63), 10**30, "😀", {"": [[[[]]]]}])
-def test_any_body_comes_back_from_its_text_or_is_refused(body: Any) -> None:
+def test_any_body_is_read_back_unchanged_or_refused(body: Any) -> None:
     text, refusal = attempt(lambda: encode_body(body, 10_000))
     if refusal is not None:
         assert "$" in str(refusal) or "bytes" in str(refusal)
@@ -130,7 +130,7 @@ def test_any_headers_of_a_row_are_read(headers: str, attempts: int) -> None:
 
 @fuzz(200)
 @given(st.lists(anything | durations, max_size=4) | anything, st.floats() | json_like)
-def test_any_ladder_is_one_or_is_refused(retry_delays: Any, jitter: Any) -> None:
+def test_any_retry_schedule_is_valid_or_refused(retry_delays: Any, jitter: Any) -> None:
     try:
         retry_schedule = RetrySchedule(retry_delays, jitter=jitter)
     except (
@@ -166,7 +166,7 @@ def test_any_text_is_shown_on_one_line_and_stored(text: str) -> None:
 @example("0000-00-00 00:00:00")
 @example("99999-01-01")
 @example("0044-03-15 00:00:00+00 BC")
-def test_any_instant_of_a_row_is_near_one_that_can_be_said(written: Any) -> None:
+def test_any_instant_of_a_row_is_converted_to_the_nearest_datetime(written: Any) -> None:
     found = nearest(written)
     assert (
         datetime.min.replace(tzinfo=timezone.utc)
@@ -191,7 +191,7 @@ def test_the_nearest_instant_is_on_the_right_side_of_now() -> None:
 
 
 @pytest.mark.parametrize("number", [99, -1, 2**15, "gone"])
-def test_a_status_that_nobody_knows_is_shown_and_allows_nothing(number: Any) -> None:
+def test_an_unknown_status_is_shown_and_allows_no_move(number: Any) -> None:
     status = Status.of(number)
     assert status.name == f"UNKNOWN_{number!r}"
     assert DelayTask(1, "x", "1", datetime.now(timezone.utc), status).is_finished is False

@@ -101,7 +101,7 @@ def _forget(reader: GuardedConsumer) -> None:
         asked.clear()
 
 
-def test_a_message_of_ours_is_taken_in(reader: GuardedConsumer) -> None:
+def test_a_valid_message_is_accepted(reader: GuardedConsumer) -> None:
     assert reader.read(json.dumps([[[[7, 1, DUE, 0]]], {}, {}])).acknowledged
     assert reader.entries == [Entry(7, 1, DUE, "default", 0)]
     reader.read(json.dumps([[[], {"drain": [0, 5]}], {}, {}]))
@@ -177,7 +177,7 @@ deliveries = st.sampled_from(
     "application/json",
     {"routing_key": ["x"]},
 )
-def test_no_message_is_too_strange(
+def test_any_message_is_acknowledged_or_refused(
     reader: GuardedConsumer, body: Any, headers: Any, kind: Any, delivery: Any
 ) -> None:
     message = reader.read(body, headers, kind, delivery_info=delivery)
@@ -195,7 +195,7 @@ def test_no_message_is_too_strange(
 
 @fuzz(200)
 @given(payload)
-def test_what_is_taken_in_is_what_was_sent(reader: GuardedConsumer, payload: Any) -> None:
+def test_accepted_entries_equal_the_sent_ones(reader: GuardedConsumer, payload: Any) -> None:
     """The messages cause only their own entries, drains and sweeps."""
     _forget_now(reader)
     reader.read(json.dumps(payload))
@@ -222,7 +222,7 @@ class Bomb:
     "headers", [{"task": RUN, "id": "x"}, {}, {"task": "test.other", "id": "x"}]
 )
 @pytest.mark.parametrize("routing_key", ["delaytasks.default", "celery"])
-def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
+def test_pickle_is_not_read_from_queues_of_delaytasks_even_if_the_app_accepts_it(
     tmp_path: Path, headers: dict[str, Any], routing_key: str
 ) -> None:
     """In Redis the queue of a message is a field of the message."""
@@ -235,7 +235,7 @@ def test_pickle_is_not_read_from_our_queues_even_where_the_app_accepts_it(
     reader.runtime.celery_worker.delays.close()
 
 
-def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path: Path) -> None:
+def test_queues_of_the_app_are_read_with_the_content_types_of_the_app(tmp_path: Path) -> None:
     reader = GuardedConsumer(tmp_path, accept_content=["json", "pickle"])
     reader.consumer.task_consumer.queues.append(Queue("celery"))
     reader.read(
@@ -253,7 +253,7 @@ def test_beside_queues_of_the_apps_own_theirs_are_read_as_the_app_says(tmp_path:
 @pytest.mark.parametrize(
     ("accepted", "told"), [(["json"], 0), (["json", "msgpack"], 0), (["pickle", "json"], 1)]
 )
-def test_a_worker_says_that_the_app_accepts_what_can_run_code(
+def test_a_worker_reports_that_the_app_accepts_content_that_can_run_code(
     tmp_path: Path, accepted: Any, told: int
 ) -> None:
     reader = GuardedConsumer(tmp_path, accept_content=accepted)
@@ -273,7 +273,7 @@ def test_a_worker_says_that_the_app_accepts_what_can_run_code(
 )
 @example("[" * 5000)
 @example('["default", [[[1, 0, 1e400, 0]]]]')
-def test_any_notice_is_entries_or_is_refused(payload: str) -> None:
+def test_any_notice_has_valid_entries_or_is_refused(payload: str) -> None:
     """Any client of the database can send notifications."""
     try:
         entries = read_notice(payload)
@@ -282,7 +282,7 @@ def test_any_notice_is_entries_or_is_refused(payload: str) -> None:
     assert all(0 < entry.id <= MAX_ID and 0 <= entry.version < 2**63 for entry in entries)
 
 
-def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
+def test_messages_of_delaytasks_write_no_results_to_a_backend(tmp_path: Path) -> None:
     """An app has no result backend by default, and our messages do not use an app's backend."""
     assert GuardedConsumer(tmp_path).app.conf.result_backend is None
     backend = GuardedConsumer(tmp_path / "other", result_backend="cache+memory://")
@@ -303,7 +303,7 @@ def test_nothing_of_ours_goes_to_a_result_backend(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "error", [ValueError("no JSON"), KeyError("properties"), TypeError(), RecursionError()]
 )
-def test_what_the_transport_can_not_read_is_refused(
+def test_a_message_that_the_transport_cannot_read_is_refused(
     reader: GuardedConsumer, error: Exception
 ) -> None:
     before = reader.refused
@@ -311,13 +311,15 @@ def test_what_the_transport_can_not_read_is_refused(
     assert reader.refused == before + 1
 
 
-def test_a_broker_that_is_away_or_has_nothing_is_told_of_as_ever(reader: GuardedConsumer) -> None:
+def test_errors_about_a_lost_broker_or_an_empty_queue_are_raised_unchanged(
+    reader: GuardedConsumer,
+) -> None:
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
             RedisGuard(reader.consumer).read(raiser(error), lambda: False)
 
 
-def test_what_came_behind_it_is_read_as_well(reader: GuardedConsumer) -> None:
+def test_messages_after_an_unreadable_one_are_read(reader: GuardedConsumer) -> None:
     coming = [KeyError("properties"), Empty(), ValueError("no JSON"), None]
 
     def read() -> Any:
@@ -330,7 +332,7 @@ def test_what_came_behind_it_is_read_as_well(reader: GuardedConsumer) -> None:
 
 
 @pytest.mark.parametrize("name", ["gzip", "bzip2", "xz"])
-def test_our_queues_are_not_decompressed_on_any_transport_of_kombus_own(
+def test_queues_of_delaytasks_are_not_decompressed_on_any_transport_of_kombu(
     tmp_path: Path, name: str
 ) -> None:
     """The app's own messages may be compressed."""

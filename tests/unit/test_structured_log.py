@@ -102,7 +102,7 @@ def test_an_error_has_its_text_and_its_traceback_in_the_same_line(
     assert line["traceback"].rstrip().endswith(HOSTILE)
 
 
-def test_logfmt_quotes_what_could_end_a_value(logfmt: Lines, events: Events) -> None:
+def test_logfmt_quotes_characters_that_could_end_a_value(logfmt: Lines, events: Events) -> None:
     events.emit("task.withdrawn", **TASK.event_fields, reason=HOSTILE)
     [line] = logfmt.lines
     assert ' event=task.withdrawn id=7 tag=mail key="k 1" queue=default attempt=2 ' in line
@@ -124,7 +124,7 @@ def test_a_value_that_json_does_not_know_is_text(log: Lines, events: Events) -> 
     assert "other" not in log.documents[0]
 
 
-def test_other_formatters_print_the_line_for_people(log: Lines, events: Events) -> None:
+def test_other_formatters_print_the_text_of_the_text_log(log: Lines, events: Events) -> None:
     log.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     events.emit("task.cancelled", **TASK.event_fields)
     assert log.lines == ["INFO task.cancelled id=7 tag='mail'"]

@@ -128,7 +128,7 @@ def place(time: ManualMonotonic) -> SweepLoopHarness:
     return SweepLoopHarness(sweep_partitions=3)
 
 
-def test_without_beat_a_worker_asks_every_second_whether_somebody_swept(
+def test_without_beat_a_worker_checks_every_second_for_stale_partitions(
     place: SweepLoopHarness, time: ManualMonotonic
 ) -> None:
     """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
@@ -159,7 +159,7 @@ def test_a_worker_publishes_its_load_and_the_tags_that_it_has_processors_for(
     assert (place.published, place.busy) == (["mail"], 1)
 
 
-def test_a_worker_looks_for_what_is_overdue_in_its_queues_at_its_start_and_every_self_sweep(
+def test_a_worker_checks_its_queues_for_overdue_rows_at_its_start_and_periodically(
     place: SweepLoopHarness, time: ManualMonotonic
 ) -> None:
     place.fails = {"drain own"}
@@ -201,7 +201,7 @@ def test_a_requested_partition_is_kept_until_it_is_swept(place: SweepLoopHarness
     assert place.turn() == []
 
 
-def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
+def test_a_broker_outage_is_remembered_while_the_database_is_unavailable(
     place: SweepLoopHarness,
 ) -> None:
     place.fails = {"forget"}
@@ -212,7 +212,7 @@ def test_a_broker_that_was_away_is_not_forgotten_because_the_database_is(
     assert place.turn() == []
 
 
-def test_stale_partitions_are_looked_for_until_the_query_succeeds(
+def test_the_check_for_stale_partitions_is_repeated_until_the_query_succeeds(
     place: SweepLoopHarness,
 ) -> None:
     place.fails, place.stale = {"stale"}, [2]

@@ -100,7 +100,7 @@ def test_a_table_without_notices_is_read_more_rarely_while_nothing_is_late(
     assert found[-1] == MAX_POLL_REST_S
 
 
-def test_and_often_again_once_something_was_found_late(bench: PollerHarness) -> None:
+def test_a_table_without_notices_is_read_often_again_after_a_late_row(bench: PollerHarness) -> None:
     rests(bench, 20)
     bench.rows = bench.entries(1, in_s=-0.01)
     assert rests(bench, 1) == [MIN_POLL_REST_S]
@@ -116,7 +116,7 @@ def test_a_table_with_notices_is_read_once_a_second(bench: PollerHarness) -> Non
     assert rests(bench, 3) == [NOTIFIED_POLL_S] * 3
 
 
-def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
+def test_if_a_read_is_full_the_next_one_comes_before_the_remaining_rows_are_due(
     bench: PollerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(table_poller, "MAX_READ_ROWS", 10)
@@ -126,7 +126,7 @@ def test_if_one_read_is_too_small_the_next_one_comes_before_the_rest_is_due(
     assert len(bench.held) == 10
 
 
-def test_what_is_late_is_asked_for_once_a_second_by_queue_and_priority(
+def test_drains_of_late_rows_are_requested_once_a_second_by_queue_and_priority(
     bench: PollerHarness,
 ) -> None:
     bench.late = [Level("default", 0), Level("default", 9), Level("others", 0)]
@@ -158,7 +158,7 @@ def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
     assert bench.asked == [("default", [0])], "the others wait until there is room"
 
 
-def test_a_database_that_is_down_is_left_alone(bench: PollerHarness) -> None:
+def test_a_database_that_is_down_is_not_read(bench: PollerHarness) -> None:
     bench.is_up, bench.rows = False, bench.entries(1, in_s=0)
     assert rests(bench, 1) == [NOTIFIED_POLL_S]
     assert bench.held == []

@@ -97,7 +97,9 @@ def test_a_run_is_one_message(rows: TaskEvents, heard: Heard) -> None:
     assert len(heard.messages) == 1, "nothing is sent when nothing happened"
 
 
-def test_a_row_that_an_operator_retries_is_shown_anew(rows: TaskEvents, heard: Heard) -> None:
+def test_a_row_that_an_operator_retries_is_shown_without_its_old_error(
+    rows: TaskEvents, heard: Heard
+) -> None:
     fail(rows, ROW)
     rows.flush()
     assert heard.task().state == "FAILURE"
@@ -145,7 +147,9 @@ def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -
     assert heard.task("7-2").parent_id == "7-1"
 
 
-def test_a_row_without_processor_is_put_off_and_runs_later(rows: TaskEvents, heard: Heard) -> None:
+def test_a_row_without_a_processor_is_deferred_and_runs_later(
+    rows: TaskEvents, heard: Heard
+) -> None:
     rows.defer(ROW, NOON, "no such processor, tag=order.close")
     rows.flush()
     assert (heard.task().state, heard.task().exception) == (
@@ -159,7 +163,7 @@ def test_a_row_without_processor_is_put_off_and_runs_later(rows: TaskEvents, hea
     assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
 
 
-def test_each_outcome_has_the_state_that_monitors_know(rows: TaskEvents, heard: Heard) -> None:
+def test_each_outcome_has_a_state_of_celery(rows: TaskEvents, heard: Heard) -> None:
     later = NOON + timedelta(hours=1)
     outcomes = [
         (
@@ -212,7 +216,7 @@ class UnreadableError(Exception):
 @pytest.mark.parametrize(
     "error", [UnreadableError(), ValueError("\x00\ud800"), ValueError("x" * 1_000_000)]
 )
-def test_any_error_can_be_told(rows: TaskEvents, heard: Heard, error: Exception) -> None:
+def test_any_error_text_can_be_sent(rows: TaskEvents, heard: Heard, error: Exception) -> None:
     rows.started(ROW, NOON, NOON)
     rows.ended(Settlement(ROW, "fail", NOON, "\x00\ud800" + "y" * 1_000_000), NOON, error)
     rows.flush()
@@ -258,7 +262,9 @@ def test_threads_lose_no_event(rows: TaskEvents, heard: Heard) -> None:
     assert {task.state for task in heard.state.tasks.values()} == {"SUCCESS"}
 
 
-def test_a_connection_that_died_while_idle_is_made_anew(rows: TaskEvents, heard: Heard) -> None:
+def test_a_connection_that_was_closed_while_idle_is_replaced(
+    rows: TaskEvents, heard: Heard
+) -> None:
     publish, failures = rows._publish, [ConnectionError("idle for too long")]
 
     def publish_or_fail(events: list[dict[str, Any]]) -> None:
@@ -284,7 +290,7 @@ def black_hole() -> Iterator[int]:
 
 @pytest.mark.parametrize("scheme", ["redis", "amqp"])
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "silent"])
-def test_a_broker_that_is_away_costs_little_time_and_no_memory(
+def test_an_unavailable_broker_takes_little_time_and_no_memory(
     scheme: str,
     is_closed: bool,
     black_hole: int,
@@ -335,7 +341,7 @@ def test_there_are_no_row_events_while_the_worker_is_not_connected(consumer: Any
     assert wants_task_events(consumer) is False
 
 
-def test_bodies_are_shown_unless_they_shall_not_be(rows: TaskEvents, heard: Heard) -> None:
+def test_bodies_are_shown_unless_the_setting_hides_them(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     rows.flush()
     assert heard.task().args == ROW.body_json

@@ -44,7 +44,7 @@ def handler() -> Iterator[Callable[..., None]]:
     signal.signal(signal.SIGALRM, before)
 
 
-def test_limits_are_said_as_all_durations() -> None:
+def test_time_limits_are_written_as_durations() -> None:
     both = processor(soft_time_limit="1m30s", time_limit=120)
     assert (both.soft_time_limit_s, both.time_limit_s, both.has_time_limits) == (90, 120, True)
     assert not processor().has_time_limits
@@ -64,7 +64,7 @@ def test_limits_are_said_as_all_durations() -> None:
     ],
     ids=str,
 )
-def test_limits_that_can_not_be_kept_are_refused(limits: dict[str, Any]) -> None:
+def test_invalid_time_limits_are_refused(limits: dict[str, Any]) -> None:
     with pytest.raises(InvalidDelayError):
         processor(**limits)
 
@@ -87,7 +87,9 @@ def test_a_soft_limit_raises_in_the_processor_and_leaves_nothing_behind(
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-def test_a_soft_limit_that_is_swallowed_does_not_strike_again(handler: Callable[..., None]) -> None:
+def test_a_soft_limit_whose_error_is_caught_raises_no_second_one(
+    handler: Callable[..., None],
+) -> None:
     struck = []
 
     def call() -> str:
@@ -101,7 +103,7 @@ def test_a_soft_limit_that_is_swallowed_does_not_strike_again(handler: Callable[
     assert len(struck) == 1
 
 
-def test_a_soft_limit_that_strikes_as_the_processor_ends_is_over_with_the_call(
+def test_a_soft_limit_at_the_end_of_the_processor_has_no_effect_after_the_call(
     handler: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if Coverage.current():
@@ -154,7 +156,7 @@ def test_only_prefork_can_keep_limits() -> None:
     assert not can_limit_time(thread.TaskPool(1))
 
 
-def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path: Path) -> None:
+def test_a_pool_refuses_queues_of_tags_whose_time_limits_it_cannot_keep(tmp_path: Path) -> None:
     app = Celery("test", broker="memory://", set_as_current=False)
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", queues={"report.*": "reports"})
     delays.processor("report.daily", soft_time_limit="5m")(lambda body: None)
@@ -169,7 +171,7 @@ def test_a_pool_refuses_the_queues_of_tags_whose_limits_it_can_not_keep(tmp_path
         check_time_limits(*parts, served, thread.TaskPool(1))
 
 
-def test_a_child_that_is_dead_is_seen_whether_or_not_anybody_has_waited_for_it() -> None:
+def test_a_dead_child_is_detected_before_and_after_it_is_waited_for() -> None:
     reads, writes = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -26,7 +26,7 @@ MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 
 
 @given(st.integers(1, 300), st.sampled_from([0.5, 1.0, 60.0]), st.integers(0, 2**32))
-def test_no_window_has_more_starts_than_the_rate_says(
+def test_no_period_has_more_starts_than_the_rate_allows(
     rate: int, period_s: float, seed: int
 ) -> None:
     """The limit holds at any time of a request and for any number of starts."""
@@ -44,7 +44,7 @@ def test_no_window_has_more_starts_than_the_rate_says(
 
 
 @pytest.mark.parametrize(("rate", "period_s"), [(100, 1.0), (5, 60.0), (1, 3600.0), (10_000, 1.0)])
-def test_a_rate_is_reached_to_a_tenth_and_a_little(rate: int, period_s: float) -> None:
+def test_a_rate_is_reached_within_about_a_tenth(rate: int, period_s: float) -> None:
     pace = StartPace.of(rate, period_s)
     assert 0.86 * rate <= period_s / pace.interval_s <= rate
     assert pace.starts(0.0) == pace.burst >= 1
@@ -259,7 +259,9 @@ def test_a_probe_that_took_the_last_slot_briefly_calls_no_process(time: ManualMo
     assert visited(found) is None
 
 
-def test_a_waitlist_that_a_chunk_met_is_visited_unless_it_is_known(time: ManualMonotonic) -> None:
+def test_a_waitlist_that_a_chunk_reports_is_visited_unless_it_is_known(
+    time: ManualMonotonic,
+) -> None:
     found, seen = TrackedWaitlists(), [WaitlistState(*MAIL, None)]
     assert found.update(seen) == WAITLIST_RECHECK_S
     assert visited(found) == MAIL

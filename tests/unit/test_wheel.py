@@ -86,7 +86,7 @@ def test_an_entry_of_a_later_round_stays_in_its_slot() -> None:
     ]
 
 
-def test_entries_of_one_tick_come_out_together() -> None:
+def test_entries_of_one_tick_are_returned_together() -> None:
     wheel: TimingWheel[int] = TimingWheel(slots=8)
     for name in range(1000):
         wheel.add(name, 3, name)
@@ -95,13 +95,13 @@ def test_entries_of_one_tick_come_out_together() -> None:
     assert len(wheel) == 0
 
 
-def test_an_entry_that_is_none_is_an_entry() -> None:
+def test_none_can_be_an_entry() -> None:
     wheel: TimingWheel[None] = TimingWheel(slots=8)
     wheel.add("a", 3, None)
     assert wheel.advance(100) == [None]
 
 
-def test_a_jump_of_days_takes_no_longer_than_what_is_held() -> None:
+def test_the_time_of_a_jump_of_days_depends_only_on_the_number_of_entries() -> None:
     day = 24 * 3600 * 1000
     wheel: TimingWheel[int] = TimingWheel(now=0)
     for n in range(1000):
@@ -114,7 +114,7 @@ def test_a_jump_of_days_takes_no_longer_than_what_is_held() -> None:
     assert wheel.next_tick() == 9 * day + 509 + 1
 
 
-def test_what_is_held_costs_nothing_at_a_tick() -> None:
+def test_entries_that_are_not_due_take_no_time_at_a_tick() -> None:
     wheel: TimingWheel[int] = TimingWheel(now=0)
     for n in range(50_000):
         wheel.add(n, 10_000_000 + n, n)
@@ -124,7 +124,7 @@ def test_what_is_held_costs_nothing_at_a_tick() -> None:
     assert time.monotonic() - began < 0.5
 
 
-def test_a_million_entries_come_out_exactly_at_their_ticks() -> None:
+def test_a_million_entries_are_returned_exactly_at_their_ticks() -> None:
     entries, ticks, now = 1_000_000, 50 * SLOTS, 1_900_000_000_000
     wheel: TimingWheel[int] = TimingWheel(now=now)
     for n in range(entries):
@@ -139,7 +139,7 @@ def test_a_million_entries_come_out_exactly_at_their_ticks() -> None:
     assert (came, len(wheel)) == (entries, 0), "each once"
 
 
-def test_when_to_look_again_is_known_however_few_are_held_and_however_far_ahead() -> None:
+def test_next_tick_is_known_for_few_and_for_distant_entries() -> None:
     wheel: TimingWheel[int] = TimingWheel(slots=64, now=100)
     assert wheel.next_tick() is None
     for held in range(1, 20):
@@ -155,7 +155,7 @@ def test_when_to_look_again_is_known_however_few_are_held_and_however_far_ahead(
 # -- the thread -----------------------------------------------------------------------------------
 
 
-def test_entries_come_out_when_they_are_due_and_never_early(start: Start) -> None:
+def test_entries_are_delivered_when_they_are_due_and_never_early(start: Start) -> None:
     collector = start(Clock())
     due = {f"{n}": collector.add(f"{n}", 1000 * (n * 37 % 200) + n * 13) for n in range(200)}
     wait_until(lambda: len(collector.came) == 200, 5, "all entries")
@@ -180,7 +180,7 @@ def test_a_due_time_within_a_tick_is_rounded_up(start: Start, offset_us: int) ->
     wait_until(lambda: collector.names == ["a"], 5, "the entry", 0.001)
 
 
-def test_what_falls_due_one_after_the_other_comes_out_together_but_not_after_a_rest(
+def test_entries_due_in_quick_succession_are_delivered_together_but_not_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = SetClock()
@@ -213,7 +213,7 @@ def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
     assert len(collector.wheel) == 1
 
 
-def test_an_entry_beyond_one_turn_comes_out_on_time(start: Start) -> None:
+def test_an_entry_beyond_one_turn_is_delivered_on_time(start: Start) -> None:
     clock = SetClock()
     collector = start(clock)
     collector.add("far", (SLOTS + 5) * TICK_US)
@@ -225,7 +225,7 @@ def test_an_entry_beyond_one_turn_comes_out_on_time(start: Start) -> None:
     wait_until(lambda: "far" in collector.names, 5, "the far one", 0.001)
 
 
-def test_what_is_overdue_comes_out_at_once(start: Start) -> None:
+def test_an_overdue_entry_is_delivered_immediately(start: Start) -> None:
     collector = start(Clock())
     collector.add("late", -5_000_000)
     wait_until(lambda: collector.came, 1, "the late one", 0.001)
@@ -239,7 +239,7 @@ def test_the_same_name_again_moves_the_entry(start: Start) -> None:
     assert (collector.names, len(collector.wheel)) == (["a"], 0)
 
 
-def test_stopping_returns_what_is_held_and_nothing_comes_out_any_more(start: Start) -> None:
+def test_stopping_returns_the_remaining_entries_and_ends_their_delivery(start: Start) -> None:
     collector = start(Clock())
     for n in range(100):
         collector.add(f"{n}", 20_000 + n * 1000)
@@ -253,7 +253,7 @@ def test_stopping_returns_what_is_held_and_nothing_comes_out_any_more(start: Sta
     assert collector.names == came
 
 
-def test_a_thread_at_rest_asks_for_no_time(start: Start) -> None:
+def test_an_idle_thread_does_not_read_the_clock(start: Start) -> None:
     clock = SetClock()
     collector = start(clock)
     collector.add("far", 3600_000_000)
@@ -263,7 +263,7 @@ def test_a_thread_at_rest_asks_for_no_time(start: Start) -> None:
     assert clock.asked - asked <= 3, "it sleeps, for seconds at a time"
 
 
-def test_a_machine_that_slept_for_a_day_brings_all_at_once(start: Start) -> None:
+def test_after_a_day_of_suspension_all_due_entries_are_delivered_immediately(start: Start) -> None:
     clock = SetClock()
     collector = start(clock)
     for n in range(100):
@@ -274,7 +274,7 @@ def test_a_machine_that_slept_for_a_day_brings_all_at_once(start: Start) -> None
     assert [name for name in collector.names if name != "look"] == [f"{n}" for n in range(100)]
 
 
-def test_a_clock_that_was_set_back_does_not_hold_up_new_entries(start: Start) -> None:
+def test_a_clock_that_was_set_back_does_not_delay_new_entries(start: Start) -> None:
     clock = SetClock()
     collector = start(clock)
     collector.add("first", 0)
@@ -286,7 +286,7 @@ def test_a_clock_that_was_set_back_does_not_hold_up_new_entries(start: Start) ->
     wait_until(lambda: collector.names == ["first", "second"], 2, "the second", 0.001)
 
 
-def test_while_entries_are_handed_over_others_can_be_added(start: Start) -> None:
+def test_entries_can_be_added_while_others_are_delivered(start: Start) -> None:
     goes_on = threading.Event()
     came: list[str] = []
 

@@ -55,7 +55,7 @@ def test_a_pause_names_its_author_and_the_command_that_ends_it(kind: str, name: 
         assert text(found).endswith(f"delaytasks resume --{kind} {name}")
 
 
-def test_a_full_limit_says_how_many_run() -> None:
+def test_a_full_limit_has_the_number_of_running_tasks() -> None:
     policy = Policy("tag", "mail.send", concurrency=5)
     for task, is_in_waitlist in ((TASK, False), (replace(TASK, status=Status.HELD), True)):
         found = facts(task, policies=[policy], is_in_waitlist=is_in_waitlist, running=5)
@@ -63,7 +63,7 @@ def test_a_full_limit_says_how_many_run() -> None:
         assert "5 may run at the same time, and 5 do" in text(found)
 
 
-def test_a_limit_with_room_is_no_reason() -> None:
+def test_a_limit_with_free_capacity_is_no_reason() -> None:
     assert codes(facts(policies=[Policy("tag", "mail.send", concurrency=5)], running=4)) == ["due"]
 
 
@@ -75,7 +75,7 @@ def test_limits_of_keys_and_rates_are_named() -> None:
     assert "its rate is 100/s" in said
 
 
-def test_a_row_that_nothing_holds_any_more_is_released_soon() -> None:
+def test_a_held_row_without_a_pause_or_limit_is_released_soon() -> None:
     assert codes(facts(replace(TASK, status=Status.HELD))) == ["held"]
 
 
@@ -119,7 +119,9 @@ def test_each_worker_serves_the_tags_of_celery_tasks() -> None:
     ("begin", "code"),
     [(NO_PROCESSOR, "no_processor"), (NO_KEY, "no_key"), (NO_TIME_LIMITS, "no_time_limits")],
 )
-def test_a_deferred_task_says_why_and_when_the_next_try_is(begin: str, code: str) -> None:
+def test_the_reason_of_a_deferred_task_has_its_cause_and_the_next_try(
+    begin: str, code: str
+) -> None:
     task = replace(
         TASK,
         due_time=NOW - timedelta(minutes=2),
@@ -207,7 +209,7 @@ def test_a_clock_that_differs_from_the_databases_is_named(offset_s: float, word:
     assert word in reasons[1].text
 
 
-def test_all_reasons_are_listed_first_those_that_an_operator_can_end() -> None:
+def test_reasons_that_an_operator_can_end_are_listed_first() -> None:
     task = replace(TASK, expected_time=NOW + timedelta(hours=1))
     found = facts(task, workers=[], policies=[Policy("tag", "mail.send", is_paused=True)])
     assert codes(found) == ["paused", "future", "no_worker"]

@@ -40,7 +40,7 @@ def shares(rows: list[dict[str, Any]], names: str, queue: str = "default") -> Co
     return found
 
 
-def test_each_task_is_one_members_and_parts_are_as_large_as_pools() -> None:
+def test_each_task_belongs_to_one_worker_and_shares_are_proportional_to_pool_sizes() -> None:
     rows = [worker("a", 1), worker("b", 3)]
     lists = []
     some = entries()
@@ -53,7 +53,7 @@ def test_each_task_is_one_members_and_parts_are_as_large_as_pools() -> None:
     assert 0.2 < len(lists[0]) / len(some) < 0.3
 
 
-def test_who_does_not_serve_a_queue_has_no_part_in_it() -> None:
+def test_a_worker_has_no_share_of_a_queue_that_it_does_not_serve() -> None:
     rows = [worker("a", queues=["mail"]), worker("b"), worker("c", queues=["default"])]
     assert shares(rows, "bc")["b"] < 4000
     assert shares(rows, "ab", "mail")["a"] > 0
@@ -61,11 +61,11 @@ def test_who_does_not_serve_a_queue_has_no_part_in_it() -> None:
     assert shares(alone, "c") == {"c": 4000}
 
 
-def test_who_is_silent_or_looks_for_nothing_has_no_part() -> None:
+def test_a_silent_worker_or_one_without_the_direct_timer_has_no_share() -> None:
     silent = worker("b", seen_at=NOW - timedelta(seconds=16))
     celery = worker("c", pool="prefork")
     assert shares([worker("a"), silent, celery], "a") == {"a": 4000}
 
 
-def test_who_is_not_known_yet_takes_all() -> None:
+def test_a_worker_that_is_not_registered_yet_takes_all_tasks() -> None:
     assert shares([worker("b")], "a") == {"a": 4000}

@@ -54,7 +54,9 @@ NOT_JSON = [
 ]
 
 
-def test_a_body_that_json_can_not_say_is_refused_by_its_place(place: RefusingClient) -> None:
+def test_a_body_without_a_json_form_is_refused_with_the_path_of_the_bad_value(
+    place: RefusingClient,
+) -> None:
     for body, where in NOT_JSON:
         with place.refuses(e.BodyNotJSONError, where):
             place.delays.schedule_delay("mail", body, 5)
@@ -102,7 +104,9 @@ def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -
         place.delays.schedule_delay("mail", body + "b", 60)
 
 
-def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: RefusingClient) -> None:
+def test_a_body_that_contains_one_part_many_times_is_refused_without_expanding_it(
+    place: RefusingClient,
+) -> None:
     body: list[Any] = ["x"]
     for _ in range(90):
         body = [body, body]
@@ -110,7 +114,9 @@ def test_a_body_that_holds_one_part_many_times_is_refused_at_once(place: Refusin
         place.delays.schedule_delay("mail", body, 5)
 
 
-def test_text_that_a_database_can_not_store_is_refused_on_each(place: RefusingClient) -> None:
+def test_text_that_one_database_cannot_store_is_refused_on_every_database(
+    place: RefusingClient,
+) -> None:
     for bad in UNSTORABLE:
         for body in (bad, [bad], {"a": bad}, {bad: 1}):
             with place.refuses(e.BodyNotStorableError, "$"):

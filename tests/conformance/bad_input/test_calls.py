@@ -84,7 +84,7 @@ def test_a_cursor_that_find_never_gave_is_refused(place: RefusingClient) -> None
             place.delays.find(cursor=cursor)
 
 
-def test_times_at_the_ends_of_time_are_answered(place: RefusingClient) -> None:
+def test_calls_accept_the_earliest_and_the_latest_possible_time(place: RefusingClient) -> None:
     place.put()
     for instant in [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]:
         assert len(place.delays.find(since=instant)) + len(place.delays.find(until=instant)) == 1
@@ -112,7 +112,7 @@ def calls_with(
     ]
 
 
-def test_what_is_no_session_is_refused(place: RefusingClient) -> None:
+def test_an_object_that_is_not_a_session_is_refused(place: RefusingClient) -> None:
     for session in ["x", object(), 5, Session]:
         for call in calls_with(place, place.put(), place.put(Status.FAILED), session):
             with place.refuses(e.SessionUnusableError):

@@ -58,14 +58,14 @@ def test_an_id_that_is_no_id_is_refused_by_every_call(place: RefusingClient) -> 
             place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, id=id)])
 
 
-def test_an_id_that_nobody_has_is_not_found_by_any_call(place: RefusingClient) -> None:
+def test_every_call_reports_an_unknown_id_as_not_found(place: RefusingClient) -> None:
     for id in [1, 2**63 - 1, "4711"]:
         for call in by_id(place, id):
             with place.refuses(e.TaskNotFoundError, str(id)):
                 call()
 
 
-def test_a_key_that_nobody_has_is_not_found_by_any_call(place: RefusingClient) -> None:
+def test_every_call_reports_an_unknown_key_as_not_found(place: RefusingClient) -> None:
     d, name = place.delays, {"tag": "mail", "key": "k"}
     for call in (
         lambda: d.get(**name),
@@ -112,7 +112,7 @@ def test_a_key_that_is_taken_names_the_task_that_has_it(place: RefusingClient) -
     assert caught.value.id == first.id
 
 
-def test_a_lot_with_a_key_that_is_taken_is_left_out_as_a_whole(place: RefusingClient) -> None:
+def test_schedule_many_inserts_no_task_if_one_key_is_taken(place: RefusingClient) -> None:
     place.put(key="k")
     with place.refuses(e.DuplicateTaskError):
         place.delays.schedule_many(
@@ -134,7 +134,9 @@ def test_a_typo_in_on_conflict_is_refused(place: RefusingClient) -> None:
             place.delays.schedule_many([NewTask("mail", {}, 5, key="k")], on_conflict=typo)
 
 
-def test_the_same_id_again_is_harmless_and_arms_it_again(place: RefusingClient) -> None:
+def test_scheduling_the_same_id_again_changes_nothing_and_arms_the_task_again(
+    place: RefusingClient,
+) -> None:
     first = place.delays.schedule_delay("mail", {"n": 1}, 5, id=4711)
     before = place.traces()
     again = place.delays.schedule_delay("mail", {"n": 2}, 60, id=4711)

@@ -96,7 +96,7 @@ class Level(int, enum.Enum):
     ID = 4711
 
 
-def test_enums_are_what_they_stand_for(place: RefusingClient) -> None:
+def test_an_enum_member_is_stored_as_its_value(place: RefusingClient) -> None:
     task = place.delays.schedule_delay(
         Name.MAIL,
         {"level": Level.HIGH, "name": Name.KEY},
@@ -177,7 +177,9 @@ def test_a_concurrency_key_is_a_key_and_may_be_long(place: RefusingClient) -> No
     )
 
 
-def test_a_processor_says_whom_a_body_is_for_unless_the_task_does(place: RefusingClient) -> None:
+def test_a_processor_computes_the_concurrency_key_unless_the_call_names_one(
+    place: RefusingClient,
+) -> None:
     place.delays.processor("pay", concurrency_key=lambda body: body["customer"])(lambda body: None)
     schedule = place.delays.schedule_delay
     assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).concurrency_key == "c7"

@@ -15,7 +15,7 @@ from tests.conformance.bad_input.refusing_client import UTC, RefusingClient
 from tests.counting import counted
 
 
-def test_rows_of_nonsense_harm_neither_a_claim_nor_the_api(
+def test_rows_with_invalid_values_break_neither_a_claim_nor_the_api(
     make: Callable[..., RefusingClient],
 ) -> None:
     place = make(chunk_time_budget_s=15)
@@ -74,7 +74,7 @@ def test_a_row_of_an_unknown_status_is_shown_and_never_changed(place: RefusingCl
     assert list(Status) == [Status(n) for n in range(6)], "no status was added"
 
 
-def test_a_row_of_nonsense_does_not_keep_its_neighbours_from_being_armed(
+def test_a_row_with_invalid_values_does_not_prevent_the_arming_of_other_rows(
     place: RefusingClient,
 ) -> None:
     soon = {"expected_time": db_now_plus(5)}

@@ -69,7 +69,7 @@ def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
     assert place.delays.get(waits).version == 0
 
 
-def test_a_longest_wait_is_a_delay_of_what_is_replaced(place: RefusingClient) -> None:
+def test_max_wait_is_a_delay_and_requires_a_replacement(place: RefusingClient) -> None:
     waits = place.put(key="k")
     at = datetime(2030, 1, 1, tzinfo=UTC)
     for max_wait in [*BAD_DELAYS, 0, "0s", "soon"]:
@@ -134,7 +134,7 @@ class FarEast(tzinfo):
         return timedelta(hours=14)
 
 
-def test_an_instant_that_utc_can_not_say_is_refused(place: RefusingClient) -> None:
+def test_an_instant_outside_of_the_range_of_utc_is_refused(place: RefusingClient) -> None:
     with place.refuses(e.InvalidScheduleError):
         place.delays.schedule_at("mail", {}, datetime(1, 1, 1, tzinfo=FarEast()))  # type: ignore[abstract]
 
@@ -162,7 +162,7 @@ def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingC
             place.delays.reschedule(waits, delay, at=instant)
 
 
-def test_schedule_many_refuses_what_is_no_task(place: RefusingClient) -> None:
+def test_schedule_many_refuses_an_item_that_is_not_a_task(place: RefusingClient) -> None:
     wrong: list[Any] = [None, "mail", ("mail", {}), ("mail", {}, 1, 2), ["mail", {}, 1]]
     for item in [*wrong, Unsayable()]:
         with place.refuses(e.InvalidScheduleError):

@@ -67,7 +67,7 @@ def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wan
 
 
 @pytest.mark.parametrize("tag", ["A", "a%", "a' OR '1'='1"])
-def test_text_is_taken_as_it_is(delays: DelayTasks, tag: str) -> None:
+def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
     task = schedule(delays, "a", key="k1")
     assert counts(delays.cancel_many(tag=tag)) == (0, 0, 0)
     assert counts(delays.cancel_many(key_prefix=tag.replace("a", "K").replace("A", "K"))) == (
@@ -105,7 +105,7 @@ def test_text_is_taken_as_it_is(delays: DelayTasks, tag: str) -> None:
         (lambda d: d.audit(limit=0), InvalidQueryError, "1 to 1000"),
     ],
 )
-def test_what_makes_no_sense_is_refused_and_nothing_is_done(
+def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
     delays: DelayTasks, call: Callable[[DelayTasks], object], error: type[DelayTaskError], says: str
 ) -> None:
     task = schedule(delays, "a")

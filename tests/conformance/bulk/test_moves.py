@@ -21,7 +21,7 @@ from tests.conformance.bulk.bulk_tasks import FAR, counts, pass_a_moment, put, s
 from tests.recording import RecordingTimer
 
 
-def test_what_waits_is_cancelled_and_what_runs_is_left_and_counted(
+def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refused(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = {status: put(store, schedule(delays), status=int(status)) for status in Status}
@@ -55,7 +55,9 @@ def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
         schedule(delays, key="k3")
 
 
-def test_a_key_that_another_task_has_by_now_stays_with_it(store: Store, delays: DelayTasks) -> None:
+def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
+    store: Store, delays: DelayTasks
+) -> None:
     """The replaced task ran, and another program set it back to waiting."""
     old = put(store, schedule(delays, key="k"), status=int(Status.RUNNING))
     new = schedule(delays, key="k", on_conflict="replace", queue="other")
@@ -67,7 +69,7 @@ def test_a_key_that_another_task_has_by_now_stays_with_it(store: Store, delays: 
 # -- reschedule ----------------------------------------------------------------------------------
 
 
-def test_near_ones_are_armed_and_what_was_armed_is_not(
+def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = [
@@ -96,7 +98,9 @@ def test_near_ones_are_armed_and_what_was_armed_is_not(
     assert delays.get(running) == running
 
 
-def test_each_is_shifted_by_itself_and_none_into_the_past(delays: DelayTasks) -> None:
+def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
+    delays: DelayTasks,
+) -> None:
     tasks = [schedule(delays, delay=delay) for delay in (60, 3600, 7200.5)]
     pass_a_moment(delays)
     assert counts(delays.reschedule_many(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
@@ -124,7 +128,7 @@ def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
 
 
 @pytest.mark.usefixtures("small")
-def test_what_a_shift_moves_into_a_later_window_is_not_met_again(delays: DelayTasks) -> None:
+def test_a_shift_does_not_move_a_task_again_in_a_later_window(delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
     pass_a_moment(delays)
     assert counts(delays.reschedule_many(by=7, tag="mail")) == (20, 20, 0)
@@ -134,7 +138,7 @@ def test_what_a_shift_moves_into_a_later_window_is_not_met_again(delays: DelayTa
 
 
 @pytest.mark.usefixtures("small")
-def test_a_shift_that_was_stopped_goes_on_without_shifting_twice(delays: DelayTasks) -> None:
+def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
     pass_a_moment(delays)
     seen: list[BulkResult] = []
@@ -155,7 +159,7 @@ def test_a_shift_that_was_stopped_goes_on_without_shifting_twice(delays: DelayTa
 
 
 @pytest.mark.usefixtures("small")
-def test_a_task_that_is_met_twice_is_shifted_once(
+def test_a_task_that_the_search_returns_twice_is_shifted_once(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The task was paused during the search, so both the waiting and the paused rows contain it."""
@@ -196,7 +200,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
         assert delays.get(tasks[status]) == tasks[status]
 
 
-def test_who_is_retried_has_its_key_again_unless_another_task_has_it(
+def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
     store: Store, delays: DelayTasks
 ) -> None:
     tasks = []

@@ -1,4 +1,4 @@
-"""Bulk operations go in steps, beside workers, and leave an audit."""
+"""Bulk operations work in steps while workers run, and are recorded in the audit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.running import ROOT
 
 
 @pytest.mark.usefixtures("small")
-def test_it_goes_in_small_steps_and_tells_of_each(delays: DelayTasks) -> None:
+def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -> None:
     at = wiring_of(delays).clock.now() + timedelta(days=1)
     tasks = [
         delays.schedule_at("mail", n, at) for n in range(5)
@@ -66,7 +66,7 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
 
 
 @pytest.mark.usefixtures("small")
-def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(
+def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
     store: Store, delays: DelayTasks
 ) -> None:
     for _ in range(8):
@@ -100,7 +100,7 @@ def test_the_audit_row_tells_how_far_it_came_and_is_there_from_the_start(
 @pytest.mark.parametrize(
     ("error", "state"), [(KeyboardInterrupt, "stopped"), (ZeroDivisionError, "failed")]
 )
-def test_who_stops_it_finds_that_in_the_audit_and_goes_on_by_running_it_again(
+def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_again(
     delays: DelayTasks, error: type[BaseException], state: str
 ) -> None:
     for _ in range(8):
@@ -127,7 +127,7 @@ result.changed == 6 and os.kill(os.getpid(), 9))
 """
 
 
-def test_a_run_that_died_is_seen_and_the_next_one_goes_on(
+def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
     delays: DelayTasks, database_url: str
 ) -> None:
     for n in range(10):
@@ -160,23 +160,23 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
     if url.host is None:
         return  # SQLite has no network answer that could be lost
     proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
-    beside = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
-    timer = record(beside)
-    tasks = [schedule(beside, key=f"k{n}") for n in range(5)]
+    proxied = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
+    timer = record(proxied)
+    tasks = [schedule(proxied, key=f"k{n}") for n in range(5)]
     timer.disarmed.clear()
 
     def cut(result: BulkResult) -> None:
         if result.changed == 3:
             proxy.cut_answer(rb"COMMIT(?!TED)")
 
-    pass_a_moment(beside)
+    pass_a_moment(proxied)
     if verb == "cancel":
-        result = beside.cancel_many(tag="mail", on_progress=cut)
+        result = proxied.cancel_many(tag="mail", on_progress=cut)
     else:
-        result = beside.reschedule_many(by=60, tag="mail", on_progress=cut)
+        result = proxied.reschedule_many(by=60, tag="mail", on_progress=cut)
     assert proxy.cut == 1
     assert counts(result) == (5, 5, 0)
-    [entry] = beside.audit()
+    [entry] = proxied.audit()
     assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
     assert {store.tasks.read(task.id).version for task in tasks} == {1}
     if verb == "reschedule":
@@ -184,7 +184,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
             (store.tasks.read(t.id).expected_time - t.expected_time).total_seconds() for t in tasks
         } == {60}
     assert len(timer.disarmed) == 5
-    beside.close()
+    proxied.close()
     proxy.close()
 
 
@@ -194,7 +194,7 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("is_released", [True, False])
 @pytest.mark.parametrize("locks", ["task", "key"])
-def test_what_somebody_has_locked_gets_a_second_chance_and_is_never_waited_for(
+def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
     store: Store, delays: DelayTasks, is_released: bool, locks: str
 ) -> None:
     if store.database.url.get_backend_name() == "sqlite":
@@ -223,7 +223,7 @@ def test_what_somebody_has_locked_gets_a_second_chance_and_is_never_waited_for(
     assert delays.cancel_many(tag="mail").changed == (0 if is_released else 1)
 
 
-def test_beside_workers_each_task_is_run_or_cancelled_and_counted_once(
+def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
     store: Store, delays: DelayTasks
 ) -> None:
     tasks = [schedule(delays, delay=0, key=f"k{n}" if n % 3 == 0 else None) for n in range(400)]
@@ -259,7 +259,9 @@ def test_beside_workers_each_task_is_run_or_cancelled_and_counted_once(
 
 
 @pytest.mark.usefixtures("small")
-def test_beside_who_replaces_the_same_keys_nobody_deadlocks(delays: DelayTasks) -> None:
+def test_cancel_many_does_not_deadlock_with_callers_that_replace_the_same_keys(
+    delays: DelayTasks,
+) -> None:
     keys = [f"k{n}" for n in range(30)]
     is_over = threading.Event()
 
@@ -286,7 +288,7 @@ def test_beside_who_replaces_the_same_keys_nobody_deadlocks(delays: DelayTasks) 
 # -- bounds --------------------------------------------------------------------------------------
 
 
-def test_old_audit_rows_are_purged_by_their_last_sign_of_life(
+def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
     store: Store, delays: DelayTasks
 ) -> None:
     schedule(delays)
@@ -306,7 +308,7 @@ def test_old_audit_rows_are_purged_by_their_last_sign_of_life(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_step_that_was_committed_before_somebody_stopped_us_is_counted(
+def test_a_step_that_was_committed_before_an_interrupt_is_counted(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ctrl-C may arrive at any moment."""

@@ -118,7 +118,7 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
     assert delays.get(task).due == moved
 
 
-def test_what_cannot_be_undone_is_refused(store: Store, delays: DelayTasks) -> None:
+def test_an_operation_that_cannot_be_undone_is_refused(store: Store, delays: DelayTasks) -> None:
     put(store, schedule(delays), status=int(Status.FAILED))
     rerun = delays.rerun_many(tag="mail")
     with pytest.raises(InvalidQueryError, match="'rerun'; only cancel and reschedule"):
@@ -134,7 +134,7 @@ def test_what_cannot_be_undone_is_refused(store: Store, delays: DelayTasks) -> N
         delays.undo("none")
 
 
-def test_what_undoes_an_operation_is_purged_with_its_audit_entry(
+def test_the_undo_rows_of_an_operation_are_purged_with_its_audit_entry(
     store: Store, delays: DelayTasks
 ) -> None:
     schedule(delays)

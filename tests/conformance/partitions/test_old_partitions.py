@@ -1,4 +1,4 @@
-"""Old partitions are dropped, and what is not finished in them is moved."""
+"""Old partitions are dropped, and their unfinished tasks are moved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 
-def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: ConvertedTable) -> None:
+def test_an_old_partition_is_dropped_with_its_finished_tasks(field: ConvertedTable) -> None:
     for status in (Status.DONE, Status.FAILED, Status.CANCELLED):
         field.put(10 * WEEK, status)
         field.put(6 * WEEK, status)
@@ -39,7 +39,9 @@ def test_an_old_partition_goes_with_all_that_is_finished_in_it(field: ConvertedT
 
 
 @pytest.mark.parametrize("status", [*LIVE, Status.of(9)], ids=str)
-def test_what_is_not_finished_is_moved_as_it_is(field: ConvertedTable, status: Status) -> None:
+def test_unfinished_tasks_of_an_old_partition_are_moved_unchanged(
+    field: ConvertedTable, status: Status
+) -> None:
     """The move copies the whole row, including columns that another program added to the table."""
     for more in ("note text", "twice bigint GENERATED ALWAYS AS (version * 2) STORED"):
         field.run(f"ALTER TABLE {TASKS} ADD COLUMN {more}")
@@ -67,7 +69,9 @@ def test_what_is_not_finished_is_moved_as_it_is(field: ConvertedTable, status: S
     assert field.rows() == {one.id: ("_default", before[1])}
 
 
-def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: ConvertedTable) -> None:
+def test_a_recently_finished_task_stays_as_long_as_a_purge_would_keep_it(
+    field: ConvertedTable,
+) -> None:
     long_ago = field.put(6 * WEEK, Status.FAILED, ended=5 * WEEK)
     lately = field.put(6 * WEEK, Status.FAILED, ended=2 * WEEK)
     late = field.put(6 * WEEK, Status.DONE, update_time=field.now - DAY)
@@ -79,7 +83,7 @@ def test_what_ended_lately_stays_as_long_as_a_purge_would_leave_it(field: Conver
     assert field.store.sweeps.purge(4 * 7 * 86400, 100) == 0
 
 
-def test_a_partition_with_too_much_that_must_stay_is_kept(
+def test_a_partition_with_too_many_unfinished_tasks_is_kept(
     field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pruning, "MAX_MOVED", 2)
@@ -93,7 +97,7 @@ def test_a_partition_with_too_much_that_must_stay_is_kept(
     assert field.drop() == [Pruned(kept[0].name, 3)]
 
 
-def test_partitions_can_be_left_as_tables_of_what_is_finished(field: ConvertedTable) -> None:
+def test_old_partitions_can_be_detached_as_tables_of_finished_tasks(field: ConvertedTable) -> None:
     done, waits = field.put(6 * WEEK), field.put(6 * WEEK, Status.NOT_COMPLETE)
     [name] = [each.name for each in field.drop(detaches_only=True) if each.moved]
     assert field.places() == ["_default"]
@@ -101,7 +105,7 @@ def test_partitions_can_be_left_as_tables_of_what_is_finished(field: ConvertedTa
     assert read(field.store, waits.id).status is Status.NOT_COMPLETE
 
 
-def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_stay(
+def test_keys_and_attempts_of_dropped_tasks_are_deleted_and_those_of_waiting_tasks_stay(
     field: ConvertedTable,
 ) -> None:
     finished, waits = (
@@ -136,7 +140,7 @@ def test_the_keys_and_attempts_of_what_is_dropped_go_and_those_of_what_waits_sta
         assert sorted(left) == sorted([waits.id, young.id])
 
 
-def test_what_must_stay_is_found_by_an_index_while_everybody_waits(field: ConvertedTable) -> None:
+def test_the_unfinished_tasks_to_move_are_found_by_an_index(field: ConvertedTable) -> None:
     field.fill(5000, field.now - 6 * WEEK, Status.DONE)
     field.put(6 * WEEK, Status.NOT_COMPLETE)
     shown: list[str] = []
@@ -218,7 +222,9 @@ def test_a_task_that_is_retried_meanwhile_keeps_its_key(field: ConvertedTable) -
     assert field.store.tasks.id_of_key("mail", "k") == failed.id
 
 
-def test_a_partition_that_somebody_else_just_dropped_is_no_error(field: ConvertedTable) -> None:
+def test_a_partition_that_another_process_has_just_dropped_is_no_error(
+    field: ConvertedTable,
+) -> None:
     waits = field.put(6 * WEEK, Status.NOT_COMPLETE)
 
     with field.upon("CREATE INDEX CONCURRENTLY", waits, lambda: _drop_all(field)):

@@ -26,7 +26,7 @@ from tests.conformance.partitions.converted_table import (
 from tests.conformance.store_rows import seconds
 
 
-def test_partitions_meet_at_the_same_instants_whoever_makes_them_and_when() -> None:
+def test_the_bounds_of_partitions_do_not_depend_on_when_they_are_created() -> None:
     start = made_at(0)
     assert edge_after(start, WEEK) == start + WEEK
     assert edge_after(start + 3 * DAY, WEEK) == edge_after(start + 6.9 * DAY, WEEK) == start + WEEK
@@ -58,7 +58,7 @@ def test_each_period_has_one_partition_and_the_first_all_before(field: Converted
     assert field.partitions.live() == {}
 
 
-def test_partitions_are_made_once_however_many_ask_for_them(
+def test_simultaneous_calls_create_each_partition_once(
     field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = field.names()
@@ -70,7 +70,7 @@ def test_partitions_are_made_once_however_many_ask_for_them(
     assert len(field.names()) == len(before) + 4
 
 
-def test_what_was_made_is_made_though_the_turn_was_lost(
+def test_created_partitions_stay_if_the_connection_with_the_lock_is_lost(
     field: ConvertedTable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server or a pooler may close the connection that only holds the lock."""
@@ -86,13 +86,13 @@ def test_what_was_made_is_made_though_the_turn_was_lost(
     assert ended == [True]
 
 
-def test_another_length_begins_where_the_last_one_ends(field: ConvertedTable) -> None:
+def test_partitions_of_another_length_begin_where_the_last_one_ends(field: ConvertedTable) -> None:
     assert len(field.partitions.extend(3 * DAY, 16)) > 3
     *parts, _ = field.partitions.all()
     assert all(a.until == b.since for a, b in itertools.pairwise(parts))
 
 
-def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(
+def test_tasks_without_a_partition_are_kept_in_the_default_partition(
     field: ConvertedTable,
 ) -> None:
     """No process created partitions for weeks."""
@@ -115,12 +115,12 @@ def test_tasks_that_no_partition_is_there_for_are_kept_in_the_default_one(
     assert len(wanted) == 3
 
 
-def test_when_the_partitions_end_is_known(field: ConvertedTable) -> None:
+def test_the_end_of_the_last_partition_is_known(field: ConvertedTable) -> None:
     assert field.store.sweeps.partitions_end() == edge_after(field.now, WEEK) + 4 * WEEK
 
 
 @pytest.mark.parametrize("url", ["sqlite://", "mysql://nobody@nowhere/x"])
-def test_other_databases_are_told_what_to_do_instead(url: str) -> None:
+def test_the_error_on_other_databases_names_the_alternative(url: str) -> None:
     with pytest.raises(
         ConfigError,
         match=r"partitions need PostgreSQL, and this is (sqlite|mysql): .*purge_after_s",

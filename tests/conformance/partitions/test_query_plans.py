@@ -49,7 +49,7 @@ def searched(shown: str) -> set[str]:
     return set(re.findall(rf"Scan (?:using \w+ )?on {TASKS}(_p\d+)\b", shown))
 
 
-def test_a_claim_by_id_looks_for_rows_in_their_partition_alone(planned: ConvertedTable) -> None:
+def test_a_claim_by_id_searches_only_the_partition_of_its_rows(planned: ConvertedTable) -> None:
     store, claims = planned.store, planned.store.claims("w", None)
     *some, other = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 20).tasks
     claiming = plans(store, lambda: claims.claim([entry(one) for one in some]))

@@ -22,14 +22,14 @@ from tests.conformance.store_rows import counts_moves
 from tests.counting import counted
 
 
-def find_it_away(*_: Any) -> list[Any]:
+def raise_unavailable(*_: Any) -> list[Any]:
     raise e.StoreUnavailableError("no route to host")
 
 
 # -- pause ---------------------------------------------------------------------------------------
 
 
-def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(
+def test_a_pause_of_a_tag_holds_its_waiting_tasks_at_any_due_time_and_no_others(
     field: PolicyHarness,
 ) -> None:
     paused = [
@@ -55,7 +55,7 @@ def test_what_waits_is_held_whether_it_is_due_or_far_and_nothing_else_is(
     assert field.delays.get(paused[0]).version == paused[0].version + 1
 
 
-def test_a_queue_is_paused_whatever_the_tags(field: PolicyHarness) -> None:
+def test_a_pause_of_a_queue_holds_the_tasks_of_all_its_tags(field: PolicyHarness) -> None:
     slow = [field.add(tag, in_s, queue="slow") for tag in ("mail", "sms") for in_s in (-5, HOUR)]
     other = field.add("mail", -5)
     field.delays.pause(queue="slow")
@@ -75,7 +75,9 @@ def test_a_queue_that_is_paused_gets_no_drain_messages(field: PolicyHarness) -> 
     assert [queue for queue, *_ in field.timer.requested_drains] == ["default"]
 
 
-def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: PolicyHarness) -> None:
+def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(
+    field: PolicyHarness,
+) -> None:
     field.delays.pause(tag="mail")
     field.sweep()  # the pass has ended
     late = [field.add(in_s=60 + n) for n in range(3)]
@@ -92,7 +94,7 @@ def test_what_comes_near_while_it_is_paused_is_held_and_not_armed(field: PolicyH
     assert field.timer.ids == [near.id]
 
 
-def test_what_is_claimed_while_it_is_paused_is_held_and_does_not_run(field: PolicyHarness) -> None:
+def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(field: PolicyHarness) -> None:
     field.delays.pause(tag="mail")
     paused, other = field.add(in_s=-5, body="paused"), field.add("sms", -5, body="other")
     report = field.run(paused, other)
@@ -127,7 +129,7 @@ def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> Non
     assert field.store.paused_rows.hold_claimed([again]) == {task.id}
 
 
-def test_a_backlog_that_is_paused_is_held_by_those_who_drain(field: PolicyHarness) -> None:
+def test_a_drain_holds_the_overdue_rows_of_a_paused_tag(field: PolicyHarness) -> None:
     rows = [field.add(in_s=-5) for _ in range(7)]
     field.delays.pause(tag="mail")
     runner = field.delays.runner()
@@ -147,7 +149,7 @@ def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
     assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
 
 
-def test_a_process_goes_by_a_pause_within_a_second_or_so(
+def test_a_process_applies_a_pause_within_about_a_second(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = field.process()
@@ -188,31 +190,33 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
     assert main.stamp == child.stamp
 
 
-def test_who_could_never_read_the_policies_does_not_go_without_and_who_could_goes_by_what_is_known(
+def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_before(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field.delays.pause(tag="mail")
     policies = wiring_of(field.process()).shards[0].policies
     monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
-        away.setattr(policies, "_read", find_it_away)
+        away.setattr(policies, "_read", raise_unavailable)
         for _ in range(2):
             with pytest.raises(e.StoreUnavailableError):
                 policies.current()
     assert policies.current().pauses("mail", "default")
-    monkeypatch.setattr(policies, "_read", find_it_away)
+    monkeypatch.setattr(policies, "_read", raise_unavailable)
     assert policies.current().pauses("mail", "default")
 
 
 def test_a_worker_whose_database_is_away_at_its_start_has_no_wrong_configuration(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(field.store.policies, "check", find_it_away)
+    monkeypatch.setattr(field.store.policies, "check", raise_unavailable)
     with pytest.raises(e.StoreUnavailableError):
         field.store.check()
 
 
-def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: PolicyHarness) -> None:
+def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
+    field: PolicyHarness,
+) -> None:
     p = field.store.schema.policies
     assert field.store.check() is None
     with field.store.database.begin() as connection:
@@ -227,7 +231,7 @@ def test_a_worker_that_can_not_read_the_policies_says_so_at_its_start(field: Pol
             p.create(connection)
 
 
-def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_next_one_does(
+def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = field.add(in_s=-5)
@@ -236,7 +240,7 @@ def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_ne
     chunk = chunk_request.ChunkRequest((Entry(task.id, task.version, 0),), policies=None)
     policies = wiring_of(child).shards[0].policies
     with monkeypatch.context() as away:
-        away.setattr(policies, "_read", find_it_away)
+        away.setattr(policies, "_read", raise_unavailable)
         report = chunk_request.run_chunk(chunk)
     assert (report.error, report.ran) == ("StoreUnavailableError: no route to host", 0)
     assert field.statuses(task) == ["NOT_COMPLETE"]
@@ -248,7 +252,9 @@ def test_a_chunk_whose_process_can_not_read_the_policies_runs_nothing_and_the_ne
 # -- other moves of paused rows ------------------------------------------------------------------
 
 
-def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: PolicyHarness) -> None:
+def test_a_held_task_can_be_cancelled_rescheduled_touched_and_replaced(
+    field: PolicyHarness,
+) -> None:
     cancelled, moved, touched = field.add(), field.add(), field.add()
     replaced = field.add(key="k")
     field.delays.pause(tag="mail")
@@ -265,7 +271,7 @@ def test_what_is_held_can_be_cancelled_moved_touched_and_replaced(field: PolicyH
     assert (field.statuses(due), field.ran) == (["HELD"], []), "it is paused all the same"
 
 
-def test_purging_leaves_what_is_held(field: PolicyHarness) -> None:
+def test_a_purge_leaves_held_tasks(field: PolicyHarness) -> None:
     task, done = field.add(in_s=-5), field.add("sms", -5)
     field.delays.pause(tag="mail")
     field.sweep()
@@ -282,7 +288,7 @@ def test_purging_leaves_what_is_held(field: PolicyHarness) -> None:
 # -- policies ------------------------------------------------------------------------------------
 
 
-def test_doing_it_twice_changes_nothing(field: PolicyHarness) -> None:
+def test_repeating_a_pause_resume_or_clear_changes_nothing(field: PolicyHarness) -> None:
     first = field.delays.pause(tag="mail", actor="a")
     assert field.delays.pause(tag="mail", actor="b") == first
     assert field.count("policy.changed") == 1
@@ -291,7 +297,9 @@ def test_doing_it_twice_changes_nothing(field: PolicyHarness) -> None:
     assert [policy.name for policy in field.delays.policies()] == ["mail"]
 
 
-def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: PolicyHarness) -> None:
+def test_a_pause_keeps_the_limits_and_clearing_the_policy_removes_both(
+    field: PolicyHarness,
+) -> None:
     field.delays.pause(tag="mail")
     field.delays.set_policy(tag="mail", concurrency=10, key_concurrency=2, rate="100/s")
     field.delays.resume(tag="mail")
@@ -307,7 +315,7 @@ def test_limits_are_kept_beside_a_pause_and_cleared_with_it(field: PolicyHarness
     assert field.delays.policies() == []
 
 
-def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(
+def test_a_pause_sweep_of_an_old_version_does_not_mark_a_newer_policy_as_applied(
     field: PolicyHarness,
 ) -> None:
     table = field.store.policies
@@ -323,7 +331,7 @@ def test_a_walk_that_ends_late_says_nothing_of_what_was_changed_meanwhile(
     assert table.read()[0].is_applied
 
 
-def test_two_who_set_it_at_once_are_both_heard(field: PolicyHarness) -> None:
+def test_simultaneous_changes_of_a_policy_are_all_applied(field: PolicyHarness) -> None:
     with ThreadPoolExecutor(8) as pool:
         calls: list[Callable[[], Any]] = [
             lambda: field.delays.pause(tag="mail"),
@@ -336,7 +344,7 @@ def test_two_who_set_it_at_once_are_both_heard(field: PolicyHarness) -> None:
     assert (policy.is_paused, policy.limits, policy.version) == (True, (3, None, 5, 60.0), 3)
 
 
-def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
+def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
     delays: Any = field.delays
     for call in (delays.pause, delays.resume, delays.clear_policy):
         for arguments in ({}, {"tag": "a", "queue": "b"}):
@@ -374,7 +382,7 @@ def test_what_is_no_policy_is_refused(field: PolicyHarness) -> None:
     assert field.delays.policies() == []
 
 
-def test_without_policies_a_chunk_asks_nothing_more(field: PolicyHarness) -> None:
+def test_without_policies_a_chunk_executes_no_query_about_policies(field: PolicyHarness) -> None:
     tasks = [field.add(in_s=-5) for _ in range(3)]
     wiring_of(field.delays).shards[0].policies.follow(0)
     field.delays.runner()

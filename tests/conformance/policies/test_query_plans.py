@@ -52,7 +52,7 @@ def planned(request: pytest.FixtureRequest, database_url: str) -> Iterator[Store
     made.close()
 
 
-def test_a_walk_reads_the_rows_of_its_status_alone(planned: Store) -> None:
+def test_a_pause_sweep_reads_only_rows_of_one_status(planned: Store) -> None:
     rows, level, now = planned.paused_rows, Level("default", 0), planned.tasks.now()
     is_postgresql = planned.database.url.get_backend_name() == "postgresql"
     for status in (Status.NOT_COMPLETE, Status.HELD):
@@ -87,7 +87,7 @@ def test_rows_are_held_and_released_by_their_ids(planned: Store) -> None:
         assert_no_scan(re.sub(r"on plan_yb_delay_policy|SCAN plan_yb_delay_policy", "", shown))
 
 
-def test_claims_meet_nothing_that_is_held(planned: Store) -> None:
+def test_claims_do_not_read_held_rows(planned: Store) -> None:
     if planned.database.url.get_backend_name() != "postgresql":
         return  # the other databases have the status first in the index of all rows
     # Remove dead index entries, because they do not count as a backlog.

@@ -20,7 +20,9 @@ from tests.recording import CrashError
 # -- resume --------------------------------------------------------------------------------------
 
 
-def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: PolicyHarness) -> None:
+def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(
+    field: PolicyHarness,
+) -> None:
     rows = [field.add(in_s=-in_s, body=in_s) for in_s in (10, 50, 30, 20, 40)]
     field.delays.pause(tag="mail")
     field.sweep()
@@ -39,7 +41,7 @@ def test_what_was_held_runs_in_the_order_of_its_times_after_resume(field: Policy
     )
 
 
-def test_what_is_near_is_armed_when_it_is_released(field: PolicyHarness) -> None:
+def test_a_released_task_within_the_horizon_is_armed(field: PolicyHarness) -> None:
     near, far, late = field.add(in_s=20), field.add(in_s=HOUR), field.add(in_s=-5)
     field.delays.pause(tag="mail")
     field.sweep()
@@ -52,7 +54,7 @@ def test_what_is_near_is_armed_when_it_is_released(field: PolicyHarness) -> None
 
 
 @pytest.mark.slow
-def test_the_released_come_one_step_at_a_time_the_oldest_first(
+def test_held_tasks_are_released_step_by_step_and_the_oldest_first(
     field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [
@@ -86,7 +88,7 @@ def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: PolicyHa
     assert field.statuses(here) == ["NOT_COMPLETE"]
 
 
-def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(
+def test_a_worker_with_outdated_policies_runs_claimed_tasks_of_a_resumed_tag(
     field: PolicyHarness,
 ) -> None:
     field.delays.pause(tag="mail")
@@ -99,7 +101,7 @@ def test_a_worker_that_has_not_heard_of_the_resume_runs_what_it_claims(
     assert (field.statuses(task), field.ran) == (["DONE"], ["ran"])
 
 
-def test_who_believes_in_a_pause_that_is_over_holds_nothing(field: PolicyHarness) -> None:
+def test_a_process_with_an_outdated_pause_holds_no_rows(field: PolicyHarness) -> None:
     task = field.add()
     assert field.store.paused_rows.hold([task.id]) == 0
     field.delays.pause(queue="default")
@@ -127,7 +129,7 @@ def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(
     assert (resumed, field.statuses(*tasks)) == (["mail"], ["NOT_COMPLETE", "HELD"])
 
 
-def test_what_is_held_that_nobody_pauses_is_released(field: PolicyHarness) -> None:
+def test_a_held_row_without_a_pause_is_released(field: PolicyHarness) -> None:
     task = field.add()
     t = field.store.schema.tasks
     with field.store.database.begin() as connection:
@@ -136,7 +138,7 @@ def test_what_is_held_that_nobody_pauses_is_released(field: PolicyHarness) -> No
     assert field.statuses(task) == ["NOT_COMPLETE"]
 
 
-def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: PolicyHarness) -> None:
+def test_a_locked_row_is_released_after_its_transaction_has_ended(field: PolicyHarness) -> None:
     if field.store.database.url.get_backend_name() == "sqlite":
         return  # SQLite locks the database for each writer, so no other sweep runs
     locked, free = field.add(), field.add()
@@ -158,7 +160,7 @@ def test_a_row_that_somebody_has_locked_is_released_when_he_is_done(field: Polic
 # -- steps, several processes and crashes --------------------------------------------------------
 
 
-def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(
+def test_each_sweep_holds_a_part_of_the_rows_and_the_next_sweep_continues(
     field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
@@ -177,7 +179,7 @@ def test_a_walk_takes_a_part_of_each_sweep_and_goes_on_in_the_next(
     assert field.statuses(*rows, *others) == ["HELD"] * 5 + ["NOT_COMPLETE"] * 5
 
 
-def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(
+def test_the_last_of_several_pauses_and_resumes_is_applied(
     field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(6)]
@@ -194,7 +196,7 @@ def test_who_changes_his_mind_in_the_middle_has_what_he_said_last(
 
 
 @pytest.mark.parametrize("verb", ["pause", "resume"])
-def test_who_dies_in_the_middle_leaves_the_rest_to_the_next(
+def test_the_next_sweep_continues_the_work_of_one_that_died(
     field: PolicyHarness, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
@@ -222,7 +224,9 @@ def test_who_dies_in_the_middle_leaves_the_rest_to_the_next(
     assert field.statuses(*rows) == [{"pause": "HELD", "resume": "NOT_COMPLETE"}[verb]] * 5
 
 
-def test_two_workers_that_walk_at_once_harm_nothing(field: PolicyHarness) -> None:
+def test_simultaneous_pause_sweeps_of_several_workers_count_each_row_once(
+    field: PolicyHarness,
+) -> None:
     field.delays.schedule_many([NewTask("mail", n, HOUR) for n in range(1500)])
     walkers = [field.process() for _ in range(3)]
 
@@ -247,7 +251,7 @@ def test_two_workers_that_walk_at_once_harm_nothing(field: PolicyHarness) -> Non
 # -- policies ------------------------------------------------------------------------------------
 
 
-def test_a_crowd_at_one_instant_is_walked_to_its_end(
+def test_all_of_many_rows_with_one_due_time_are_held_and_released(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 3)

@@ -1,4 +1,4 @@
-"""Each occurrence gets one task, wherever sweepers die and however many sweep together."""
+"""Each occurrence gets one task if sweepers die at any step, and with any number of sweepers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process counts: every run once, by tag and outcome, with its lateness and duration."""
+"""A process counts every run once, by tag and outcome, with its lateness and duration."""
 
 from __future__ import annotations
 

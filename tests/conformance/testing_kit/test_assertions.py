@@ -1,4 +1,4 @@
-"""What a tester finds among the scheduled tasks, and how it describes a difference."""
+"""A tester finds scheduled tasks and describes differences."""
 
 from __future__ import annotations
 

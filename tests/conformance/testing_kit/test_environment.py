@@ -1,4 +1,4 @@
-"""What a tester replaces, and that it is gone afterwards."""
+"""A tester replaces parts of an instance and restores them afterwards."""
 
 from __future__ import annotations
 

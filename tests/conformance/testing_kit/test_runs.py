@@ -1,4 +1,4 @@
-"""What a tester runs, and in which order."""
+"""A tester runs tasks in the order of their due times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from delaytasks.testing import DelaysTester
 from tests.conformance.testing_kit.conftest import KitShop
 
 
-def test_run_due_runs_what_is_due_and_nothing_else(shop: KitShop, tester: DelaysTester) -> None:
+def test_run_due_runs_due_tasks_only(shop: KitShop, tester: DelaysTester) -> None:
     shop.delays.schedule_delay("order.close", 1, 0)
     later = shop.delays.schedule_delay("order.close", 2, 60)
     [run] = tester.run_due()
@@ -42,7 +42,7 @@ def test_fast_forward_runs_everything_at_its_due_time_and_in_order(
     assert timedelta(minutes=30) <= tester.now - began < timedelta(minutes=31)
 
 
-def test_fast_forward_runs_what_processors_schedule_and_retries(
+def test_fast_forward_runs_tasks_that_processors_schedule_and_retries(
     shop: KitShop, tester: DelaysTester
 ) -> None:
     shop.delays.processor("chain")(
@@ -106,7 +106,9 @@ def test_outcomes_are_no_errors(shop: KitShop, tester: DelaysTester) -> None:
     assert [run.outcome for run in tester.fast_forward(5)] == ["fail", "withdraw"]
 
 
-def test_what_production_refuses_is_refused(shop: KitShop, tester: DelaysTester) -> None:
+def test_the_testing_kit_refuses_calls_that_production_refuses(
+    shop: KitShop, tester: DelaysTester
+) -> None:
     with pytest.raises(BodyNotJSONError):
         shop.delays.schedule_delay("order.close", {1, 2}, 0)
     with pytest.raises(UnknownTagError):

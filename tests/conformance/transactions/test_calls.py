@@ -102,7 +102,7 @@ def test_moves_belong_to_the_callers_transaction(shop: SessionCaller, ending: st
 
 
 @pytest.mark.parametrize("ending", ["commit", "rollback"])
-def test_what_was_armed_before_a_move_is_disarmed_after_its_commit(
+def test_the_old_entry_of_a_moved_task_is_disarmed_after_the_commit(
     shop: SessionCaller, ending: str
 ) -> None:
     d = shop.delays

@@ -30,7 +30,9 @@ def test_a_connections_row_is_seen_and_armed_with_its_commit(shop: SessionCaller
     assert rolled_back.id not in shop.seen()
 
 
-def test_a_message_sent_just_before_the_commit_leaves_it_time_to_end(shop: SessionCaller) -> None:
+def test_a_message_just_before_the_commit_is_sent_with_time_for_the_commit(
+    shop: SessionCaller,
+) -> None:
     with shop.engine.begin() as connection:
         task = shop.schedule(connection, delay=0)
         assert shop.timer.ids == []
@@ -39,7 +41,7 @@ def test_a_message_sent_just_before_the_commit_leaves_it_time_to_end(shop: Sessi
     assert entry.due_us >= task.expected_time.timestamp() * 1e6 + 40_000
 
 
-def test_what_a_connections_savepoint_takes_back_is_neither_a_row_nor_armed(
+def test_a_savepoint_rolled_back_on_a_connection_leaves_no_row_and_arms_nothing(
     shop: SessionCaller,
 ) -> None:
     with shop.engine.connect() as connection:
@@ -63,7 +65,9 @@ def test_what_a_connections_savepoint_takes_back_is_neither_a_row_nor_armed(
     assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
 
 
-def test_a_connection_in_autocommit_arms_at_once(shop: SessionCaller, database_url: str) -> None:
+def test_a_task_on_an_autocommit_connection_is_armed_immediately(
+    shop: SessionCaller, database_url: str
+) -> None:
     ids: list[int] = []
     plain = create_engine(database_url)
     engine = create_engine(database_url, isolation_level="AUTOCOMMIT")
@@ -85,7 +89,7 @@ def test_a_connection_in_autocommit_arms_at_once(shop: SessionCaller, database_u
     engine.dispose()
 
 
-def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_an_id_is_taken(
+def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     shop: SessionCaller, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Databases without COPY use several statements.
@@ -106,7 +110,7 @@ def test_of_a_lot_whose_statements_stand_alone_none_is_lost_or_twice_there_when_
     assert len(shop.seen()) == 251
 
 
-def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
+def test_a_batch_that_is_written_again_after_a_lost_answer_exists_once(
     shop: SessionCaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One id was taken, so the builder made new ids."""
@@ -125,7 +129,7 @@ def test_a_lot_that_is_written_again_as_its_answer_was_lost_is_there_once(
     assert sorted(task.body for task in told) == list(range(4))
 
 
-def test_who_finds_an_id_taken_and_then_the_database_gone_can_not_know_whose_it_is(
+def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
     shop: SessionCaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def gone(*_: Any) -> None:
@@ -143,7 +147,7 @@ def test_who_finds_an_id_taken_and_then_the_database_gone_can_not_know_whose_it_
         assert unknown.value.id is not None
 
 
-def test_a_connection_that_the_pool_gives_to_the_next_one_carries_nothing_over(
+def test_a_connection_that_the_pool_reuses_has_no_tasks_of_its_previous_user(
     shop: SessionCaller,
 ) -> None:
     for _ in range(3):

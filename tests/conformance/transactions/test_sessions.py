@@ -40,7 +40,7 @@ def test_a_row_is_seen_and_armed_after_the_commit_and_its_id_known_before(
         assert (shop.seen(), shop.timer.ids) == (set(ids), ids)
 
 
-def test_a_session_is_as_good_for_the_next_transaction(shop: SessionCaller) -> None:
+def test_a_session_can_be_used_for_the_next_transaction(shop: SessionCaller) -> None:
     with shop.session() as session:
         first = shop.schedule(session)
         session.rollback()
@@ -96,7 +96,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
-def test_what_is_not_committed_is_neither_a_row_nor_armed(
+def test_without_a_commit_there_is_no_row_and_nothing_is_armed(
     shop: SessionCaller, end: Callable[[Session], None]
 ) -> None:
     session = shop.session()
@@ -130,7 +130,9 @@ def test_a_flush_that_fails_undoes_what_was_scheduled(shop: SessionCaller) -> No
     assert (shop.seen(), shop.timer.ids) == (set(), [])
 
 
-def test_what_a_savepoint_takes_back_is_neither_a_row_nor_armed(shop: SessionCaller) -> None:
+def test_a_savepoint_rolled_back_in_a_session_leaves_no_row_and_arms_nothing(
+    shop: SessionCaller,
+) -> None:
     with shop.session() as session:
         before = shop.schedule(session)
         with suppress(ZeroDivisionError), session.begin_nested():
@@ -151,7 +153,7 @@ def test_what_a_savepoint_takes_back_is_neither_a_row_nor_armed(shop: SessionCal
     )
 
 
-def test_what_an_outer_savepoint_takes_back_includes_the_inner_ones(shop: SessionCaller) -> None:
+def test_rolling_back_an_outer_savepoint_includes_the_inner_ones(shop: SessionCaller) -> None:
     with shop.session() as session:
         with session.begin_nested() as outer:
             shop.schedule(session)
@@ -165,7 +167,7 @@ def test_what_an_outer_savepoint_takes_back_includes_the_inner_ones(shop: Sessio
     assert (shop.seen(), shop.timer.ids, shop.keys()) == ({kept.id}, [kept.id], 1)
 
 
-def test_an_inner_savepoint_takes_back_only_its_own(shop: SessionCaller) -> None:
+def test_rolling_back_an_inner_savepoint_undoes_only_its_own_tasks(shop: SessionCaller) -> None:
     with shop.session() as session:
         with session.begin_nested():
             outer = shop.schedule(session)
@@ -176,7 +178,7 @@ def test_an_inner_savepoint_takes_back_only_its_own(shop: SessionCaller) -> None
     assert (shop.seen(), shop.timer.ids) == ({outer.id}, [outer.id])
 
 
-def test_a_session_in_somebody_elses_transaction_waits_for_the_outer_end(
+def test_a_session_joined_to_an_outer_transaction_arms_after_the_outer_commit(
     shop: SessionCaller,
 ) -> None:
     with shop.joined() as (connection, session):
@@ -195,7 +197,7 @@ def test_a_session_in_somebody_elses_transaction_waits_for_the_outer_end(
     assert (shop.seen(), shop.timer.ids) == ({task.id}, [task.id])
 
 
-def test_two_sessions_in_turns_keep_their_tasks_apart(shop: SessionCaller) -> None:
+def test_two_interleaved_sessions_keep_their_tasks_separate(shop: SessionCaller) -> None:
     one, other = shop.session(), shop.session()
     first = shop.schedule(one)
     if shop.engine.dialect.name != "sqlite":  # SQLite has one writer at a time
@@ -232,7 +234,7 @@ def test_many_far_tasks_are_not_held_in_memory_until_the_commit(
     assert len(shop.seen()) == 20
 
 
-def test_what_comes_near_while_the_transaction_lasts_is_armed_at_its_commit(
+def test_a_task_that_comes_within_the_horizon_before_the_commit_is_armed_at_it(
     shop: SessionCaller, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with shop.session() as session:

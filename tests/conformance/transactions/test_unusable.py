@@ -85,7 +85,7 @@ def test_a_read_only_transaction_is_refused_and_nothing_sent(
     assert (shop.seen(), shop.timer.ids) == ({task.id, failed.id}, [])
 
 
-def test_a_deadlock_in_the_callers_transaction_is_told_and_not_tried_again(
+def test_a_deadlock_in_the_callers_transaction_is_raised_and_not_retried(
     shop: SessionCaller,
 ) -> None:
     if shop.engine.dialect.name == "sqlite":
@@ -130,7 +130,7 @@ def count_moves(engine: Engine, statements: list[str]) -> None:
             statements.append(statement)
 
 
-def test_a_session_bound_to_no_database_of_ours_is_refused(shop: SessionCaller) -> None:
+def test_a_session_bound_to_another_database_is_refused(shop: SessionCaller) -> None:
     elsewhere = create_engine("sqlite://")
     with Session(elsewhere) as session:
         for call in (
@@ -158,7 +158,7 @@ def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: Session
 
 
 @pytest.mark.parametrize("what", ["one", "keyed", "many"])
-def test_a_rollback_takes_all_back_on_sqlite_as_its_driver_comes(
+def test_a_rollback_undoes_everything_on_sqlite_with_default_driver_settings(
     store: Store, database_url: str, what: str
 ) -> None:
     """Python's driver begins a transaction at the first INSERT, so an earlier savepoint would

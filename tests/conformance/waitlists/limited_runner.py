@@ -29,10 +29,10 @@ class LimitedRunnerHarness(RunnerHarness):
     def admit(self, limit: int = 100, tag: str = "note") -> list[DelayTask]:
         return list(self.admission.admit("default", tag, limit)[0])
 
-    def in_line(self) -> int:
+    def waitlist_rows(self) -> int:
         with self.store.database.begin() as connection:
             return len(connection.execute(select(self.store.schema.waitlists)).all())
 
 
-def push_away(bench: LimitedRunnerHarness, task: DelayTask) -> None:
+def touch_task(bench: LimitedRunnerHarness, task: DelayTask) -> None:
     assert bench.store.touches.touch(task.id, bench.clock.now() + timedelta(seconds=60))

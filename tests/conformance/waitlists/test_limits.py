@@ -19,11 +19,11 @@ from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution import runner
 from delaytasks.limits.admission import Admission
 from tests.conformance.store_rows import counts_moves
-from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, push_away
+from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, touch_task
 from tests.waiting import wait_until
 
 
-def test_no_more_start_than_the_limit_allows_and_the_others_are_held(
+def test_no_more_tasks_start_than_the_limit_allows_and_the_others_are_held(
     bench: LimitedRunnerHarness,
 ) -> None:
     bench.limit(concurrency=4)
@@ -36,10 +36,10 @@ def test_no_more_start_than_the_limit_allows_and_the_others_are_held(
     assert [task.body for task in bench.admit()] == [3]
     assert bench.admit() == []
     assert Counter(bench.statuses(tasks)) == {"RUNNING": 4, "HELD": 2}
-    assert bench.in_line() == 2
+    assert bench.waitlist_rows() == 2
 
 
-def test_who_comes_later_waits_behind_those_in_line(bench: LimitedRunnerHarness) -> None:
+def test_a_later_task_waits_behind_the_tasks_of_the_waitlist(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     first, second = bench.schedule(body=1), bench.schedule(body=2)
     bench.run(first)
@@ -63,22 +63,26 @@ def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
     with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
         bench.claim(*tasks)
     assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
-    assert bench.in_line() == 0
+    assert bench.waitlist_rows() == 0
 
 
-def test_a_runner_takes_the_next_one_in_line_when_one_ends(bench: LimitedRunnerHarness) -> None:
+def test_a_runner_admits_the_next_task_of_the_waitlist_when_one_ends(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(5)]
     report = bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
     assert bench.ran == [0, 1, 2, 3, 4]
     assert bench.statuses(tasks) == ["DONE"] * 5
-    assert (report.ran, report.waitlists, bench.in_line()) == (5, (), 0)
+    assert (report.ran, report.waitlists, bench.waitlist_rows()) == (5, (), 0)
     done = bench.now(tasks[4])
     assert done.attempts == 1
     assert (done.version == 3) is counts_moves(bench.store)
 
 
-def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedRunnerHarness) -> None:
+def test_a_runner_whose_time_is_over_reports_the_waitlist_that_is_left(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(3)]
     report = bench.runner.run([bench.entry(task) for task in tasks])
@@ -89,7 +93,7 @@ def test_a_runner_whose_time_is_over_says_that_there_is_more(bench: LimitedRunne
     assert report.waitlists == ()
 
 
-def test_a_backlog_gets_in_line_too(bench: LimitedRunnerHarness) -> None:
+def test_overdue_tasks_of_a_limited_tag_join_the_waitlist(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=2)
     tasks = [bench.schedule(body=n) for n in range(7)]
     other = bench.schedule("other", body="other")
@@ -101,7 +105,7 @@ def test_a_backlog_gets_in_line_too(bench: LimitedRunnerHarness) -> None:
     assert bench.statuses([*tasks, other]) == ["DONE"] * 8
 
 
-def test_a_line_that_this_process_never_met_is_found_behind_a_backlog(
+def test_a_process_finds_an_unknown_waitlist_behind_a_backlog(
     bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.limit(concurrency=1)
@@ -128,10 +132,12 @@ def test_each_key_has_its_own_limit(bench: LimitedRunnerHarness) -> None:
     late = [bench.schedule(body="b", concurrency_key="b") for _ in range(3)]
     assert bench.claim(*late) == []
     assert [task.body for task in bench.admit()] == ["b"], "the others of a wait, and keep nobody"
-    assert bench.in_line() == 4
+    assert bench.waitlist_rows() == 4
 
 
-def test_keys_take_turns(bench: LimitedRunnerHarness) -> None:
+def test_tasks_of_different_concurrency_keys_are_admitted_in_turn(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule(body="first"))
     tasks = [bench.schedule(body=f"a{n}", concurrency_key="a") for n in range(5)]
@@ -146,7 +152,9 @@ def test_keys_take_turns(bench: LimitedRunnerHarness) -> None:
     assert order == ["-0", "a0", "b0", "-1", "a1", "b1", "a2", "a3", "a4"]
 
 
-def test_keys_take_turns_when_many_start_at_once(bench: LimitedRunnerHarness) -> None:
+def test_several_tasks_admitted_together_are_shared_among_concurrency_keys(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule(body="first"))
     tasks = [bench.schedule(body="a", concurrency_key="a") for n in range(30)]
@@ -156,10 +164,12 @@ def test_keys_take_turns_when_many_start_at_once(bench: LimitedRunnerHarness) ->
     bench.limit(concurrency=1000)
     assert Counter(task.body for task in bench.admit(15)) == {"a": 5, "b": 3, "c": 7}
     assert len(bench.admit(100)) == 48
-    assert bench.in_line() == 0
+    assert bench.waitlist_rows() == 0
 
 
-def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedRunnerHarness) -> None:
+def test_the_capacity_of_a_dead_worker_is_free_when_its_tasks_lapse(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=2)
     tasks = [bench.schedule(body=n) for n in range(4)]
     bench.claim(tasks[0])
@@ -170,7 +180,7 @@ def test_what_a_dead_worker_had_makes_room_when_it_lapses(bench: LimitedRunnerHa
     assert [task.body for task in bench.admit()] == [2]
 
 
-def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedRunnerHarness) -> None:
+def test_a_recovered_task_waits_in_the_waitlist_and_runs_alone(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     lapsed, *others = [bench.schedule(body=n) for n in range(3)]
     bench.change(lapsed, lapses=1)
@@ -185,7 +195,7 @@ def test_one_that_lapsed_waits_in_line_and_runs_alone(bench: LimitedRunnerHarnes
     assert [task.body for task in bench.admit()] == [1, 2]
 
 
-def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
+def test_several_workers_together_keep_a_rate(bench: LimitedRunnerHarness) -> None:
     bench.limit(rate=40, rate_period_s=1.0)
     tasks = [bench.schedule(body=n) for n in range(60)]
     bench.claim(*tasks)
@@ -202,7 +212,7 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
     with ThreadPoolExecutor(3) as pool:
         for _ in range(3):
             pool.submit(take)
-        wait_until(lambda: bench.in_line() == 0, 20, "all to start")
+        wait_until(lambda: bench.waitlist_rows() == 0, 20, "all to start")
         over.set()
     t = bench.store.schema.tasks
     with bench.store.database.begin() as connection:
@@ -214,7 +224,7 @@ def test_a_rate_is_kept_whoever_asks(bench: LimitedRunnerHarness) -> None:
     assert worst <= 40
 
 
-def test_a_slow_rate_says_when_to_look_again(bench: LimitedRunnerHarness) -> None:
+def test_a_slow_rate_returns_the_time_until_the_next_check(bench: LimitedRunnerHarness) -> None:
     bench.limit(rate=5, rate_period_s=60.0)
     tasks = [bench.schedule(body=n) for n in range(3)]
     assert len(bench.claim(*tasks)) == 1
@@ -229,7 +239,7 @@ def test_a_slow_rate_says_when_to_look_again(bench: LimitedRunnerHarness) -> Non
     assert bench.runner.run_waitlist("default", "note", 10, 2).ran == 2
 
 
-def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedRunnerHarness) -> None:
+def test_simultaneous_workers_never_exceed_the_limit(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=5)
     tasks = [bench.schedule(body=n) for n in range(40)]
     running, most, ran = Counter[int](), [], list[int]()
@@ -254,7 +264,7 @@ def test_never_too_many_however_many_workers_ask_at_once(bench: LimitedRunnerHar
         ]
         for part in parts:
             part.result()
-        while bench.in_line():
+        while bench.waitlist_rows():
             bench.runner.run_waitlist("default", "limited", 10, 5)
     assert sorted(ran) == list(range(40))
     assert 2 <= max(most) <= 5
@@ -270,9 +280,9 @@ def _reschedule(bench: LimitedRunnerHarness, task: DelayTask) -> None:
 
 @pytest.mark.parametrize(
     ("move", "status"),
-    [(_cancel, "CANCELLED"), (push_away, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
+    [(_cancel, "CANCELLED"), (touch_task, "NOT_COMPLETE"), (_reschedule, "NOT_COMPLETE")],
 )
-def test_who_leaves_the_line_does_not_run(
+def test_a_task_that_left_the_waitlist_does_not_run(
     bench: LimitedRunnerHarness,
     move: Callable[[LimitedRunnerHarness, DelayTask], None],
     status: str,
@@ -288,11 +298,13 @@ def test_who_leaves_the_line_does_not_run(
     if not admitted:  # one call examines only a few rows
         admitted = bench.admit() or bench.admit()
     assert [task.body for task in admitted] == [14]
-    assert bench.in_line() == 0
+    assert bench.waitlist_rows() == 0
     assert bench.statuses(tasks[1:-1]) == [status] * 13
 
 
-def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedRunnerHarness) -> None:
+def test_a_locked_task_of_the_waitlist_does_not_delay_the_others(
+    bench: LimitedRunnerHarness,
+) -> None:
     if bench.store.database.url.get_backend_name() == "sqlite":
         return  # SQLite has one writer at a time
     bench.limit(concurrency=1)
@@ -308,7 +320,7 @@ def test_what_somebody_has_locked_keeps_nobody_waiting(bench: LimitedRunnerHarne
     assert [task.body for task in bench.admit()] == [1]
 
 
-def test_without_its_limits_a_line_runs_off(bench: LimitedRunnerHarness) -> None:
+def test_without_limits_all_tasks_of_a_waitlist_are_admitted(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(5)]
     bench.claim(tasks[0])
@@ -319,7 +331,7 @@ def test_without_its_limits_a_line_runs_off(bench: LimitedRunnerHarness) -> None
     assert len(bench.admit()) == 4
 
 
-def test_a_sweep_finds_queues_with_lines(bench: LimitedRunnerHarness) -> None:
+def test_a_sweep_finds_queues_with_waitlists(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n, queue="slow") for n in range(3)]
     assert [level.queue for level in bench.store.sweeps.levels(0)] == ["slow"]
@@ -329,7 +341,7 @@ def test_a_sweep_finds_queues_with_lines(bench: LimitedRunnerHarness) -> None:
     assert bench.store.waitlist_names.in_queue("default") == set()
 
 
-def test_what_is_in_line_is_held(bench: LimitedRunnerHarness) -> None:
+def test_a_task_in_a_waitlist_is_held(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(2)]
     bench.claim(tasks[0])

@@ -14,10 +14,10 @@ from delaytasks.core.states import Status
 from delaytasks.core.waitlists import WaitlistState
 from delaytasks.limits import backlogs
 from delaytasks.limits.admission import Admission
-from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, push_away
+from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, touch_task
 
 
-def test_who_has_run_hands_its_place_over_as_it_is_settled(
+def test_the_settlement_of_a_task_transfers_its_slot_to_the_next_one(
     bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench.limit(concurrency=1)
@@ -26,13 +26,13 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(
     seen: list[tuple[str, ...]] = []
     next = Admission.admit_to_slots
 
-    def handing(self: Admission, on: Any, queue: str, tag: str, count: int) -> Any:
+    def admit_and_record(self: Admission, on: Any, queue: str, tag: str, count: int) -> Any:
         following = next(self, on, queue, tag, count)
         places.append(count)
         seen.append(tuple(bench.statuses(tasks)))
         return following
 
-    monkeypatch.setattr(Admission, "admit_to_slots", handing)
+    monkeypatch.setattr(Admission, "admit_to_slots", admit_and_record)
     bench.runner.run([bench.entry(task) for task in tasks], for_s=20)
     assert bench.ran == [0, 1, 2, 3]
     assert places == [1, 1, 1]
@@ -41,7 +41,7 @@ def test_who_has_run_hands_its_place_over_as_it_is_settled(
     assert bench.statuses(tasks) == ["DONE"] * 4
 
 
-def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
+def test_a_slot_is_transferred_in_the_transaction_of_the_settlement(
     bench: LimitedRunnerHarness,
 ) -> None:
     bench.limit(concurrency=1)
@@ -54,7 +54,7 @@ def test_a_place_is_handed_over_together_with_all_that_a_settlement_does(
     assert len(bench.store.tasks.attempts(failing.id)) == 1
 
 
-def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedRunnerHarness) -> None:
+def test_a_slot_that_was_lost_is_not_transferred(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(2)]
     [running] = bench.claim(*tasks)
@@ -69,7 +69,7 @@ def test_a_place_that_was_lost_is_not_handed_over(bench: LimitedRunnerHarness) -
 @pytest.mark.parametrize(
     "limits", [{"rate": 100, "rate_period_s": 1.0}, {"key_concurrency": 1}, {"concurrency": None}]
 )
-def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
+def test_a_slot_is_not_transferred_if_another_limit_also_applies(
     bench: LimitedRunnerHarness, limits: dict[str, Any]
 ) -> None:
     bench.limit(concurrency=1)
@@ -80,7 +80,7 @@ def test_a_place_is_not_handed_over_where_it_is_not_all_that_a_task_needs(
         assert bench.admission.admit_to_slots(connection, "default", "note", 1) == []
 
 
-def test_keys_take_turns_when_places_are_handed_over(bench: LimitedRunnerHarness) -> None:
+def test_slot_transfers_alternate_between_concurrency_keys(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=1)
     first = bench.schedule(body="first")
     tasks = [
@@ -90,7 +90,9 @@ def test_keys_take_turns_when_places_are_handed_over(bench: LimitedRunnerHarness
     assert bench.ran == ["first", "a0", "b0", "a1", "b1", "a2", "b2"]
 
 
-def test_a_crowd_gets_in_line_at_once(bench: LimitedRunnerHarness) -> None:
+def test_a_chunk_puts_all_overdue_tasks_of_a_full_tag_into_the_waitlist(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule())
     tasks = [bench.schedule(body=n) for n in range(20)]
@@ -105,7 +107,7 @@ def test_a_crowd_gets_in_line_at_once(bench: LimitedRunnerHarness) -> None:
     assert [task.body for task in bench.admit()] == list(range(20))
 
 
-def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
+def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlog(
     bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backlogs, "HOLD_ROWS", 8)
@@ -124,10 +126,10 @@ def test_who_is_behind_a_crowd_gets_in_line_before_all_of_it(
         pass
     assert bench.statuses(large) == ["HELD"] * 40
     assert bench.statuses([later, free]) == ["NOT_COMPLETE"] * 2
-    assert bench.in_line() == 43
+    assert bench.waitlist_rows() == 43
 
 
-def test_tasks_without_keys_are_no_crowd_of_other_tags(
+def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
     bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backlogs, "HOLD_ROWS", 8)
@@ -141,7 +143,7 @@ def test_tasks_without_keys_are_no_crowd_of_other_tags(
     assert bench.statuses([other]) == ["HELD"]
 
 
-def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
+def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
     bench: LimitedRunnerHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if bench.store.database.url.get_backend_name() != "postgresql":
@@ -160,7 +162,9 @@ def test_rows_that_somebody_has_do_not_keep_a_crowd_from_getting_in_line(
         assert bench.statuses(large) == ["HELD"] * 12
 
 
-def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedRunnerHarness) -> None:
+def test_the_pause_sweeper_does_not_release_tasks_of_a_waitlist(
+    bench: LimitedRunnerHarness,
+) -> None:
     bench.limit(concurrency=1)
     bench.claim(bench.schedule())
     tasks = [bench.schedule(body=n, concurrency_key=key) for n, key in enumerate([None, "a", "a"])]
@@ -171,12 +175,12 @@ def test_who_waits_in_line_is_not_released_by_those_who_resume(bench: LimitedRun
     assert [seen.id for seen in bench.store.paused_rows.look(Status.HELD, level, None, None)] == [
         stray.id
     ]
-    push_away(bench, tasks[1])
+    touch_task(bench, tasks[1])
     found = {seen.id for seen in bench.store.paused_rows.look(Status.HELD, level, None, None)}
     assert found == {stray.id, tasks[1].id}, "it is not due any more, and waits in vain"
 
 
-def test_who_starts_several_at_once_takes_as_many(bench: LimitedRunnerHarness) -> None:
+def test_admit_returns_at_most_the_requested_number_of_tasks(bench: LimitedRunnerHarness) -> None:
     bench.limit(concurrency=10)
     tasks = [bench.schedule(body=n) for n in range(20)]
     assert len(bench.claim(*tasks)) == 1

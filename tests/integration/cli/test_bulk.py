@@ -95,7 +95,7 @@ def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
     return max(found for task in tasks if (found := shop.delays.get(task).update_time))
 
 
-def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
+def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) -> None:
     tasks = [shop.schedule(delay=delay, queue="reports") for delay in (60, 120)]
     shop.json("reschedule", "--queue", "reports", "--at", "2031-01-01T00:00:00Z", "--yes")
     assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {
@@ -115,7 +115,7 @@ def test_reschedule_gives_many_a_time_or_shifts_them(shop: Project) -> None:
     }
 
 
-def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
+def test_retry_reruns_many_failed_tasks(shop: Project) -> None:
     failed, cancelled = shop.schedule("bad"), shop.schedule("bad", 60)
     shop("drain")
     shop.delays.cancel(cancelled)
@@ -143,7 +143,7 @@ def test_retry_runs_many_failed_ones_again(shop: Project) -> None:
         ["audit", "--limit", "0"],
     ],
 )
-def test_options_that_name_nothing_or_contradict_each_other_exit_with_2(
+def test_options_that_select_no_task_or_contradict_each_other_exit_with_2(
     shop: Project, arguments: list[str]
 ) -> None:
     task = shop.schedule(delay=60, key="k")
@@ -215,7 +215,9 @@ def at_terminal(
 
 
 @pytest.mark.parametrize(("typed", "status"), [("n", Status.NOT_COMPLETE), ("y", Status.CANCELLED)])
-def test_people_are_asked_with_the_count(shop: Project, typed: str, status: Status) -> None:
+def test_a_bulk_command_asks_for_a_confirmation_with_the_count(
+    shop: Project, typed: str, status: Status
+) -> None:
     tasks = [shop.schedule(delay=60) for _ in range(3)]
     running, until, terminal = at_terminal(shop.name, "cancel", "--tag", "ok")
     assert "3 tasks would be cancelled. Go on? [y/N]" in until("[y/N]")
@@ -243,7 +245,7 @@ bulk.BulkRun._step = slowly
 
 @pytest.mark.slow
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
+def test_after_ctrl_c_a_bulk_command_ends_its_step_and_reports_its_progress(
     shop: Project,
     process: Callable[..., subprocess.Popen[str]],
     option: list[str],
@@ -272,7 +274,7 @@ def test_ctrl_c_lets_a_step_end_and_says_how_far_it_came(
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 40 - cancelled
 
 
-def test_a_shift_that_is_stopped_says_how_to_go_on(
+def test_a_stopped_shift_prints_the_command_that_continues_it(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)
@@ -305,7 +307,7 @@ def test_a_shift_that_is_stopped_says_how_to_go_on(
     } == {3600}
 
 
-def test_with_two_databases_both_are_worked_on(two: Project) -> None:
+def test_a_bulk_command_works_on_both_of_two_databases(two: Project) -> None:
     two.delays.schedule_many(("ok", None, 60) for _ in range(5))
     for _ in range(20):
         two.schedule(delay=60)
@@ -314,7 +316,7 @@ def test_with_two_databases_both_are_worked_on(two: Project) -> None:
     assert {entry["shard"] for entry in two.json("audit")} == {0, 1}
 
 
-def test_undo_moves_back_what_an_operation_has_moved(shop: Project) -> None:
+def test_undo_reverses_the_moves_of_an_operation(shop: Project) -> None:
     ids = [shop.json("schedule", "ok", "--delay", "1h")["id"] for _ in range(2)]
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 2
     [entry] = shop.json("audit")

@@ -144,7 +144,7 @@ def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
     assert re.search(r"^database +sqlite:\S+first.sqlite3: down", two("stats").stdout, re.MULTILINE)
 
 
-def test_adding_a_shard_is_finished_when_the_homes_of_keys_know_what_stays_elsewhere(
+def test_db_shards_finish_records_the_keys_that_stay_in_the_old_shard(
     two: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     urls = os.environ["DELAYTASKS_DATABASE_URL"]
@@ -300,7 +300,7 @@ def test_config_masks_passwords(
     assert "canary" not in said.output
 
 
-def test_db_makes_the_tables_and_takes_them_back(bare: Project) -> None:
+def test_db_upgrade_creates_the_tables_and_db_downgrade_drops_them(bare: Project) -> None:
     empty = bare.json("db", "current", "--check", exit_code=1)
     assert (empty["revision"], empty["is_current"]) == (None, False)
     assert bare.error("list", exit_code=1)["type"] == "StoreError"
@@ -316,7 +316,7 @@ def test_db_makes_the_tables_and_takes_them_back(bare: Project) -> None:
     assert "run: delaytasks -A" in bare("db", "current").stdout
 
 
-def test_db_makes_and_takes_back_the_tables_of_all_databases(two: Project) -> None:
+def test_db_upgrade_and_db_downgrade_change_the_tables_of_all_databases(two: Project) -> None:
     head = two.json("db", "current", "--check")["head"]
     assert two("db", "current").stdout == "".join(
         f"shard {n}: revision {head}, which is this version's\n" for n in (0, 1)
@@ -355,7 +355,7 @@ def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> N
     assert "2 tasks would not run well with this code" in shown.stdout
 
 
-def test_check_finds_rows_that_nobody_will_ever_take(shop: Project) -> None:
+def test_check_finds_rows_that_no_worker_will_ever_run(shop: Project) -> None:
     t = wiring_of(shop.delays).store.schema.tasks
     far = datetime(9999, 1, 1, tzinfo=timezone.utc)
     rows: list[dict[str, Any]] = [

@@ -27,7 +27,7 @@ def reopen(project: Project, monkeypatch: pytest.MonkeyPatch, *keys: str) -> Non
     rewire(project.delays)
 
 
-def test_a_new_key_is_another_one_each_time_and_is_taken(
+def test_each_new_key_is_different_and_is_accepted(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = shop.json("encryption", "key")
@@ -39,7 +39,7 @@ def test_a_new_key_is_another_one_each_time_and_is_taken(
     assert plain not in shop("config").stdout
 
 
-def test_rotation_from_plain_to_a_key_to_the_next_one(
+def test_bodies_are_rotated_from_plain_to_a_key_and_to_the_next_key(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [shop.schedule("ok", 60, {"n": n}) for n in range(3)]
@@ -131,7 +131,7 @@ def test_unreadable_bodies_are_counted(shop: Project, monkeypatch: pytest.Monkey
     )
 
 
-def test_ctrl_c_ends_after_a_step_and_the_next_time_goes_on(
+def test_after_ctrl_c_rotate_ends_after_its_step_and_the_next_call_continues(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = [shop.schedule("ok", 60, n) for n in range(5)]
@@ -160,7 +160,7 @@ def stored(project: Project) -> list[str]:
     return found
 
 
-def test_each_database_is_rotated_and_one_that_is_down_keeps_no_other_from_it(
+def test_all_databases_are_rotated_even_if_one_of_them_is_down(
     two: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number, shard in enumerate(wiring_of(two.delays).shards):

@@ -84,7 +84,7 @@ def test_each_fault_fails_its_own_check(
     assert failed(healthy, "--max-overdue", "0") == [check]
 
 
-def test_limits_are_those_of_the_options(healthy: Project) -> None:
+def test_the_options_set_the_limits_of_the_checks(healthy: Project) -> None:
     make_a_task_overdue(healthy)
     age(healthy, "sweeps", swept_at=16)
     assert failed(healthy, "--max-sweep-age", "1m", "--max-overdue", "1") == []

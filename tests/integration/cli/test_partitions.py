@@ -108,7 +108,7 @@ def test_periods_are_whole_days(place: Project) -> None:
         assert error == f"--every is a whole number of days, such as 1d or 7d, and not {every}"
 
 
-def test_purging_that_would_come_first_is_pointed_out(place: Project) -> None:
+def test_maintain_warns_if_purging_would_delete_the_tasks_earlier(place: Project) -> None:
     place("db", "partitions", "convert", "--yes")
     said = {
         older: place("db", "partitions", "maintain", "--older-than", older).stderr
@@ -127,7 +127,7 @@ def test_other_databases_have_no_partitions(shop: Project, command: list[str]) -
     )
 
 
-def test_the_database_of_a_number_is_meant(two: Project) -> None:
+def test_the_number_selects_the_database(two: Project) -> None:
     assert (
         "shard 2" in two.error("db", "partitions", "maintain", "--shard", "2", exit_code=2)["error"]
     )

@@ -22,7 +22,7 @@ def sweep(shop: Project) -> None:
     holding.walk(holding.policies(), lambda: None)
 
 
-def test_pause_and_resume_say_what_they_did_and_how_many_are_held(shop: Project) -> None:
+def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop: Project) -> None:
     tasks = [shop.schedule("mail", 3600) for _ in range(3)]
     said = shop("pause", "--tag", "mail", "--actor", "ann: it burns")
     assert said.stdout == "tag mail is paused; held: 0 tasks, and more with each sweep\n"
@@ -38,7 +38,7 @@ def test_pause_and_resume_say_what_they_did_and_how_many_are_held(shop: Project)
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
 
 
-def test_policies_are_listed_with_who_made_them(shop: Project) -> None:
+def test_policies_are_listed_with_their_authors(shop: Project) -> None:
     assert shop.json("policy", "list") == NO_POLICIES
     assert "No policies" in shop("policy", "list").stderr
     shop("pause", "--queue", "letters", "--actor", "[red]ann[/red] :smile:")
@@ -56,7 +56,7 @@ def test_policies_are_listed_with_who_made_them(shop: Project) -> None:
     assert "[red]ann[/red] :smile:" in said.splitlines()[1], "as it was typed"
 
 
-def test_limits_stay_unless_they_are_mentioned_and_none_takes_one_away(shop: Project) -> None:
+def test_policy_set_keeps_limits_that_are_not_named_and_none_removes_one(shop: Project) -> None:
     shop(
         "policy",
         "set",
@@ -85,7 +85,7 @@ def _put(shop: Project, task: DelayTask, status: Status) -> None:
     )
 
 
-def test_of_a_limited_tag_it_is_shown_how_many_run_and_how_many_wait(shop: Project) -> None:
+def test_policy_list_shows_the_running_and_held_tasks_of_a_limited_tag(shop: Project) -> None:
     shop("policy", "set", "--tag", "mail", "--concurrency", "2")
     for status, tasks in ((Status.RUNNING, 2), (Status.HELD, 3)):
         for _ in range(tasks):

@@ -36,7 +36,7 @@ def test_celery_has_the_same_commands_with_its_own_app(
     assert (failing.returncode, out, json.loads(err)["type"]) == (1, "", "TaskNotFoundError")
 
 
-def test_celery_without_an_app_is_told_what_is_missing(
+def test_celery_delays_without_an_app_exits_with_the_missing_step(
     process: Callable[..., subprocess.Popen[str]],
 ) -> None:
     write("celeryconfig", "")
@@ -47,7 +47,7 @@ def test_celery_without_an_app_is_told_what_is_missing(
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_pipe_that_closes_early_is_no_error_to_talk_about(
+def test_a_pipe_that_closes_early_causes_no_error_message(
     shop: Project, process: Callable[..., subprocess.Popen[str]], option: list[str]
 ) -> None:
     shop.delays.schedule_many(("ok", None, 60) for _ in range(100))
@@ -58,7 +58,7 @@ def test_a_pipe_that_closes_early_is_no_error_to_talk_about(
         assert running.stderr.read() == ""
 
 
-def test_stats_does_not_wait_for_a_broker_that_says_nothing(
+def test_stats_does_not_wait_for_a_broker_that_does_not_answer(
     shop: Project, process: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -67,7 +67,7 @@ def test_stats_does_not_wait_for_a_broker_that_says_nothing(
     assert json.loads(out)["broker"]["is_up"] is False, err
 
 
-def test_our_log_keeps_out_of_a_stderr_that_is_for_json(
+def test_with_json_the_log_is_not_written_to_stderr(
     shop: Project, process: Callable[..., subprocess.Popen[str]]
 ) -> None:
     for option in ([], ["--json"]):
@@ -77,7 +77,7 @@ def test_our_log_keeps_out_of_a_stderr_that_is_for_json(
 
 
 @pytest.mark.quick
-def test_ids_can_be_cut_out_of_a_pipe(
+def test_piped_list_output_has_the_id_in_the_first_column(
     shop: Project, process: Callable[..., subprocess.Popen[str]]
 ) -> None:
     ids = [str(shop.schedule(delay=60 + number).id) for number in range(3)]

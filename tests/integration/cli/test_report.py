@@ -90,7 +90,9 @@ def report(tmp_path: Path, served: Project) -> Callable[..., tuple[Any, Page]]:
     return write
 
 
-def test_a_quiet_deployment_is_well(report: Callable[..., Any], served: Project) -> None:
+def test_the_report_of_a_healthy_deployment_has_a_good_verdict(
+    report: Callable[..., Any], served: Project
+) -> None:
     count_runs(served, "ok", 30)
     document, page = report("--title", "Shop & more")
     assert (document["verdict"], document["findings"]) == ("good", [])
@@ -99,7 +101,7 @@ def test_a_quiet_deployment_is_well(report: Callable[..., Any], served: Project)
     assert re.search(r"\b30\s+runs done\b", page.text)
 
 
-def test_the_verdict_names_what_is_wrong(report: Callable[..., Any], served: Project) -> None:
+def test_the_verdict_names_each_problem(report: Callable[..., Any], served: Project) -> None:
     count_runs(served, "ok", 80, failed=20, late_s=20)
     task, store = served.schedule("nobody"), wiring_of(served.delays).store
     t = store.schema.tasks
@@ -152,7 +154,7 @@ def test_if_tasks_wait_and_no_worker_is_alive_the_verdict_is_bad(
     assert "No worker is alive, and 1 task is waiting. Start a worker." in sentences
 
 
-def test_the_page_loads_nothing_and_runs_no_text_of_others(
+def test_the_page_loads_no_resources_and_escapes_untrusted_text(
     report: Callable[..., Any], served: Project
 ) -> None:
     count_runs(served, HTML, 80, failed=20)

@@ -33,7 +33,7 @@ def test_list_finds_by_tag_status_key_and_time(shop: Project) -> None:
     ) == [str(task.id)]
 
 
-def test_list_says_how_to_go_on_and_that_works(shop: Project) -> None:
+def test_list_prints_a_working_command_for_the_next_page(shop: Project) -> None:
     ids = [str(shop.schedule("mail", 60 + number, key=f"a b{number}").id) for number in range(5)]
     seen: list[str] = []
     arguments = [
@@ -106,14 +106,14 @@ def test_the_cursor_is_in_the_json_document(shop: Project) -> None:
         ["--since", "3000000d"],
     ],
 )
-def test_a_query_that_makes_no_sense_ends_with_2(shop: Project, options: list[str]) -> None:
+def test_an_invalid_query_exits_with_2(shop: Project, options: list[str]) -> None:
     assert shop.error("list", *options, exit_code=2)["type"] in (
         "InvalidQueryError",
         "InvalidScheduleError",
     )
 
 
-def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
+def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
     task = shop.schedule("ok", 3600, {"a": [1]}, key="k")
     shown = shop.json("show", str(task.id))
     assert {
@@ -132,7 +132,7 @@ def test_show_has_all_fields_and_what_may_happen_next(shop: Project) -> None:
     assert all(re.search(rf"^{name} ", said, re.MULTILINE) for name in shown if name not in special)
 
 
-def test_strangers_text_can_do_no_harm(shop: Project) -> None:
+def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
     """The commands escape each kind of text in a foreign row that could harm a terminal."""
     store = wiring_of(shop.delays).store
     hostile = {
@@ -238,7 +238,7 @@ def test_reschedule_moves_a_task_unless_its_version_changed(shop: Project) -> No
     assert shop.error("reschedule", "--delay", "1", exit_code=2)["type"] == "InvalidScheduleError"
 
 
-def test_touch_pushes_tasks_away_and_names_those_that_do_not_wait(shop: Project) -> None:
+def test_touch_moves_tasks_later_and_names_the_tasks_that_do_not_wait(shop: Project) -> None:
     first, second = shop.schedule(delay=60, key="a"), shop.schedule(delay=60, key="b")
     assert shop.json("touch", str(first.id), "--delay", "2h") == {
         "touched": [str(first.id)],
@@ -317,7 +317,7 @@ NONSENSE: list[dict[str, Any]] = [
 ]
 
 
-def test_rows_of_nonsense_are_shown_and_answered(shop: Project) -> None:
+def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
     t = wiring_of(shop.delays).store.schema.tasks
     with wiring_of(shop.delays).store.database.begin() as connection:
         for id, nonsense in enumerate(NONSENSE, 1):

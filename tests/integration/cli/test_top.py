@@ -89,7 +89,7 @@ def test_the_view_fits_the_height_of_the_terminal(shop: Project) -> None:
     assert sum("more" in line for line in lines) == 2
 
 
-def test_untrusted_names_do_no_harm(shop: Project) -> None:
+def test_untrusted_names_are_escaped(shop: Project) -> None:
     task, store = shop.schedule("ok"), wiring_of(shop.delays).store
     with store.database.begin() as connection:
         t = store.schema.tasks
@@ -99,9 +99,7 @@ def test_untrusted_names_do_no_harm(shop: Project) -> None:
     assert "[red]" in said, "markup is shown as it is"
 
 
-def test_counts_that_are_too_small_are_said_to_be(
-    busy: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capped_counts_are_marked_as_minima(busy: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read(busy).is_capped
     monkeypatch.setattr("delaytasks.storage.live_rows.MOST_LIVE_ROWS", 1)
     assert read(busy).is_capped

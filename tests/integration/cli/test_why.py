@@ -30,7 +30,7 @@ def deferred(shop: Project) -> DelayTask:
     return task
 
 
-def test_show_says_why_in_words_and_in_json(shop: Project) -> None:
+def test_show_has_the_reason_as_text_and_as_json(shop: Project) -> None:
     task = overdue(shop)
     [reason] = shop.json("show", str(task.id))["why"]
     assert reason["code"] == "no_worker"
@@ -91,7 +91,7 @@ def test_why_of_a_task_that_does_not_exist_is_an_error(shop: Project) -> None:
     assert shop.error("why", "77", exit_code=1)["type"] == "TaskNotFoundError"
 
 
-def test_why_escapes_what_a_processor_wrote(shop: Project) -> None:
+def test_why_escapes_the_error_text_of_a_processor(shop: Project) -> None:
     task = shop.schedule("bad")
     shop.delays.runner().run([Entry(task.id, 0, 0)])
     said = shop("why", str(task.id)).stdout
@@ -165,7 +165,7 @@ def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> Non
     )
 
 
-def test_tasks_that_wait_for_nothing_but_a_free_worker_are_no_warning(shop: Project) -> None:
+def test_tasks_that_only_wait_for_a_free_worker_cause_no_warning(shop: Project) -> None:
     overdue(shop)
     wiring_of(shop.delays).store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
     assert shop.json("check")["warnings"] == []

@@ -63,7 +63,7 @@ def test_simultaneous_requests_schedule_one_task(site: ApiSite, shop: ApiCaller)
 
 
 @pytest.mark.parametrize("options", [{}, {"key": "7"}])
-def test_a_task_that_ends_between_look_and_insert_is_found(
+def test_a_task_that_ends_between_the_lookup_and_the_insert_is_found(
     site: ApiSite, shop: ApiCaller, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
 ) -> None:
     site.delays.processor("order.close")(lambda body: None)

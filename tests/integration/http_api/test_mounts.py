@@ -120,7 +120,9 @@ Mount = Callable[[ApiSite], AbstractContextManager[Post]]
 
 
 @pytest.mark.parametrize("mount", MOUNTS)
-def test_the_limit_of_a_request_is_that_of_the_api(file_site: ApiSite, mount: Mount) -> None:
+def test_the_size_limit_of_the_api_applies_to_a_mounted_request(
+    file_site: ApiSite, mount: Mount
+) -> None:
     with mount(file_site) as post:
         answer = post(json.dumps(NEW).ljust(3 * 2**20).encode())
         assert answer.status_code == 200, answer.text
@@ -179,7 +181,7 @@ def test_in_django_requests_need_no_csrf_token(site: ApiSite) -> None:
         assert client.get("/delays/v1/tasks").status_code == 401
 
 
-def test_in_fastapi_it_is_mounted_beside_the_application(site: ApiSite) -> None:
+def test_in_fastapi_the_api_is_mounted_in_the_application(site: ApiSite) -> None:
     app = fastapi.FastAPI()
     mount_wsgi(app, "/delays", site.app)
 

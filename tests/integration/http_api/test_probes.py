@@ -45,7 +45,7 @@ def test_a_server_is_ready_while_its_database_answers(
     assert probe(file_site, "ready")[0] == 200
 
 
-def test_probes_do_not_wait_for_one_that_waits_for_the_database(
+def test_a_probe_does_not_wait_for_another_probe_that_waits_for_the_database(
     file_site: ApiSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert probe(file_site, "ready")[0] == 200
@@ -68,7 +68,7 @@ def test_probes_do_not_wait_for_one_that_waits_for_the_database(
             may_answer.set()
 
 
-def test_many_probes_ask_the_database_once_in_a_while(
+def test_many_probes_share_one_check_of_the_database(
     file_site: ApiSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 60.0)

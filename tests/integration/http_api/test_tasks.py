@@ -38,7 +38,7 @@ def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCa
     assert (done["status"], done["result"]) == ("DONE", {"closed": big})
 
 
-def test_all_options_of_a_task_are_those_of_python(site: ApiSite, shop: ApiCaller) -> None:
+def test_a_request_has_all_options_of_the_python_call(site: ApiSite, shop: ApiCaller) -> None:
     options = {
         "key": "7", "on_conflict": "replace", "queue": "slow", "priority": 3, "retries": "15s 3m",
         "expires": "1h", "max_wait": "2h", "concurrency_key": "acme", "meta": {"tenant": "acme"},

@@ -25,7 +25,7 @@ def test_success_is_any_2xx(web: WebServer, caller: Caller, status: int) -> None
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 408, 418, 500, 502, 503, 599])
-def test_other_statuses_climb_the_ladder_and_quote_the_answer(
+def test_other_statuses_are_retried_and_the_error_quotes_the_answer(
     web: WebServer, caller: Caller, status: int
 ) -> None:
     web.answers["/"] = answer(status, b"no\r\n\x1b[31m such \x00 order" + b"!" * 5000)
@@ -38,7 +38,7 @@ def test_other_statuses_climb_the_ladder_and_quote_the_answer(
     assert len(quoted) < 600
 
 
-def test_410_ends_it(web: WebServer, caller: Caller) -> None:
+def test_status_410_fails_the_callback(web: WebServer, caller: Caller) -> None:
     web.answers["/"] = answer(410, b"gone")
     assert caller.post(web.url()) == Fail("HTTP 410\ngone")
 
@@ -73,13 +73,15 @@ def test_retry_after_makes_a_wait_longer_up_to_a_cap_and_never_shorter(
     assert after("120", attempt=10) is None, "no rung is left"
 
 
-def test_retry_after_counts_with_a_tasks_own_ladder(web: WebServer, caller: Caller) -> None:
+def test_retry_after_applies_to_a_task_with_its_own_retry_schedule(
+    web: WebServer, caller: Caller
+) -> None:
     web.answers["/"] = answer(503, b"", Retry_After="20")
     own = task(headers_json='{"retry": {"retry_delays_s": [1], "jitter": 0}}')
     assert caller.http(Callback(web.url()), own) == Retry(20, "HTTP 503")
 
 
-def test_other_statuses_have_no_say_in_the_wait(web: WebServer, caller: Caller) -> None:
+def test_retry_after_of_other_statuses_is_ignored(web: WebServer, caller: Caller) -> None:
     web.answers["/"] = answer(500, b"", Retry_After="120")
     assert caller.post(web.url()).after is None
 
@@ -111,7 +113,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("write", TROUBLE.values(), ids=TROUBLE.keys())
-def test_network_trouble_is_recorded_as_such_and_climbs_in_bounded_time(
+def test_a_network_error_is_recorded_and_retried_in_bounded_time(
     web: WebServer, caller: Caller, write: Any
 ) -> None:
     web.answers["/hook"] = write
@@ -143,7 +145,7 @@ BODIES = {
 
 @pytest.mark.parametrize("status", [b"500", b"200"])
 @pytest.mark.parametrize("write", BODIES.values(), ids=BODIES.keys())
-def test_whatever_befalls_the_body_the_status_counts(
+def test_the_status_decides_even_if_the_body_is_broken(
     web: WebServer, caller: Caller, write: Any, status: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     web.answers["/"] = lambda exchange: write(_Saying(exchange, status))
@@ -198,13 +200,13 @@ def test_a_receiver_that_does_not_read_is_given_up_in_time() -> None:
     assert outcome.reason.startswith("network: ")
 
 
-def test_nobody_listens(caller: Caller) -> None:
+def test_a_refused_connection_is_a_network_error(caller: Caller) -> None:
     outcome = caller.post(f"http://127.0.0.1:{free_port()}/")
     assert "network: ConnectionError at " in outcome.reason
     assert "refused" in outcome.reason
 
 
-def test_a_name_that_is_not_known_or_not_answered_is_network_trouble() -> None:
+def test_a_name_that_cannot_be_resolved_is_a_network_error() -> None:
     def unknown(host: str) -> list[str]:
         raise OSError("Name or service not known")
 

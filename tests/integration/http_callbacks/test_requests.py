@@ -87,7 +87,7 @@ def test_a_connection_is_not_shared_with_a_child(web: WebServer, caller: Caller)
     assert web.accepted == 2, "and the parent's is as it was"
 
 
-def test_cookies_proxies_and_netrc_are_nothing_to_us(
+def test_callbacks_ignore_cookies_proxies_and_netrc(
     web: WebServer, caller: Caller, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     netrc = tmp_path / "netrc"
@@ -115,7 +115,7 @@ def test_the_address_that_was_checked_is_the_one_that_is_connected_to(web: WebSe
     assert caller.looked_up == ["partner.example"], "and not again in the same moment"
 
 
-def test_a_name_that_means_something_else_a_moment_later_leads_nowhere(
+def test_a_name_that_resolves_to_a_forbidden_address_later_is_refused(
     web: WebServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(addresses, "RESOLVED_FOR_S", 0)
@@ -131,7 +131,7 @@ def test_a_name_that_means_something_else_a_moment_later_leads_nowhere(
     assert len(web.received) == 1, "not even by the connection that is kept"
 
 
-def test_what_became_forbidden_after_it_was_scheduled_is_not_called(web: WebServer) -> None:
+def test_a_url_that_became_forbidden_after_scheduling_is_not_called(web: WebServer) -> None:
     outcome = Caller(allow="").post(web.url())
     assert outcome.reason.startswith("forbidden: ")
     assert web.received == []
@@ -140,7 +140,7 @@ def test_what_became_forbidden_after_it_was_scheduled_is_not_called(web: WebServ
 # -- simultaneous calls --------------------------------------------------------------------------
 
 
-def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_time(
+def test_simultaneous_callbacks_to_one_name_resolve_it_once(
     web: WebServer,
 ) -> None:
     everybody = threading.Event()
@@ -158,9 +158,7 @@ def test_a_name_is_looked_up_once_for_all_callbacks_that_want_it_at_the_same_tim
     assert caller.looked_up == ["partner.example"]
 
 
-def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_for_its_own() -> (
-    None
-):
+def test_a_callback_that_shares_a_name_lookup_waits_no_longer_than_its_own_limit() -> None:
     never = threading.Event()
 
     def names(host: str) -> list[str]:
@@ -179,7 +177,7 @@ def test_who_waits_for_a_name_that_somebody_else_looks_up_waits_no_longer_than_f
     )
 
 
-def test_a_process_sends_as_many_callbacks_at_once_as_the_setting_says(
+def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
     web: WebServer, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"callback_in_flight": 7, "chunk_time_budget_s": 5}

@@ -47,12 +47,12 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     assert {request.body for request in web.received} == {b'{"order":7}'}
 
 
-def test_410_leaves_failed_at_once(delays: DelayTasks, web: WebServer) -> None:
+def test_status_410_fails_the_task_without_a_retry(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/"] = answer(410)
     assert run_now(delays, delays.schedule_callback(web.url(), None, 0)).status is Status.FAILED
 
 
-def test_a_callback_may_bring_a_ladder_and_an_end_of_its_own(
+def test_a_callback_may_have_its_own_retry_schedule_and_expiry(
     delays: DelayTasks, web: WebServer
 ) -> None:
     web.answers["/"] = answer(500)
@@ -104,7 +104,7 @@ def test_a_forbidden_url_is_refused_when_it_is_scheduled(delays: DelayTasks, url
         {"Proxy-Authorization": "a"}, {"X": " a"},
     ],
 )  # fmt: skip
-def test_a_header_that_can_not_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
+def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
     with pytest.raises(InvalidHeaderError):
         delays.schedule_callback("https://partner.example/", None, 0, headers=headers)
 

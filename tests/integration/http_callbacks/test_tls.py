@@ -114,7 +114,7 @@ def test_a_pinned_address_is_asked_for_the_hosts_certificate_and_checked_by_the_
     assert len(server.received) == 2
 
 
-def test_a_certificate_for_the_address_is_none_for_the_name(
+def test_a_certificate_for_the_address_is_not_valid_for_the_name(
     secure: Secure, authority: Authority
 ) -> None:
     server = secure("IP:127.0.0.1")
@@ -133,7 +133,7 @@ def test_a_certificate_of_an_unknown_authority_is_refused(secure: Secure) -> Non
     assert server.received == []
 
 
-def test_trouble_by_tls_is_bounded_in_time_as_well(secure: Secure, authority: Authority) -> None:
+def test_tls_errors_are_bounded_in_time_as_well(secure: Secure, authority: Authority) -> None:
     server = secure("DNS:partner.example")
     server.answers = {
         "/head": drip(b"HTTP/1.1 200 OK\r\nX: ", b"x"),

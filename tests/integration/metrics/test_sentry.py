@@ -1,4 +1,4 @@
-"""What Sentry gets from workers with the real SDK, whose transport writes to a file."""
+"""Workers report to Sentry with the real SDK, whose transport writes to a file."""
 
 from __future__ import annotations
 

@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from tests.integration.outages.line import Connect, Line
+from tests.integration.outages.proxied_caller import Connect, ProxiedCaller
 
 
 @pytest.fixture
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
-    made: list[Line] = []
+    made: list[ProxiedCaller] = []
 
-    def new(database: str = "postgresql", broker: str = "redis", **settings: Any) -> Line:
+    def new(database: str = "postgresql", broker: str = "redis", **settings: Any) -> ProxiedCaller:
         urls = [request.getfixturevalue(f"{name}_url") for name in (database, broker)]
-        made.append(Line(*urls, **settings))
+        made.append(ProxiedCaller(*urls, **settings))
         return made[-1]
 
     yield new
-    for line in made:
-        line.close()
+    for caller in made:
+        caller.close()

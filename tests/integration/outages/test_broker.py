@@ -12,7 +12,14 @@ from sqlalchemy import Engine, text
 
 from delaytasks import Status
 from delaytasks.wiring import wiring_of
-from tests.integration.outages.line import BROKERS, CONNECTS_S, LIMIT_S, SLACK_S, Connect, seconds
+from tests.integration.outages.proxied_caller import (
+    BROKERS,
+    CONNECTS_S,
+    LIMIT_S,
+    SLACK_S,
+    Connect,
+    seconds,
+)
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -21,21 +28,21 @@ pytestmark = pytest.mark.slow
 @BROKERS
 @pytest.mark.parametrize("outage", [pytest.param("refuse", marks=pytest.mark.quick), "swallow"])
 @pytest.mark.parametrize("is_warm", [True, False], ids=["warm", "cold"])
-def test_scheduling_goes_on_without_the_broker(
+def test_scheduling_continues_without_the_broker(
     connect: Connect, broker: str, outage: str, is_warm: bool
 ) -> None:
-    line = connect(broker=broker)
-    delays = line.delays
+    caller = connect(broker=broker)
+    delays = caller.delays
     if is_warm:
-        line.warm_up()
+        caller.warm_up()
     else:
         # This call opens a connection to the database only.
         delays.schedule_delay("mail", {}, 3600)
-    before = line.rows()
-    getattr(line.broker, outage)()
+    before = caller.rows()
+    getattr(caller.broker, outage)()
     took = seconds(lambda: delays.schedule_delay("mail", {}, 5))
     assert took < LIMIT_S + SLACK_S
-    assert line.rows() == before + 1
+    assert caller.rows() == before + 1
     if broker == "rabbitmq" and outage == "swallow" and is_warm:
         # AMQP does not confirm the publication. The message is lost, and the sweep finds the
         # overdue row.
@@ -45,21 +52,21 @@ def test_scheduling_goes_on_without_the_broker(
     # While one thread connects, and during the pause after an attempt, other callers do not wait,
     # and no further event reports the outage.
     assert seconds(lambda: [delays.schedule_delay("mail", {}, 5) for _ in range(5)]) < LIMIT_S
-    wait_until(lambda: line.count("timer.down") == 1, CONNECTS_S, "the broker to be given up")
+    wait_until(lambda: caller.count("timer.down") == 1, CONNECTS_S, "the broker to be given up")
     assert not wiring_of(delays).producer_timer.is_up
-    assert line.rows() == before + 6
-    assert line.count("timer.down") == 1
+    assert caller.rows() == before + 6
+    assert caller.count("timer.down") == 1
 
-    line.broker.heal()
-    already = line.arrived()
+    caller.broker.heal()
+    already = caller.arrived()
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
         return wiring_of(delays).producer_timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
-    assert line.count("timer.up") == 1
-    wait_until(lambda: line.arrived() > already, 5, "a message to arrive")
+    assert caller.count("timer.up") == 1
+    wait_until(lambda: caller.arrived() > already, 5, "a message to arrive")
 
 
 @BROKERS
@@ -67,69 +74,69 @@ def test_scheduling_goes_on_without_the_broker(
 def test_a_slow_broker_makes_no_caller_wait_longer_than_the_limit(
     connect: Connect, broker: str, is_warm: bool
 ) -> None:
-    line = connect(broker=broker)
+    caller = connect(broker=broker)
     if is_warm:
-        line.warm_up()
+        caller.warm_up()
     else:
-        line.delays.schedule_delay("mail", {}, 3600)
+        caller.delays.schedule_delay("mail", {}, 3600)
     # Each direction is slow, but no single step reaches the limit.
-    line.broker.delay_s = 0.1
+    caller.broker.delay_s = 0.1
     for _ in range(3):
-        assert seconds(lambda: line.delays.schedule_delay("mail", {}, 5)) < LIMIT_S + SLACK_S
-    line.broker.delay_s = 0
-    wait_until(lambda: line.arrived() > 0, 10, "what was sent to arrive all the same")
+        assert seconds(lambda: caller.delays.schedule_delay("mail", {}, 5)) < LIMIT_S + SLACK_S
+    caller.broker.delay_s = 0
+    wait_until(lambda: caller.arrived() > 0, 10, "what was sent to arrive all the same")
 
 
 @BROKERS
-def test_callers_in_many_threads_do_not_queue_up_for_a_black_hole(
+def test_callers_in_many_threads_do_not_wait_one_by_one_for_a_silent_broker(
     connect: Connect, broker: str
 ) -> None:
-    line = connect(broker=broker, pool_size=10)
-    line.delays.schedule_delay("mail", {}, 3600)
-    line.broker.swallow()
+    caller = connect(broker=broker, pool_size=10)
+    caller.delays.schedule_delay("mail", {}, 3600)
+    caller.broker.swallow()
     with ThreadPoolExecutor(8) as pool:
         times = list(
             pool.map(
-                lambda _: seconds(lambda: line.delays.schedule_delay("mail", {}, 5)), range(16)
+                lambda _: seconds(lambda: caller.delays.schedule_delay("mail", {}, 5)), range(16)
             )
         )
     assert max(times) < LIMIT_S + SLACK_S
-    assert line.broker.accepted == 1, "one finds out, and the others hear of it"
-    assert line.rows() == 17
+    assert caller.broker.accepted == 1, "one finds out, and the others hear of it"
+    assert caller.rows() == 17
 
 
 @BROKERS
-def test_a_connection_that_was_reset_is_made_anew(connect: Connect, broker: str) -> None:
-    line = connect(broker=broker)
-    line.warm_up()
-    line.broker.reset()
+def test_a_connection_that_was_reset_is_replaced(connect: Connect, broker: str) -> None:
+    caller = connect(broker=broker)
+    caller.warm_up()
+    caller.broker.reset()
 
     def schedule() -> bool:
-        line.delays.schedule_delay("mail", {}, 5)
-        return line.arrived() > 1
+        caller.delays.schedule_delay("mail", {}, 5)
+        return caller.arrived() > 1
 
     wait_until(schedule, 5, "messages to arrive again", every_s=0.2)
 
 
-def test_what_the_broker_refuses_is_not_the_callers_business(connect: Connect) -> None:
-    line = connect(broker="rabbitmq")
-    line.warm_up()
-    line.broker.cut_request(b"delaytasks.run")
-    task = line.delays.schedule_delay("mail", {}, 5)
-    wait_until(lambda: line.broker.cut == 1, 5, "the message to be cut off on its way")
-    assert line.delays.get(task).status is Status.NOT_COMPLETE
+def test_a_message_that_the_broker_refuses_raises_no_error_for_the_caller(connect: Connect) -> None:
+    caller = connect(broker="rabbitmq")
+    caller.warm_up()
+    caller.broker.cut_request(b"delaytasks.run")
+    task = caller.delays.schedule_delay("mail", {}, 5)
+    wait_until(lambda: caller.broker.cut == 1, 5, "the message to be cut off on its way")
+    assert caller.delays.get(task).status is Status.NOT_COMPLETE
 
 
 @BROKERS
 def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> None:
-    line = connect(broker=broker, arm="background")
-    delays = line.delays
+    caller = connect(broker=broker, arm="background")
+    delays = caller.delays
     delays.schedule_delay("mail", {}, 3600)
-    line.broker.swallow()
+    caller.broker.swallow()
     times = [seconds(lambda: delays.schedule_delay("mail", {}, 5)) for _ in range(10)]
     assert max(times) < LIMIT_S
-    wait_until(lambda: line.count("timer.down") == 1, 5, "the thread to notice")
-    line.broker.heal()
+    wait_until(lambda: caller.count("timer.down") == 1, 5, "the thread to notice")
+    caller.broker.heal()
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
@@ -137,7 +144,7 @@ def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> 
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     delays.close()
-    assert line.arrived() > 0
+    assert caller.arrived() > 0
 
 
 def backend(engine: Engine) -> int:
@@ -148,17 +155,17 @@ def backend(engine: Engine) -> int:
 
 @BROKERS
 @pytest.mark.parametrize("arm", ["inline", "background"])
-def test_a_forked_child_schedules_over_connections_of_its_own(
+def test_a_forked_child_schedules_over_its_own_connections(
     connect: Connect, broker: str, arm: str
 ) -> None:
-    line = connect(broker=broker, arm=arm)
-    line.warm_up()
-    accepted = line.broker.accepted
+    caller = connect(broker=broker, arm=arm)
+    caller.warm_up()
+    accepted = caller.broker.accepted
     sessions = {
         backend(engine)
         for engine in (
-            wiring_of(line.delays).store.database.auto,
-            wiring_of(line.delays).store.database.tx,
+            wiring_of(caller.delays).store.database.auto,
+            wiring_of(caller.delays).store.database.tx,
         )
     }
     child = os.fork()
@@ -166,51 +173,51 @@ def test_a_forked_child_schedules_over_connections_of_its_own(
         status = 1
         try:
             for engine in (
-                wiring_of(line.delays).store.database.auto,
-                wiring_of(line.delays).store.database.tx,
+                wiring_of(caller.delays).store.database.auto,
+                wiring_of(caller.delays).store.database.tx,
             ):
                 assert backend(engine) not in sessions
             for _ in range(50):
-                line.delays.schedule_delay("mail", {"from": "child"}, 5)
-            line.delays.close()
+                caller.delays.schedule_delay("mail", {"from": "child"}, 5)
+            caller.delays.close()
             status = 0
         finally:
             os._exit(status)
     for _ in range(50):
-        line.delays.schedule_delay("mail", {"from": "parent"}, 5)
+        caller.delays.schedule_delay("mail", {"from": "parent"}, 5)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    tasks = list(line.delays.find(limit=1000))
+    tasks = list(caller.delays.find(limit=1000))
     assert len({task.id for task in tasks}) == len(tasks) == 102
     assert [task.body for task in tasks].count({"from": "child"}) == 50
-    assert line.broker.accepted > accepted
-    assert backend(wiring_of(line.delays).store.database.auto) in sessions, (
+    assert caller.broker.accepted > accepted
+    assert backend(wiring_of(caller.delays).store.database.auto) in sessions, (
         "the child closed what is its parent's"
     )
     # Closing sends the messages that wait in the background.
-    line.delays.close()
+    caller.delays.close()
     if arm == "inline":
-        assert line.arrived() == 101
+        assert caller.arrived() == 101
     # The parent's connections still work.
-    line.delays.schedule_delay("mail", {}, 5)
+    caller.delays.schedule_delay("mail", {}, 5)
 
 
 def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect: Connect) -> None:
-    line = connect(broker="rabbitmq")
-    line.warm_up()
-    before = line.arrived()
-    mine = wiring_of(line.delays).publisher.queue("bad")
+    caller = connect(broker="rabbitmq")
+    caller.warm_up()
+    before = caller.arrived()
+    mine = wiring_of(caller.delays).publisher.queue("bad")
     with Celery(
-        "other", broker=line._broker_url, set_as_current=False
+        "other", broker=caller._broker_url, set_as_current=False
     ).connection_for_write() as connection:
         other = Queue(mine.name, queue_arguments={"x-max-length": 7})(connection)
         other.queue_declare()
         try:
-            line.delays.schedule_delay("mail", {}, 5, queue="bad")
-            line.delays.schedule_delay("mail", {}, 5)
-            wait_until(lambda: line.arrived() == before + 1, 5, "the other queue's message")
+            caller.delays.schedule_delay("mail", {}, 5, queue="bad")
+            caller.delays.schedule_delay("mail", {}, 5)
+            wait_until(lambda: caller.arrived() == before + 1, 5, "the other queue's message")
         finally:
             other.delete()
             mine.exchange(connection).delete()
-    assert wiring_of(line.delays).producer_timer.is_up
-    assert line.count("queue.refused") == 1
-    assert line.count("timer.down") == 0
+    assert wiring_of(caller.delays).producer_timer.is_up
+    assert caller.count("queue.refused") == 1
+    assert caller.count("timer.down") == 0

@@ -17,7 +17,13 @@ from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
 from delaytasks.wiring import wiring_of
-from tests.integration.outages.line import DATABASES, SLACK_S, Connect, Line, seconds
+from tests.integration.outages.proxied_caller import (
+    DATABASES,
+    SLACK_S,
+    Connect,
+    ProxiedCaller,
+    seconds,
+)
 from tests.proxy import Proxy
 from tests.services import kill_connections
 from tests.waiting import wait_until
@@ -31,13 +37,13 @@ INSERT, COMMIT = rb"INSERT INTO|EXECUTE ", rb"COMMIT(?!TED)"
 
 
 @DATABASES
-def test_connections_killed_between_calls_are_made_anew(
+def test_connections_killed_between_calls_are_replaced(
     connect: Connect, database: str, request: pytest.FixtureRequest
 ) -> None:
-    line = connect(database)
+    caller = connect(database)
     url = request.getfixturevalue(f"{database}_url")
-    d = line.delays
-    line.warm_up()
+    d = caller.delays
+    caller.warm_up()
     failed = d.schedule_delay("mail", {}, 3600)
     calls: list[Callable[[], Any]] = [
         lambda: d.schedule_delay("mail", {}, 60),
@@ -57,7 +63,7 @@ def test_connections_killed_between_calls_are_made_anew(
     for call in calls:
         assert kill_connections(url) >= 1
         call()
-    assert line.rows() == 3 + 1 + 1 + 3 + 2
+    assert caller.rows() == 3 + 1 + 1 + 3 + 2
 
 
 ONE_ROW: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
@@ -87,18 +93,18 @@ def test_a_connection_cut_while_scheduling_makes_no_second_row(
     rows: int,
     schedule: Callable[[DelayTasks], Any],
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    before = line.rows()
-    cut = line.database.cut_answer if "answer" in moment else line.database.cut_request
+    caller = connect(database)
+    caller.warm_up()
+    before = caller.rows()
+    cut = caller.database.cut_answer if "answer" in moment else caller.database.cut_request
     is_copied = database == "postgresql" and name in ("many", "lot")
     cut(COMMIT if "commit" in moment else rb"COPY " if is_copied else INSERT)
-    schedule(line.delays)
+    schedule(caller.delays)
     autocommitted = name in ("plain", "own id")
-    assert line.database.cut == (0 if autocommitted and "commit" in moment else 1)
-    line.database.heal()
-    assert line.rows() == before + rows
-    found = [task.body for task in line.delays.find(limit=100) if task.delay_s == 60]
+    assert caller.database.cut == (0 if autocommitted and "commit" in moment else 1)
+    caller.database.heal()
+    assert caller.rows() == before + rows
+    found = [task.body for task in caller.delays.find(limit=100) if task.delay_s == 60]
     assert len(found) == rows
 
 
@@ -108,24 +114,24 @@ def test_a_connection_cut_while_scheduling_makes_no_second_row(
 def test_an_unknown_outcome_names_the_id_and_scheduling_again_with_it_is_safe(
     connect: Connect, database: str, moment: str, key: str | None
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    before = line.rows()
+    caller = connect(database)
+    caller.warm_up()
+    before = caller.rows()
     words = INSERT if key is None else COMMIT
-    (line.database.cut_answer if moment == "answer" else line.database.cut_request)(words)
-    watch_and_refuse(line.database)
+    (caller.database.cut_answer if moment == "answer" else caller.database.cut_request)(words)
+    watch_and_refuse(caller.database)
     with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
-        line.delays.schedule_delay("mail", {"n": 1}, 5, key=key)
+        caller.delays.schedule_delay("mail", {"n": 1}, 5, key=key)
     id = caught.value.id
     assert id is not None
-    line.database.heal()
-    messages = line.arrived()
-    assert line.rows() == before + (moment == "answer")
+    caller.database.heal()
+    messages = caller.arrived()
+    assert caller.rows() == before + (moment == "answer")
     for _ in range(2):
-        task = line.delays.schedule_delay("mail", {"n": 1}, 5, key=key, id=id)
+        task = caller.delays.schedule_delay("mail", {"n": 1}, 5, key=key, id=id)
         assert task.id == id
-    assert line.rows() == before + 1
-    wait_until(lambda: line.arrived() > messages, 5, "the row to be armed")
+    assert caller.rows() == before + 1
+    wait_until(lambda: caller.arrived() > messages, 5, "the row to be armed")
 
 
 LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
@@ -141,7 +147,7 @@ LOTS: list[tuple[str, int, Callable[[DelayTasks], Any]]] = [
 @DATABASES
 @pytest.mark.parametrize("moment", ["request", "answer"])
 @pytest.mark.parametrize(("name", "rows", "schedule"), LOTS, ids=[case[0] for case in LOTS])
-def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
+def test_if_the_outcome_of_a_batch_is_unknown_all_or_none_of_its_tasks_exist(
     connect: Connect,
     database: str,
     moment: str,
@@ -149,69 +155,71 @@ def test_of_many_whose_outcome_is_unknown_all_are_there_or_none(
     rows: int,
     schedule: Callable[[DelayTasks], Any],
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    before = line.rows()
-    (line.database.cut_answer if moment == "answer" else line.database.cut_request)(COMMIT)
-    watch_and_refuse(line.database)
+    caller = connect(database)
+    caller.warm_up()
+    before = caller.rows()
+    (caller.database.cut_answer if moment == "answer" else caller.database.cut_request)(COMMIT)
+    watch_and_refuse(caller.database)
     with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
-        schedule(line.delays)
-    line.database.heal()
-    assert line.rows() == before + (rows if moment == "answer" else 0)
+        schedule(caller.delays)
+    caller.database.heal()
+    assert caller.rows() == before + (rows if moment == "answer" else 0)
     assert caught.value.id is not None
     if moment == "answer":
-        assert line.delays.get(caught.value.id).tag == "mail", "the id of one of them"
+        assert caller.delays.get(caught.value.id).tag == "mail", "the id of one of them"
     else:
         with pytest.raises(e.TaskNotFoundError):
-            line.delays.get(caught.value.id)
+            caller.delays.get(caught.value.id)
     if name == "named":
         # The second call uses the same ids.
-        schedule(line.delays)
-        assert line.rows() == before + rows
+        schedule(caller.delays)
+        assert caller.rows() == before + rows
 
 
-def test_a_copy_that_is_cut_is_told_like_any_statement(connect: Connect) -> None:
-    line = connect()
-    line.warm_up()
-    before = line.rows()
-    line.database.cut_request(b"COPY ")
-    watch_and_refuse(line.database)
+def test_an_interrupted_copy_raises_the_same_error_as_other_statements(connect: Connect) -> None:
+    caller = connect()
+    caller.warm_up()
+    before = caller.rows()
+    caller.database.cut_request(b"COPY ")
+    watch_and_refuse(caller.database)
     with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id="):
-        line.delays.schedule_many([("mail", {"n": n}, 60) for n in range(20)])
-    line.database.heal()
-    assert line.rows() == before
+        caller.delays.schedule_many([("mail", {"n": n}, 60) for n in range(20)])
+    caller.database.heal()
+    assert caller.rows() == before
 
 
 @DATABASES
 @pytest.mark.parametrize(("name", "rows"), [("one", 1), ("many", 3)])
 @pytest.mark.parametrize("moment", ["request", "answer"])
-def test_a_statement_that_stands_alone_on_the_callers_connection_has_an_unknown_outcome_too(
+def test_an_autocommit_statement_on_the_callers_connection_has_an_unknown_outcome(
     connect: Connect, database: str, name: str, rows: int, moment: str
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    before = line.rows()
+    caller = connect(database)
+    caller.warm_up()
+    before = caller.rows()
 
     def schedule(session: Any, id: int | None = None) -> Any:
         if name == "one":
-            return line.delays.schedule_delay("mail", {}, 60, id=id, session=session)
-        return line.delays.schedule_many(
+            return caller.delays.schedule_delay("mail", {}, 60, id=id, session=session)
+        return caller.delays.schedule_many(
             [("mail", {"n": n}, 60) for n in range(rows)], session=session
         )
 
-    engine = create_engine(wiring_of(line.delays).store.database.url, isolation_level="AUTOCOMMIT")
+    engine = create_engine(
+        wiring_of(caller.delays).store.database.url, isolation_level="AUTOCOMMIT"
+    )
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))
         words = b"COPY " if (database, name) == ("postgresql", "many") else INSERT
-        (line.database.cut_answer if moment == "answer" else line.database.cut_request)(words)
+        (caller.database.cut_answer if moment == "answer" else caller.database.cut_request)(words)
         with pytest.raises(e.OutcomeUnknownError, match="scheduling again with id=") as caught:
             schedule(connection)
         assert connection.invalidated, "the pool must not give it to anybody"
-    assert line.rows() in (before, before + rows)
+    assert caller.rows() in (before, before + rows)
     if name == "one":
         with engine.connect() as connection:
             assert schedule(connection, caught.value.id).id == caught.value.id
-        assert line.rows() == before + 1
+        assert caller.rows() == before + 1
     engine.dispose()
 
 
@@ -233,62 +241,62 @@ MOVES: list[tuple[str, Callable[[DelayTasks, DelayTask], Any]]] = [
 
 @DATABASES
 @pytest.mark.parametrize(("name", "move"), MOVES, ids=[case[0] for case in MOVES])
-def test_a_move_whose_outcome_is_unknown_says_so(
+def test_a_move_with_an_unknown_outcome_raises_outcome_unknown(
     connect: Connect, database: str, name: str, move: Callable[[DelayTasks, DelayTask], Any]
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    task = line.delays.schedule_delay("mail", {}, 3600)
-    line.database.cut_answer(COMMIT)
-    watch_and_refuse(line.database)
+    caller = connect(database)
+    caller.warm_up()
+    task = caller.delays.schedule_delay("mail", {}, 3600)
+    caller.database.cut_answer(COMMIT)
+    watch_and_refuse(caller.database)
     with pytest.raises(e.OutcomeUnknownError, match=f"look at task {task.id}"):
-        move(line.delays, task)
-    line.database.heal()
-    assert line.delays.get(task).version == 1, "and it was done"
+        move(caller.delays, task)
+    caller.database.heal()
+    assert caller.delays.get(task).version == 1, "and it was done"
     # A repeated call changes nothing.
-    move(line.delays, task)
+    move(caller.delays, task)
 
 
 @DATABASES
-def test_a_database_that_went_away_between_calls_leaves_no_doubt(
+def test_a_database_lost_between_calls_raises_unavailable_not_unknown(
     connect: Connect, database: str
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    line.database.refuse()
+    caller = connect(database)
+    caller.warm_up()
+    caller.database.refuse()
     for key in (None, "k"):
         with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
-            line.delays.schedule_delay("mail", {}, 60, key=key)
+            caller.delays.schedule_delay("mail", {}, 60, key=key)
 
 
 @DATABASES
-def test_a_connection_that_never_came_about_leaves_no_doubt(
+def test_a_failed_connection_attempt_raises_unavailable_not_unknown(
     connect: Connect, database: str
 ) -> None:
-    line = connect(database)
-    line.warm_up()
-    wiring_of(line.delays).store.close()
-    line.database.swallow()
+    caller = connect(database)
+    caller.warm_up()
+    wiring_of(caller.delays).store.close()
+    caller.database.swallow()
     with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
-        line.delays.schedule_delay("mail", {}, 60)
+        caller.delays.schedule_delay("mail", {}, 60)
 
 
 CANARY = "s3cr3t-canary"
 
 
-def away(line: Line, url: str, outage: str) -> DelayTasks:
+def away(caller: ProxiedCaller, url: str, outage: str) -> DelayTasks:
     """Return a `DelayTasks` with secrets in its URLs and an unreachable database."""
     place = (
         make_url(url).set(username="canary", password=CANARY).render_as_string(hide_password=False)
     )
-    delays = line.connect(place, f"redis://:{CANARY}@127.0.0.1/9")
-    getattr(line.database, outage)()
+    delays = caller.connect(place, f"redis://:{CANARY}@127.0.0.1/9")
+    getattr(caller.database, outage)()
     return delays
 
 
 @DATABASES
 @pytest.mark.parametrize(("outage", "limit_s"), [("refuse", 4), ("swallow", 7)])
-def test_a_database_that_is_away_is_told_soon_and_without_secrets(
+def test_an_unavailable_database_is_reported_soon_and_without_secrets(
     connect: Connect,
     database: str,
     outage: str,
@@ -296,8 +304,8 @@ def test_a_database_that_is_away_is_told_soon_and_without_secrets(
     request: pytest.FixtureRequest,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    line = connect(database)
-    delays = away(line, request.getfixturevalue(f"{database}_url"), outage)
+    caller = connect(database)
+    delays = away(caller, request.getfixturevalue(f"{database}_url"), outage)
     calls: list[Callable[[], Any]] = [lambda: delays.schedule_delay("mail", {"card": CANARY}, 60)]
     # Each call of the other outages waits until its limit, so only this outage tests all calls.
     if outage == "refuse":
@@ -316,9 +324,9 @@ def test_a_database_that_is_away_is_told_soon_and_without_secrets(
             ) as caught:
                 call()
             assert time.monotonic() - began < limit_s
-            assert CANARY not in everything_said(caught.value)
+            assert CANARY not in texts_of_causes(caught.value)
     assert CANARY not in caplog.text
-    assert CANARY not in repr(line.seen)
+    assert CANARY not in repr(caller.seen)
 
 
 BAD_URLS = [
@@ -330,16 +338,16 @@ BAD_URLS = [
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_a_url_that_is_none_is_a_wrong_setting_and_not_shown(url: str) -> None:
+def test_an_invalid_url_is_a_config_error_that_does_not_show_it(url: str) -> None:
     delays = DelayTasks(
         Celery("producer", broker="memory://", set_as_current=False), url.format(CANARY)
     )
     with pytest.raises(e.ConfigError) as caught:
         delays.schedule_delay("mail", {}, 5)
-    assert CANARY not in everything_said(caught.value)
+    assert CANARY not in texts_of_causes(caught.value)
 
 
-def everything_said(error: BaseException | None) -> str:
+def texts_of_causes(error: BaseException | None) -> str:
     words = ""
     while error is not None:
         words += f"{error!s} {error!r} "
@@ -349,18 +357,18 @@ def everything_said(error: BaseException | None) -> str:
 
 @DATABASES
 def test_an_error_of_the_database_does_not_show_the_body(connect: Connect, database: str) -> None:
-    line = connect(database)
-    line.warm_up()
+    caller = connect(database)
+    caller.warm_up()
     column = (
         "MODIFY message_body varchar(5)"
         if database == "mysql"
         else "ALTER COLUMN message_body TYPE varchar(5)"
     )
-    with line.store.database.begin() as connection:
-        connection.execute(text(f"ALTER TABLE {line.store.schema.tasks.name} {column}"))
+    with caller.store.database.begin() as connection:
+        connection.execute(text(f"ALTER TABLE {caller.store.schema.tasks.name} {column}"))
     calls: list[Callable[[], Any]] = [
-        lambda: line.delays.schedule_delay("mail", {"card": CANARY}, 60),
-        lambda: line.delays.schedule_many([("mail", {"card": CANARY}, 60)]),
+        lambda: caller.delays.schedule_delay("mail", {"card": CANARY}, 60),
+        lambda: caller.delays.schedule_many([("mail", {"card": CANARY}, 60)]),
     ]
     for call in calls:
         with pytest.raises(e.StoreError) as caught:
@@ -369,25 +377,25 @@ def test_an_error_of_the_database_does_not_show_the_body(connect: Connect, datab
         assert CANARY not in str(caught.value.__cause__)
 
 
-def test_a_wrong_broker_password_is_not_told(
+def test_a_wrong_broker_password_is_not_shown(
     connect: Connect, redis_url: str, postgresql_url: str
 ) -> None:
-    line = connect(broker="rabbitmq")
-    delays = line.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
+    caller = connect(broker="rabbitmq")
+    delays = caller.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
     delays.schedule_delay("mail", {}, 5)
     assert not wiring_of(delays).producer_timer.is_up
-    assert line.count("timer.down") + delays.events.counts["timer.down"] == 1
-    assert CANARY not in repr(line.seen)
+    assert caller.count("timer.down") + delays.events.counts["timer.down"] == 1
+    assert CANARY not in repr(caller.seen)
     delays.close()
 
 
-def test_a_stuck_pool_of_connections_is_told(connect: Connect) -> None:
-    line = connect(pool_size=1)
-    engine = wiring_of(line.delays).store.database.auto
+def test_an_exhausted_connection_pool_is_reported(connect: Connect) -> None:
+    caller = connect(pool_size=1)
+    engine = wiring_of(caller.delays).store.database.auto
     engine.pool._timeout = 0.1  # type: ignore[attr-defined]
     held = [engine.connect() for _ in range(21)]
     with pytest.raises(e.StoreUnavailableError, match="pool_size = 1"):
-        line.delays.get(1)
+        caller.delays.get(1)
     for connection in held:
         connection.close()
 
@@ -395,33 +403,33 @@ def test_a_stuck_pool_of_connections_is_told(connect: Connect) -> None:
 # -- time ----------------------------------------------------------------------------------------
 
 
-def test_a_question_for_the_time_that_is_cut_makes_no_task_early(
+def test_an_interrupted_time_measurement_makes_no_task_early(
     connect: Connect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The clock of the host is one hour slow.
     an_hour_ago = {"time_ns": lambda: time.time_ns() - 3600 * 10**9}
     slow = SimpleNamespace(**{**vars(time), **an_hour_ago})
     monkeypatch.setattr(clock_module, "time", slow)
-    line = connect()
-    line.database.cut_request(b"clock_timestamp")
-    task = line.delays.schedule_delay("mail", {}, 60)
-    assert line.database.cut == 1
-    assert 55 < (task.expected_time - line.store.tasks.now()).total_seconds() <= 60
+    caller = connect()
+    caller.database.cut_request(b"clock_timestamp")
+    task = caller.delays.schedule_delay("mail", {}, 60)
+    assert caller.database.cut == 1
+    assert 55 < (task.expected_time - caller.store.tasks.now()).total_seconds() <= 60
 
 
-def test_a_database_that_is_a_black_hole_holds_up_no_one_who_asks_for_the_time(
+def test_a_silent_database_delays_no_thread_that_reads_the_clock(
     connect: Connect,
 ) -> None:
-    line = connect()
-    line.warm_up()
-    clock = wiring_of(line.delays).clock
-    line.database.swallow()
+    caller = connect()
+    caller.warm_up()
+    clock = wiring_of(caller.delays).clock
+    caller.database.swallow()
     clock.forget()
     measuring = threading.Thread(target=clock.now_us, daemon=True)
     measuring.start()
     wait_until(clock._lock.locked, 5, "a thread to measure")
-    before = wiring_of(line.delays).clock.now_us()
+    before = wiring_of(caller.delays).clock.now_us()
     assert seconds(lambda: [clock.certain_now() for _ in range(1000)]) < SLACK_S
     assert clock.now_us() > before
-    line.database.heal()
+    caller.database.heal()
     measuring.join(10)

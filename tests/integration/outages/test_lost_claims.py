@@ -65,4 +65,4 @@ def test_a_claim_with_a_limit_is_on_the_disk_with_the_waitlist(
     own_postgresql.crash()
     own_postgresql.start()
     assert sorted(bench.statuses(tasks)) == ["HELD", "RUNNING"]
-    assert bench.in_line() == 1
+    assert bench.waitlist_rows() == 1

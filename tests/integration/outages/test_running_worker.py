@@ -14,7 +14,7 @@ import pytest
 from delaytasks import DelayTask
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.wiring import wiring_of
-from tests.integration.outages.line import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
+from tests.integration.outages.proxied_caller import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
 from tests.proxy import proxy_to
 from tests.running import Deployment, Process
 from tests.services import kill_connections
@@ -173,7 +173,7 @@ class Outage:
         )
 
 
-def test_what_was_scheduled_while_the_broker_was_away_for_long_runs_soon_after_it_is_back(
+def test_tasks_scheduled_during_a_long_broker_outage_run_soon_after_it(
     site: Callable[..., ProxiedSite], tmp_path: Path
 ) -> None:
     """Run four outages simultaneously, since the test mostly waits.

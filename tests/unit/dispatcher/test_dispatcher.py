@@ -18,13 +18,17 @@ from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness
 
 
-def test_no_more_chunks_are_under_way_than_the_pool_has_processes(bench: DispatcherHarness) -> None:
+def test_no_more_chunks_are_dispatched_than_the_pool_has_processes(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.take(bench.entries(1000))
     assert bench.sizes() == [10, 10]
     assert bench.dispatcher.waiting == 980
 
 
-def test_chunks_grow_to_what_fits_the_time_box(bench: DispatcherHarness) -> None:
+def test_chunks_grow_to_the_number_of_rows_that_fits_the_time_budget(
+    bench: DispatcherHarness,
+) -> None:
     bench.dispatcher.take(bench.entries(1000))
     bench.pool.end(Report(10, 10, 10 * 0.0001))
     assert bench.sizes() == [10, 200], "a tenth of a millisecond each: as many as a chunk may have"
@@ -33,7 +37,7 @@ def test_chunks_grow_to_what_fits_the_time_box(bench: DispatcherHarness) -> None
     assert bench.sizes()[-1] < 5, "50 ms each: hardly more than one"
 
 
-def test_what_waits_is_shared_among_free_processes(bench: DispatcherHarness) -> None:
+def test_waiting_entries_are_shared_among_free_processes(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(6))
     assert bench.sizes() == [3, 3]
 
@@ -45,7 +49,7 @@ def test_the_highest_priority_goes_first(bench: DispatcherHarness) -> None:
     assert [entry.priority for entry in bench.pool.requests[-1][0].entries][:5] == [9] * 5
 
 
-def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(
+def test_late_entries_are_left_to_the_table_even_if_the_pool_is_busy(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.take(bench.entries(20))
@@ -59,7 +63,7 @@ def test_what_is_late_is_left_to_the_table_though_the_pool_is_busy(
     assert bench.pool.requests[-1][0].drained_queue == "default"
 
 
-def test_what_is_late_waits_longer_where_the_table_has_a_backlog_in_front_of_it(
+def test_late_entries_wait_longer_if_their_queue_has_a_backlog(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.start_drain("default", [0])
@@ -95,7 +99,7 @@ def test_a_job_arrives_in_its_process_as_it_was_sent() -> None:
     assert [type(entry) for entry in arrived.entries] == [Entry, Entry]
 
 
-def test_a_job_has_no_limits_of_celerys(bench: DispatcherHarness) -> None:
+def test_a_job_has_no_time_limits_of_celery(bench: DispatcherHarness) -> None:
     class Result:
         """Simulate billiard's result object of a request that has not ended."""
 
@@ -111,7 +115,7 @@ def test_a_job_has_no_limits_of_celerys(bench: DispatcherHarness) -> None:
     )
 
 
-def test_early_entries_go_back_to_the_wheel(bench: DispatcherHarness) -> None:
+def test_early_entries_return_to_the_timing_wheel(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(1))
     early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
     bench.pool.end(Report(0, early=(early,)))
@@ -170,7 +174,7 @@ def test_a_request_for_capacity_is_granted_when_a_chunk_ends(bench: DispatcherHa
     assert bench.capacity_request.granted.is_set()
 
 
-def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(
+def test_a_closed_dispatcher_returns_waiting_entries_and_starts_no_chunk(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.take(bench.entries(25))
@@ -179,7 +183,7 @@ def test_a_closed_dispatcher_hands_out_what_waits_and_starts_no_more(
     assert len(bench.pool.requests) == 1
 
 
-def test_work_that_a_chunk_found_after_the_close_is_left_to_others(
+def test_work_that_a_chunk_reports_after_the_close_is_left_to_other_workers(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.take(bench.entries(12))
@@ -264,7 +268,7 @@ def test_a_chunk_has_all_rows_that_can_start_together_even_beyond_the_time_budge
     assert bench.sizes() == [30, 30]
 
 
-def test_rows_that_run_on_are_known_until_their_process_says_otherwise(
+def test_detached_rows_are_known_until_their_process_reports_their_end(
     bench: DispatcherHarness,
 ) -> None:
     [shard_queue] = bench.dispatcher.shard_queues

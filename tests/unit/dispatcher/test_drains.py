@@ -16,7 +16,7 @@ from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 
 
-def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(
+def test_a_large_backlog_is_drained_by_all_processes_and_a_small_one_by_one_process(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.start_drain("default", [0])
@@ -32,7 +32,7 @@ def test_a_deep_backlog_is_drained_by_all_processes_and_a_shallow_one_by_one(
     assert bench.pool.requests == []
 
 
-def test_fresh_tasks_and_a_backlog_take_turns() -> None:
+def test_chunks_of_fresh_tasks_and_of_a_backlog_alternate() -> None:
     bench = DispatcherHarness()
     bench.pool.limit = 1
     bench.dispatcher.take(bench.entries(100))
@@ -44,7 +44,7 @@ def test_fresh_tasks_and_a_backlog_take_turns() -> None:
     assert kinds == ["fresh", "old", "fresh", "old"]
 
 
-def test_a_drain_that_a_slow_row_holds_up_goes_on_in_the_free_processes_without_being_asked(
+def test_a_drain_delayed_by_a_slow_row_continues_in_free_processes(
     hands: Hands,
 ) -> None:
     """Each look at most doubles the number of processes, until a process finds the queue empty."""
@@ -86,7 +86,7 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
     assert bench.pool.requests == []
 
 
-def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_asked_for_after_it(
+def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(
     hands: Hands,
 ) -> None:
     bench = DispatcherHarness()
@@ -119,7 +119,7 @@ def test_a_drain_continues_after_its_process_died_and_ends_if_the_database_is_un
     assert bench.pool.requests == []
 
 
-def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(
+def test_a_drain_requested_during_another_drain_is_done_after_it(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.start_drain("default", [0])
@@ -130,7 +130,7 @@ def test_a_drain_that_is_asked_for_while_one_is_under_way_is_done_after_it(
     assert bench.pool.requests == []
 
 
-def test_processes_continue_with_a_queue_that_proved_deep(bench: DispatcherHarness) -> None:
+def test_processes_continue_to_drain_a_queue_with_a_large_backlog(bench: DispatcherHarness) -> None:
     bench.dispatcher.start_drain("default", [0])
     assert bench.continue_s() == [0]
     bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
@@ -138,7 +138,7 @@ def test_processes_continue_with_a_queue_that_proved_deep(bench: DispatcherHarne
     assert not bench.others_wait.is_so()
 
 
-def test_processes_that_continue_learn_of_another_queue_and_share_the_time_with_it(
+def test_draining_processes_notice_another_queue_and_share_their_time_with_it(
     bench: DispatcherHarness,
 ) -> None:
     full = Report(10, 10, 0.001, (), is_full=True)
@@ -153,7 +153,7 @@ def test_processes_that_continue_learn_of_another_queue_and_share_the_time_with_
     assert bench.continue_s() == [0, CONTINUE_IN_TURN_S]
 
 
-def test_processes_that_continue_learn_of_tasks_that_wait_for_them(
+def test_draining_processes_notice_tasks_that_wait_for_a_process(
     bench: DispatcherHarness,
 ) -> None:
     bench.dispatcher.start_drain("default", [0])
@@ -165,14 +165,14 @@ def test_processes_that_continue_learn_of_tasks_that_wait_for_them(
     assert not bench.others_wait.is_so(), "the task is in a process"
 
 
-def test_processes_that_continue_learn_that_the_worker_stops(bench: DispatcherHarness) -> None:
+def test_draining_processes_notice_that_the_worker_stops(bench: DispatcherHarness) -> None:
     bench.dispatcher.start_drain("default", [0])
     bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
     bench.dispatcher.close()
     assert bench.others_wait.is_so()
 
 
-def test_a_process_that_continues_has_capacity_for_entries_that_fall_due(
+def test_a_draining_process_has_capacity_for_entries_that_become_due(
     bench: DispatcherHarness, hands: Hands
 ) -> None:
     bench.dispatcher.start_drain("default", [0])
@@ -181,7 +181,7 @@ def test_a_process_that_continues_has_capacity_for_entries_that_fall_due(
     assert bench.dispatcher.capacity() > 0
 
 
-def test_a_solo_pool_continues_with_no_queue_since_it_reads_its_messages_in_between(
+def test_a_solo_pool_ends_each_drain_chunk_so_that_it_can_read_its_messages(
     bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(solo, "TaskPool", type(bench.pool))
@@ -225,7 +225,7 @@ def test_other_bursts_are_run_from_their_entries(
     assert [request.drained_queue for request, _, _ in bench.pool.requests] == [None] * 2
 
 
-def test_a_burst_beside_a_backlog_is_run_from_its_entries_since_it_would_come_last(
+def test_a_burst_in_a_queue_with_a_backlog_is_run_from_its_entries(
     bench: DispatcherHarness,
 ) -> None:
     learn(bench, 0.02)

@@ -19,14 +19,14 @@ from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 
 
-def test_a_pool_that_raises_costs_no_slot(bench: DispatcherHarness) -> None:
+def test_a_pool_that_raises_uses_no_slot(bench: DispatcherHarness) -> None:
     bench.pool.is_broken = True
     bench.dispatcher.take(bench.entries(2))
     assert bench.dispatcher.in_flight == []
     assert bench.events.counts["chunk.failed"] == 1
 
 
-def test_a_pool_that_takes_no_chunk_rests_so_that_the_entries_behind_it_stay(
+def test_a_pool_that_refuses_a_chunk_pauses_and_keeps_the_other_entries(
     bench: DispatcherHarness, hands: Hands
 ) -> None:
     bench.pool.is_broken = True
@@ -45,7 +45,7 @@ def test_a_process_that_died_gives_its_slot_back(bench: DispatcherHarness) -> No
     assert len(bench.dispatcher.in_flight) == 1
 
 
-def test_a_process_that_died_says_nothing_of_the_database(hands: Hands) -> None:
+def test_a_dead_process_does_not_mark_its_database_as_unavailable(hands: Hands) -> None:
     bench = DispatcherHarness(shards=2)
     bench.dispatcher.take(bench.entries_of(0, 30))
     _, _, lost = bench.pool.requests.pop()
@@ -93,7 +93,7 @@ def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_d
     assert processes.ended == ([1] if is_proven else [])
 
 
-def test_a_process_in_which_some_chunks_fail_stays(
+def test_a_process_in_which_only_some_chunks_fail_is_kept(
     bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, hands: Hands
 ) -> None:
     processes = Processes(bench, monkeypatch, 1)
@@ -106,7 +106,7 @@ def test_a_process_in_which_some_chunks_fail_stays(
     assert processes.ended == []
 
 
-def test_a_pool_without_processes_of_its_own_ends_none(
+def test_a_pool_in_the_process_of_the_worker_ends_no_process(
     bench: DispatcherHarness, hands: Hands
 ) -> None:
     for _ in range(2 * MAX_FAILED_CHUNKS):
@@ -142,7 +142,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize(("written_to", "is_written"), WRITTEN)
-def test_a_chunk_that_the_pool_forgets_with_the_broker_is_remembered_or_holds_no_process(
+def test_a_chunk_that_the_pool_forgets_is_remembered_or_blocks_no_process(
     bench: DispatcherHarness, written_to: Any, is_written: bool
 ) -> None:
     books: dict[int, Any] = {}

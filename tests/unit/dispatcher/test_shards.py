@@ -11,7 +11,7 @@ from delaytasks.execution.runner import Report
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 
 
-def test_a_chunk_has_rows_of_one_shard_and_shards_take_turns() -> None:
+def test_a_chunk_has_rows_of_one_shard_and_chunks_alternate_between_shards() -> None:
     bench = DispatcherHarness(shards=2)
     bench.dispatcher.take([*bench.entries_of(0, 30), *bench.entries_of(1, 30)])
     bench.pool.end(Report(10, 10, 0.05))
@@ -57,7 +57,7 @@ def test_a_shard_that_is_unavailable_gets_no_chunk_until_it_answers_and_others_d
     assert [request.shard for request, _, _ in bench.pool.requests] == [0, 1]
 
 
-def test_a_shard_that_owes_an_answer_gets_no_chunk(hands: Hands) -> None:
+def test_a_shard_whose_answer_is_late_gets_no_chunk(hands: Hands) -> None:
     bench = DispatcherHarness(shards=2)
     bench.pool.limit = 4
     bench.dispatcher.take(bench.entries_of(1, 1))

@@ -45,7 +45,7 @@ def test_another_function_and_another_type_are_other_kinds() -> None:
     assert error_pattern("KeyError: 1") != error_pattern("TypeError: 1")
 
 
-def test_the_frame_is_that_of_the_users_code() -> None:
+def test_the_pattern_has_the_function_of_the_users_code() -> None:
     assert error_pattern(text_of(through_a_library, 1)).startswith("* in through_a_library\n*")
 
 

@@ -1,4 +1,4 @@
-"""A process that ends writes its counts to all databases at once, and waits only briefly."""
+"""A process that ends writes its counts to all databases simultaneously and waits briefly."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_worker_writes_to_all_databases_at_the_same_time(
     assert sorted(met) == [0, 1]
 
 
-def test_a_database_that_does_not_answer_does_not_hold_up_the_end_of_a_process(
+def test_a_database_that_does_not_answer_does_not_delay_the_end_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, began, ended = threading.Event(), list[int](), list[bool]()

@@ -1,4 +1,4 @@
-"""The counts of a worker's main process: totals, and what is yet to be written."""
+"""The counts of a worker's main process: totals, and counts that are not written yet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(counts: WorkerCounts) -> dict[str, int]:
     return {tag: found.started for tag, found in counts.totals().items()}
 
 
-def test_totals_include_what_was_written_and_what_was_not() -> None:
+def test_totals_include_written_and_unwritten_counts() -> None:
     counts = WorkerCounts([ManualClock(START)], 10)
     counts.add(0, report("a", "b"))
     counts.take(0)

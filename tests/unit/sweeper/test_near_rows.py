@@ -146,7 +146,7 @@ def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(
 @pytest.mark.parametrize(
     "stage", ["expire", "due_between", "recover", "levels_of", "purge", "purge_audit"]
 )
-def test_a_stage_that_fails_keeps_no_other_from_its_work(
+def test_a_stage_that_fails_does_not_prevent_the_other_stages(
     make: Make, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field = make(purge_after_s=3600)
@@ -268,7 +268,7 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Sweepe
     assert done == ["walk"]
 
 
-def test_a_late_row_is_drained_also_while_the_broker_is_away_for_near_ones(
+def test_a_late_row_is_drained_although_the_broker_refuses_near_rows(
     field: SweeperHarness,
 ) -> None:
     field.row(5)

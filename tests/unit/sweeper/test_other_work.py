@@ -54,7 +54,7 @@ def test_of_two_simultaneous_first_sweeps_one_sweeps(field: SweeperHarness) -> N
     assert sorted(field.timer.ids) == sorted(ids)
 
 
-def test_a_sweep_right_after_another_one_is_left_out(field: SweeperHarness) -> None:
+def test_a_sweep_right_after_another_one_is_skipped(field: SweeperHarness) -> None:
     assert field.sweeper().sweep()
     assert not field.sweeper().sweep()
     field.let_pass()
@@ -194,7 +194,7 @@ def test_old_finished_rows_are_deleted_only_if_configured(
 @pytest.mark.parametrize(
     ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
 )
-def test_the_end_of_the_partitions_is_reported_once_in_a_while(
+def test_the_end_of_the_partitions_is_reported_at_intervals(
     field: SweeperHarness, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
 ) -> None:
     end, sweeper = field.clock.now() + left, field.sweeper()

@@ -26,7 +26,7 @@ SLACK_S = 0.4
 CONNECTS_S = 2 * CONNECT_STEP_S + SLACK_S
 
 
-class Line:
+class ProxiedCaller:
     """Provide a `DelayTasks` whose connections go through proxies, and whose calls arm."""
 
     def __init__(self, database_url: str, broker_url: str, **settings: Any) -> None:
@@ -94,7 +94,7 @@ class Line:
             queue.exchange.delete()
 
 
-Connect = Callable[..., Line]
+Connect = Callable[..., ProxiedCaller]
 
 
 def seconds(call: Callable[[], Any]) -> float:
