@@ -27,8 +27,8 @@ class KnownNames(NamedTuple):
 def known_names() -> KnownNames:
     """Return the tags and queues of workers, policies and statistics.
 
-    No task is read. If there are more than `MOST_SUGGESTED` tags, those with the most runs of the last
-    day are returned.
+    No task is read. If there are more than `MOST_SUGGESTED` tags, those with the most runs of the
+    last day are returned.
     """
     shared = state()
     return shared.cache.get("known_names", KNOWN_S, lambda: _read(shared.delays))
