@@ -91,6 +91,14 @@ def test_many_are_named_by_their_ids(shop: Project) -> None:
     assert shop("cancel", "--id", "seven", "--yes").exit_code == 2
 
 
+def test_audit_shows_some_of_many_ids(shop: Project) -> None:
+    shop.delays.cancel_many(ids=[7])
+    assert "more" not in shop("audit").stdout
+    shop.delays.cancel_many(ids=range(1, 51))
+    assert '"47 more"' in shop("audit").stdout
+    assert len(shop.json("audit")[0]["filter"]["ids"]) == 50
+
+
 def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
     return max(found for task in tasks if (found := shop.delays.get(task).update_time))
 
