@@ -176,6 +176,8 @@ def _pages_of(examples: Examples, failures_of_one_error: str) -> dict[str, str]:
         "tasks of a queue": "tasks?queue=default",
         "tasks by meta": "tasks?status=FAILED&meta=order%3D" + examples.failed_id,
         "tasks by error": "tasks?status=FAILED&error=is+not+paid",
+        "tags": "tags",
+        "one tag": "tag?name=shop.0",
         "failures": "failures",
         "failures of one error": failures_of_one_error,
         "forecast": "forecast",

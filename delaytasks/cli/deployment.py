@@ -28,7 +28,8 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         error = broker_error(wiring.celery, queue, settings.publish_limit_s)
     services = ServicesState(settings.timer, uses_broker, error)
     now = wiring.clock.now()
-    state = read_state(wiring.shards, settings, delays.policies, recent_failures, services, now)
+    read_policies = wiring.policies.read_all
+    state = read_state(wiring.shards, settings, read_policies, recent_failures, services, now)
     if state.is_down and (down := state.databases[0].error) is not None:
         raise down
     return state

@@ -18,6 +18,7 @@ from delaytasks.console import (
     pages_overview,
     pages_policies,
     pages_recurring,
+    pages_tags,
     pages_tasks,
 )
 from delaytasks.console.actions import audit_refusals
@@ -39,6 +40,7 @@ MOST_BYTES = 1_000_000
 PAGES = (
     ("overview", "Overview", "o"),
     ("tasks", "Tasks", "t"),
+    ("tags", "Tags", "s"),
     ("failures", "Failures", "f"),
     ("forecast", "Forecast", "c"),
     ("recurring", "Recurring", "r"),
@@ -99,6 +101,7 @@ def make_console(
         pages_login,
         pages_overview,
         pages_tasks,
+        pages_tags,
         pages_many,
         pages_forecast,
         pages_policies,

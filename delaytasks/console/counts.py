@@ -48,8 +48,17 @@ def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> lis
         for each in ConsoleQueries(shard.store).queues(
             sorted({delays.settings.default_queue, *served}), delays.settings.grace_s
         ):
-            seen = found.get(each.name, QueueCounts(each.name, 0, 0, 0, 0))
-            found[each.name] = QueueCounts(
-                each.name, *(a + b for a, b in zip(seen[1:], each[1:], strict=True))
-            )
+            seen = found.get(each.name)
+            found[each.name] = each if seen is None else _together(seen, each)
     return [found[name] for name in sorted(found)]
+
+
+def _together(a: QueueCounts, b: QueueCounts) -> QueueCounts:
+    return QueueCounts(
+        a.name,
+        a.waiting + b.waiting,
+        a.overdue + b.overdue,
+        a.running + b.running,
+        a.held + b.held,
+        min((each.oldest for each in (a, b) if each.oldest is not None), default=None),
+    )

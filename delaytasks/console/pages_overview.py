@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from flask import Flask, abort, render_template, request
+from flask import Flask, abort, render_template
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.counts import count_due, count_queues
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
-from delaytasks.console.run_charts import PERIODS, due_chart, runs_of
+from delaytasks.console.run_charts import PERIODS, chosen_period, due_chart, runs_of
 from delaytasks.console.searches import Searches
 from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
@@ -25,6 +25,16 @@ from delaytasks.wiring import wiring_of
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
+#: What the links after the sentences of the verdict show, by the page to which they lead.
+SHOWN_BY = {
+    "failure": "these failures",
+    "failures": "all failures",
+    "forecast": "the forecast",
+    "overview": "the health",
+    "policies": "the policies",
+    "tasks": "the tasks",
+    "workers": "the workers",
+}
 #: Tasks that the page of a group shows.
 SHOWN_FAILURES = 50
 
@@ -42,14 +52,14 @@ def overview() -> str:
     found, shared = state().snapshot(), state()
     due = shared.cache.get("due", SNAPSHOT_S, lambda: count_due(shared.delays, found.now))
     on_time = shared.cache.get("on_time", SHARES_S, lambda: _on_time(shared.delays))
-    period = request.args.get("period", "hour")
-    period = period if period in PERIODS else "hour"
+    period = chosen_period()
     return render_template(
         "overview.html",
         page="overview",
         s=found,
         now=found.now,
         verdict=verdict_of(found, viewer_zone(), _ahead(found)),
+        shown_by=SHOWN_BY,
         due=due,
         due_chart=due_chart(due, found.now, viewer_zone()),
         period=period,

@@ -29,6 +29,8 @@ class QueueCounts(NamedTuple):
     overdue: int
     running: int
     held: int
+    #: The due time of the oldest of the overdue tasks that were counted.
+    oldest: datetime | None
 
 
 class ConsoleQueries:
@@ -74,9 +76,10 @@ class ConsoleQueries:
             QueueCounts(
                 queue,
                 count(queue, Status.NOT_COMPLETE),
-                overdue[queue],
+                overdue[queue].tasks,
                 count(queue, Status.RUNNING),
                 count(queue, Status.HELD),
+                overdue[queue].oldest,
             )
             for queue in sorted(names)
         ]

@@ -55,6 +55,8 @@ class ConsoleState:
         self.delays = delays
         self.access = access
         self.cache = SharedCache()
+        #: What ran, which no action changes: a chart of a year is read rarely.
+        self.history = SharedCache()
         self.forecast = LatestForecast(delays.forecast)
         self.runs = BulkRuns(on_end=self.forget)
         self.logins = LoginLimit()
@@ -84,7 +86,7 @@ class ConsoleState:
         return read_state(
             wiring_of(delays).shards,
             delays.settings,
-            delays.policies,
+            wiring.policies.read_all,
             recent_failures,
             services,
             wiring.clock.now(),

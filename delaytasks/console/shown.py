@@ -11,7 +11,7 @@ from flask import Flask, session
 from markupsafe import Markup
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import show_duration
+from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.task import DelayTask
 from delaytasks.core.task_json import pretty
 from delaytasks.core.text import last_line
@@ -147,6 +147,7 @@ def install_filters(app: Flask) -> None:
         pretty_body=pretty_body,
         pretty_result=pretty_result,
         duration=show_duration,
+        measured=show_measured,
         spark=spark,
         number=lambda value: f"{value:,}",
         status_class=lambda status: STATUS_WORDS.get(status, "unknown"),

@@ -57,6 +57,8 @@ class Policy:
         The time and the actor of the last change.
     held, running
         The numbers of HELD and RUNNING tasks, if they were counted.
+    held_since
+        The due time of the HELD task that was due first, if they were counted.
     missing
         The numbers of the shards that have another policy or could not be reached.
 
@@ -81,6 +83,7 @@ class Policy:
     held: int | None = None
     running: int | None = None
     missing: tuple[int, ...] = ()
+    held_since: datetime | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -132,6 +135,7 @@ class Policy:
             "key_concurrency": self.key_concurrency,
             "rate": self.rate_text,
             "held": self.held,
+            "held_since": self.held_since and self.held_since.isoformat(),
             "running": self.running,
             "is_applied": self.is_applied,
             "version": self.version,

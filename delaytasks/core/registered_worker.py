@@ -22,6 +22,8 @@ class ServiceTimes(NamedTuple):
 
 
 NO_OUTAGES = ServiceTimes()
+#: A worker without a broker within this time after its start has never had one.
+CONNECTING_S = 5.0
 
 
 class RegisteredWorker(NamedTuple):
@@ -47,6 +49,11 @@ class RegisteredWorker(NamedTuple):
 
     def serves(self, queue: str) -> bool:
         return ALL_QUEUES in self.queues or queue in self.queues
+
+    @property
+    def up_s(self) -> float:
+        """Seconds since its start."""
+        return (self.seen_at - self.started_at).total_seconds() + self.age_s
 
 
 class LostWorker(NamedTuple):
@@ -93,3 +100,18 @@ def beat_age_s(workers: Iterable[RegisteredWorker]) -> float | None:
     services = [worker.services for worker in workers if worker.is_alive]
     ages = [each.beat_s for each in services if each.broker_down_s is None]
     return min((age_s for age_s in ages if age_s is not None), default=None)
+
+
+def broker_down_s(workers: Iterable[RegisteredWorker]) -> float | None:
+    """Return for how many seconds no live worker has reached its broker.
+
+    None if a live worker reaches its broker, or none is alive. A worker that started without a
+    broker does not know when the outage began, so it counts only if all workers did.
+    """
+    alive = [worker for worker in workers if worker.is_alive]
+    downs = [(worker, worker.services.broker_down_s) for worker in alive]
+    known = [(worker, down_s) for worker, down_s in downs if down_s is not None]
+    if len(known) < len(alive):
+        return None
+    lost = [down_s for worker, down_s in known if down_s < worker.up_s - CONNECTING_S]
+    return min(lost) if lost else max((down_s for _, down_s in known), default=None)

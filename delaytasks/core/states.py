@@ -11,11 +11,12 @@ not run:
     an error or Retry, if no retry is left; Fail            fail
     Snooze, or the error of `check_lease`                   snooze
     Cancel                                                  withdraw
-    no run: the task has expired                            expire
-    no run: no time, no processor, a pause, a shutdown      give_back
+    no run: the task has expired, or was cancelled          expire
+    no run: no time, no processor, a shutdown               give_back
 
 Three more moves start from RUNNING and no outcome leads to them: `hold_back` if the row's tag or
-queue was paused before the run, and `recover` or `fail_worker_lost` if its worker died.
+queue was paused before the run (`give_back` if that fails), and `recover` or `fail_worker_lost` if
+its worker died.
 """
 
 from __future__ import annotations

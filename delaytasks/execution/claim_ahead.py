@@ -10,6 +10,7 @@ claims the next one:
 Each yield of `ClaimAhead.chunks` is one "run": the caller runs the chunk, and then asks for the
 next one, which waits for the other thread. At most one chunk is claimed ahead. If that chunk has to
 wait for a slow row, the thread of the time budget gives it back two time budgets after its claim.
+(It cannot while the slow row holds Python's GIL. The leases of the chunk are renewed meanwhile.)
 Therefore the other thread waits with the claim if the tag of a row is known to take longer, until
 the row has one time budget left.
 """

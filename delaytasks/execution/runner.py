@@ -42,9 +42,9 @@ CLOCK_TOLERANCE_US = 50_000
 #: The additional wait, since some databases return the time in whole milliseconds.
 CLOCK_TOLERANCE_SLACK_US = 2_000
 #: During a backlog, recovered rows are looked for again after this time, and after the look's
-#: duration times `ABANDONED_SHARE`, since a look reads the whole backlog. They get at most half of
+#: duration times `RECOVERED_SHARE`, since a look reads the whole backlog. They get at most half of
 #: the time of a queue.
-ABANDONED_S, ABANDONED_SHARE = 1.0, 20
+RECOVERED_S, RECOVERED_SHARE = 1.0, 20
 
 #: If the rows of a chunk take less time on average, no other thread settles them: it would compete
 #: with the next rows for the interpreter, which made bursts of empty tasks slower by a sixth.
@@ -185,7 +185,7 @@ class Runner:
         This is one chunk of a drain. In a backlog, further chunks follow for `continue_s`.
         """
         began, tally = monotonic(), Tally()
-        is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + ABANDONED_S)
+        is_turn_of_recovered = began >= self._recovered_at.setdefault(queue, began + RECOVERED_S)
         most = limit - 1 if is_turn_of_recovered else limit
         claim = partial(self._claims.claim_due, queue, priorities)
         with closing(self._ahead.chunks(claim, most, continue_s, tally)) as chunks:
@@ -223,7 +223,7 @@ class Runner:
                 self._run_alone(claimed, claimed_at, tally)
                 rest_s = monotonic() - claimed_at
             else:
-                rest_s = max(ABANDONED_S, ABANDONED_SHARE * (monotonic() - claimed_at))
+                rest_s = max(RECOVERED_S, RECOVERED_SHARE * (monotonic() - claimed_at))
             return claimed
         finally:
             self._recovered_at[queue] = monotonic() + rest_s

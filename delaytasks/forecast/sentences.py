@@ -29,7 +29,7 @@ def worst_sentence(found: Forecast, show: Callable[[datetime], str]) -> str | No
     if worst is None or not worst.late_s or not workers or worst.late_s_doubled is None:
         return None
     return (
-        f"{_late_sentence(worst, worst.late_s, workers, show)}, and {2 * workers:,} workers "
+        f"{_late_sentence(found, worst, worst.late_s, show)}, and {2 * workers:,} workers "
         f"{lateness_text(worst.late_s_doubled)}"
     )
 
@@ -42,7 +42,7 @@ def peak_sentences(found: Forecast, show: Callable[[datetime], str]) -> str | No
     peak, needed = found.peak, found.needed_workers
     if peak is None or peak.late_s_served <= found.target_s:
         return None
-    late = _late_sentence(peak, peak.late_s_served, _workers(found), show)
+    late = _late_sentence(found, peak, peak.late_s_served, show)
     if needed is None:
         return f"From {late}. The limit of a tag keeps tasks late with any number of workers."
     enough = f"at most {show_duration(found.target_s)} late"
@@ -54,12 +54,24 @@ def _workers(found: Forecast) -> int:
 
 
 def _late_sentence(
-    step: ForecastStep, late_s: float, workers: int, show: Callable[[datetime], str]
+    found: Forecast, step: ForecastStep, late_s: float, show: Callable[[datetime], str]
 ) -> str:
     return (
-        f"{show(step.start)} on: {count(step.due, 'task')}, which {count(workers, 'worker')} "
-        f"would start {lateness_text(late_s)}"
+        f"{show(step.start)} on: {count(step.due, 'task')}{_largest_tag(found, step)}, which "
+        f"{count(_workers(found), 'worker')} would start {lateness_text(late_s)}"
     )
+
+
+def _largest_tag(found: Forecast, step: ForecastStep) -> str:
+    """Return " of mail.send" or " (3,000 of mail.send)": the tag with the most tasks of a step.
+
+    Tags whose tasks do not start are left out, since they do not make others late.
+    """
+    stuck = {tag.tag for tag in found.tags if tag.late_s is None}
+    tag, due = next((each for each in step.due_by_tag.items() if each[0] not in stuck), ("", 0))
+    if not tag:
+        return ""
+    return f" of {tag}" if due >= step.due else f" ({due:,} of {tag})"
 
 
 def pool_sentence(pool: ForecastPool, target_s: float) -> str:

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 #: The budget is that of the alert `DelayTasksOnTimeBudgetBurns`.
 BUDGET_PERIOD, TARGET = "30d", 0.99
 #: The statistics of this period are read again after this time, and after the reading's duration
-#: times `REST_SHARE`, so that they cost at most half a percent of a core.
-REST_S, REST_SHARE = 60.0, 200
+#: times `RENEW_SHARE`, so that they cost at most half a percent of a core.
+RENEWED_AFTER_S, RENEW_SHARE = 60.0, 200
 
 
 class OnTimeBudgets:
@@ -38,7 +38,7 @@ class OnTimeBudgets:
                 pass  # the value 0 of `delaytasks_database_up` reports it
             else:
                 now = monotonic()
-                self._is_read_again_at = now + max(REST_S, REST_SHARE * (now - began))
+                self._is_read_again_at = now + max(RENEWED_AFTER_S, RENEW_SHARE * (now - began))
         return budget_family(self._samples)
 
     def _read(self) -> list[Sample]:

@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.core.clock import AN_HOUR, hour_of
-from delaytasks.core.counted_failures import CountedFailures, recent_hours
 from delaytasks.core.error_patterns import error_pattern
+from delaytasks.core.failure_group import CountedFailures, recent_hours
 from delaytasks.core.states import Status
 from delaytasks.storage.failed_rows import FailedRow
 
@@ -104,7 +104,7 @@ def groups_of(
     members: dict[tuple[str, str], list[FailedRow]] = {}
     for row in rows:
         members.setdefault(_key(row), []).append(row)
-    counts = {(each.tag, each.pattern): each for each in counted}
+    counts = {(each.group.tag, each.group.pattern): each for each in counted}
     lasts = {
         _key(row): row for row in last_rows if row.status == Status.FAILED or row.status in RETRIED
     }
@@ -131,12 +131,12 @@ def _group(
     hours, runs = Counter(map(hour_of, times)), len(members)
     if counted is not None:
         # Failures of the last minute, or of a killed worker, may be in the rows only.
-        hours |= Counter(counted.hours)
-        runs = max(runs, counted.runs)
+        hours |= Counter(counted.group.hours)
+        runs = max(runs, counted.group.runs)
         if has_more and members:
             day = hour_of(now) - (SPARK_HOURS - 1) * AN_HOUR
-            since = min(filter(None, (since, counted.first_since(day))), default=None)
-        times = sorted([*times, counted.first_at, counted.last_at])
+            since = min(filter(None, (since, counted.group.first_since(day))), default=None)
+        times = sorted([*times, counted.group.first_at, counted.group.last_at])
     return FailedNow(
         name=group_name(*key),
         tag=key[0],
@@ -156,8 +156,8 @@ def _group(
 
 def _recent(counted: CountedFailures, now: datetime) -> RecentRuns | None:
     begin = recent_hours(now)
-    runs = sum(number for hour, number in counted.hours.items() if hour >= begin)
-    since = counted.first_since(begin)
+    runs = sum(number for hour, number in counted.group.hours.items() if hour >= begin)
+    since = counted.group.first_since(begin)
     return None if since is None else RecentRuns(runs, since, runs / max(runs, counted.runs_of_tag))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta, tzinfo
 
 from delaytasks.core.states import Status
@@ -22,9 +22,7 @@ NAMED_TAGS = 3
 
 def failure_flaw(state: DeploymentState) -> str | None:
     """Return the end of the headline, for example "14 tasks failed"; None without failures."""
-    if recent := _recent(state):
-        if state.has_all_failures:
-            return f"{count(sum(group.tasks for group in recent), 'task')} failed"
+    if _recent(state):
         is_estimate = any(one.counts[Status.FAILED].is_estimate for one in state.shards)
         return f"{'about ' if is_estimate else ''}{count(state.failed, 'task')} failed"
     if retried := sum(runs.runs for _, runs in _retried(state) if _is_much(runs)):
@@ -45,6 +43,9 @@ def failure_problems(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     if state.failed and not recent:
         text = f"{tasks_are(state.failed)} failed, but none in the last hour."
         yield Problem("note", text, "failures")
+    elif others := _others(state, recent):
+        text = f"{count(others, 'other task')} failed more than an hour ago."
+        yield Problem("note", text, "failures")
     if waiting := {group.tag for group in state.groups if group.is_retried and not group.recent}:
         tags = first_names(sorted(waiting), NAMED_TAGS)
         more = ", …" if len(waiting) > NAMED_TAGS else ""
@@ -55,6 +56,11 @@ def failure_problems(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
 def _recent(state: DeploymentState) -> list[FailedNow]:
     """Return the groups whose FAILED tasks are news."""
     return [group for group in state.groups if _is_recent(group, state.now)]
+
+
+def _others(state: DeploymentState, recent: Sequence[FailedNow]) -> int:
+    """Return the number of FAILED tasks in other groups than these, or 0 if it is not known."""
+    return state.failed - sum(group.tasks for group in recent) if state.has_all_failures else 0
 
 
 def _is_recent(group: FailedNow, now: datetime) -> bool:

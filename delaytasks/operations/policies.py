@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import InvalidPolicyError, StoreUnavailableError
@@ -24,7 +25,7 @@ from delaytasks.routing.shard import EACH_SHARD_S, Shard
 
 if TYPE_CHECKING:
     from delaytasks.sharding.router import Router
-    from delaytasks.storage.policies import PolicyTable
+    from delaytasks.storage.policies import PolicyTable, RowCount
 
 T = TypeVar("T")
 _EMPTY: dict[str, Any] = {
@@ -36,30 +37,45 @@ _EMPTY: dict[str, Any] = {
 }
 
 
+class CountedPolicies(NamedTuple):
+    """Policies, and the rows of which they say the numbers."""
+
+    policies: list[Policy]
+    #: The number of HELD rows of each database in which they were counted.
+    held: Mapping[int, int]
+
+
 class PolicyOperations:
     def __init__(self, router: Router, events: Events) -> None:
         self._router = router
         self._events = events
 
     def read(self, tag: str | None, queue: str | None) -> list[Policy]:
-        only = () if tag is None and queue is None else named(tag, queue)
+        return self._read(*(() if tag is None and queue is None else named(tag, queue))).policies
 
-        def read(shard: Shard) -> list[Policy]:
+    def read_all(self) -> CountedPolicies:
+        """Return all policies, and the number of all HELD rows from the same queries."""
+        return self._read()
+
+    def _read(self, *only: Any) -> CountedPolicies:
+        def read(shard: Shard) -> tuple[list[Policy], int | None]:
             table = shard.store.policies
             return _counted(table.read(*only), table)
 
         answers, down = self._ask(read)
         if not answers:
             raise next(iter(down.values()))
-        found = {(policy.kind, policy.name) for policies in answers.values() for policy in policies}
         by_shard = {
-            number: {(p.kind, p.name): p for p in policies} for number, policies in answers.items()
+            number: {(policy.kind, policy.name): policy for policy in policies}
+            for number, (policies, _) in answers.items()
         }
+        names = {name for policies in by_shard.values() for name in policies}
         merged = (
             _merged({number: policies.get(name) for number, policies in by_shard.items()}, down)
-            for name in sorted(found)
+            for name in sorted(names)
         )
-        return [policy for policy in merged if not policy.is_empty or policy.held]
+        held = {number: rows for number, (_, rows) in answers.items() if rows is not None}
+        return CountedPolicies([each for each in merged if not each.is_empty or each.held], held)
 
     def pause(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
         return self._set(*named(tag, queue), {"is_paused": True}, actor)
@@ -141,30 +157,47 @@ class PolicyOperations:
         return dict(sorted(answers.items())), dict(sorted(down.items()))
 
 
-def _counted(policies: list[Policy], table: PolicyTable) -> list[Policy]:
+def _counted(policies: list[Policy], table: PolicyTable) -> tuple[list[Policy], int | None]:
+    """Return the policies with the numbers of their rows, and the number of all HELD rows.
+
+    Without a policy, nothing is counted.
+    """
     if not policies:
-        return []
-    held, running = (_by_policy(table.count(s)) for s in (Status.HELD, Status.RUNNING))
+        return [], None
+    counts = table.count(Status.HELD)
+    held, running = _by_policy(counts), _by_policy(table.count(Status.RUNNING))
 
     def count(policy: Policy) -> Policy:
         name = policy.kind, policy.name
-        return replace(policy, held=held[name], running=running[name])
+        mine = held.get(name, [])
+        return replace(
+            policy,
+            held=sum(each.rows for each in mine),
+            running=sum(each.rows for each in running.get(name, ())),
+            held_since=min((each.first_due for each in mine), default=None),
+        )
 
-    return [count(policy) for policy in policies]
+    return [count(policy) for policy in policies], sum(each.rows for each in counts.values())
 
 
-def _by_policy(counts: dict[tuple[str, str], int]) -> Counter[tuple[Kind, str]]:
-    """Return the number of rows of each tag and of each queue."""
-    found: Counter[tuple[Kind, str]] = Counter()
+def _by_policy(
+    counts: Mapping[tuple[str, str], RowCount],
+) -> Mapping[tuple[Kind, str], list[RowCount]]:
+    """Return the counts of each tag and of each queue."""
+    found: defaultdict[tuple[Kind, str], list[RowCount]] = defaultdict(list)
     for (tag, queue), count in counts.items():
-        found["tag", tag] += count
-        found["queue", queue] += count
+        found["tag", tag].append(count)
+        found["queue", queue].append(count)
     return found
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if known else None
+
+
+def _first(times: Iterable[datetime | None]) -> datetime | None:
+    return min((at for at in times if at is not None), default=None)
 
 
 def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableError]) -> Policy:
@@ -182,6 +215,7 @@ def _merged(found: dict[int, Policy | None], down: dict[int, StoreUnavailableErr
         unapplied[0] if unapplied and not others else last,
         held=_total(policy.held for policy in known),
         running=_total(policy.running for policy in known),
+        held_since=_first(policy.held_since for policy in known),
         missing=tuple(sorted([*others, *down])),
     )
 

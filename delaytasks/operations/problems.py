@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import datetime, tzinfo
+from datetime import datetime, timedelta, tzinfo
 from typing import Literal, NamedTuple
+
+from delaytasks.core.durations import show_duration
 
 Severity = Literal["good", "note", "warning", "bad"]
 SEVERITIES: Sequence[Severity] = ("good", "note", "warning", "bad")
@@ -15,6 +17,7 @@ class Problem(NamedTuple):
 
     level: Severity
     text: str
+    #: The overview has more below the sentences.
     page: str = "overview"
     #: The parameters of the page.
     parameters: Mapping[str, str] = {}
@@ -25,6 +28,12 @@ def clock_time(at: datetime, now: datetime, zone: tzinfo) -> str:
     local = at.astimezone(zone)
     is_today = local.date() == now.astimezone(zone).date()
     return f"{local:%H:%M %Z}" if is_today else f"{local:%b %d, %H:%M %Z}"
+
+
+def since_text(seconds: float, now: datetime, zone: tzinfo) -> str:
+    """Return when something began, for example "since 14:02 UTC (3m)"."""
+    at = clock_time(now - timedelta(seconds=seconds), now, zone)
+    return f"since {at} ({show_duration(seconds)})"
 
 
 def tasks_are(number: int) -> str:

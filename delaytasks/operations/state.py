@@ -12,20 +12,22 @@ from datetime import datetime
 from typing import NamedTuple
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.counted_failures import CountedFailures
 from delaytasks.core.errors import StoreError
+from delaytasks.core.failure_group import CountedFailures
 from delaytasks.core.masking import mask_url
 from delaytasks.core.policies import Policy
 from delaytasks.core.registered_worker import (
     LostWorker,
     RegisteredWorker,
     beat_age_s,
+    broker_down_s,
     lost_everywhere,
 )
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
-from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
+from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS, ExplainedGroup, explain_overdue
+from delaytasks.operations.policies import CountedPolicies
 from delaytasks.routing.shard import Shard
 from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows, rows_of
 from delaytasks.storage.overdue_rows import OverdueCount, OverdueRows
@@ -170,6 +172,10 @@ class DeploymentState:
         return beat_age_s(self.workers)
 
     @property
+    def broker_down_s(self) -> float | None:
+        return broker_down_s(self.workers)
+
+    @property
     def is_down(self) -> bool:
         """Whether no database answers."""
         return bool(self.databases) and all(each.error for each in self.databases)
@@ -178,7 +184,7 @@ class DeploymentState:
 def read_state(
     shards: Sequence[Shard],
     settings: Settings,
-    read_policies: Callable[[], Sequence[Policy]],
+    read_policies: Callable[[], CountedPolicies],
     read_failures: Callable[[Sequence[Shard], datetime], Sequence[CountedFailures]],
     services: ServicesState,
     now: datetime,
@@ -201,9 +207,10 @@ def read_state(
         except StoreError as error:
             databases.append(DatabaseState(shard.number, url, error=error))
     try:
-        policies = read_policies()
+        policies, held = read_policies()
     except StoreError:
-        policies = ()  # no database answers, and each one's error is known
+        policies, held = [], {}  # no database answers, and each one's error is known
+    found = [_with_count(one, Status.HELD, held.get(one.shard)) for one in found]
     workers = {worker.name: worker for one in found for worker in one.workers}
     answering = [shard for shard, each in zip(shards, databases, strict=True) if each.error is None]
     return DeploymentState(
@@ -229,7 +236,7 @@ def _groups(
     last: list[FailedRow] = []
     try:
         counted = read_failures(shards, now)
-        ids = [each.task_id for each in counted]
+        ids = [each.group.task_id for each in counted]
         last = [row for s in shards for row in rows_of(s.store.database, s.store.schema, ids)]
     except StoreError:
         pass  # the tables of statistics may be missing; FAILED tasks are known without them
@@ -256,22 +263,40 @@ def read_shard(
     stats, now = Stats(store.database, store.schema), store.tasks.now()
     counts = stats.counts(most_counted)
     overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
+    late = explain_overdue(shard, settings) if overdue.tasks else []
+    if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
+        oldest = min((group.oldest for group in late), default=None)
+        overdue = OverdueCount(sum(group.tasks for group in late), oldest)
     end = store.sweeps.partitions_end()
     has_failed = with_failed and counts[Status.FAILED].rows
-    return ShardState(
+    failed = failed_rows(store.database, store.schema) if has_failed else []
+    state = ShardState(
         shard=shard.number,
         now=now,
         counts=counts,
         overdue=overdue,
-        late=explain_overdue(shard, settings) if overdue.tasks else [],
+        late=late,
         expired_leases=stats.expired_leases(settings.lease_s),
         sweeps=list(_sweeps(shard, stats, settings, now)),
         workers=store.workers.registered(now, settings.silent_s),
         paused=sum(policy.is_paused for policy in store.policies.read()),
         partitions_end_s=None if end is None else (end - now).total_seconds(),
-        failed=failed_rows(store.database, store.schema) if has_failed else [],
+        failed=failed,
         read_s=monotonic() - began,
     )
+    has_all = has_failed and len(failed) < MOST_FAILED
+    return _with_count(state, Status.FAILED, len(failed) if has_all else None)
+
+
+def _with_count(state: ShardState, status: Status, rows: int | None) -> ShardState:
+    """Replace the number of a status by that of a later query, unless it is None.
+
+    Tasks may have moved between two queries. The sentences of the verdict contain the numbers of
+    the later one.
+    """
+    if rows is None:
+        return state
+    return state._replace(counts={**state.counts, status: Count(rows)})
 
 
 def _sweeps(shard: Shard, stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import tzinfo
+from datetime import datetime, tzinfo
 from typing import Any
 
 from delaytasks.core.clock import UTC
@@ -15,7 +15,14 @@ from delaytasks.core.durations import show_duration
 from delaytasks.core.policies import Policy
 from delaytasks.core.text import count, first_names
 from delaytasks.operations.failing import failure_flaw, failure_problems
-from delaytasks.operations.problems import SEVERITIES, Problem, Severity, clock_time, tasks_are
+from delaytasks.operations.problems import (
+    SEVERITIES,
+    Problem,
+    Severity,
+    clock_time,
+    since_text,
+    tasks_are,
+)
 from delaytasks.operations.state import DeploymentState
 
 #: Problems that are named.
@@ -53,8 +60,8 @@ def verdict_of(
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
-    others = [*_services(state), *_workers(state), *_held_back(state), *_paused(state)]
-    problems = worst_first([*tasks, *others, *_lost(state, zone)])
+    others = [*_services(state, zone), *_workers(state, zone), *_held_back(state, zone)]
+    problems = worst_first([*tasks, *others, *_paused(state), *_lost(state, zone)])
     headline = _headline(state, bool(ahead))
     return Verdict(worst_of(problems), headline, problems[:MOST_PROBLEMS])
 
@@ -96,10 +103,13 @@ def _stopped(state: DeploymentState) -> Iterator[Problem]:
     for database in state.databases:
         if database.error is not None:
             yield Problem("bad", f"Database {database.number} does not answer: {database.error}")
-    live = state.waiting + state.running
-    if not state.alive and live:
-        text = f"No worker is alive, and {tasks_are(live)} waiting. Start a worker."
-        yield Problem("bad", text, "workers")
+    if state.alive:
+        return
+    if state.waiting or state.running:
+        waiting = f"{tasks_are(state.waiting)} waiting" if state.waiting else ""
+        running = f"{tasks_are(state.running)} running" if state.running else ""
+        tasks = " and ".join(filter(None, (waiting, running)))
+        yield Problem("bad", f"No worker is alive, and {tasks}. Start a worker.", "workers")
 
 
 def _late(state: DeploymentState) -> Iterator[Problem]:
@@ -113,27 +123,30 @@ def _late(state: DeploymentState) -> Iterator[Problem]:
         yield Problem(level, text + late.reason.text, "tasks", where)
 
 
-def _services(state: DeploymentState) -> Iterator[Problem]:
-    broker_error = state.services.broker_error
+def _services(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
+    broker_error, down_s = state.services.broker_error, state.broker_down_s
     if broker_error:
+        fact = "does not answer"
+        if down_s is not None:
+            fact = f"has not answered {since_text(down_s, state.now, zone)}"
         text = (
-            "The broker does not answer; workers read the table, so tasks start a few seconds "
-            f"late: {broker_error}"
+            f"The broker {fact}; workers read the table, so tasks start a few seconds late: "
+            f"{broker_error}"
         )
-        yield Problem("warning", text)
+        yield Problem("warning", text, "workers")
     if state.alive and any(sweep.is_late for sweep in state.sweeps):
         yield Problem("warning", "No sweep has run lately. Do beat and a worker run?")
         return
     age_s = state.beat_age_s
     if age_s is not None and age_s > LEAST_OUTAGE_S and not broker_error:
         text = (
-            f"No message of beat has arrived for {show_duration(age_s)}. The workers sweep by "
-            "themselves, less often. Is celery beat running?"
+            f"No message of beat has arrived {since_text(age_s, state.now, zone)}. The workers "
+            "sweep by themselves, less often. Is celery beat running?"
         )
         yield Problem("warning", text)
 
 
-def _workers(state: DeploymentState) -> Iterator[Problem]:
+def _workers(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for worker in state.workers:
         services, name = worker.services, worker.name
         if not worker.is_alive:
@@ -150,9 +163,10 @@ def _workers(state: DeploymentState) -> Iterator[Problem]:
         ):
             # If the broker is down for everyone, that is one problem.
             if down_s is not None and down_s > LEAST_OUTAGE_S and not state.services.broker_error:
+                since = since_text(down_s, state.now, zone)
                 text = (
-                    f"The worker {name} has not reached {service} for {show_duration(down_s)}. It "
-                    "finds due tasks in the table, so they start some seconds late."
+                    f"The worker {name} has not reached {service} {since}. It finds due tasks in "
+                    "the table, so they start some seconds late."
                 )
                 yield Problem("warning", text, "workers")
 
@@ -181,7 +195,7 @@ def _limited(state: DeploymentState) -> list[Policy]:
     return [each for each in state.policies if each.has_limits and each.held and not each.is_paused]
 
 
-def _held_back(state: DeploymentState) -> Iterator[Problem]:
+def _held_back(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for policy in _limited(state):
         limits = {
             "concurrency": policy.concurrency,
@@ -190,8 +204,16 @@ def _held_back(state: DeploymentState) -> Iterator[Problem]:
         }
         shown = ", ".join(f"{name} {limit}" for name, limit in limits.items() if limit is not None)
         verb = "waits" if policy.held == 1 else "wait"
-        text = f"{count(policy.held or 0, 'task')} of {policy.name} {verb} for its limit ({shown})."
-        yield Problem("warning", text, "policies")
+        text = f"{count(policy.held or 0, 'task')} of {policy.name} {verb} for its limit ({shown})"
+        yield Problem("warning", f"{text}{_oldest(policy, state.now, zone)}.", "policies")
+
+
+def _oldest(policy: Policy, now: datetime, zone: tzinfo) -> str:
+    """Return since when the oldest task waits for a limit: since it was due."""
+    if policy.held_since is None or policy.held_since >= now:
+        return ""
+    since = since_text((now - policy.held_since).total_seconds(), now, zone)
+    return f" {since}" if policy.held == 1 else f", the oldest {since}"
 
 
 def _paused(state: DeploymentState) -> Iterator[Problem]:

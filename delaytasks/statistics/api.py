@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.failure_group import FailureGroup
 from delaytasks.core.inputs import check_page_limit, check_tag
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.statistics.async_twins import AsyncStatisticsTwins
@@ -20,7 +21,7 @@ from delaytasks.statistics.reading import (
     gauge_means,
     run_counts,
 )
-from delaytasks.statistics.results import FailureGroup, GaugePoint, OnTime, RunTotals, SeriesPoint
+from delaytasks.statistics.results import GaugePoint, OnTime, RunTotals, SeriesPoint
 
 if TYPE_CHECKING:
     from delaytasks.core.clock import Clock

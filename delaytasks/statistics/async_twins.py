@@ -12,14 +12,9 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delaytasks.core.durations import Delay
+    from delaytasks.core.failure_group import FailureGroup
     from delaytasks.statistics.reading import Since
-    from delaytasks.statistics.results import (
-        FailureGroup,
-        GaugePoint,
-        OnTime,
-        RunTotals,
-        SeriesPoint,
-    )
+    from delaytasks.statistics.results import GaugePoint, OnTime, RunTotals, SeriesPoint
 
 
 class AsyncStatisticsTwins:

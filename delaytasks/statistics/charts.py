@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta, tzinfo
 from html import escape
 from typing import NamedTuple
@@ -19,8 +19,15 @@ from delaytasks.statistics.results import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24
-#: Labels on the time axis, and lines on the other one.
-TIME_LABELS, LINES = 6, 4
+#: The most labels on the time axis, and lines on the other one.
+TIME_LABELS, LINES = 8, 4
+#: The width of a letter of a label, and the space between two labels.
+LETTER, LABEL_GAP = 6.5, 2.0
+#: The times between two labels of the time axis.
+ROUND_TIMES = [
+    *(timedelta(minutes=minutes) for minutes in (1, 2, 5, 10, 15, 30, 60, 120, 180, 240, 360, 720)),
+    *(timedelta(days=days) for days in (1, 2, 7, 14, 28, 84)),
+]
 #: The durations on an axis: from a millisecond to four weeks.
 ROUND_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 259_200.0, 2_419_200.0)
 
@@ -64,6 +71,15 @@ def lateness_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo 
     parts = [
         Series(name, f"p{share}", [p.total.lateness_quantile(share / 100) for p in points])
         for name, share in (("p50: half began earlier", 50), ("p99: 99 of 100 began earlier", 99))
+    ]
+    return legend(parts) + lines(_starts(points, zone), step, parts)
+
+
+def duration_chart(points: Sequence[SeriesPoint], step: timedelta, zone: tzinfo = UTC) -> str:
+    """Return a chart of the durations of the runs of each step, with its legend."""
+    parts = [
+        Series(name, f"p{share}", [p.total.duration_quantile(share / 100) for p in points])
+        for name, share in (("p50: half were shorter", 50), ("p99: 99 of 100 were shorter", 99))
     ]
     return legend(parts) + lines(_starts(points, zone), step, parts)
 
@@ -217,7 +233,8 @@ def _line(part: Series, count: int, scale: Scale) -> Sequence[str]:
 
 def _title(start: datetime, step: timedelta, values: Mapping[str, str]) -> str:
     shown = ", ".join(f"{name} {value}" for name, value in values.items())
-    return f"{start:%Y-%m-%d %H:%M} to {start + step:%H:%M %Z}: {shown}"
+    end = "%H:%M %Z" if step < timedelta(days=1) else "%Y-%m-%d %H:%M %Z"
+    return f"{start:%Y-%m-%d %H:%M} to {start + step:{end}}: {shown}"
 
 
 def _chart(
@@ -252,15 +269,46 @@ def _grid(scale: Scale) -> Sequence[str]:
 
 
 def _time_axis(starts: Sequence[datetime], step: timedelta) -> Sequence[str]:
-    every, is_long = max(len(starts) // TIME_LABELS, 1), len(starts) * step > timedelta(days=2)
-    # The corner below the other axis has space for the zone, however near the labels are.
-    zone = [
-        f'<text class="axis" text-anchor="end" x="{LEFT - 6}" y="{HEIGHT - 6}">{start:%Z}</text>'
-        for start in starts[:1]
-    ]
-    return zone + [
-        f'<text class="axis" text-anchor="middle" x="{x + width / 2:.1f}" y="{HEIGHT - 6}">'
-        f"{starts[n].strftime('%b %d' if is_long else '%H:%M')}</text>"
-        for n, x, width in _columns(len(starts))
-        if n % every == every // 2
-    ]
+    if not starts:
+        return []
+    # The corner below the other axis has space for the zone.
+    place = f'class="axis" text-anchor="end" x="{LEFT - 6}" y="{HEIGHT - 6}"'
+    shapes, month = [f"<text {place}>{starts[0]:%Z}</text>"], 0
+    free = LEFT - 6 + LABEL_GAP
+    begin, length = starts[0].astimezone(UTC), len(starts) * step
+    for at in _ticks(starts[0], length):
+        x = LEFT + (at.astimezone(UTC) - begin) / length * (WIDTH - LEFT - RIGHT)
+        text = _tick_label(at, month)
+        half = len(text) * LETTER / 2
+        if x - half >= free and x + half < WIDTH:
+            place = f'class="axis" text-anchor="middle" x="{x:.1f}" y="{HEIGHT - 6}"'
+            mark = f'<path class="grid" d="M{x:.1f} {HEIGHT - BOTTOM}v4"/>'
+            shapes.append(f"<text {place}>{text}</text>{mark}")
+            month = at.month if _is_midnight(at) else month
+            free = x + half + LABEL_GAP
+    return shapes
+
+
+def _tick_label(at: datetime, month: int) -> str:
+    """Return the day at midnight, with its month unless the last label had it; else the time."""
+    if _is_midnight(at):
+        return f"{at:%a %d}" if at.month == month else f"{at:%a %b %d}"
+    # When clocks go forward, a time of day that does not exist is shown as the next one that does.
+    return f"{at.astimezone(UTC).astimezone(at.tzinfo):%H:%M}"
+
+
+def _is_midnight(at: datetime) -> bool:
+    return at.hour == at.minute == 0
+
+
+def _ticks(start: datetime, length: timedelta) -> Iterator[datetime]:
+    """Yield at most `TIME_LABELS` + 1 round times of day in the zone of `start`."""
+    every = next((each for each in ROUND_TIMES if length <= TIME_LABELS * each), length)
+    begin = start.astimezone(UTC)
+    tick = start.replace(hour=0, minute=0, second=0, microsecond=0)
+    # If some days are between two labels, these are Mondays.
+    tick -= timedelta(days=tick.weekday() % max(every.days, 1))
+    while (at := tick.astimezone(UTC)) < begin + length:
+        if at >= begin:
+            yield tick
+        tick += every

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from typing import Any
 
-from sqlalchemy import and_, bindparam, delete, func, select, union_all, update
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    and_,
+    bindparam,
+    delete,
+    func,
+    literal,
+    select,
+    union_all,
+    update,
+)
 
 from delaytasks.core.batches import batches
 from delaytasks.core.clock import from_us
@@ -222,17 +233,31 @@ class StatisticsTable:
         all tags are read, but no gauges.
         """
         s = self._s
-        starts = {MINUTE: since, **{one.period: one.start_of(since) for one in LONGER.values()}}
         for some in [None] if tags is None else batches(tags, ROWS_PER_WRITE):
             mine = s.c.tag != GAUGES if some is None else s.c.tag.in_(list(some))
-            selects = [
-                select(*self._columns).where(
-                    s.c.period == period, s.c.start >= start, s.c.start < until, mine
-                )
-                for period, start in starts.items()
-            ]
-            for row in self._db.autocommitted(partial(_all_rows, union_all(*selects))):
+            query = union_all(*self._selects(self._columns, since, until, mine))
+            for row in self._db.autocommitted(partial(_all_rows, query)):
                 yield StoredRow(*row)
+
+    def count(self, since: datetime, until: datetime, most: int) -> int:
+        """Count the rows that `read` yields for all tags, up to `most`."""
+        of_tags = self._s.c.tag != GAUGES
+        rows = union_all(*self._selects([literal(1).label("one")], since, until, of_tags))
+        query = select(func.count()).select_from(rows.limit(most).subquery())
+        return int(self._db.autocommitted(lambda c: c.execute(query).scalar_one()))
+
+    def _selects(
+        self, columns: Iterable[Any], since: datetime, until: datetime, mine: ColumnElement[bool]
+    ) -> list[Select[Any]]:
+        """Return a query for each period, of its rows that have a part in a range."""
+        s = self._s
+        starts = {MINUTE: since, **{one.period: one.start_of(since) for one in LONGER.values()}}
+        return [
+            select(*columns).where(
+                s.c.period == period, s.c.start >= start, s.c.start < until, mine
+            )
+            for period, start in starts.items()
+        ]
 
 
 def _all_rows(query: Any, connection: Any) -> Sequence[Any]:

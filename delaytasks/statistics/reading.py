@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from delaytasks.core.clock import EPOCH, from_us
 from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.failure_group import FailureGroup
 from delaytasks.core.inputs import check_instant, check_tag, check_wait
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.statistics.failure_groups import hour_counts_of
@@ -22,7 +23,6 @@ from delaytasks.statistics.periods import (
     total_in,
 )
 from delaytasks.statistics.queries import StatisticsTable
-from delaytasks.statistics.results import FailureGroup
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
@@ -109,6 +109,16 @@ def run_counts(
                 if (step := steps.step_of(row.start, row.period, number)) is not None:
                     found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(one)
     return found
+
+
+def count_rows(shards: Sequence[Shard], since: datetime, until: datetime, most: int) -> int:
+    """Count the rows that `run_counts` reads for all tags of a range, up to `most`."""
+    counted = 0
+    for shard in shards:
+        counted += _table(shard).count(since, until, most - counted)
+        if counted >= most:
+            break
+    return counted
 
 
 def counts_by_tag(

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import AN_HOUR
-from delaytasks.core.counted_failures import CountedFailures, recent_hours
+from delaytasks.core.failure_group import CountedFailures, recent_hours
 from delaytasks.statistics.reading import StepRange, failure_groups, run_counts
 
 if TYPE_CHECKING:
@@ -28,16 +28,4 @@ def recent_failures(shards: Sequence[Shard], now: datetime) -> list[CountedFailu
         steps = StepRange(since, now, AN_HOUR, is_series=False)
         for by_tag in run_counts(shards, steps, tags).values():
             started.update({tag: counts.started for tag, counts in by_tag.items()})
-    return [
-        CountedFailures(
-            tag=group.tag,
-            pattern=group.pattern,
-            runs=group.runs,
-            first_at=group.first_at,
-            last_at=group.last_at,
-            task_id=group.task_id,
-            hours=group.hours,
-            runs_of_tag=started[group.tag],
-        )
-        for group in groups
-    ]
+    return [CountedFailures(group, started[group.tag]) for group in groups]

@@ -182,43 +182,5 @@ class OnTime:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class FailureGroup:
-    """Failed runs of a tag with the same error.
-
-    Attributes
-    ----------
-    tag
-        The tag.
-    pattern
-        What their errors have in common; `*` stands for what differs.
-    fingerprint
-        A short name of the pattern.
-    runs
-        The number of failed runs, retried ones included.
-    first_at, last_at
-        When the first and the last of them failed, within a minute.
-    task_id, error
-        One of the last tasks that failed in this way, and the end of its error text.
-    hours
-        The number of failed runs by the hour, for the last 48 hours that have any.
-    """
-
-    tag: str
-    pattern: str
-    fingerprint: str
-    runs: int
-    first_at: datetime
-    last_at: datetime
-    task_id: int
-    error: str
-    hours: Mapping[datetime, int]
-
-    @property
-    def filters(self) -> dict[str, str]:
-        """The filters for `find` and the bulk functions that select the tasks of this group."""
-        return {"tag": self.tag, "error": self.pattern}
-
-
 def _rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 6)

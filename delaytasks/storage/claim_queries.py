@@ -116,11 +116,11 @@ class ClaimQueries:
             bindparam("due_priority", type_=Integer),
         )
         self._level = waiting, queue, priority
-        listed = update(schema.tasks).where(each_listed(database, schema.tasks.c.id))
-        self._listed_statement = Prepared(database, listed.values(claimed).returning(*whole))
-        self._named = self._query(self._named_by_rows(), is_planned_once=True)
+        locked = update(schema.tasks).where(each_listed(database, schema.tasks.c.id))
+        self._claim_locked = Prepared(database, locked.values(claimed).returning(*whole))
+        self._any_version = self._query(self._named_by_rows(), is_planned_once=True)
         #: For rows that have the same version.
-        self._listed = (
+        self._same_version = (
             self._query(self._named_by_list(), is_planned_once=True)
             if database.can.looks_up_lists
             else None
@@ -143,9 +143,9 @@ class ClaimQueries:
         """Choose the ids and versions that are due, with at most `lapses` lost leases."""
         pairs = sorted(set(pairs))  # a row that is named twice would be found twice
         ids, shared = [id for id, _ in pairs], {"status": int(status), "lapses": lapses}
-        if self._listed is not None and len({version for _, version in pairs}) == 1:
+        if self._same_version is not None and len({version for _, version in pairs}) == 1:
             values = {**shared, "version": pairs[0][1]}
-            return self._listed, list_of(self._db, ids) | {
+            return self._same_version, list_of(self._db, ids) | {
                 shared_name(name): values[name] for name in values
             }
         parameters: dict[str, Any] = {
@@ -153,7 +153,7 @@ class ClaimQueries:
         }
         if self._db.can.array_parameters:
             parameters |= list_of(self._db, ids)
-        return self._named, parameters
+        return self._any_version, parameters
 
     def due(
         self, queue: str, priority: int, due_from: datetime | None, limit: int
@@ -263,5 +263,5 @@ class ClaimQueries:
             lock_candidates,
             Prepared(self._db, claim, is_planned_once),
             Prepared(self._db, claim_and_commit, is_planned_once),
-            self._listed_statement,
+            self._claim_locked,
         )

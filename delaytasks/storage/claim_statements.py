@@ -37,8 +37,8 @@ class OneStatementClaim:
     #: The same statement for a transaction of its own, which commits asynchronously if the database
     #: can.
     committing_statement: Prepared
-    #: Claims and returns the rows of a list of ids.
-    listed_statement: Prepared
+    #: Claims and returns locked rows by their ids.
+    locked_statement: Prepared
 
     def claim(self, on: Any, parameters: Mapping[str, Any]) -> list[DelayTask]:
         """Claim the rows in the transaction of the connection `on`."""
@@ -51,7 +51,7 @@ class OneStatementClaim:
 
     def claim_locked(self, on: Any, ids: list[int]) -> list[DelayTask]:
         """Claim these rows, which the transaction of `on` has locked. They may be held rows."""
-        rows = self.listed_statement(on, list_of(self.database, ids)).rows
+        rows = self.locked_statement(on, list_of(self.database, ids)).rows
         check_row_count(len(rows), len(ids), ROWS_TO_CLAIM)
         return [task_of(row, self.schema) for row in rows]
 

@@ -74,6 +74,7 @@ class Claims:
         self._schema = schema
         self._limits = limits
         self.columns = columns(schema, CLAIMED)
+        # `TwoStatementClaim._claimed_tasks` makes the same changes to the tasks that it returns.
         self._claimed = moved(
             t,
             "claim",

@@ -68,12 +68,15 @@ class OverdueRows:
 
     def count_of_queues(
         self, on: Connection, queues: list[str], late_s: float, most: int
-    ) -> dict[str, int]:
-        """Count up to `most` overdue tasks of each of these queues."""
-        deferred, found = self._deferred(on, late_s, most), dict[str, int]()
+    ) -> dict[str, OverdueCount]:
+        """Count up to `most` overdue tasks of each of these queues, with the oldest of them."""
+        deferred, found = self._deferred(on, late_s, most), dict[str, OverdueCount]()
         for queue in queues:
-            tasks = sum(tasks for tasks, _ in self._of_levels(on, queue, late_s, most))
-            found[queue] = min(tasks + (deferred[queue][0] if queue in deferred else 0), most)
+            parts = list(self._of_levels(on, queue, late_s, most))
+            if queue in deferred:
+                parts.append(deferred[queue])
+            tasks = min(sum(tasks for tasks, _ in parts), most)
+            found[queue] = OverdueCount(tasks, min((first for _, first in parts), default=None))
         return found
 
     def _of_levels(

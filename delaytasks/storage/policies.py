@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -32,6 +33,13 @@ from delaytasks.storage.types import db_now, db_now_plus
 
 #: Seconds for which a cleared policy is kept, so that every process reads that it was cleared.
 KEPT_S = 86_400.0
+
+
+class RowCount(NamedTuple):
+    """Rows of one status, and when the first of them was due."""
+
+    rows: int
+    first_due: datetime
 
 
 class PolicyTable:
@@ -167,12 +175,13 @@ class PolicyTable:
         old = and_(self._is_over, p.c.update_time < db_now_plus(-older_than_s))
         return self._db.autocommitted(lambda c: int(c.execute(delete(p).where(old)).rowcount))
 
-    def count(self, status: Status) -> dict[tuple[str, str], int]:
+    def count(self, status: Status) -> dict[tuple[str, str], RowCount]:
         """Count the rows of this status by tag and queue."""
         t = self._t
-        query = select(t.c.tag, t.c.queue, func.count()).where(has_status(t, status))
+        first_due = func.min(func.coalesce(t.c.due_time, t.c.expected_time))
+        query = select(t.c.tag, t.c.queue, func.count(), first_due).where(has_status(t, status))
         rows = self._db.rows(query.group_by(t.c.tag, t.c.queue))
-        return {(row[0], row[1]): row[2] for row in rows}
+        return {(row[0], row[1]): RowCount(row[2], row[3]) for row in rows}
 
     def _named(self, kind: Kind, name: str) -> Any:
         return and_(self._p.c.kind == kind, self._p.c.name == name)

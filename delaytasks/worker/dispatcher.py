@@ -137,22 +137,22 @@ class Dispatcher:
     @property
     def is_at_work(self) -> bool:
         """Whether a task runs, as far as the main process knows."""
-        return any(one.in_flight or one.running_on for one in self.shard_queues)
+        return any(one.in_flight or one.detached for one in self.shard_queues)
 
     def pids(self) -> set[int]:
         """Return the processes that run tasks, if they are the pool's own."""
-        pids = self._pool.pids().union(*(list(one.running_on) for one in self.shard_queues))
+        pids = self._pool.pids().union(*(list(one.detached) for one in self.shard_queues))
         return pids - {os.getpid()}
 
     def running(self, shard: int) -> tuple[list[float], dict[int, Sequence[int]]]:
         """Return the starts of a shard's chunks, and by process the rows that outlive theirs."""
         with self._lock:
             shard_queue = self.shard_queues[shard]
-            return [*shard_queue.in_flight.values()], dict(shard_queue.running_on)
+            return [*shard_queue.in_flight.values()], dict(shard_queue.detached)
 
     def process_died(self, pid: int, shard: int) -> None:
         with self._lock:
-            self.shard_queues[shard].set_running(pid, ())
+            self.shard_queues[shard].set_detached(pid, ())
 
     @property
     def waiting(self) -> int:
@@ -225,9 +225,8 @@ class Dispatcher:
             check_due_in_s = (
                 shard_queue.waitlist_check_due_in_s if request.waitlist is not None else inf
             )
-        if (
-            check_due_in_s < inf
-        ):  # it may run one task for minutes: others check the waitlist meanwhile
+        if check_due_in_s < inf:
+            # The chunk may run one task for minutes: others check the waitlist meanwhile.
             self._delayed_pump.call_after(max(check_due_in_s, 0))
         try:
             sent = self._pool.send(
@@ -276,7 +275,7 @@ class Dispatcher:
         if self._counts is not None:
             self._counts.add(request.shard, report.statistics)
         with self._lock:
-            self.shard_queues[request.shard].set_running(report.pid, report.detached)
+            self.shard_queues[request.shard].set_detached(report.pid, report.detached)
         if report.error:
             self._failed(request, ChunkFailure.reported(report), ran=report.ran)
         else:

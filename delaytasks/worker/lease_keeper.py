@@ -95,8 +95,10 @@ class LeaseKeeper:
 
     def _find_dead(self) -> set[int]:
         """Return the processes that are alive, and note those that died."""
+        # The last report of a process may arrive after its death was found.
+        _, detached_rows = self._dispatcher.running(self._shard.number)
         alive = self._alive_pids()
-        for pid in self._known_pids - alive:
+        for pid in (self._known_pids | detached_rows.keys()) - alive:
             self._dead.add(self._processes.name(pid))
             self._dispatcher.process_died(pid, self._shard.number)
         self._known_pids = alive
@@ -123,8 +125,8 @@ class LeaseKeeper:
                 self._dispatcher.start_drain(queue, (priority,), self._shard.number)
 
     def _renew(self, alive: set[int]) -> None:
-        starts, rows_by_pid = self._dispatcher.running(self._shard.number)
-        detached = [id for pid, ids in rows_by_pid.items() if pid in alive for id in ids]
+        starts, detached_rows = self._dispatcher.running(self._shard.number)
+        detached = [id for pid, ids in detached_rows.items() if pid in alive for id in ids]
         now_us = self._shard.clock.now_us()
         oldest_began_us = min(starts, default=now_us)
         names = [self._processes.name(pid) for pid in alive]

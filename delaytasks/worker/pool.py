@@ -48,7 +48,11 @@ class Sent(NamedTuple):
 
 
 class Pool:
-    """May be used from one thread only: that of the event loop, if there is one."""
+    """Sends chunks to Celery's pool.
+
+    `send`, `recall` and the size may be used from one thread only: that of the event loop, if
+    there is one. `forget` and the reading of pids are safe in any thread.
+    """
 
     def __init__(self, celery_pool: Any) -> None:
         self._celery_pool = celery_pool

@@ -63,7 +63,7 @@ class ShardQueue:
         #: The numbers of chunks whose processes may continue with further ones.
         self._continuing: set[int] = set()
         #: The ids of the rows that still run in each process although their chunk has ended.
-        self.running_on: dict[int, Sequence[int]] = {}
+        self.detached: dict[int, Sequence[int]] = {}
 
     # -- what waits -------------------------------------------------------------------------------
 
@@ -209,12 +209,12 @@ class ShardQueue:
         self._failed_at = monotonic()
         self._paused_until = self._failed_at + FAILED_SHARD_PAUSE_S
 
-    def set_running(self, pid: int, ids: Sequence[int]) -> None:
+    def set_detached(self, pid: int, ids: Sequence[int]) -> None:
         """Record the rows that still run in a process whose chunk has ended."""
         if ids:
-            self.running_on[pid] = ids
+            self.detached[pid] = ids
         else:
-            self.running_on.pop(pid, None)
+            self.detached.pop(pid, None)
 
     def needs_question(self) -> bool:
         """Whether the shard should be asked. It need not be while nothing waits for it."""

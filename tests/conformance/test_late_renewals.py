@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import Connection, update
@@ -41,13 +41,20 @@ class FrozenWorker:
         )
         processes: Any = SimpleNamespace(name=lambda pid: "worker-1", renewals=self.renewals)
         chunk_began_us = bench.clock.now_us() - int(LEASE_S * 1e6)
-        dispatcher: Any = SimpleNamespace(
+        self.dispatcher = dispatcher = SimpleNamespace(
             running=lambda shard: ([chunk_began_us], {}),
             shard_health=SimpleNamespace(check=lambda shard, ask: True),
         )
         pool = SimpleNamespace(info={"processes": [os.getpid()]})
         self._keeper = LeaseKeeper(
-            shard, bench.settings, bench.events, processes, bench.registry, dispatcher, pool, None
+            shard,
+            bench.settings,
+            bench.events,
+            processes,
+            bench.registry,
+            cast("Any", dispatcher),
+            pool,
+            None,
         )
 
     def renew(self) -> None:
@@ -137,3 +144,14 @@ def test_a_row_that_was_locked_during_a_renewal_is_renewed_a_second_later(
     bench.run(task)
     assert ended == [task.id]
     assert bench.now(task).status is Status.DONE
+
+
+def test_a_process_is_dead_although_its_last_report_came_after_its_death(
+    worker: FrozenWorker,
+) -> None:
+    """Otherwise the worker would wait for its rows, and kill this process id, when it stops."""
+    dead, found = 2**22 + 1, list[int]()
+    worker.dispatcher.running = lambda shard: ([], {} if found else {dead: (7,)})
+    worker.dispatcher.process_died = lambda pid, shard: found.append(pid)
+    worker.run_keeper(lambda: bool(found))
+    assert found == [dead]

@@ -145,6 +145,7 @@ def add_hostile(delays: DelayTasks) -> None:
         connection.execute(update(w).where(is_lost).values(seen_at=db_now_plus(-600)))
         connection.execute(update(r).where(r.c.name == HOSTILE).values(tz=HOSTILE))
     store.workers.expire(delays.settings.silent_s)
+    write_runs(delays, HOSTILE, timedelta(minutes=3), 7, 2)
 
 
 def write_statistics(delays: DelayTasks) -> None:
@@ -161,6 +162,20 @@ def write_statistics(delays: DelayTasks) -> None:
             slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
             counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, ON_TIME_S)
         unwritten.add_run(int(now.timestamp()) // 60 - ago, "order.close", counts)
+    table = StatisticsTable(store.database, store.schema)
+    with store.database.begin() as connection:
+        table.add(connection, unwritten, now)
+
+
+def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: int = 0) -> None:
+    """Write what a worker would have counted in one minute of the past."""
+    store, now = wiring_of(delays).store, wiring_of(delays).clock.now()
+    counts, unwritten = RunCounts(), Unwritten()
+    for _ in range(runs):
+        counts.add_run(0.02, 0.3, None)
+    counts.add_outcome("done", runs - failed)
+    counts.add_outcome("failed", failed)
+    unwritten.add_run(int((now - ago).timestamp()) // 60, tag, counts)
     table = StatisticsTable(store.database, store.schema)
     with store.database.begin() as connection:
         table.add(connection, unwritten, now)

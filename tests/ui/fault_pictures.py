@@ -79,7 +79,7 @@ class FaultyShop:
 def stop_the_broker(shop: FaultyShop) -> None:
     shop.deployment.worker()
     shop.broker.stop()
-    shop.wait_for("The broker does not answer")
+    shop.wait_for("The broker has not answered since")
 
 
 def kill_a_worker(shop: FaultyShop) -> None:
@@ -161,7 +161,7 @@ FAULTS = {
         stop_the_broker,
         "fault-broker",
         r"On time, but the broker does not answer\.",
-        r"The broker does not answer",
+        r"The broker has not answered since \d\d:\d\d UTC \(\d+s\); workers read the table",
     ),
     "worker": _on_overview(
         kill_a_worker,
@@ -185,7 +185,8 @@ FAULTS = {
         reach_a_limit,
         "fault-limit",
         r"On time, but 59 tasks wait for a limit\.",
-        r"59 tasks of report\.build wait for its limit \(concurrency 1\)\.",
+        r"59 tasks of report\.build wait for its limit \(concurrency 1\), "
+        r"the oldest since \d\d:\d\d UTC \(\d+s\)\.",
     ),
     "peak": ShownFault(
         schedule_a_peak,
@@ -193,12 +194,13 @@ FAULTS = {
             "fault-peak-overview": ShownPage(
                 "/",
                 r"On time, but a peak ahead will start late\.",
-                r"A peak is ahead\. From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks",
+                r"A peak is ahead\. From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks.* of "
+                r"newsletter\.send",
             ),
             "fault-peak": ShownPage(
                 "/forecast",
-                r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks, which 2 workers would start "
-                r"up to \w+ late",
+                r"From Mon \w+ \d+, 09:00 UTC on: 2\d\d,\d{3} tasks.* of newsletter\.send\)?, "
+                r"which 2 workers would start up to \w+ late",
                 r"Queues default: 2 workers with 4 processes would start each task up to \w+ late",
             ),
         },

@@ -25,7 +25,8 @@ from tests.waiting import wait_until
 ROLES = {
     "GET": {
         Role.VIEW: (
-            "overview tasks task failures failure forecast queues workers policies recurring audit"
+            "overview tasks task tags tag failures failure forecast queues workers policies "
+            "recurring audit"
         ),
         Role.OPERATE: "bulk bulk_run",
     },
@@ -170,7 +171,8 @@ def test_answers_allow_no_inline_code_and_no_other_host(site: Site) -> None:
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
         assert headers["X-Content-Type-Options"] == "nosniff"
-    for path in ("/", "/tasks", "/failures", "/policies", "/recurring", "/queues", "/workers"):
+    pages = "/ /tasks /tags /tag?name=order.close /failures /policies /recurring /queues /workers"
+    for path in pages.split():
         text = client.get(path).text
         assert not re.search(r"<[^>]+\s(style|on\w+)=", text), path
         assert not re.search(r"<script(?![^>]* src=)", text), path

@@ -54,8 +54,9 @@ def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
     [problem] = problems(text)
     # A process is assumed to run 17 tasks in a second.
     sentences = (
-        r"A peak is ahead\. From \w+ \w+ \d+, \d\d:\d\d UTC on: 3,000 tasks, which 1 worker would "
-        r"start up to 2m\d+s late\. 3 workers would start each task at most 1m late\."
+        r"A peak is ahead\. From \w+ \w+ \d+, \d\d:\d\d UTC on: 3,000 tasks of newsletter\.send, "
+        r"which 1 worker would start up to 2m\d+s late\. 3 workers would start each task at most "
+        r"1m late\."
     )
     assert re.search(sentences, problem), problem
     assert 'href="/forecast"' in problem
@@ -72,6 +73,15 @@ def test_tasks_that_no_worker_runs_do_not_hide_a_peak(quiet: Site) -> None:
     schedule_peak(quiet)
     quiet.delays.schedule_delay("feed.read", {}, timedelta(days=4), queue="feeds")
     assert heading(quiet.client().get("/").text) == "! On time, but a peak ahead will start late."
+
+
+def test_a_peak_names_the_largest_tag_that_workers_run(quiet: Site) -> None:
+    schedule_peak(quiet)
+    at = quiet.delays.find(tag="newsletter.send", limit=1).tasks[0].due
+    others = [NewTask("feed.read", {}, at=at, queue="feeds") for _ in range(PEAK + 1)]
+    quiet.delays.schedule_many([*others, NewTask("order.close", {}, at=at)])
+    [problem] = problems(quiet.client().get("/").text)
+    assert " tasks (3,000 of newsletter.send), which 1 worker would start" in problem
 
 
 def test_after_a_spread_the_peak_is_no_longer_named(quiet: Site) -> None:

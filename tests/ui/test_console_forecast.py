@@ -34,7 +34,8 @@ def test_the_forecast_says_when_the_peak_is_and_how_many_workers_it_needs(peak: 
     text = peak.client(Role.VIEW).get("/forecast?workers=2&processes=1&target=5s").text
     # A process is assumed to run about 20 tasks in a second.
     late = (
-        r"600 tasks, which 2 workers would start up to 1\ds late, and 4 workers up to \ds late\.$"
+        r"600 tasks of newsletter\.send, which 2 workers would start up to 1\ds late, and "
+        r"4 workers up to \ds late\.$"
     )
     assert re.search(late, heading(text)), heading(text)
     needed = (

@@ -23,8 +23,8 @@ AXE = Path(__file__).parent / "axe/axe-4.14.1.min.js"
 RUN_AXE = """() => axe.run(document, {runOnly: ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa",
     "wcag22aa", "best-practice"]})"""
 NAMES = (
-    "overview tasks task failures failure forecast recurring schedule policies queues workers "
-    "audit bulk run missing"
+    "overview tasks task tags tag failures failure forecast recurring schedule policies queues "
+    "workers audit bulk run missing"
 ).split()
 MODES: dict[str, dict[str, Any]] = {
     "light": {"viewport": {"width": 1280, "height": 850}, "color_scheme": "light"},
@@ -41,6 +41,7 @@ def paths_of(site: Site) -> dict[str, str]:
         "overview": "/",
         "tasks": "/tasks?tag=order.close",
         "task": f"/tasks/{task.id}",
+        "tag": "/tag?name=order.close",
         "failure": group,
         "schedule": "/recurring?name=report-nightly",
         "bulk": "/bulk?action=cancel&tag=order.close",
@@ -141,6 +142,12 @@ def test_the_keyboard_opens_pages_the_palette_and_rows(tab: Any) -> None:
     tab.keyboard.type("audit")
     tab.keyboard.press("Enter")
     tab.wait_for_url("**/audit")
+    tab.keyboard.press("g")
+    tab.keyboard.press("s")
+    tab.wait_for_url("**/tags")
+    tab.keyboard.press("j")
+    tab.keyboard.press("Enter")
+    tab.wait_for_url(re.compile(r"/tag\?name="))
     tab.keyboard.press("?")
     assert tab.locator("#keys").is_visible()
 

@@ -20,13 +20,14 @@ from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.installed import installed_version
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.error_search import error_matcher
+from delaytasks.operations.policies import CountedPolicies
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, fill, make_delays, post
 
-PAGES = "/ /tasks /failures /forecast /recurring /policies /queues /workers /audit".split()
+PAGES = "/ /tasks /tags /failures /forecast /recurring /policies /queues /workers /audit".split()
 
 
 def heading(text: str) -> str:
@@ -105,8 +106,11 @@ def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_pa
         wiring.store.workers.report(name, ["default"], "prefork", 2, 0, services=services)
     wiring.sweeper.sweep(0)
     text = html.unescape(site.client().get("/").text)
-    assert "The worker celery@alone has not reached its broker for 3m" in text
-    assert "No message of beat has arrived for 1m" in text
+    clock = r"(\w+ \d+, )?\d\d:\d\d UTC"
+    assert re.search(
+        rf"The worker celery@alone has not reached its broker since {clock} \(3m2\ds\)\.", text
+    )
+    assert re.search(rf"No message of beat has arrived since {clock} \(1m3\ds\)\.", text)
     assert "server of its timer" not in text, "three seconds are not worth a sentence"
     site.delays.close()
 
@@ -121,12 +125,16 @@ def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: 
         delays.schedule_delay("order.close", {}, 0)
     rows = wiring.store.schema.tasks
     with wiring.store.database.begin() as connection:
-        connection.execute(update(rows).values(status=int(Status.HELD)))
+        values = {"status": int(Status.HELD), "expected_time": db_now_plus(-200)}
+        connection.execute(update(rows).values(**values))
     limited = verdict_of(read_deployment(delays))
     assert limited.headline == "On time, but 3 tasks wait for a limit."
-    assert [problem.text for problem in limited.problems] == [
-        "3 tasks of order.close wait for its limit (concurrency 1)."
-    ]
+    [problem] = limited.problems
+    assert re.fullmatch(
+        r"3 tasks of order\.close wait for its limit \(concurrency 1\), the oldest since "
+        r"(\w+ \d+, )?\d\d:\d\d UTC \(3m2\ds\)\.",
+        problem.text,
+    )
     workers = wiring.store.schema.workers
     wiring.store.workers.report("celery@b", ["default"], "prefork", 2, 0, ["order.close"])
     with wiring.store.database.begin() as connection:
@@ -160,7 +168,8 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
     fill(site.delays)
     client = site.client()
     task = site.delays.find(status="FAILED").tasks[0]
-    for path in (*PAGES, f"/tasks/{task.id}", "/tasks?error=template", "/?period=week"):
+    more = ["/tasks?error=template", "/?period=week", "/tags?period=year", "/tag?name=order.close"]
+    for path in (*PAGES, f"/tasks/{task.id}", *more):
         answer = client.get(path)
         assert answer.status_code == 200, path
         assert "cannot be read" not in answer.text, path
@@ -182,16 +191,24 @@ def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any
         with store.database.begin() as connection:
             is_late = rows.c.id == late.id
             connection.execute(update(rows).where(is_late).values(expected_time=db_now_plus(-430)))
+    oldest = delays.schedule_delay("order.close", {}, 60, priority=3)
+    with store.database.begin() as connection:
+        is_oldest = rows.c.id == oldest.id
+        connection.execute(update(rows).where(is_oldest).values(expected_time=db_now_plus(-7510)))
     shown: list[str] = []
 
     def count() -> None:
         [counts] = ConsoleQueries(store).queues(["default"], 1.0)
+        assert counts.oldest == delays.get(oldest.id).due
         shown.append(f"{counts.waiting} {counts.overdue}")
 
     # SQLite names the columns with which it searches the index.
     searches = re.findall(r"\(.*priority=.*expected_time<.*\)", plans(store, count))
-    assert shown == ["6 3"]
+    assert shown == ["7 4"]
     assert len(searches) == 3
+    text = Site(delays).client().get("/queues").text
+    [age] = re.findall(r'data-label="Oldest overdue"><time[^>]*>([^<]*)<', text)
+    assert age == "2h5m ago"
     delays.close()
 
 
@@ -339,13 +356,14 @@ def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.Mo
     """Fifty open consoles read the state of the database as often as one."""
     state = site.app.extensions["delaytasks_console"]
     state.cache.forget()
-    reads, read = [], site.delays.policies
+    policies, reads = wiring_of(site.delays).policies, list[CountedPolicies]()
+    read_all = policies.read_all
 
-    def counting(**options: Any) -> Any:
-        reads.append(options)
-        return read(**options)
+    def counting() -> CountedPolicies:
+        reads.append(read_all())
+        return reads[-1]
 
-    monkeypatch.setattr(site.delays, "policies", counting)
+    monkeypatch.setattr(policies, "read_all", counting)
     for _ in range(10):
         assert site.client().get("/").status_code == 200
     # The number depends on how long ten pages take; without the cache it is 10.

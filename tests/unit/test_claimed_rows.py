@@ -105,13 +105,13 @@ def test_recovered_rows_get_a_share_of_the_time_of_a_backlog(
         return bench.ran
 
     assert drain(2) == [0, 1], "that there are some is not known yet"
-    passed += runner.ABANDONED_S
+    passed += runner.RECOVERED_S
     assert drain(3) == [2, 3, "waits 60"]
     passed += 59
     assert drain(2) == [4, 5], "others have half of the time"
     passed += 2
     assert drain(1) == ["lapsed"]
-    passed += runner.ABANDONED_S
+    passed += runner.RECOVERED_S
     assert drain(2) == [6], "there was none"
     assert drain(2) == [7, 8]
 
@@ -129,7 +129,7 @@ def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
     for number in range(4):
         bench.schedule(body=number)
     assert bench.runner.run_due("default", [0], 2).is_full
-    passed += runner.ABANDONED_S
+    passed += runner.RECOVERED_S
     assert bench.runner.run_due("default", [0], 2).is_full
     assert bench.statuses([lapsed]) == ["HELD"]
     assert not bench.runner.run_due("default", [0], 2).is_full, "one row was left"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from delaytasks.core.registered_worker import RegisteredWorker, ServiceTimes, beat_age_s
+from delaytasks.core.registered_worker import (
+    RegisteredWorker,
+    ServiceTimes,
+    beat_age_s,
+    broker_down_s,
+)
 from delaytasks.worker import service_watch as service_watch_module
 from delaytasks.worker.service_watch import ServiceWatch
 from tests.unit.manual_monotonic import ManualMonotonic
@@ -74,9 +79,11 @@ def test_beat_is_not_late_because_the_broker_was_away(time: ManualMonotonic) -> 
     assert watch.times(reads_beat=True).beat_s == 5
 
 
-def worker(is_alive: bool = True, **services: float) -> RegisteredWorker:
-    times = ServiceTimes(**services)
-    return RegisteredWorker("w", is_alive, 0, ["default"], None, "prefork", 2, NOW, NOW, 0.0, times)
+def worker(is_alive: bool = True, up_s: float = 3600, **services: float) -> RegisteredWorker:
+    times, began = ServiceTimes(**services), NOW - timedelta(seconds=up_s)
+    return RegisteredWorker(
+        "w", is_alive, 0, ["default"], None, "prefork", 2, began, NOW, 0.0, times
+    )
 
 
 def test_the_newest_message_of_beat_counts_among_the_workers_that_can_receive_one() -> None:
@@ -84,3 +91,17 @@ def test_the_newest_message_of_beat_counts_among_the_workers_that_can_receive_on
     assert beat_age_s([worker(is_alive=False, beat_s=3), worker(beat_s=400)]) == 400
     assert beat_age_s([worker(broker_down_s=60, beat_s=60)]) is None
     assert beat_age_s([worker()]) is None
+
+
+def test_the_broker_is_down_since_no_worker_has_reached_it() -> None:
+    assert broker_down_s([]) is None
+    assert broker_down_s([worker(broker_down_s=60), worker()]) is None
+    assert broker_down_s([worker(broker_down_s=60), worker(is_alive=False)]) == 60
+    alone = worker(broker_down_s=3000)  # the broker answered others for longer
+    assert broker_down_s([alone, worker(broker_down_s=60)]) == 60
+
+
+def test_a_worker_that_started_without_a_broker_does_not_know_since_when_it_is_down() -> None:
+    restarted = worker(up_s=20, broker_down_s=20)
+    assert broker_down_s([restarted, worker(broker_down_s=60)]) == 60
+    assert broker_down_s([restarted, worker(up_s=40, broker_down_s=41)]) == 41

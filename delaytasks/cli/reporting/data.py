@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.cli.deployment import read_deployment
+from delaytasks.core.failure_group import FailureGroup
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.operations.live import snapshot
 from delaytasks.operations.state import DeploymentState
 from delaytasks.statistics.results import (
-    FailureGroup,
     GaugePoint,
     OnTime,
     RunTotals,

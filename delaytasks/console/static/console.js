@@ -171,7 +171,10 @@ document.documentElement.classList.add("has-script");
     k: () => moveRow(-1),
     x: () => document.querySelector("[data-row].chosen [data-select]")?.click(),
     g: () => { chordAt = Date.now(); },
-    Enter: () => document.querySelector("[data-row].chosen a")?.click(),
+    Enter: () => {
+      const row = document.querySelector("[data-row].chosen");
+      (row?.querySelector("a[data-main]") || row?.querySelector("a"))?.click();
+    },
   };
   document.addEventListener("keydown", (event) => {
     if ((event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "k" && byId("palette")) {

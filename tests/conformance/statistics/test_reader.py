@@ -14,7 +14,7 @@ from delaytasks.statistics import reading
 from delaytasks.statistics.gauges import Gauges
 from delaytasks.statistics.periods import StoredRow
 from delaytasks.statistics.queries import StatisticsTable
-from delaytasks.statistics.reading import StepRange, run_counts
+from delaytasks.statistics.reading import StepRange, count_rows, run_counts
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
@@ -53,6 +53,23 @@ def test_a_series_has_every_step_and_adds_the_tags_up(
     assert {tag: one.started for tag, one in points[0].tags.items()} == {"a": 2, "b": 1}
     only = delays.statistics.series(since=NOON, until=NOON + 5 * MINUTE, step="5m", tags=["b"])
     assert [one.total.done for one in only] == [1]
+
+
+def test_the_rows_of_a_range_are_counted_up_to_a_limit(
+    delays: DelayTasks, store: Store, table: StatisticsTable
+) -> None:
+    for days in range(4):
+        for tag in "abc":
+            write(table, store, NOON - days * DAY, tag, 0.1)
+    while table.pack("minute", NOON) or table.pack("hour", NOON - 2 * DAY + HOUR):
+        pass
+    table.write_gauges(NOON, Gauges())
+    since, until = NOON - 2 * DAY, NOON + HOUR
+    read = list(table.read(since, until, None))
+    assert {row.period for row in read} == {"minute", "hour", "day"}
+    shards = wiring_of(delays).shards
+    assert count_rows(shards, since, until, 100) == len(read) == 9
+    assert count_rows(shards, since, until, 5) == 5
 
 
 def test_the_end_of_a_range_is_exclusive_and_its_beginning_is_rounded_down(

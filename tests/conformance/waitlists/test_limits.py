@@ -115,7 +115,7 @@ def test_a_process_finds_an_unknown_waitlist_behind_a_backlog(
     bench.registry.processor("other")(bench.ran.append)
     for _ in range(20):
         bench.schedule("other", body="other")
-    monkeypatch.setattr(runner, "ABANDONED_S", 0)  # otherwise a second must pass first
+    monkeypatch.setattr(runner, "RECOVERED_S", 0)  # otherwise a second must pass first
     report = bench.runner.run_due("default", [0], 5)
     assert (report.is_full, report.waitlists) == (True, (WaitlistState("default", "note", None),))
     assert bench.statuses([second]) == ["HELD"], "the backlog goes on"

@@ -29,7 +29,7 @@ def test_a_peak_is_shown_with_the_workers_that_it_needs(shop: Project) -> None:
     said = shop("forecast", *options)
     day = f"{at:%a %Y-%m-%dT%H:%M:%SZ}"
     assert (
-        f"from {day} on: 1,200 tasks, which 2 workers would start up to 5m late, "
+        f"from {day} on: 1,200 tasks of mail, which 2 workers would start up to 5m late, "
         "and 4 workers up to 2m30s late\n"
     ) in said.stdout
     assert "10 workers would start each task at most 1m late\n" in said.stdout

@@ -275,9 +275,9 @@ def test_detached_rows_are_known_until_their_process_reports_their_end(
     bench.dispatcher.take(bench.entries(400))
     bench.pool.end(Report(10, 8, 0.01, pid=1, detached=(4, 5)))
     bench.pool.end(Report(10, 9, 0.01, pid=2, detached=(9,)))
-    assert shard_queue.running_on == {1: (4, 5), 2: (9,)}
+    assert shard_queue.detached == {1: (4, 5), 2: (9,)}
     assert len(bench.pool.requests) == 2, "and the next chunks come"
     bench.pool.end(Report(1, 3, 0.01, pid=1))
     away = FailureReason.UNAVAILABLE
     bench.pool.end(Report(error="away", reason=away, pid=2, detached=(9, 12)))
-    assert shard_queue.running_on == {2: (9, 12)}
+    assert shard_queue.detached == {2: (9, 12)}

@@ -6,8 +6,19 @@ import re
 from datetime import datetime, timedelta
 from zoneinfo import ZoneInfo
 
+import pytest
+
 from delaytasks.core.clock import UTC
-from delaytasks.statistics.charts import BOTTOM, HEIGHT, LEFT, ON_TIME, Series, lines
+from delaytasks.statistics.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    ON_TIME,
+    RIGHT,
+    WIDTH,
+    Series,
+    lines,
+)
 
 STEP = timedelta(hours=1)
 #: Pixels of a letter in the labels of the axes.
@@ -15,9 +26,9 @@ LETTER = 6.5
 NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
 
 
-def chart(values: list[float | None], start: datetime = NOON) -> str:
-    starts = [start + n * STEP for n in range(len(values))]
-    return lines(starts, STEP, [Series("these workers", "p99", values)], on_time_s=1.0)
+def chart(values: list[float | None], start: datetime = NOON, step: timedelta = STEP) -> str:
+    starts = [start + n * step for n in range(len(values))]
+    return lines(starts, step, [Series("these workers", "p99", values)], on_time_s=1.0)
 
 
 def heights(text: str) -> list[float]:
@@ -62,4 +73,67 @@ def test_the_time_axis_names_its_zone() -> None:
     assert chart([0.0] * 5).count(">UTC</text>") == 1
     text = chart([0.0] * 5, NOON.astimezone(ZoneInfo("Europe/Berlin")))
     assert text.count(">CET</text>") == 1
-    assert ">13:00</text>" in text
+    assert ">14:00</text>" in text
+
+
+# -- the time axis --------------------------------------------------------------------------------
+
+
+def times(start: datetime, step: timedelta, number: int) -> list[tuple[str, float]]:
+    """Return the labels of the time axis, and their positions."""
+    begin = start.astimezone(UTC)
+    starts = [(begin + n * step).astimezone(start.tzinfo) for n in range(number)]
+    text = lines(starts, step, [Series("p99", "p99", [1.0] * number)])
+    found = re.findall(r'text-anchor="middle" x="([\d.]+)"[^>]*>([^<]+)<', text)
+    return [(label, float(x)) for x, label in found]
+
+
+def words(labels: list[tuple[str, float]]) -> list[str]:
+    return [label for label, _ in labels]
+
+
+def test_the_labels_of_a_week_are_at_the_midnights() -> None:
+    start = datetime(2026, 11, 26, 13, tzinfo=UTC)
+    labels = times(start, STEP, 169)
+    assert words(labels) == "Fri Nov 27|Sat 28|Sun 29|Mon 30|Tue Dec 01|Wed 02|Thu 03".split("|")
+    midnight = datetime(2026, 11, 30, tzinfo=UTC)
+    share = (midnight - start) / (169 * STEP)
+    assert dict(labels)["Mon 30"] == pytest.approx(LEFT + share * (WIDTH - LEFT - RIGHT), abs=0.1)
+
+
+def test_the_labels_of_a_day_are_hours_except_at_midnight() -> None:
+    labels = times(datetime(2026, 11, 26, 13, 20, tzinfo=UTC), timedelta(minutes=10), 145)
+    assert words(labels) == ["16:00", "20:00", "Fri Nov 27", "04:00", "08:00", "12:00"]
+
+
+def test_the_midnights_are_those_of_the_viewer() -> None:
+    start = datetime(2026, 11, 26, 13, 30, tzinfo=ZoneInfo("Asia/Kolkata"))
+    labels = times(start, STEP, 168)
+    hours = (dict(labels)["Fri Nov 27"] - LEFT) / (WIDTH - LEFT - RIGHT) * 168
+    assert hours == pytest.approx(10.5, abs=0.1)
+
+
+def test_an_hour_that_is_left_out_in_spring_has_no_label() -> None:
+    labels = times(datetime(2026, 3, 28, 22, tzinfo=ZoneInfo("Europe/Berlin")), STEP, 10)
+    assert "Sun Mar 29" in words(labels)
+    assert "02:00" not in words(labels)
+
+
+@pytest.mark.parametrize("step_s", [60, 600, 3600, 7200, 86_400])
+@pytest.mark.parametrize("number", [1, 5, 30, 60, 120, 169, 400])
+def test_labels_do_not_overlap(step_s: int, number: int) -> None:
+    begin = datetime(2026, 11, 29, 23, 40, tzinfo=UTC)
+    labels = times(begin, timedelta(seconds=step_s), number)
+    assert len(labels) < 10
+    ends = [LEFT - 6.0]
+    for label, x in labels:
+        half = len(label) * LETTER / 2
+        assert ends[-1] < x - half
+        ends.append(x + half)
+    assert ends[-1] < WIDTH
+
+
+def test_a_step_of_days_has_the_day_of_its_end() -> None:
+    text = chart([1.0, 2.0], NOON, timedelta(days=7))
+    assert "2030-01-31 12:00 to 2030-02-07 12:00 UTC: these workers 1.0s" in text
+    assert "12:00 to 13:00 UTC" in chart([1.0])

@@ -1,0 +1,61 @@
+"""The runs of each tag in a period, for the page of tags."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from markupsafe import Markup
+
+from delaytasks.console.requests import state
+from delaytasks.console.run_charts import PERIODS, PeriodRuns, read_runs
+from delaytasks.statistics.charts import sparkline
+from delaytasks.statistics.results import RunTotals
+
+#: The most bars of a sparkline. Each has one or more steps of the period.
+MOST_BARS = 32
+
+
+class TagRuns(NamedTuple):
+    """The runs of one tag."""
+
+    tag: str
+    total: RunTotals
+    spark: Markup
+
+    @property
+    def failed(self) -> int:
+        """The runs that failed, those that will be retried included."""
+        return self.total.failed + self.total.retried
+
+
+class TagList(NamedTuple):
+    """The tags that have counts in a period, those with the most runs first."""
+
+    tags: tuple[TagRuns, ...]
+    #: The number of tags that were read, if all of them have too many rows.
+    cut_to: int | None
+
+
+def read_tags(period: str) -> TagList:
+    """Return the tags of a period, from the same rows as the charts of the overview."""
+    kept_s = PERIODS[period].kept_s
+    return state().history.get(("tags", period), kept_s, lambda: _tags_of(read_runs(period)))
+
+
+def _tags_of(found: PeriodRuns) -> TagList:
+    steps: dict[str, dict[int, RunTotals]] = {}
+    for number, point in enumerate(found.points):
+        for tag, total in point.tags.items():
+            steps.setdefault(tag, {})[number] = total
+    tags = [_runs_of(tag, of_tag, len(found.points)) for tag, of_tag in steps.items()]
+    tags.sort(key=lambda each: (-each.total.started, each.tag))
+    return TagList(tuple(tags), found.cut_to)
+
+
+def _runs_of(tag: str, steps: dict[int, RunTotals], count: int) -> TagRuns:
+    of_bar = -(-count // MOST_BARS)
+    bars = [0] * -(-count // of_bar)
+    for number, total in steps.items():
+        bars[number // of_bar] += total.started
+    label = f"runs by time, at most {max(bars):,} in one of {len(bars)} bars"
+    return TagRuns(tag, RunTotals.total(steps.values()), Markup(sparkline(bars, label)))

@@ -1,0 +1,208 @@
+"""The page of tags, the page of one tag, and the charts of a month and a year."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+
+from delaytasks.console import run_charts
+from delaytasks.console.run_charts import PERIODS
+from delaytasks.console.viewers import Role
+from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.run_counts import OTHER_TAGS
+from delaytasks.statistics.api import Statistics
+from delaytasks.wiring import wiring_of
+from tests.ui.console_site import Site, make_delays, write_runs
+
+MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Iterator[Site]:
+    """A console without tasks and runs."""
+    made = Site(make_delays(f"sqlite:///{tmp_path / 'tags.sqlite3'}"))
+    yield made
+    made.delays.close()
+
+
+def rows(text: str) -> list[dict[str, str]]:
+    """Return the cells of each row of the table by their labels."""
+    found = []
+    for row in re.findall(r"<tr data-row>(.*?)</tr>", text, re.DOTALL):
+        cells = re.findall(r'<td data-label="([^"]*)"[^>]*>(.*?)</td>', row, re.DOTALL)
+        found.append(
+            {label: html.unescape(re.sub("<[^>]*>", "", cell)).strip() for label, cell in cells}
+        )
+    return found
+
+
+def test_the_page_of_tags_has_a_row_for_each_tag_sorted_by_runs(empty: Site) -> None:
+    write_runs(empty.delays, "mail.send", 2 * MINUTE, 40, 3)
+    write_runs(empty.delays, "mail.send", 9 * MINUTE, 2)
+    write_runs(empty.delays, "order.close", 2 * MINUTE, 50)
+    text = empty.client(Role.VIEW).get("/tags").text
+    first, second = rows(text)
+    assert (first["Tag"], first["Runs"], first["Failed runs"]) == ("order.close", "50", "0")
+    assert (second["Tag"], second["Runs"], second["Failed runs"]) == ("mail.send", "42", "3")
+    assert second["On time"] == "–"
+    assert re.fullmatch(r"\d+ms", second["Lateness p50"])
+    assert second["Duration p99"] == "300ms"
+    spark = re.findall(r'<svg class="spark".*?</svg>', text, re.DOTALL)[1]
+    assert spark.count("<rect") == 2
+    assert "at most 40 in one of" in spark
+    assert 'href="/tag?name=mail.send&amp;period=hour"' in text
+    assert 'href="/tasks?tag=mail.send"' in text
+
+
+def test_the_share_on_time_is_shown_for_a_tag_that_promises_it(site: Site) -> None:
+    [row] = rows(site.client().get("/tags").text)
+    assert row["Tag"] == "order.close"
+    assert re.fullmatch(r"9\d\.\d\d%", row["On time"])
+    page = site.client().get("/tag?name=order.close").text
+    assert f"<dd>{row['On time']} " in page
+
+
+def test_tags_are_filtered_by_a_part_of_their_names(empty: Site) -> None:
+    for tag in ("mail.send", "Mail.read", "order.close"):
+        write_runs(empty.delays, tag, 2 * MINUTE, 1)
+    client = empty.client()
+    shown = [row["Tag"] for row in rows(client.get("/tags?contains=MAIL").text)]
+    assert shown == ["Mail.read", "mail.send"]
+    assert "No run of such a tag" in client.get("/tags?contains=nothing").text
+
+
+def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> None:
+    text = site.client().get("/tag?name=order.close").text
+    assert len(re.findall(r'<svg class="chart".*?</svg>', text, re.DOTALL)) == 3
+    titles = [html.unescape(title) for title in re.findall(r"<title>([^<]* UTC: [^<]*)", text)]
+    assert any(re.search(r"UTC: done \d+, retried \d+, failed \d+", title) for title in titles)
+    assert any(re.search(r"99 of 100 began earlier \d{3}ms", title) for title in titles)
+    assert any(re.search(r"99 of 100 were shorter \d+ms", title) for title in titles)
+    assert "neither paused nor limited" in text
+    assert 'href="/tasks?tag=order.close&amp;status=FAILED"' in text
+    limited = site.client().get("/tag?name=pay.notify").text
+    assert "10 at a time" in limited
+    assert "100/s" in limited
+    assert re.search(r'href="/failures/\w+"', limited)
+    assert "No run of this tag has ended in this hour" in limited
+    paused = site.client().get("/tag?name=mail.send").text
+    assert '<span class="status held">paused</span>' in paused
+
+
+def test_the_page_of_a_tag_shows_its_own_runs_only(empty: Site) -> None:
+    write_runs(empty.delays, "mail.send", 2 * MINUTE, 7)
+    write_runs(empty.delays, "order.close", 2 * MINUTE, 90)
+    text = empty.client().get("/tag?name=mail.send").text
+    assert "<dt>Runs</dt><dd>7</dd>" in text
+
+
+@pytest.mark.parametrize("tag", ["..", "a/../b", "?x=1&y", "# x", "ü", OTHER_TAGS])
+def test_the_link_of_each_tag_leads_to_its_page(empty: Site, tag: str) -> None:
+    write_runs(empty.delays, tag, 2 * MINUTE, 4)
+    client = empty.client()
+    text = client.get("/tags").text
+    assert ("/tasks?tag=" in text) == (tag != OTHER_TAGS), "there are no tasks of all other tags"
+    [path] = re.findall(r'href="(/tag\?[^"]*)"', text)
+    page = client.get(html.unescape(path)).text
+    assert f'<h1><span class="tag">{html.escape(tag)}</span></h1>' in page
+    assert "<dt>Runs</dt><dd>4</dd>" in page
+
+
+@pytest.mark.parametrize("name", ["", "x" * 200])
+def test_a_tag_that_cannot_exist_is_refused(empty: Site, name: str) -> None:
+    assert empty.client().get("/tag", query_string={"name": name}).status_code == 400
+
+
+def test_the_page_of_tags_does_not_read_the_tasks(own_site: Site) -> None:
+    store, seen = wiring_of(own_site.delays).store, list[str]()
+
+    def note(_c: Any, _cursor: Any, statement: str, *more: Any) -> None:
+        seen.append(statement)
+
+    event.listen(store.database.auto, "before_cursor_execute", note)
+    for period in PERIODS:
+        assert rows(own_site.client().get(f"/tags?period={period}").text)
+    assert seen
+    assert all(store.schema.statistics.name in statement for statement in seen)
+    assert not any(store.schema.tasks.name in statement for statement in seen)
+
+
+def test_the_overview_and_the_page_of_tags_share_what_is_read(
+    empty: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_runs(empty.delays, "mail.send", 2 * MINUTE, 1)
+    reads, series = [], Statistics.series
+
+    def counting(self: Statistics, **options: Any) -> Any:
+        reads.append(options)
+        return series(self, **options)
+
+    monkeypatch.setattr(Statistics, "series", counting)
+    for path in ("/?period=year", "/tags?period=year", "/tags?period=year&contains=mail"):
+        assert empty.client().get(path).status_code == 200
+    assert reads == [{"since": "365d", "step": "7d", "tags": None}]
+
+
+@pytest.mark.parametrize(
+    ("days", "periods"),
+    [(0, "hour day week month year"), (3, "week month year"), (20, "month year"), (300, "year")],
+)
+def test_a_month_and_a_year_have_older_runs(empty: Site, days: int, periods: str) -> None:
+    write_runs(empty.delays, "mail.send", days * DAY + 2 * MINUTE, 5)
+    client = empty.client()
+    for period in PERIODS:
+        has_runs = period in periods.split()
+        for path in ("/", "/tags", "/tag"):
+            text = client.get(path, query_string={"period": period, "name": "mail.send"}).text
+            assert (f"has ended in this {period}" not in text) is has_runs, f"{path} {period}"
+    year = client.get("/tag?name=mail.send&period=year").text
+    assert "<dt>Runs</dt><dd>5</dd>" in year
+    assert len(re.findall("UTC: done 5", year)) == 1
+
+
+def test_a_year_of_many_tags_reads_those_with_the_most_runs(
+    empty: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(9):
+        write_runs(empty.delays, f"tag.{number}", 2 * MINUTE, number + 1)
+        write_runs(empty.delays, f"tag.{number}", 90 * DAY, 1)
+    monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 18)
+    client = empty.client()
+    assert len(rows(client.get("/tags?period=year").text)) == 9
+    empty.app.extensions["delaytasks_console"].history.forget()
+    monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 17)
+    monkeypatch.setattr(run_charts, "ROWS_OF_TAG", 5)
+    text = client.get("/tags?period=year").text
+    assert [row["Tag"] for row in rows(text)] == ["tag.8", "tag.7", "tag.6"]
+    assert "Only the 3 tags with the most runs in the last week are counted" in text
+    assert "Only the 3 tags" in client.get("/?period=year").text
+    assert "<dt>Runs</dt><dd>2</dd>" in client.get("/tag?name=tag.0&period=year").text
+    assert len(rows(client.get("/tags?period=week").text)) == 9
+
+
+def test_statistics_that_cannot_be_read_are_part_of_the_page(
+    empty: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Statistics, **options: Any) -> Any:
+        raise StoreUnavailableError("the database is gone")
+
+    monkeypatch.setattr(Statistics, "series", fail)
+    for path in ("/tags", "/tag?name=mail.send"):
+        answer = empty.client().get(path)
+        assert answer.status_code == 200
+        assert "The statistics cannot be read: the database is gone" in answer.text
+
+
+@pytest.mark.parametrize("path", ["/", "/tasks?tag=order.close", "/forecast", "/failures/…"])
+def test_tags_of_other_pages_lead_to_the_page_of_the_tag(site: Site, path: str) -> None:
+    client = site.client()
+    if path == "/failures/…":
+        path = re.findall(r'href="(/failures/\w+)"', client.get("/failures").text)[0]
+    assert re.search(r'<a class="tag" href="/tag\?name=[\w.]+">', client.get(path).text)
