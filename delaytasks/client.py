@@ -843,6 +843,8 @@ class DelayTasks(AsyncTwins):
         ----------
         tag, key, key_prefix, queue : str, optional
             Filters. A task must match all that are given. A finished task keeps its key.
+        ids : int, str or several, optional
+            Up to 1,000 ids, of which the task has one.
         meta : dict, optional
             Pairs that a task has, perhaps among others.
         status : Status, str or several, optional
@@ -889,7 +891,7 @@ class DelayTasks(AsyncTwins):
 
         Parameters
         ----------
-        tag, key, key_prefix, status, queue, meta, error : optional
+        tag, ids, key, key_prefix, status, queue, meta, error : optional
             Filters, as in `find`. A task must match all that are given.
         since, until, created_since, created_until, updated_until : datetime, optional
             Filters of the due time, the time of the first call and the last change: at or after

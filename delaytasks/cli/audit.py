@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -12,6 +13,8 @@ from delaytasks.cli.times import show_from_now
 from delaytasks.core.ids import check_id
 from delaytasks.wiring import wiring_of
 
+#: The ids of a filter that the table shows. `--json` has all.
+IDS_SHOWN = 3
 _AUDIT_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
 
 
@@ -53,7 +56,7 @@ def audit(cli: Cli, limit: int) -> None:
                 entry.started_at,
                 entry.actor,
                 entry.action,
-                json.dumps(entry.filter, ensure_ascii=False),
+                _filter_text(entry.filter),
                 (entry.state, _AUDIT_COLOURS.get(entry.state, "")),
                 show_from_now(entry.seen_at, now),
                 entry.matched,
@@ -65,6 +68,13 @@ def audit(cli: Cli, limit: int) -> None:
         folded="actor filter",
         extra="seen",
     )
+
+
+def _filter_text(filter: dict[str, Any]) -> str:
+    ids = filter.get("ids", ())
+    if len(ids) > IDS_SHOWN:
+        filter = {**filter, "ids": [*ids[:IDS_SHOWN], f"{len(ids) - IDS_SHOWN} more"]}
+    return json.dumps(filter, ensure_ascii=False)
 
 
 @click.command(cls=Command)

@@ -24,6 +24,7 @@ _STATUS = click.Choice([s.name for s in Status], case_sensitive=False)
 #: The options that select many tasks: the names are those of `core.filters.Filters`.
 FILTERS: dict[str, dict[str, Any]] = {
     "tag": {"help": "of this tag."},
+    "ids": {"multiple": True, "metavar": "ID", "help": "with this id. Repeatable."},
     "key_prefix": {"metavar": "TEXT", "help": "with a key that begins with this text."},
     "status": {"type": _STATUS, "multiple": True, "help": "of this status. Repeatable."},
     "queue": {"help": "of this queue."},
@@ -90,14 +91,21 @@ def takes_many(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def with_many(*args: Any, **options: Any) -> Any:
-        filters = {name: pairs_or(options.pop(name)) for name in FILTERS}
+        filters = {name: pairs_or(options.pop(f"filter_{name}")) for name in FILTERS}
         flags = {name: options.pop(name) for name in _FLAGS}
         return command(*args, many=Many(filters, **flags), **options)
 
+    # Some commands have an argument `ids`, so the filters are passed by other names.
+    passed = {name: f"filter_{name}" for name in FILTERS} | {name: name for name in _FLAGS}
     for name, attributes in reversed([*FILTERS.items(), *_FLAGS.items()]):
         attributes = {**attributes, "help": f"Many: {attributes['help']}"}
-        with_many = click.option(f"--{name.replace('_', '-')}", **attributes)(with_many)
+        with_many = click.option(option_of(name), passed[name], **attributes)(with_many)
     return with_many
+
+
+def option_of(name: str) -> str:
+    """Return the option of a filter."""
+    return "--id" if name == "ids" else f"--{name.replace('_', '-')}"
 
 
 # -- a few tasks ----------------------------------------------------------------------------------

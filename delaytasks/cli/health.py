@@ -66,7 +66,7 @@ def health(
     lives, and a sweep was recent. A worker or drain is ready under the same conditions, if it has
     reported itself. With --live it is unhealthy only if it has stopped reporting while a database
     answers: a restart does not help against an outage. Beat is healthy if its messages have
-    reached a worker recently; a server of the HTTP API has URLs for probes instead.
+    reached a worker recently. The HTTP API and the console have URLs for probes instead.
     """
     _check_options(component, live, name, max_overdue, max_sweep_age)
     wiring = wiring_of(cli.delays)

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.bulk import FILTERS
+from delaytasks.cli.bulk import FILTERS, option_of
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import (
     BAD,
@@ -38,7 +38,7 @@ from delaytasks.wiring import wiring_of
 def _takes_filters(command: Callable[..., Any]) -> Callable[..., Any]:
     for name, attributes in reversed(FILTERS.items()):
         attributes = {**attributes, "help": f"Only tasks {attributes['help']}"}
-        command = click.option(f"--{name.replace('_', '-')}", **attributes)(command)
+        command = click.option(option_of(name), name, **attributes)(command)
     return command
 
 
@@ -79,7 +79,7 @@ def list_(cli: Cli, oldest_first: bool, limit: int, cursor: str | None, **filter
         words = [cli.command, "list"]
         for name, value in given.items():
             for each in _typed(value):
-                words.append(f"--{name.replace('_', '-')} {shlex.quote(each)}")
+                words.append(f"{option_of(name)} {shlex.quote(each)}")
         words += ["--oldest-first"] if oldest_first else []
         # On stderr, so that a pipe receives tasks only.
         cli.note(f"More: {' '.join(words)} --limit {limit} --cursor {page.cursor}")

@@ -22,12 +22,16 @@ from delaytasks.console import (
     pages_tasks,
 )
 from delaytasks.console.actions import audit_refusals
+from delaytasks.console.known_names import known_names
 from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
 from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
 from delaytasks.core.installed import installed_version
+from delaytasks.operations.health import HealthChecks
+from delaytasks.operations.probes import Probes
+from delaytasks.wiring import wiring_of
 
 logger = logging.getLogger(__name__)
 #: Bytes that one request may contain.
@@ -106,11 +110,16 @@ def make_console(
         pages.install(app)
     if isinstance(access, OpenIDAccess):
         pages_openid.install(app)
+    Probes(lambda: _health(delays)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _failed)
     return app
+
+
+def _health(delays: DelayTasks) -> HealthChecks:
+    return HealthChecks(wiring_of(delays).shards, delays.settings, lambda: None)
 
 
 def _of_every_page() -> dict[str, Any]:
@@ -122,6 +131,7 @@ def _of_every_page() -> dict[str, Any]:
         "csrf": csrf_token,
         "viewer": viewer(),
         "can": can,
+        "known": known_names,
         "zone": zone_label(),
         "theme": session.get("theme", "auto"),
         "here": request.full_path.rstrip("?"),

@@ -61,14 +61,19 @@ def _query(given: Any) -> TaskQuery:
     """Return the filters of a bulk action; raise `InvalidQueryError` if there are none."""
     query = query_of(given, wiring_of(state().delays).clock.now(), viewer_zone())
     if not query.has_filters:
-        raise InvalidQueryError("choose a filter first, so that not all tasks are changed")
+        raise InvalidQueryError(
+            "select some tasks or choose a filter first, so that not all tasks are changed"
+        )
     return query
 
 
 def _statuses(action: str, query: TaskQuery) -> list[str]:
-    """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can."""
+    """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can.
+
+    A rerun takes CANCELLED tasks only if the viewer has chosen this status or selected the tasks.
+    """
     sources = {status.name for status in MOVES[ACTIONS[action].move].sources}
-    if action == "rerun" and "status" not in query.filters:
+    if action == "rerun" and not query.filters.keys() & {"status", "ids"}:
         sources = {"FAILED"}
     wanted = sources & set(query.filters.get("status", sources))
     if not wanted:
@@ -82,7 +87,7 @@ def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
     filters = dict(query.filters)
     if query.error:
         filters["error"] = error_filter(query.error)
-    if "status" in filters:
+    if "status" in filters or (action == "rerun" and "ids" in filters):
         filters["status"] = _statuses(action, query)
     return filters
 
@@ -116,8 +121,10 @@ def bulk() -> str:
     action = request.args.get("action", "")
     if action not in ACTIONS:
         abort(404)
-    count, has_more, examples = _counted(action, _query(request.args))
-    kept = [(n, v) for n, values in request.args.lists() for v in values if n != "action" and v]
+    query = _query(request.args)
+    count, has_more, examples = _counted(action, query)
+    given = {name: list(filter(None, values)) for name, values in request.args.lists()}
+    kept = {name: values for name, values in given.items() if values and name != "action"}
     return render_template(
         "bulk.html",
         page="tasks",
@@ -127,6 +134,7 @@ def bulk() -> str:
         has_more=has_more,
         examples=examples,
         kept=kept,
+        selected=len(set(query.filters.get("ids", ()))),
         now=wiring_of(state().delays).clock.now(),
     )
 

@@ -19,6 +19,7 @@ from delaytasks.console.cache import SharedCache
 from delaytasks.console.login_limit import LoginLimit
 from delaytasks.console.viewers import Access, Role, Viewer
 from delaytasks.forecast.latest import LatestForecast
+from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.statistics.recent_failures import recent_failures
 from delaytasks.timers.broker_link import bounded_connection
@@ -140,13 +141,15 @@ def protect(app: Flask, shared: ConsoleState) -> None:
     app.after_request(_finish)
 
 
+#: Addresses that answer without asking who the viewer is.
+_FOR_ANYONE = {"static", *ENDPOINTS}
 #: Pages without a viewer.
 _OPEN = {"static", "login", "log_in", "openid", "openid_answer"}
 
 
 def _admit() -> AnyResponse | None:
     g.viewer = None  # the error page needs it if the next lines raise
-    if request.endpoint == "static":
+    if request.endpoint in _FOR_ANYONE:
         return None
     if not _is_login_over():
         g.viewer = state().access.viewer(request.environ, session)

@@ -26,6 +26,8 @@ STATUS_WORDS = {
     "CANCELLED": "cancelled",
     "HELD": "held",
 }
+#: Values of a filter that a page shows.
+VALUES_SHOWN = 3
 #: An instant in a sentence or in an audit entry, but not in the key of an occurrence, after "@".
 _INSTANT = re.compile(
     r"(?<![\w@])[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?(?:Z|\+00:00)"
@@ -99,6 +101,15 @@ def local_times(text: object) -> str:
     return _INSTANT.sub(local, str(text))
 
 
+def some_values(value: object) -> object:
+    """Return the values of a list as a text, or only the first of many."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    left = len(value) - VALUES_SHOWN
+    text = ", ".join(map(str, value[:VALUES_SHOWN]))
+    return f"{text} and {left:,} more" if left > 0 else text
+
+
 def from_now(value: datetime, now: datetime) -> str:
     seconds = (value - now).total_seconds()
     if abs(seconds) < 1:
@@ -131,6 +142,7 @@ def install_filters(app: Flask) -> None:
         distance=distance,
         day_and_time=day_and_time,
         local_times=local_times,
+        some_values=some_values,
         error_line=error_line,
         pretty_body=pretty_body,
         pretty_result=pretty_result,

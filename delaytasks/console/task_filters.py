@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, tzinfo
 from typing import Any
@@ -13,12 +14,15 @@ from delaytasks.console.searches import Searches
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidQueryError
+from delaytasks.core.filters import check_ids
 from delaytasks.core.page import Page
 from delaytasks.operations.error_search import error_filter, find_by_error
 
 TASKS_PER_PAGE = 50
 _TEXTS = ("tag", "key", "key_prefix", "queue")
 _INSTANT_FILTERS = ("since", "until", "created_since", "created_until")
+#: Raise the error of a wrong pattern, or of a wrong id.
+_TYPED_CHECKS: dict[str, Callable[[Any], object]] = {"error": error_filter, "ids": check_ids}
 
 
 @dataclass(frozen=True)
@@ -50,12 +54,11 @@ def query_of(given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQue
     for name in _INSTANT_FILTERS:
         if name in typed:
             filters[name] = instant_of(typed[name], now, zone)
-    statuses = [each for each in given.getlist("status") if each]
-    if statuses:
-        typed["status"] = statuses
-        filters["status"] = statuses
-    if "error" in typed:
-        error_filter(typed["error"])  # raises the error of a wrong pattern
+    typed |= _lists(given)
+    filters |= _lists(given)
+    for name, check in _TYPED_CHECKS.items():
+        if name in typed:
+            check(typed[name])
     if "meta" in typed:
         filters["meta"] = _meta_of(typed["meta"])
     is_oldest_first = given.get("order") == "oldest"
@@ -63,6 +66,12 @@ def query_of(given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQue
         typed["order"] = "oldest"
     cursor = given.get("cursor") or None
     return TaskQuery(filters, typed.get("error", ""), cursor, is_oldest_first, typed)
+
+
+def _lists(given: MultiDict[str, str]) -> dict[str, list[str]]:
+    """Return the filters that may have several values."""
+    found = {name: list(filter(None, given.getlist(name))) for name in ("status", "ids")}
+    return {name: values for name, values in found.items() if values}
 
 
 def number_of(text: str) -> int | None:

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any, TypedDict
 
 from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_instant, check_key, check_queue, check_status, check_tag
 from delaytasks.core.meta import check_meta
 from delaytasks.core.states import Status
@@ -15,13 +16,19 @@ from delaytasks.core.text import shown
 
 #: The longest pattern of error texts.
 MAX_ERROR_PATTERN = 1000
+#: The most ids that one filter names.
+MAX_IDS = 1000
 #: One status or several.
 Statuses = Status | str | Iterable[Status | str]
+#: The ids of some tasks.
+Ids = int | str | Iterable[int | str]
 
 
 class TagFilters(TypedDict, total=False):
     """Conditions for tasks of one tag. Times are at or after `since` and before `until`."""
 
+    #: Up to `MAX_IDS` ids.
+    ids: Ids | None
     key: str | None
     key_prefix: str | None
     status: Statuses | None
@@ -51,6 +58,7 @@ class Filter:
     """The checked `Filters` of one call."""
 
     tag: str | None = None
+    ids: frozenset[int] | None = None
     key: str | None = None
     key_prefix: str | None = None
     status: frozenset[Status] | None = None
@@ -65,13 +73,14 @@ class Filter:
 
     @property
     def has_own_index(self) -> bool:
-        """Whether few rows match the tag or the key, so that an index of statuses is no help."""
-        return self.tag is not None or self.key is not None
+        """Whether few rows match the tag, the ids or the key, so that an index of statuses is no
+        help."""
+        return self.tag is not None or self.ids is not None or self.key is not None
 
     def as_json(self) -> dict[str, Any]:
         """Return the conditions that were given."""
         given = ((name, getattr(self, name)) for name in Filters.__annotations__)
-        return {name: _shown(value) for name, value in given if value is not None}
+        return {name: _shown(name, value) for name, value in given if value is not None}
 
 
 def check_error(pattern: object) -> str:
@@ -96,9 +105,24 @@ def check_statuses(status: object) -> frozenset[Status]:
     return statuses
 
 
+def check_ids(ids: object) -> frozenset[int]:
+    """Convert one id or several."""
+    if isinstance(ids, (str, int)) or not isinstance(ids, Iterable):
+        return frozenset({check_id(ids)})
+    checked = set[int]()
+    for each in ids:
+        checked.add(check_id(each))
+        if len(checked) > MAX_IDS:
+            raise InvalidQueryError(f"ids: name at most {MAX_IDS:,} tasks in one call")
+    if not checked:
+        raise InvalidQueryError("ids is empty: name some tasks, or leave it out")
+    return frozenset(checked)
+
+
 #: The checks of filters that are not instants.
 _CHECKS: dict[str, Callable[[object], Any]] = {
     "tag": check_tag,
+    "ids": check_ids,
     "key": check_key,
     "key_prefix": check_key,
     "status": check_statuses,
@@ -125,9 +149,11 @@ def filter_of(filters: Mapping[str, Any]) -> Filter:
     )
 
 
-def _shown(value: object) -> object:
+def _shown(name: str, value: Any) -> object:
     if isinstance(value, datetime):
         return value.isoformat()
+    if name == "ids":
+        return [str(id) for id in sorted(value)]  # JSON numbers of JavaScript are too short for ids
     if isinstance(value, frozenset):
         names = sorted(status.name for status in value)
         return names[0] if len(names) == 1 else names

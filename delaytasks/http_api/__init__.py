@@ -10,7 +10,6 @@
     request_limit   how many requests a key may make
     idempotency     repeated requests with the same Idempotency-Key schedule one task
     problems        errors as problem documents
-    probes          the URLs for the probes of a server
     new_tasks, tasks, recurring_schedules   the functions of the routes
 
 No other package imports this one, except the commands `serve` and `api-key`, and the integrations.

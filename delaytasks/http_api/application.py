@@ -13,10 +13,12 @@ from delaytasks.core.errors import DelayTaskError
 from delaytasks.http_api import problems
 from delaytasks.http_api.api_keys import FindsKeys
 from delaytasks.http_api.openapi import DOCUMENT_PATH, openapi_document
-from delaytasks.http_api.probes import Probes
 from delaytasks.http_api.request_limit import RequestLimit
 from delaytasks.http_api.requests import Gate, Route
 from delaytasks.http_api.routes import ROUTES
+from delaytasks.operations.health import HealthChecks
+from delaytasks.operations.probes import Probes
+from delaytasks.wiring import wiring_of
 
 #: Bytes of the longest request, and the requests of a key in a second, by default.
 MOST_REQUEST_BYTES, REQUESTS_PER_S = 4 * 1024 * 1024, 100.0
@@ -59,13 +61,17 @@ def make_api(
     for route in ROUTES:
         _add(app, gate, route)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
-    Probes(delays).add_to(app)
+    Probes(lambda: _health(delays)).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(problems.RefusedRequestError, problems.refused)
     app.register_error_handler(DelayTaskError, problems.failed)
     app.register_error_handler(HTTPException, problems.of_http)
     app.register_error_handler(Exception, problems.broken)
     return app
+
+
+def _health(delays: DelayTasks) -> HealthChecks:
+    return HealthChecks(wiring_of(delays).shards, delays.settings, lambda: None)
 
 
 def _add(app: Flask, gate: Gate, route: Route) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from delaytasks.core.filters import MAX_IDS
 from delaytasks.core.inputs import (
     ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,
@@ -171,6 +172,12 @@ NEW_SCHEDULE = _closed(
 LIMIT = {"type": "integer", "minimum": 1, "maximum": PAGE_MAX, "default": 100}
 FIND_PARAMETERS: dict[str, dict[str, Any]] = {
     "tag": TAG,
+    "ids": {
+        "type": "array",
+        "items": TASK_ID,
+        "maxItems": MAX_IDS,
+        "description": "The ids of some tasks.",
+    },
     "key": _described(KEY_TEXT, "The key. A finished task keeps its key."),
     "key_prefix": _described(KEY_TEXT, "The beginning of the key."),
     "queue": QUEUE,

@@ -26,7 +26,7 @@ from delaytasks.storage.database import Database
 from delaytasks.storage.filters import conditions
 from delaytasks.storage.queue_levels import has_status, levels
 from delaytasks.storage.row_counts import check_row_count
-from delaytasks.storage.row_lists import instant_text, json_rows, listed
+from delaytasks.storage.row_lists import by_id, instant_text, json_rows, listed
 from delaytasks.storage.rows import moved
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
@@ -61,9 +61,19 @@ class Bulk:
 
     def matching(self, which: BulkFilter) -> Iterator[list[tuple[int, Status]]]:
         """Yield (id, status) of the rows that the filter names, one window at a time."""
+        if which.where.ids is not None:
+            yield self._named(which)
+            return
         for step in self._steps(which.looked_at, which.where.queue):
             for rows in self._windows(which.where, step, [self._t.c.id, self._t.c.status]):
                 yield [(row[0], Status.of(row[1])) for row in rows]
+
+    def _named(self, which: BulkFilter) -> list[tuple[int, Status]]:
+        """Return (id, status) of the rows whose ids the filter lists."""
+        t = self._t.c
+        wanted = (self._is(which.looked_at), *conditions(self._t, which.where, self._db.can))
+        rows = self._db.rows(by_id(select(t.id, t.status).where(*wanted), self._t))
+        return [(row[0], Status.of(row[1])) for row in rows]
 
     def having(
         self,

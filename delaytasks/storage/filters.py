@@ -11,6 +11,7 @@ from sqlalchemy import Column, ColumnElement, Table, func, literal_column
 from delaytasks.core.filters import Filter
 from delaytasks.core.meta import pair_text
 from delaytasks.storage.capabilities import Capabilities
+from delaytasks.storage.row_lists import one_of
 
 #: A literal, since an index is over an expression without parameters.
 PAIR_SEPARATOR: ColumnElement[str] = literal_column("'\",\"'")
@@ -35,6 +36,8 @@ def conditions(tasks: Table, where: Filter, can: Capabilities) -> list[ColumnEle
     found: list[ColumnElement[bool]] = [
         compare(column, value) for column, compare, value in comparisons if value is not None
     ]
+    if where.ids is not None:
+        found.append(one_of(t.id, sorted(where.ids), can))
     if where.key_prefix is not None:
         # Not LIKE, which ignores case in SQLite.
         found.append(func.substr(t.task_key, 1, len(where.key_prefix)) == where.key_prefix)

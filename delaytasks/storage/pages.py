@@ -18,6 +18,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.storage.queue_levels import has_status, levels
+from delaytasks.storage.types import unindexed
 
 
 def first(
@@ -40,6 +41,9 @@ def first(
     query = query.order_by(*order).limit(limit)
     if where.status is None:
         return list(connection.execute(query))
+    if where.ids is not None:
+        named = unindexed(t.status).in_(sorted(map(int, where.status)))
+        return list(connection.execute(query.where(named)))
     if where.has_own_index or Status.DONE in where.status:  # nearly all rows are DONE
         return list(connection.execute(query.where(has_status(tasks, *where.status))))
     found: list[Any] = []

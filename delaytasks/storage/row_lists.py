@@ -34,7 +34,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from delaytasks.core.clock import UTC
-from delaytasks.storage.capabilities import for_database
+from delaytasks.storage.capabilities import Capabilities, for_database
 from delaytasks.storage.database import Database
 from delaytasks.storage.task_table import task_table
 from delaytasks.storage.types import LongText
@@ -124,8 +124,19 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
     """
     if not database.can.array_parameters:
         return column.in_(listing(name))
-    values = select(func.unnest(bindparam(name, type_=_array(column.type))))
-    return column == any_(func.array(values.scalar_subquery()))
+    return _any_of(column, bindparam(name, type_=_array(column.type)))
+
+
+def one_of(column: Column[Any], values: Sequence[Any], can: Capabilities) -> ColumnElement[bool]:
+    """The condition of `listed` with these values."""
+    if not can.array_parameters:
+        return column.in_(values)
+    return _any_of(column, bindparam(None, values, type_=_array(column.type)))
+
+
+def _any_of(column: Column[Any], values: BindParameter[Any]) -> ColumnElement[bool]:
+    made = select(func.unnest(values))
+    return column == any_(func.array(made.scalar_subquery()))
 
 
 def _array(kind: Any) -> TypeEngine[Any]:

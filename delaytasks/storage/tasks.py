@@ -27,6 +27,7 @@ from delaytasks.storage.filters import conditions
 from delaytasks.storage.inserts import BulkInsert, Insert
 from delaytasks.storage.key_owners import KeyOwners
 from delaytasks.storage.moves import Moves
+from delaytasks.storage.row_lists import by_id
 from delaytasks.storage.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.search_limit import search
@@ -150,6 +151,8 @@ class Tasks:
         """
         t = self._t
         query = select(*self._columns).where(*conditions(t, where, self._db.can))
+        if where.ids is not None:
+            query = by_id(query, t)
         if cursor is not None:
             query = pages.after(query, t, self._shard, cursor, newest_first)
 

@@ -388,6 +388,21 @@ def test_bulk_calls_find_rows_by_status_and_due_time_window_by_window(
             assert move != "rerun" or "yb_delay_hot" not in used, shown
 
 
+def test_some_ids_are_found_by_the_primary_key(analysed: Store, unanalysed: Store) -> None:
+    for store in (analysed, unanalysed):
+        ids = [one.id for one in store.tasks.find(filter_of({}), 1000).tasks[::3]]
+        for named, status in itertools.product((ids, ids[:3]), (None, ["DONE"], ["FAILED"])):
+            where = filter_of({"ids": named, "status": status})
+            shown = plans(store, lambda at=store, where=where: at.tasks.find(where, 50))  # type: ignore[misc]
+            assert "plan_idx" not in shown, shown
+            assert_no_scan(shown)
+        for named, move in itertools.product((ids, ids[:3]), ("cancel", "rerun")):
+            which = bulk_filter_of(move, {"ids": named}, False)
+            shown = plans(store, lambda at=store, which=which: list(at.bulk.matching(which)))  # type: ignore[misc]
+            assert "plan_idx" not in shown, shown
+            assert_no_scan(shown)
+
+
 @pytest.mark.parametrize("move", ["cancel", "reschedule"])
 def test_bulk_calls_move_rows_by_their_ids_on_empty_statistics(
     unanalysed: Store, move: str

@@ -293,6 +293,16 @@ def test_a_move_of_a_read_task_selects_its_shard_if_two_tasks_have_one_id(
         delays.rerun(task)
 
 
+def test_ids_are_found_and_moved_in_all_shards(shards: Several, delays: DelayTasks) -> None:
+    ids = [schedule_at(delays, shard, 60 + shard).id for shard in SHARDS]
+    for number in SHARDS:
+        shards.insert_foreign(number, 7)
+    assert [task.id for task in delays.find(ids=ids[::-1])] == ids
+    assert len(delays.find(ids=[7])) == len(SHARDS), "ids of other programs may be in each"
+    assert delays.cancel_many(ids=ids).changed == len(SHARDS)
+    assert {task.id for task in delays.find(status="NOT_COMPLETE")} == {7}
+
+
 def test_pages_merge_all_shards_in_order_without_loss(shards: Several, delays: DelayTasks) -> None:
     due = wiring_of(delays).clock.now()
     made = [delays.schedule_at(TAG, n, due) for n in range(20)]

@@ -45,8 +45,11 @@ LEAST = {
     for role, names in by_role.items()
     for endpoint in names.split()
 }
-#: Without a viewer, these answer: they are part of the login page.
-OPEN = {("GET", "static"), ("GET", "login"), ("POST", "log_in")}
+#: Without a viewer, these answer: they are part of the login page, or for probes.
+OPEN = {
+    ("GET", "static"), ("GET", "login"), ("POST", "log_in"),
+    ("GET", "health_live"), ("GET", "health_ready"),
+}  # fmt: skip
 
 
 def routes(site: Site) -> list[tuple[str, Rule]]:

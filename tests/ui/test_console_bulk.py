@@ -8,6 +8,7 @@ import threading
 from typing import Any
 
 import pytest
+from werkzeug.datastructures import MultiDict
 
 from delaytasks.console.viewers import Role
 from delaytasks.operations import bulk_run
@@ -30,7 +31,7 @@ def confirm(client: Any, link: str) -> tuple[str, str]:
     question = client.get(html.unescape(link)).text
     found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', question)
     # Browsers send the line ends of a form like this.
-    fields = {name: html.unescape(value).replace("\n", "\r\n") for name, value in found}
+    fields = MultiDict((name, html.unescape(value).replace("\n", "\r\n")) for name, value in found)
     return question, finish(client, client.post("/bulk", data=fields).location)
 
 

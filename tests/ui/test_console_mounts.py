@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,6 +40,8 @@ def delays(tmp_path: Path) -> Iterator[DelayTasks]:
 
 def check_console(client: Any, delays: DelayTasks, get_text: Any) -> None:
     """Open a page below /delays, follow a link to a style sheet, and pause a tag."""
+    ready = {"is_healthy": True, "checks": {"database": True, "tables": True}}
+    assert json.loads(get_text(client.get("/delays/health/ready"))) == ready
     text = get_text(client.get("/delays/tasks"))
     assert "<title>Tasks" in text
     assert 'hx-get="/delays/tasks"' in text, "the live view asks for this page again"
@@ -77,6 +80,7 @@ def test_in_flask_the_users_of_the_app_are_the_viewers(delays: DelayTasks) -> No
     assert client.get("/own").text == "the shop"
     viewers.clear()
     assert client.get("/delays/").status_code == 401
+    assert client.get("/delays/health/live").status_code == 200
     app.secret_key = None
     with pytest.raises(ConfigError, match="secret key"):
         mount_console(app, "/other", lambda: None, delays)
@@ -106,6 +110,7 @@ def test_in_django_staff_are_the_viewers(delays: DelayTasks) -> None:
             check_console(client, delays, lambda answer: answer.content.decode())
             people.clear()
             assert client.get("/delays/").status_code == 401
+            assert client.get("/delays/health/live").status_code == 200
             override.disable()
 
 
@@ -149,6 +154,7 @@ def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTask
     check_console(client, delays, lambda answer: answer.text)
     people.clear()
     assert client.get("/delays/").status_code == 401
+    assert client.get("/delays/health/live").status_code == 200
 
 
 def test_the_first_start_prints_a_password_once(delays: DelayTasks, tmp_path: Path) -> None:

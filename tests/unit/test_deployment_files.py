@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from delaytasks.cli.api import API_PORT
+from delaytasks.cli.console import PORT as CONSOLE_PORT
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.http_api.probes import READY_ANSWER_S
+from delaytasks.operations.probes import READY_ANSWER_S
 from tests.doc_commands import check_command
 from tests.running import ROOT
 
@@ -105,8 +106,12 @@ def test_the_probes_of_the_http_api_are_its_urls() -> None:
     assert paths == {"liveness": "/health/live", "readiness": "/health/ready"}
     assert api["ports"] == [{"name": "http", "containerPort": API_PORT}]
     assert min(api[f"{name}Probe"]["timeoutSeconds"] for name in paths) > READY_ANSWER_S
-    check = COMPOSE["services"]["api"]["healthcheck"]["test"]
-    assert f"http://127.0.0.1:{API_PORT}/health/ready" in check[-1]
+
+
+@pytest.mark.parametrize(("name", "port"), [("api", API_PORT), ("console", CONSOLE_PORT)])
+def test_compose_asks_each_server_whether_it_is_ready(name: str, port: int) -> None:
+    check = COMPOSE["services"][name]["healthcheck"]["test"]
+    assert f"http://127.0.0.1:{port}/health/ready" in check[-1]
     compile(check[-1], "healthcheck", "exec")
 
 

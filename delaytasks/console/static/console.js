@@ -3,9 +3,9 @@
 document.documentElement.classList.add("has-script");
 
 (() => {
-  const LIVE_MS = 5000, FAST_MS = 1000, CHORD_MS = 1200;
+  const LIVE_MS = 5000, FAST_MS = 1000, CHORD_MS = 1200, COPIED_MS = 2000;
   const byId = (id) => document.getElementById(id);
-  const isTyping = () => /^(INPUT|TEXTAREA|SELECT)$/.test(document.activeElement?.tagName || "");
+  const isTyping = () => document.activeElement?.matches("input:not([type=checkbox]), textarea, select");
 
   // -- live ---------------------------------------------------------------------------------------
 
@@ -21,9 +21,10 @@ document.documentElement.classList.add("has-script");
   setInterval(() => {
     const live = byId("live");
     const wait = live?.dataset.fast === "yes" ? FAST_MS : LIVE_MS;
-    // A viewer who types, selects text or reads a dialog is not interrupted.
+    // A viewer who types, selects text or rows, or reads a dialog is not interrupted.
     const isBusy = live?.contains(document.activeElement) && isTyping();
-    const isReading = String(getSelection()) !== "" || document.querySelector("dialog[open]");
+    const isReading = String(getSelection()) !== ""
+      || document.querySelector("dialog[open], [data-select]:checked");
     if (!live || !isLive || document.hidden || isBusy || isReading) return;
     if (Date.now() - refreshedAt < wait) return;
     refreshedAt = Date.now();
@@ -71,6 +72,52 @@ document.documentElement.classList.add("has-script");
       confirmed = form;
       form.requestSubmit();
     }, { once: true });
+  });
+
+  // -- selected rows ------------------------------------------------------------------------------
+
+  const showSelected = () => {
+    const text = byId("selected"), all = byId("select-all");
+    if (!text) return;
+    const boxes = [...document.querySelectorAll("[data-select]")];
+    const count = boxes.filter((box) => box.checked).length;
+    text.textContent = count ? `${count} selected:` : "Selected:";
+    all.checked = count > 0 && count === boxes.length;
+    all.indeterminate = count > 0 && !all.checked;
+  };
+  document.addEventListener("change", (event) => {
+    const isChecked = event.target.checked;
+    if (event.target.id === "select-all")
+      document.querySelectorAll("[data-select]").forEach((box) => { box.checked = isChecked; });
+    if (event.target.matches("#select-all, [data-select]")) showSelected();
+  });
+  addEventListener("pageshow", showSelected); // a browser that goes back may check the boxes again
+
+  // -- copy ---------------------------------------------------------------------------------------
+
+  const said = Object.assign(document.createElement("div"), { className: "hidden-text" });
+  said.setAttribute("role", "status");
+  byId("main").append(said);
+  const copied = (text) => {
+    if (navigator.clipboard) return navigator.clipboard.writeText(text);
+    // Browsers have no clipboard for pages that came by HTTP from another host.
+    const field = Object.assign(document.createElement("textarea"), { value: text });
+    document.body.append(field);
+    field.select();
+    const isDone = document.execCommand("copy");
+    field.remove();
+    return isDone ? Promise.resolve() : Promise.reject();
+  };
+  document.addEventListener("click", async (event) => {
+    const button = event.target.closest("[data-copy]");
+    if (!button) return;
+    said.textContent = "";
+    const text = byId(button.dataset.copy).textContent;
+    const word = await copied(text).then(() => "Copied", () => "Not copied");
+    button.focus();
+    button.firstChild.textContent = word;
+    said.textContent = word;
+    setTimeout(() => { button.firstChild.textContent = "Copy"; }, COPIED_MS);
   });
 
   // -- command palette ----------------------------------------------------------------------------
@@ -122,6 +169,7 @@ document.documentElement.classList.add("has-script");
     l: switchLive,
     j: () => moveRow(1),
     k: () => moveRow(-1),
+    x: () => document.querySelector("[data-row].chosen [data-select]")?.click(),
     g: () => { chordAt = Date.now(); },
     Enter: () => {
       const row = document.querySelector("[data-row].chosen");

@@ -75,6 +75,30 @@ def test_spread_refuses_a_call_that_names_no_tasks(shop: Project) -> None:
     assert shop("spread", "--over", "10m", *both, "--yes").exit_code == 2
 
 
+def test_many_are_named_by_their_ids(shop: Project) -> None:
+    first, second, other = (shop.schedule(delay=60 + n).id for n in range(3))
+    named = ("--id", str(first), "--id", str(second))
+    said = shop("cancel", *named, "--dry-run")
+    assert said.stdout == "2 tasks would be cancelled\n", said.stderr
+    assert shop.json("reschedule", *named, "--delay", "2h", "--yes")["changed"] == 2
+    said = shop("list", *named, "--oldest-first", "--limit", "1")
+    assert f"--id {first} --id {second} --oldest-first" in said.stderr
+    assert shop.json("spread", *named, "--over", "1m", "--yes")["changed"] == 2
+    assert shop.json("cancel", *named, "--yes")["changed"] == 2
+    assert shop.json("rerun", *named, "--status", "CANCELLED", "--yes")["changed"] == 2
+    assert shop.delays.get(other).version == 0
+    assert shop("cancel", str(other), *named).exit_code == 2
+    assert shop("cancel", "--id", "seven", "--yes").exit_code == 2
+
+
+def test_audit_shows_some_of_many_ids(shop: Project) -> None:
+    shop.delays.cancel_many(ids=[7])
+    assert "more" not in shop("audit").stdout
+    shop.delays.cancel_many(ids=range(1, 51))
+    assert '"47 more"' in shop("audit").stdout
+    assert len(shop.json("audit")[0]["filter"]["ids"]) == 50
+
+
 def last_update(shop: Project, tasks: Sequence[int]) -> datetime:
     return max(found for task in tasks if (found := shop.delays.get(task).update_time))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.http_api import probes
+from delaytasks.operations import probes
 from delaytasks.operations.health import HealthChecks
 from tests.integration.http_api.conftest import ApiSite, site_at
 
@@ -74,5 +74,5 @@ def test_many_probes_share_one_check_of_the_database(
     monkeypatch.setattr(probes, "ASK_AGAIN_S", 60.0)
     assert probe(file_site, "ready")[0] == 200
     file_site.delays.close()
-    monkeypatch.setattr(probes, "wiring_of", None)
+    monkeypatch.setattr(HealthChecks, "ready", None)
     assert probe(file_site, "ready")[0] == 200

@@ -60,6 +60,9 @@ def test_tasks_are_found_by_pages(shop: ApiCaller) -> None:
     assert (len(first["tasks"]), len(second["tasks"]), second["cursor"]) == (3, 2, None)
     found = shop.json("GET", "/v1/tasks?meta=n=0&status=NOT_COMPLETE&status=HELD&newest_first=true")
     assert len(found["tasks"]) == 3
+    ids = [task["id"] for task in found["tasks"]][:2]
+    named = shop.json("GET", f"/v1/tasks?ids={ids[1]}&ids={ids[0]}&newest_first=true")
+    assert [task["id"] for task in named["tasks"]] == ids
 
 
 def test_a_batch_with_a_wrong_task_schedules_nothing(site: ApiSite, shop: ApiCaller) -> None:
@@ -181,6 +184,7 @@ def test_each_error_is_a_problem_with_its_status(site: ApiSite, shop: ApiCaller)
     assert shop.problem("GET", "/v1/tasks/0") == (400, "InvalidIdError")
     assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "InvalidIdError")
     assert shop.problem("GET", "/v1/tasks?limit=0") == (400, "InvalidRequestError")
+    assert shop.problem("GET", "/v1/tasks?ids=seven") == (400, "InvalidRequestError")
     assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "InvalidRequestError")
     too_large = {"version": 2**63}
     assert shop.problem("POST", "/v1/tasks/1/cancel", too_large) == (400, "InvalidRequestError")
