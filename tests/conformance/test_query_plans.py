@@ -259,6 +259,7 @@ def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(
             (lambda: store.leases.renew(["w"], past), "idx_yb_delay_hot"),
             (lambda: claims.claim_due("a", [0], 50), "idx_yb_delay_hot"),
             (lambda: claims.claim(some), ""),
+            (lambda: claims.claim([*some, some[0]._replace(version=5)]), ""),
         ):
             shown = plans(store, work)
             assert index in shown, shown
