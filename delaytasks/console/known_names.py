@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from typing import NamedTuple
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.requests import state
+from delaytasks.console.tag_runs import read_tags
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.run_counts import OTHER_TAGS
@@ -27,30 +29,30 @@ class KnownNames(NamedTuple):
 def known_names() -> KnownNames:
     """Return the tags and queues of workers, policies and statistics.
 
-    No task is read. If there are more than `MOST_SUGGESTED` tags, those with the most runs of the
-    last day are returned.
+    No task is read. Of more than `MOST_SUGGESTED` tags, those of policies and workers come first,
+    and then those with the most runs of the last day.
     """
     shared = state()
-    return shared.cache.get("known_names", KNOWN_S, lambda: _read(shared.delays))
+    return shared.history.get("known_names", KNOWN_S, lambda: _read(shared.delays))
 
 
 def _read(delays: DelayTasks) -> KnownNames:
     """Read the names. Those of a database that does not answer are left out."""
-    tags, queues = Counter[str](), Counter[str]([delays.settings.default_queue])
+    tags, queues = dict[str, None](), {delays.settings.default_queue: None}
     now = wiring_of(delays).clock.now()
     for shard in wiring_of(delays).shards:
         with suppress(StoreError):
             for policy in shard.store.policies.read():
-                (tags if policy.kind == "tag" else queues)[policy.name] += 1
+                (tags if policy.kind == "tag" else queues)[policy.name] = None
             for worker in shard.store.workers.registered(now, delays.settings.silent_s):
-                tags.update(worker.tags or ())
-                queues.update(queue for queue in worker.queues if queue != ALL_QUEUES)
+                tags.update(dict.fromkeys(worker.tags or ()))
+                queues.update(dict.fromkeys(worker.queues))
     with suppress(StoreError):
-        for tag, total in delays.statistics.totals(since="1d").items():
-            tags[tag] += total.started
-    del tags[OTHER_TAGS]
+        tags.update(dict.fromkeys(each.tag for each in read_tags("day").tags))
+    tags.pop(OTHER_TAGS, None)
+    queues.pop(ALL_QUEUES, None)
     return KnownNames(_first(tags), _first(queues))
 
 
-def _first(names: Counter[str]) -> list[str]:
-    return sorted(name for name, _ in names.most_common(MOST_SUGGESTED))
+def _first(names: Iterable[str]) -> list[str]:
+    return sorted(islice(names, MOST_SUGGESTED))

@@ -93,12 +93,12 @@ def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
 
 
 def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]:
-    """Return the number of tasks that can move, whether there are more, and some of them.
+    """Return the number of tasks that can move, whether there may be more, and some of them.
 
     A bounded number of tasks is read, also if only few of them have the error text.
     """
     matches = error_matcher(query.error) if query.error else (lambda error: True)
-    count, read, cursor, examples = 0, 0, None, list[DelayTask]()
+    count, read, cursor, examples, lacks_some = 0, 0, None, list[DelayTask](), False
     searched = {**query.filters, "status": _statuses(action, query)}
     searches = Searches(state().delays)
     while read < MOST_MATCHES_COUNTED:
@@ -111,8 +111,9 @@ def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]
         found = [task for task in page if matches(task.error or "")]
         count, read, cursor = count + len(found), read + len(page), page.cursor
         examples = (examples + found)[:EXAMPLE_TASKS]
+        lacks_some = lacks_some or bool(page.missing)
         if cursor is None:
-            return count, False, examples
+            return count, lacks_some, examples
     return count, True, examples
 
 

@@ -74,10 +74,10 @@ def _ahead(found: DeploymentState) -> list[Problem]:
     if found.is_down or not found.alive:
         return []  # the forecast would be that of an assumed worker
     recent = state().forecast.get()
-    peak = None if recent is None else recent.forecast.peak
+    peak = None if recent is None else recent[0].peak
     if recent is None or peak is None or (found.overdue and peak.start <= found.now):
         return []  # the overdue tasks are the peak
-    sentences = peak_sentences(recent.forecast, day_and_time)
+    sentences = peak_sentences(recent[0], day_and_time)
     return [Problem("warning", f"A peak is ahead. {sentences}", "forecast")] if sentences else []
 
 

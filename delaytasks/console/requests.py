@@ -18,7 +18,7 @@ from delaytasks.console.bulk_runs import BulkRuns
 from delaytasks.console.cache import SharedCache
 from delaytasks.console.login_limit import LoginLimit
 from delaytasks.console.viewers import Access, Role, Viewer
-from delaytasks.forecast.latest import LatestForecast
+from delaytasks.core.latest import Latest
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.statistics.recent_failures import recent_failures
@@ -57,14 +57,14 @@ class ConsoleState:
         self.cache = SharedCache()
         #: What ran, which no action changes: a chart of a year is read rarely.
         self.history = SharedCache()
-        self.forecast = LatestForecast(delays.forecast)
+        self.forecast = Latest("forecast", delays.forecast)
         self.runs = BulkRuns(on_end=self.forget)
         self.logins = LoginLimit()
 
     def forget(self) -> None:
         """Drop what was read, after an action of many tasks: it may have spread a peak."""
         self.cache.forget()
-        self.forecast = LatestForecast(self.delays.forecast)
+        self.forecast = Latest("forecast", self.delays.forecast)
 
     def snapshot(self) -> DeploymentState:
         """Return the state of the deployment, which is some seconds old, and up to a minute if the

@@ -34,7 +34,7 @@ class ChartPeriod(NamedTuple):
     #: Seconds for which all viewers see the same chart.
     kept_s: float
     #: Whether the number of rows is checked before they are read.
-    is_long: bool = False
+    has_row_limit: bool = False
 
 
 #: The steps of a month and a year are whole days, so a row of a day is read as one number.
@@ -42,12 +42,14 @@ PERIODS = {
     "hour": ChartPeriod("1h", "1m", 10.0),
     "day": ChartPeriod("1d", "15m", 60.0),
     "week": ChartPeriod("7d", "2h", 300.0),
-    "month": ChartPeriod("30d", "1d", 900.0, is_long=True),
-    "year": ChartPeriod("365d", "7d", 3600.0, is_long=True),
+    "month": ChartPeriod("30d", "1d", 900.0, has_row_limit=True),
+    "year": ChartPeriod("365d", "7d", 3600.0, has_row_limit=True),
 }
-#: The most rows that a long chart reads, and the most that one tag has in a year in one database: a
-#: row for each day, for each hour of two days, and for each minute of the last two hours.
-MOST_CHART_ROWS, ROWS_OF_TAG = 30_000, 366 + 7 + 50 + 125
+#: The most rows that a long chart reads.
+MOST_CHART_ROWS = 30_000
+#: The rows that one tag has in one database besides one for each day: at most one for each hour of
+#: two days, for each minute of the last two hours, and for what came late.
+RECENT_ROWS_OF_TAG = 50 + 125 + 7
 _SHOWN_OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
@@ -110,7 +112,7 @@ def read_runs(name: str) -> PeriodRuns:
 
 def _read_all(name: str) -> PeriodRuns:
     period, delays = PERIODS[name], state().delays
-    tags = _busiest_tags(period) if period.is_long else None
+    tags = _busiest_tags(period) if period.has_row_limit else None
     points = delays.statistics.series(since=period.since, step=period.step, tags=tags)
     return PeriodRuns(points, None if tags is None else len(tags))
 
@@ -126,7 +128,8 @@ def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     for point in read_runs("week").points:
         for tag, total in point.tags.items():
             started[tag] = started.get(tag, 0) + total.started
-    most = max(MOST_CHART_ROWS // (ROWS_OF_TAG * len(shards)), 1)
+    rows_of_tag = parse_duration(period.since).days + RECENT_ROWS_OF_TAG
+    most = max(MOST_CHART_ROWS // (rows_of_tag * len(shards)), 1)
     return sorted(started, key=lambda tag: (-started[tag], tag))[:most]
 
 

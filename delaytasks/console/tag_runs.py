@@ -7,10 +7,12 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from delaytasks.console.requests import state
-from delaytasks.console.run_charts import PERIODS, PeriodRuns, read_runs
+from delaytasks.console.run_charts import PeriodRuns, read_runs
 from delaytasks.statistics.charts import sparkline
 from delaytasks.statistics.results import RunTotals
 
+#: Seconds for which all viewers see the same list, besides those of the runs that it is made of.
+KEPT_S = 10.0
 #: The most bars of a sparkline. Each has one or more steps of the period.
 MOST_BARS = 32
 
@@ -38,8 +40,7 @@ class TagList(NamedTuple):
 
 def read_tags(period: str) -> TagList:
     """Return the tags of a period, from the same rows as the charts of the overview."""
-    kept_s = PERIODS[period].kept_s
-    return state().history.get(("tags", period), kept_s, lambda: _tags_of(read_runs(period)))
+    return state().history.get(("tags", period), KEPT_S, lambda: _tags_of(read_runs(period)))
 
 
 def _tags_of(found: PeriodRuns) -> TagList:

@@ -107,7 +107,7 @@ def check_statuses(status: object) -> frozenset[Status]:
 
 def check_ids(ids: object) -> frozenset[int]:
     """Convert one id or several."""
-    if isinstance(ids, (str, int)) or not isinstance(ids, Iterable):
+    if isinstance(ids, (str, bytes, int, Mapping)) or not isinstance(ids, Iterable):
         return frozenset({check_id(ids)})
     checked = set[int]()
     for each in ids:

@@ -22,7 +22,7 @@ class ServiceTimes(NamedTuple):
 
 
 NO_OUTAGES = ServiceTimes()
-#: A worker without a broker within this time after its start has never had one.
+#: A worker whose outage began within this time after its start has never reached its broker.
 CONNECTING_S = 5.0
 
 

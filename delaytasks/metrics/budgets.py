@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import StoreError
 from delaytasks.metrics.families import Family, Sample
 from delaytasks.statistics.reading import StepRange, counts_by_tag
 from delaytasks.statistics.results import OnTime
@@ -16,46 +14,31 @@ if TYPE_CHECKING:
 
 #: The budget is that of the alert `DelayTasksOnTimeBudgetBurns`.
 BUDGET_PERIOD, TARGET = "30d", 0.99
-#: The statistics of this period are read again after this time, and after the reading's duration
-#: times `RENEW_SHARE`, so that they cost at most half a percent of a core.
-RENEWED_AFTER_S, RENEW_SHARE = 60.0, 200
+#: The tags are those with such counts in this period, so that few tags are read for a month.
+TAGS_PERIOD = "1d"
 
 
-class OnTimeBudgets:
-    """Reads how much of each tag's error budget is left. Not safe for several threads."""
-
-    def __init__(self, wiring: Wiring) -> None:
-        self._wiring = wiring
-        self._samples: Sequence[Sample] = ()
-        self._is_read_again_at = float("-inf")
-
-    def family(self) -> Family:
-        began = monotonic()
-        if began >= self._is_read_again_at:
-            try:
-                self._samples = self._read()
-            except StoreError:
-                pass  # the value 0 of `delaytasks_database_up` reports it
-            else:
-                now = monotonic()
-                self._is_read_again_at = now + max(RENEWED_AFTER_S, RENEW_SHARE * (now - began))
-        return budget_family(self._samples)
-
-    def _read(self) -> list[Sample]:
-        now = self._wiring.clock.now()
-        period = StepRange.of(now, BUDGET_PERIOD, None, "1m", is_series=False)
-        return [
-            Sample((tag,), OnTime(tag, None, counts.on_time, counts.late, TARGET).budget_left)
-            for tag, counts in counts_by_tag(self._wiring.shards, period, None)
-            if counts.on_time or counts.late
-        ]
+def read_budgets(wiring: Wiring) -> list[OnTime]:
+    """Return the counts of the budget's period for each tag that had some lately."""
+    lately = _on_time(wiring, TAGS_PERIOD, None)
+    return _on_time(wiring, BUDGET_PERIOD, [one.tag for one in lately]) if lately else []
 
 
-def budget_family(samples: Sequence[Sample]) -> Family:
+def _on_time(wiring: Wiring, period: str, tags: Sequence[str] | None) -> list[OnTime]:
+    steps = StepRange.of(wiring.clock.now(), period, None, "1m", is_series=False)
+    return [
+        OnTime(tag, None, counts.on_time, counts.late, TARGET)
+        for tag, counts in counts_by_tag(wiring.shards, steps, tags)
+        if counts.on_time or counts.late
+    ]
+
+
+def budget_family(recent: tuple[Sequence[OnTime], float] | None) -> Family:
+    """Return the metric. It has no values if the budgets could not be read lately."""
     return Family(
         "delaytasks_on_time_budget_left",
         "Share of the error budget of 30 days that is left, if 1 % of the runs may begin too late.",
         "gauge",
         ("tag",),
-        samples,
+        [Sample((one.tag,), one.budget_left) for one in recent[0]] if recent else [],
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from delaytasks.forecast.latest import RecentForecast
+from delaytasks.forecast.result import Forecast
 from delaytasks.metrics.families import Family, gauge
 
 _ABOUT = {
@@ -22,13 +22,13 @@ _ABOUT = {
 }
 
 
-def peak_families(recent: RecentForecast | None) -> Iterator[Family]:
+def peak_families(recent: tuple[Forecast, float] | None) -> Iterator[Family]:
     """Yield the metrics of a forecast. They have no values if there is none."""
     for (name, about), value in zip(_ABOUT.items(), _values(recent), strict=True):
         yield gauge(name, about, value)
 
 
-def _values(recent: RecentForecast | None) -> tuple[float | None, ...]:
+def _values(recent: tuple[Forecast, float] | None) -> tuple[float | None, ...]:
     """Return the values of the metrics, in the order of `_ABOUT`."""
     if recent is None:
         return (None,) * len(_ABOUT)

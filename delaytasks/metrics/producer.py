@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.core.forks import reset_in_child
 from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.metrics.families import Family, Sample
 from delaytasks.wiring import wiring_of
@@ -26,6 +27,11 @@ class ProducerMetrics:
 
     def __init__(self, max_tags: int) -> None:
         self._max_tags = max_tags
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        """Begin again at zero: the parent process reports its own counts."""
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
@@ -49,7 +55,7 @@ class ProducerMetrics:
             counts = self._counts.copy()
         yield Family(
             "delaytasks_scheduled",
-            "Tasks that this process has scheduled.",
+            "Tasks that this process has scheduled since it registered this metric.",
             "counter",
             ("tag",),
             [Sample((tag,), count) for tag, count in counts.items()],

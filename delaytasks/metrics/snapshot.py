@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.latest import Latest
 from delaytasks.core.registered_worker import beat_age_s
-from delaytasks.forecast.latest import LatestForecast
-from delaytasks.metrics.budgets import OnTimeBudgets, budget_family
+from delaytasks.metrics.budgets import budget_family, read_budgets
 from delaytasks.metrics.families import Family, Sample, gauge
 from delaytasks.metrics.peak import peak_families
 from delaytasks.metrics.shard_labels import (
@@ -51,8 +51,8 @@ class DatabaseMetrics:
     def __init__(self, wiring: Wiring, rest_s: float = REST_S) -> None:
         self._wiring = wiring
         self._rest_s = rest_s
-        self._forecast = LatestForecast(lambda: wiring.forecasts().of_next_week())
-        self._budgets = OnTimeBudgets(wiring)
+        self._forecast = Latest("forecast", lambda: wiring.forecasts().of_next_week())
+        self._budgets = Latest("error budgets", lambda: read_budgets(wiring))
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()
         self._all_are_up = True
@@ -84,7 +84,7 @@ class DatabaseMetrics:
         yield from worker_families(found)
         yield from service_families(found)
         yield from peak_families(self._forecast.get() if found else None)
-        yield self._budgets.family()
+        yield budget_family(self._budgets.get() if found else None)
         if wiring.direct_timer is None:
             yield _broker_up([Sample((), float(self._is_broker_up()))])
         if wiring.redis_timer is not None:
@@ -102,7 +102,7 @@ def known_families() -> list[Family]:
     """Return all metrics of `DatabaseMetrics`, without values."""
     timer = [family._replace(samples=()) for family in _redis_timer({})]
     of_shards = [*row_families([]), *worker_families([]), *service_families([])]
-    others = [*peak_families(None), budget_family([]), _broker_up([])]
+    others = [*peak_families(None), budget_family(None), _broker_up([])]
     return [_database_up([]), *of_shards, *others, *timer]
 
 

@@ -34,7 +34,7 @@ class HealthQuestion(NamedTuple):
         - `worker`: the workers of one host.
         - `drain`: the processes of `delaytasks drain --forever` of one host.
         - `beat`: beat. Workers know when its last message arrived.
-        - `api`: a server of the HTTP API, which only needs the databases.
+        - `api`: a server of the HTTP API or of the console, which only needs the databases.
     host
         The host of these processes.
     name

@@ -306,7 +306,7 @@ def _ticks(start: datetime, length: timedelta) -> Iterator[datetime]:
     every = next((each for each in ROUND_TIMES if length <= TIME_LABELS * each), length)
     begin = start.astimezone(UTC)
     tick = start.replace(hour=0, minute=0, second=0, microsecond=0)
-    # If some days are between two labels, these are Mondays.
+    # Labels that are a week or more apart are Mondays.
     tick -= timedelta(days=tick.weekday() % max(every.days, 1))
     while (at := tick.astimezone(UTC)) < begin + length:
         if at >= begin:

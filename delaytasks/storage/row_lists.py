@@ -128,7 +128,7 @@ def listed(database: Database, column: Column[Any], name: str) -> ColumnElement[
 
 
 def one_of(column: Column[Any], values: Sequence[Any], can: Capabilities) -> ColumnElement[bool]:
-    """The condition of `listed` with these values."""
+    """Return the condition that the column has one of these values."""
     if not can.array_parameters:
         return column.in_(values)
     return _any_of(column, bindparam(None, values, type_=_array(column.type)))

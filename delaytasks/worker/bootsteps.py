@@ -14,7 +14,7 @@ from delaytasks.worker.celery_compat.broker_outage import bound_connections
 from delaytasks.worker.celery_compat.consumed_queues import add_queues
 from delaytasks.worker.celery_compat.inspect_rows import show_rows
 from delaytasks.worker.celery_compat.stopping import end_chunks_on_cold_shutdown
-from delaytasks.worker.celery_compat.versions import let_threads_wake, stop_without_output
+from delaytasks.worker.celery_compat.versions import let_threads_wake, obey_signals_without_output
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import logical_queues
@@ -47,7 +47,7 @@ class DelaysStep(bootsteps.StartStopStep):
         processes.queues = logical_queues(queues, wiring.settings.namespace)
         bound_connections(app)
         let_threads_wake(worker.hub)
-        stop_without_output()
+        obey_signals_without_output()
         worker.delays_runtime = runtime = build_runtime(wiring, processes, worker)
         end_chunks_on_cold_shutdown(worker)
         show_rows()

@@ -122,6 +122,8 @@ def test_a_task_of_some_ids_that_runs_is_left_as_it_is(
     ("ids", "error", "says"),
     [
         ([], InvalidQueryError, "ids is empty"),
+        (b"12", InvalidIdError, "b'12'"),
+        ({7: "first"}, InvalidIdError, "first"),
         (range(1, 1002), InvalidQueryError, "at most 1,000"),
         (["7", "seven"], InvalidIdError, "seven"),
         ([0], InvalidIdError, "1 to"),

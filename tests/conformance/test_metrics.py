@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, update
 
 from delaytasks import DelayTasks, NewTask
+from delaytasks.core import latest
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.core.run_counts import RunCounts
-from delaytasks.forecast import latest
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
@@ -165,8 +165,9 @@ def test_the_peak_of_the_next_week_is_forecast(
 
 
 def test_the_error_budget_of_30_days_is_that_of_tags_with_on_time(
-    delays: DelayTasks, store: Store
+    delays: DelayTasks, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
     now, unwritten = store.tasks.now(), Unwritten()
     for days_ago, late in ((40, 3), (20, 2), (0, 1)):
         counts = RunCounts()

@@ -105,7 +105,7 @@ def test_workers_run_tasks_while_a_quorum_queue_does_not_answer(
         wait_until(lambda: "queue.blocked" in worker.log(), 30, lambda: worker.log())
         line = next(line for line in worker.log().splitlines() if "queue.blocked" in line)
         assert queue.name in line
-        assert "remedy='one of these queues does not answer" in line
+        assert "remedy='at least one of these queues does not answer" in line
         goes_on(d, worker)
         assert worker.log().count("queue.blocked") <= 2, "it is not told at each try"
         own_rabbitmq.ctl("delete_queue", queue.name)

@@ -79,7 +79,7 @@ def test_selected_failed_and_cancelled_tasks_run_again(own_site: Site) -> None:
     delays.cancel(cancelled)
     question, text = confirm(client, link_of("rerun", [failed.id, cancelled, waits]))
     assert heading(question) == "Run again 2 tasks?"
-    assert "You have selected 3 tasks. The others do not match now." in question
+    assert "You have selected 3 tasks. The others have another status now" in question
     assert "2 changed, 0 left as they were, of 2." in text
     assert states(own_site, [failed.id, cancelled, other.id]) == [
         "NOT_COMPLETE", "NOT_COMPLETE", "FAILED",

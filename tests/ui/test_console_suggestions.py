@@ -46,17 +46,18 @@ def test_the_forms_of_policies_suggest_tags_and_queues(site: Site) -> None:
     assert suggested(admin, "/policies", "name") == both[:3]
 
 
-def test_the_names_are_bounded_and_those_with_most_runs_stay(
+def test_the_names_are_bounded_and_those_of_policies_stay(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_names, "MOST_SUGGESTED", 2)
+    monkeypatch.setattr(known_names, "MOST_SUGGESTED", 4)
     for number in range(5):
         own_site.delays.pause(queue=f"queue-{number}")
     client = own_site.client(Role.VIEW)
+    own_site.delays.pause(tag="paused.tag")
     tags = suggested(client, "/tasks", "tag")
-    assert len(tags) == 2
-    assert "order.close" in tags
-    assert len(suggested(client, "/tasks", "queue")) == 2
+    assert len(tags) == 4
+    assert "paused.tag" in tags
+    assert len(suggested(client, "/tasks", "queue")) == 4
 
 
 def test_the_names_are_read_without_the_table_of_tasks(own_site: Site) -> None:
@@ -80,7 +81,7 @@ def test_a_page_is_shown_if_the_names_cannot_be_read(
         raise StoreUnavailableError("the database does not answer")
 
     monkeypatch.setattr(type(wiring_of(own_site.delays).store.policies), "read", fail)
-    monkeypatch.setattr(type(own_site.delays.statistics), "totals", fail)
+    monkeypatch.setattr(type(own_site.delays.statistics), "series", fail)
     monkeypatch.setattr(type(wiring_of(own_site.delays).store.workers), "registered", fail)
     client = own_site.client(Role.VIEW)
     assert suggested(client, "/tasks", "queue") == ["default"]

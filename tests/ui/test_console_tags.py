@@ -178,7 +178,7 @@ def test_a_year_of_many_tags_reads_those_with_the_most_runs(
     assert len(rows(client.get("/tags?period=year").text)) == 9
     empty.app.extensions["delaytasks_console"].history.forget()
     monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 17)
-    monkeypatch.setattr(run_charts, "ROWS_OF_TAG", 5)
+    monkeypatch.setattr(run_charts, "RECENT_ROWS_OF_TAG", 5 - 365)  # 5 rows in a year
     text = client.get("/tags?period=year").text
     assert [row["Tag"] for row in rows(text)] == ["tag.8", "tag.7", "tag.6"]
     assert "Only the 3 tags with the most runs in the last week are counted" in text

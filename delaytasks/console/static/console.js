@@ -30,6 +30,11 @@ document.documentElement.classList.add("has-script");
     refreshedAt = Date.now();
     htmx.trigger(live, "refresh");
   }, 250);
+  addEventListener("htmx:beforeSwap", (event) => {
+    // Rows that were selected during the request stay selected.
+    if (event.detail.target === live && document.querySelector("[data-select]:checked"))
+      event.detail.shouldSwap = false;
+  });
   addEventListener("htmx:responseError", (event) => {
     // The session has ended: show the login page.
     if (event.detail.xhr.status === 401) location.reload();

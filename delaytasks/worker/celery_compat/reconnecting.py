@@ -14,6 +14,7 @@ from celery import bootsteps
 from celery.utils.log import get_logger
 
 from delaytasks.core.bounded_calls import in_background
+from delaytasks.core.clock import monotonic
 from delaytasks.timers.broker_link import is_home_node_down
 from delaytasks.worker.celery_compat.broker_outage import (
     call_in_background,
@@ -44,8 +45,9 @@ REFUSED_REMEDIES = {
 }
 UNTIL_CREATED = "; until then this worker works from the table"
 SILENT_REMEDY = (
-    "one of these queues does not answer: bring the nodes of its majority back (`rabbitmq-queues "
-    "quorum_status`), or delete it, and workers create it again"
+    "at least one of these queues does not answer: bring the nodes of its majority back "
+    "(`rabbitmq-queues quorum_status`), or, if it holds no messages of other tasks, delete it, and "
+    "workers create it again"
 )
 _REFUSED_NAME = re.compile(r"(?:queue|exchange) '([^']*)'")
 
@@ -62,7 +64,7 @@ class ReconnectStep(bootsteps.Step):
         #: Whether the worker has read from its queues since it connected.
         self._is_ready = False
         #: The queue or exchange that RabbitMQ has refused, or the queues of which one is silent.
-        self._refused: str | None = None
+        self._blocked: str | None = None
         blueprint = getattr(consumer, "blueprint", None)
         if blueprint is not None:
             blueprint.start = partial(self._start, consumer, blueprint.start)
@@ -86,7 +88,7 @@ class ReconnectStep(bootsteps.Step):
     def _start(self, consumer: Any, start: Callable[[Any], None], parent: Any) -> None:
         """Start the consumer's steps, from connecting on."""
         consumer.controller.delays_runtime.service_watch.mark_broker_lost()
-        self._is_ready = False
+        self._is_ready, began = False, monotonic()
         for step in consumer.steps:
             if type(step).__name__ == "DelayedDelivery" and not isinstance(step.start, partial):
                 step.start = partial(_set_up_in_background, step, step.start)
@@ -107,7 +109,8 @@ class ReconnectStep(bootsteps.Step):
                 publisher = consumer.controller.delays_runtime.publisher
                 queues = consumer.controller.delays_runtime.processes.queues
                 names = ", ".join(publisher.queue(queue).name for queue in queues)
-                self._report(consumer, names, error=repr(error), remedy=SILENT_REMEDY)
+                rest_s = RECONNECT_PAUSE_S + 2 * (monotonic() - began)
+                self._report(consumer, names, rest_s, error=repr(error), remedy=SILENT_REMEDY)
             raise
 
     def _close(self, consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
@@ -123,25 +126,31 @@ class ReconnectStep(bootsteps.Step):
         if code not in REFUSED_REMEDIES or name is None:
             return is_home_node_down(error)
         remedy = REFUSED_REMEDIES[code]
-        self._report(consumer, name[1], code=code, error=str(error), remedy=remedy)
+        rest_s = 2 * RECONNECT_PAUSE_S
+        self._report(consumer, name[1], rest_s, code=code, error=str(error), remedy=remedy)
         return True
 
-    def _report(self, consumer: Any, key: str, *, remedy: str, **fields: Any) -> None:
-        """Report that this worker reads no queue now, because of `key`."""
-        self._refused = key
+    def _report(
+        self, consumer: Any, key: str, rest_s: float, *, remedy: str, **fields: Any
+    ) -> None:
+        """Report that this worker reads no queue now, because of `key`, and send none messages.
+
+        The next attempt to read them ends within `rest_s` seconds.
+        """
+        self._blocked = key
         runtime = consumer.controller.delays_runtime
         runtime.events.emit("queue.blocked", key=key, remedy=remedy + UNTIL_CREATED, **fields)
         for queue in runtime.processes.queues:
             # A sweep that cannot send drain messages drains the queue in its own worker.
-            runtime.publisher.rest(queue, 2 * RECONNECT_PAUSE_S)
+            runtime.publisher.rest(queue, rest_s)
 
     def _on_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
         self._is_ready = True
         runtime: WorkerRuntime = consumer.controller.delays_runtime
         runtime.connected()
-        refused, self._refused = self._refused, None
-        if refused is not None:
-            runtime.events.emit("queue.unblocked", key=refused)
+        blocked, self._blocked = self._blocked, None
+        if blocked is not None:
+            runtime.events.emit("queue.unblocked", key=blocked)
         on_ready()
 
 

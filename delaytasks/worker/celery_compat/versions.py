@@ -59,15 +59,15 @@ def mark_busy(pool: Any, processes: Iterable[Any]) -> None:
         busy.update(process.inqW_fd for process in processes)
 
 
-def stop_without_output() -> None:
+def obey_signals_without_output() -> None:
     """Let the worker obey SIGTERM although the program that reads its output has ended.
 
     Before Celery 5.7 the signal handler fails when it cannot write its line, and the worker goes
     on.
     """
-    if _CELERY >= (5, 7):
-        return
     say = celery_worker.safe_say
+    if _CELERY >= (5, 7) or say.__module__ == __name__:
+        return
 
     def say_if_possible(*args: Any) -> None:
         with contextlib.suppress(OSError):

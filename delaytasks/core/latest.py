@@ -1,51 +1,51 @@
-"""Keeps a recent forecast for callers that must not wait for one, such as pages and scrapes."""
+"""Keeps a recent value that takes long to read, for pages and scrapes, which must not wait."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 from delaytasks.core.bounded_calls import in_background, within
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
-from delaytasks.forecast.result import Forecast
 
 logger = logging.getLogger(__name__)
-#: A forecast is made again after this time, and after its duration times `REST_PER_FORECAST`:
-#: millions of waiting tasks take seconds, which may cost the database half a percent of a core. The
-#: latter is at most `MOST_RENEW_S`.
-RENEW_S, REST_PER_FORECAST, MOST_RENEW_S = 60.0, 200, 3600.0
-#: The time for which a caller waits if there is no recent forecast.
+#: A value is read again after this time, and after the duration of its reading times `RENEW_SHARE`,
+#: so that it costs the database at most half a percent of a core. The latter is at most
+#: `MOST_RENEW_S`.
+RENEW_S, RENEW_SHARE, MOST_RENEW_S = 60.0, 200, 3600.0
+#: The time for which a caller waits if there is no recent value.
 FIRST_WAIT_S = 0.5
 
 
-class RecentForecast(NamedTuple):
-    forecast: Forecast
-    age_s: float
+T = TypeVar("T")
 
 
-class LatestForecast:
-    """Returns the last forecast, and makes it again in a thread.
+class Latest(Generic[T]):
+    """Returns the last value, and reads it again in a thread.
 
     Parameters
     ----------
-    make
-        Makes a forecast.
+    what
+        The value's name, for the log.
+    read
+        Reads the value.
     """
 
-    def __init__(self, make: Callable[[], Forecast]) -> None:
-        self._make = make
+    def __init__(self, what: str, read: Callable[[], T]) -> None:
+        self._what = what
+        self._read = read
         self._lock = threading.Lock()
-        self._found: Forecast | None = None
+        self._found: T | None = None
         self._is_busy = False
         self._began = self._again_at = self._recent_until = float("-inf")
 
-    def get(self) -> RecentForecast | None:
-        """Return the last forecast, or None if none could be made lately.
+    def get(self) -> tuple[T, float] | None:
+        """Return the last value and its age in seconds, or None if none could be read lately.
 
-        A forecast is returned for twice the time after which it is made again. Only a caller that
+        A value is returned for twice the time after which it is read again. Only a caller that
         finds none waits for a new one, for at most `FIRST_WAIT_S` seconds.
         """
         with self._lock:
@@ -56,27 +56,27 @@ class LatestForecast:
                 within(FIRST_WAIT_S, self._renew)
             except TimeoutError:
                 pass  # a later caller gets it
-        elif is_due and not in_background(self._renew, "forecast", is_kept=False):
+        elif is_due and not in_background(self._renew, self._what, is_kept=False):
             self._renew()  # no thread can be started
         return self._recent()
 
-    def _recent(self) -> RecentForecast | None:
+    def _recent(self) -> tuple[T, float] | None:
         with self._lock:
             now = monotonic()
             if self._found is None or now > self._recent_until:
                 return None
-            return RecentForecast(self._found, now - self._began)
+            return self._found, now - self._began
 
     def _renew(self) -> None:
         began, rest_s = monotonic(), RENEW_S
-        found: Forecast | None = None
+        found: T | None = None
         try:
-            found = self._make()
-            rest_s = min(max(REST_PER_FORECAST * (monotonic() - began), RENEW_S), MOST_RENEW_S)
+            found = self._read()
+            rest_s = min(max(RENEW_SHARE * (monotonic() - began), RENEW_S), MOST_RENEW_S)
         except StoreError as error:
-            logger.warning("no forecast: %s", error)
+            logger.warning("no %s: %s", self._what, error)
         except Exception:
-            logger.exception("no forecast")
+            logger.exception("no %s", self._what)
         with self._lock:
             self._is_busy, self._again_at = False, monotonic() + rest_s
             if found is not None:

@@ -1,4 +1,4 @@
-"""The latest forecast is kept for a while, and callers rarely wait for a new one."""
+"""The latest value, here a forecast, is kept, and callers rarely wait for a new one."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
+from delaytasks.core import latest
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.forecast import latest
-from delaytasks.forecast.latest import (
-    MOST_RENEW_S,
-    RENEW_S,
-    REST_PER_FORECAST,
-    LatestForecast,
-)
+from delaytasks.core.latest import MOST_RENEW_S, RENEW_S, RENEW_SHARE, Latest
 from tests.unit.manual_monotonic import ManualMonotonic
 from tests.waiting import wait_until
 
@@ -54,13 +49,13 @@ def forecasts(monkeypatch: pytest.MonkeyPatch) -> Forecasts:
 
 @pytest.mark.parametrize(
     ("takes_s", "rest_s"),
-    [(0.125, RENEW_S), (1, REST_PER_FORECAST), (300, MOST_RENEW_S)],
+    [(0.125, RENEW_S), (1, RENEW_SHARE), (300, MOST_RENEW_S)],
 )
 def test_a_slow_forecast_is_made_again_less_often(
     forecasts: Forecasts, takes_s: float, rest_s: float
 ) -> None:
     forecasts.takes_s = takes_s
-    kept: Any = LatestForecast(forecasts.make)
+    kept: Any = Latest("forecast", forecasts.make)
     assert kept.get() == (1, takes_s)
     forecasts.time.at += rest_s - 1
     assert kept.get() == (1, takes_s + rest_s - 1)
@@ -71,7 +66,7 @@ def test_a_slow_forecast_is_made_again_less_often(
 def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(
     forecasts: Forecasts,
 ) -> None:
-    kept: Any = LatestForecast(forecasts.make)
+    kept: Any = Latest("forecast", forecasts.make)
     assert kept.get() == (1, 0.125)
     forecasts.error = StoreUnavailableError("down")
     forecasts.time.at += RENEW_S
@@ -89,7 +84,7 @@ def test_an_error_of_the_program_is_logged(
     forecasts: Forecasts, caplog: pytest.LogCaptureFixture
 ) -> None:
     forecasts.error = ZeroDivisionError("no worker")
-    assert LatestForecast(forecasts.make).get() is None
+    assert Latest("forecast", forecasts.make).get() is None
     assert "ZeroDivisionError: no worker" in caplog.text
 
 
@@ -113,11 +108,11 @@ def test_callers_get_the_last_forecast_while_a_thread_makes_a_new_one(
     time, slow = ManualMonotonic(), SlowForecasts()
     monkeypatch.setattr(latest, "monotonic", time)
     monkeypatch.setattr(latest, "FIRST_WAIT_S", 30.0)
-    kept: Any = LatestForecast(slow.make)
+    kept: Any = Latest("forecast", slow.make)
 
     def found() -> Any:
         recent = kept.get()
-        return recent and recent.forecast
+        return recent and recent[0]
 
     assert found() == 1
     time.at += RENEW_S
