@@ -30,7 +30,7 @@ def known_names() -> KnownNames:
     """Return the tags and queues of workers, policies and statistics.
 
     No task is read. Of more than `MOST_SUGGESTED` tags, those of policies and workers come first,
-    and then those with the most runs of the last day.
+    and then those with the most runs of the last hour.
     """
     shared = state()
     return shared.history.get("known_names", KNOWN_S, lambda: _read(shared.delays))
@@ -48,7 +48,7 @@ def _read(delays: DelayTasks) -> KnownNames:
                 tags.update(dict.fromkeys(worker.tags or ()))
                 queues.update(dict.fromkeys(worker.queues))
     with suppress(StoreError):
-        tags.update(dict.fromkeys(each.tag for each in read_tags("day").tags))
+        tags.update(dict.fromkeys(each.tag for each in read_tags("hour").tags))
     tags.pop(OTHER_TAGS, None)
     queues.pop(ALL_QUEUES, None)
     return KnownNames(_first(tags), _first(queues))

@@ -155,9 +155,10 @@ def write_statistics(delays: DelayTasks) -> None:
     for ago in range(60):
         counts = RunCounts()
         runs = int(220 + 90 * math.sin(ago / 9) + 17 * (ago % 5)) - ago
-        counts.add_outcome("done", runs)
-        counts.add_outcome("failed", max(6 - ago // 3, 0))
-        counts.add_outcome("retried", ago % 4)
+        failed, retried = max(6 - ago // 3, 0), ago % 4
+        counts.add_outcome("done", runs - failed - retried)
+        counts.add_outcome("failed", failed)
+        counts.add_outcome("retried", retried)
         for number in range(runs):
             slow = 0.9 if number % 60 == 0 and ago < 20 else 0.0
             counts.add_run(0.004 + number % 7 * 0.001 + slow, 0.02, ON_TIME_S)

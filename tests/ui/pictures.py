@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
 
 from sqlalchemy import delete, func, update
@@ -22,7 +23,7 @@ from delaytasks.console.requests import EXTENSION
 from delaytasks.wiring import wiring_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
-from tests.ui.console_site import Site, fill, make_delays, served
+from tests.ui.console_site import Site, fill, make_delays, served, write_runs
 from tests.ui.fault_pictures import draw_faults
 from tests.ui.report_picture import draw_report, write_day
 from tests.ui.test_console_in_a_browser import MODES, logins, paths_of
@@ -30,6 +31,8 @@ from tests.ui.test_console_in_a_browser import MODES, logins, paths_of
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
 #: Pixels of a picture, and the tasks of a peak.
 TALLEST, PEAK = 1600, 60_000
+#: The runs of some tags in each minute of the last hour.
+RUNS_OF_TAGS = {"mail.send": 90, "trial.end": 12, "report.build": 4}
 
 
 def draw() -> None:
@@ -38,6 +41,8 @@ def draw() -> None:
     fill(delays)
     _rename(delays)
     _add_peak(delays)
+    for minutes, (tag, runs) in product(range(60), RUNS_OF_TAGS.items()):
+        write_runs(delays, tag, timedelta(minutes=minutes), runs + 3 * (minutes % 7))
     site = Site(delays)
     with served(site.app) as address, chromium(find_chromium()) as browser:
         for mode, options in MODES.items():
