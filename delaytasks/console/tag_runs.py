@@ -12,7 +12,7 @@ from delaytasks.statistics.charts import sparkline
 from delaytasks.statistics.results import RunTotals
 
 #: Seconds for which all viewers see the same list, besides those of the runs that it is made of.
-KEPT_S = 10.0
+LIST_KEPT_S = 10.0
 #: The most bars of a sparkline. Each has one or more steps of the period.
 MOST_BARS = 32
 
@@ -40,7 +40,7 @@ class TagList(NamedTuple):
 
 def read_tags(period: str) -> TagList:
     """Return the tags of a period, from the same rows as the charts of the overview."""
-    return state().history.get(("tags", period), KEPT_S, lambda: _tags_of(read_runs(period)))
+    return state().history.get(("tags", period), LIST_KEPT_S, lambda: _tags_of(read_runs(period)))
 
 
 def _tags_of(found: PeriodRuns) -> TagList:

@@ -13,8 +13,8 @@ from sqlalchemy import update
 
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
+from delaytasks.core import latest
 from delaytasks.core.run_counts import RunCounts
-from delaytasks.forecast import latest
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus
