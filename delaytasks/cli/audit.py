@@ -11,10 +11,9 @@ from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, count, print_json, print_table
 from delaytasks.cli.times import show_from_now
 from delaytasks.core.ids import check_id
+from delaytasks.core.text import some_values
 from delaytasks.wiring import wiring_of
 
-#: The ids of a filter that the table shows. `--json` has all.
-IDS_SHOWN = 3
 _AUDIT_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
 
 
@@ -71,9 +70,9 @@ def audit(cli: Cli, limit: int) -> None:
 
 
 def _filter_text(filter: dict[str, Any]) -> str:
-    ids = filter.get("ids", ())
-    if len(ids) > IDS_SHOWN:
-        filter = {**filter, "ids": [*ids[:IDS_SHOWN], f"{len(ids) - IDS_SHOWN} more"]}
+    """Return a filter for the table, which has only the first of many ids. `--json` has all."""
+    if "ids" in filter:
+        filter = {**filter, "ids": some_values(filter["ids"])}
     return json.dumps(filter, ensure_ascii=False)
 
 

@@ -110,16 +110,12 @@ def make_console(
         pages.install(app)
     if isinstance(access, OpenIDAccess):
         pages_openid.install(app)
-    Probes(lambda: _health(delays)).add_to(app)
+    Probes(lambda: HealthChecks(wiring_of(delays).shards, delays.settings)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)
     app.register_error_handler(HTTPException, _http_error)
     app.register_error_handler(Exception, _failed)
     return app
-
-
-def _health(delays: DelayTasks) -> HealthChecks:
-    return HealthChecks(wiring_of(delays).shards, delays.settings, lambda: None)
 
 
 def _of_every_page() -> dict[str, Any]:

@@ -60,6 +60,14 @@ class PeriodRuns(NamedTuple):
     #: The number of tags that were read, if all of them have more than `MOST_CHART_ROWS` rows.
     cut_to: int | None = None
 
+    def by_tag(self) -> dict[str, dict[int, RunTotals]]:
+        """Return the totals of each tag by the number of the step."""
+        steps: dict[str, dict[int, RunTotals]] = {}
+        for number, point in enumerate(self.points):
+            for tag, total in point.tags.items():
+                steps.setdefault(tag, {})[number] = total
+        return steps
+
 
 @dataclass
 class Runs:
@@ -124,10 +132,10 @@ def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     since = now - parse_duration(period.since)
     if count_rows(shards, since, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
         return None
-    started: dict[str, int] = {}
-    for point in read_runs("week").points:
-        for tag, total in point.tags.items():
-            started[tag] = started.get(tag, 0) + total.started
+    started = {
+        tag: sum(total.started for total in steps.values())
+        for tag, steps in read_runs("week").by_tag().items()
+    }
     rows_of_tag = parse_duration(period.since).days + RECENT_ROWS_OF_TAG
     most = max(MOST_CHART_ROWS // (rows_of_tag * len(shards)), 1)
     return sorted(started, key=lambda tag: (-started[tag], tag))[:most]

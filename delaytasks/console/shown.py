@@ -14,7 +14,7 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.task import DelayTask
 from delaytasks.core.task_json import pretty
-from delaytasks.core.text import last_line
+from delaytasks.core.text import last_line, some_values
 from delaytasks.statistics.charts import sparkline
 
 #: What people call the statuses. The words are also the names of CSS classes.
@@ -26,8 +26,6 @@ STATUS_WORDS = {
     "CANCELLED": "cancelled",
     "HELD": "held",
 }
-#: Values of a filter that a page shows.
-VALUES_SHOWN = 3
 #: An instant in a sentence or in an audit entry, but not in the key of an occurrence, after "@".
 _INSTANT = re.compile(
     r"(?<![\w@])[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?(?:Z|\+00:00)"
@@ -101,13 +99,9 @@ def local_times(text: object) -> str:
     return _INSTANT.sub(local, str(text))
 
 
-def some_values(value: object) -> object:
+def value_or_some(value: object) -> object:
     """Return the values of a list as a text, or only the first of many."""
-    if not isinstance(value, (list, tuple)):
-        return value
-    left = len(value) - VALUES_SHOWN
-    text = ", ".join(map(str, value[:VALUES_SHOWN]))
-    return f"{text} and {left:,} more" if left > 0 else text
+    return some_values(value) if isinstance(value, (list, tuple)) else value
 
 
 def from_now(value: datetime, now: datetime) -> str:
@@ -142,7 +136,7 @@ def install_filters(app: Flask) -> None:
         distance=distance,
         day_and_time=day_and_time,
         local_times=local_times,
-        some_values=some_values,
+        some_values=value_or_some,
         error_line=error_line,
         pretty_body=pretty_body,
         pretty_result=pretty_result,

@@ -44,11 +44,7 @@ def read_tags(period: str) -> TagList:
 
 
 def _tags_of(found: PeriodRuns) -> TagList:
-    steps: dict[str, dict[int, RunTotals]] = {}
-    for number, point in enumerate(found.points):
-        for tag, total in point.tags.items():
-            steps.setdefault(tag, {})[number] = total
-    tags = [_runs_of(tag, of_tag, len(found.points)) for tag, of_tag in steps.items()]
+    tags = [_runs_of(tag, steps, len(found.points)) for tag, steps in found.by_tag().items()]
     tags.sort(key=lambda each: (-each.total.started, each.tag))
     return TagList(tuple(tags), found.cut_to)
 

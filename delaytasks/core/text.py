@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from itertools import islice
 
@@ -101,3 +101,9 @@ def count(number: int, noun: str, plural: str | None = None) -> str:
 def first_names(names: Collection[str], most: int = 5) -> str:
     """Return the first names for one log line or sentence."""
     return ", ".join(islice(names, most))
+
+
+def some_values(values: Sequence[object], most: int = 3) -> str:
+    """Return the first values for a list that a person reads, and how many more there are."""
+    text = ", ".join(map(str, values[:most]))
+    return f"{text} and {len(values) - most:,} more" if len(values) > most else text

@@ -61,17 +61,13 @@ def make_api(
     for route in ROUTES:
         _add(app, gate, route)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
-    Probes(lambda: _health(delays)).add_to(app)
+    Probes(lambda: HealthChecks(wiring_of(delays).shards, delays.settings)).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(problems.RefusedRequestError, problems.refused)
     app.register_error_handler(DelayTaskError, problems.failed)
     app.register_error_handler(HTTPException, problems.of_http)
     app.register_error_handler(Exception, problems.broken)
     return app
-
-
-def _health(delays: DelayTasks) -> HealthChecks:
-    return HealthChecks(wiring_of(delays).shards, delays.settings, lambda: None)
 
 
 def _add(app: Flask, gate: Gate, route: Route) -> None:

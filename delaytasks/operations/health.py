@@ -98,11 +98,14 @@ class HealthChecks:
     shards, settings
         The databases and the settings of the deployment.
     broker_error
-        Returns the error of the broker, or None if it answers.
+        Returns the error of the broker, or None if it answers. By default the broker is not asked.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], settings: Settings, broker_error: Callable[[], str | None]
+        self,
+        shards: Sequence[Shard],
+        settings: Settings,
+        broker_error: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._shards = shards
         self._settings = settings

@@ -170,7 +170,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert delays.attempts(task) == []
     with pytest.raises(StoreError):
         delays.pause(tag="mail")
-    checks = HealthChecks(wiring_of(delays).shards, wiring_of(delays).settings, lambda: None)
+    checks = HealthChecks(wiring_of(delays).shards, wiring_of(delays).settings)
     assert all(check.is_ok for check in checks.ready(HealthQuestion("api")))
     delays.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 import threading
@@ -227,6 +228,14 @@ class Site:
         if self._begun_run is not None:
             self._begun_run.stop.set()
         self.delays.close()
+
+
+def chart_titles(page: str, charts: int) -> str:
+    """Return the texts of all bars of a page, a line each, after counting its charts."""
+    found = re.findall(r'<svg class="chart".*?</svg>', page, re.DOTALL)
+    assert len(found) == charts
+    titles = re.findall(r"<title>([^<]*)", "".join(found))
+    return "\n".join(html.unescape(title) for title in titles)
 
 
 def token_of(client: FlaskClient, path: str = "/") -> str:

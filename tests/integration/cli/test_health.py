@@ -183,7 +183,7 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
             raise StoreUnavailableError("too late")
 
     hanging: Any = Hanging()
-    checks = HealthChecks([hanging], Settings(), lambda: None)
+    checks = HealthChecks([hanging], Settings())
     [live] = checks.live(HealthQuestion("worker", HOST, timeout_s=0.05))
     assert live.is_ok
     database, broker = checks.ready(HealthQuestion(timeout_s=0.05))
