@@ -146,7 +146,11 @@ def _refused(error: DelayTaskError) -> tuple[str, int]:
 
 
 _TITLES = {
-    401: ("Not logged in", "This page is for viewers whom the server in front of it has named."),
+    401: (
+        "Not logged in",
+        "Log in to the application or proxy that this console is part of, as a user who may see "
+        "it, and reload this page.",
+    ),
     403: ("Not allowed", "Your role does not allow this, or the form is too old: reload its page."),
     404: ("There is no such page", "The address may be mistyped, or what it named is gone."),
 }
