@@ -20,11 +20,12 @@ SECOND = timedelta(seconds=1)
 def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayTask]:
     """Return one task for each way in which tasks differ."""
     tasks = {
-        "first": delays.schedule_at("a", 1, NOON, key="eu-1"),
+        # The order of ids is not that of due times.
+        "done": delays.schedule_at("b", 5, NOON + 4 * SECOND),
         "second": delays.schedule_at("a", 2, NOON + SECOND, queue="slow", key="us-1"),
+        "first": delays.schedule_at("a", 1, NOON, key="eu-1"),
         "failed": delays.schedule_at("b", 3, NOON + 2 * SECOND, priority=3),
         "cancelled": delays.schedule_at("b", 4, NOON + 3 * SECOND, queue="slow"),
-        "done": delays.schedule_at("b", 5, NOON + 4 * SECOND),
     }
     put(store, tasks["failed"], status=int(Status.FAILED), create_time=NOON)
     put(store, tasks["cancelled"], status=int(Status.CANCELLED))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import re
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from delaytasks.console import known_names
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.wiring import wiring_of
-from tests.ui.console_site import Site
+from tests.ui.console_site import Site, write_runs
+
+
+def add_worker(site: Site, *tags: str) -> None:
+    workers = wiring_of(site.delays).store.workers
+    workers.report("celery@shop-3", ["default"], "prefork", 8, 0, tags)
 
 
 def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> list[str]:
@@ -26,9 +32,13 @@ def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> lis
 
 
 @pytest.mark.parametrize("path", ["/tasks", "/forecast", "/recurring"])
-def test_tags_of_workers_policies_and_statistics_are_suggested(site: Site, path: str) -> None:
-    tags = suggested(site.client(Role.ADMIN), path, "tag")
-    assert tags == ["mail.send", "order.close", "pay.notify"]
+def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, path: str) -> None:
+    add_worker(own_site, "of.a.worker")
+    write_runs(own_site.delays, "of.statistics", timedelta(minutes=2), 1)
+    own_site.delays.pause(tag="of.a.policy")
+    tags = suggested(own_site.client(Role.ADMIN), path, "tag")
+    others = ["mail.send", "order.close", "pay.notify"]
+    assert tags == sorted([*others, "of.a.policy", "of.a.worker", "of.statistics"])
 
 
 def test_queues_of_workers_are_suggested(site: Site) -> None:
@@ -52,6 +62,7 @@ def test_the_names_are_bounded_and_those_of_policies_stay(
     monkeypatch.setattr(known_names, "MOST_SUGGESTED", 4)
     for number in range(5):
         own_site.delays.pause(queue=f"queue-{number}")
+    add_worker(own_site, *(f"a.worker.{number}" for number in range(5)))
     client = own_site.client(Role.VIEW)
     own_site.delays.pause(tag="paused.tag")
     tags = suggested(client, "/tasks", "tag")
