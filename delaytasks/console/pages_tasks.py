@@ -9,6 +9,7 @@ from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.actions import act
+from delaytasks.console.pages_many import possible_actions
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.task_filters import instant_of, number_of, query_of, read_page
@@ -61,6 +62,7 @@ def tasks() -> str | Response:
         problem=problem,
         statuses=[status.name for status in Status],
         now=now,
+        actions=possible_actions(query.filters.get("status", ())),
         bulk_filters={name: value for name, value in query.typed.items() if name != "order"},
     )
 
