@@ -63,10 +63,11 @@ def health(
     delaytasks health beat
 
     The deployment is healthy if databases and broker answer, the tables have this version, a worker
-    lives, and a sweep was recent. A worker or drain is ready under the same conditions, if it has
-    reported itself. With --live it is unhealthy only if it has stopped reporting while a database
-    answers: a restart does not help against an outage. Beat is healthy if its messages have
-    reached a worker recently. The HTTP API and the console have URLs for probes instead.
+    lives, a sweep was recent, and each queue with late tasks has a worker. A worker or drain is
+    ready under the same conditions except the last one, if it has reported itself. With --live it
+    is unhealthy only if it has stopped reporting while a database answers: a restart does not help
+    against an outage. Beat is healthy if its messages have reached a worker recently. The HTTP API
+    and the console have URLs for probes instead.
     """
     _check_options(component, live, name, max_overdue, max_sweep_age)
     wiring = wiring_of(cli.delays)

@@ -13,6 +13,7 @@ from delaytasks.cli.output import NOTHING, Cell, cell, count, print_json, print_
 from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.schedule import read_body
 from delaytasks.cli.times import INSTANT, show_instant
+from delaytasks.core.durations import show_timing
 from delaytasks.core.errors import InvalidTimingError
 from delaytasks.recurrence.definition import preview
 from delaytasks.recurrence.imports import SOURCES, import_entries
@@ -235,7 +236,10 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
     elif found:
         print_table(
             "name,Celery task,timing,result,problem".split(","),
-            [(e.name, e.task, e.timing or NOTHING, e.result, e.problem or NOTHING) for e in found],
+            [
+                (e.name, e.task, show_timing(e.timing or NOTHING), e.result, e.problem or NOTHING)
+                for e in found
+            ],
             folded="name problem",
         )
     refused = sum(entry.result == "refused" for entry in found)
@@ -277,7 +281,7 @@ def _row(schedule: RecurringSchedule, now: datetime) -> list[Cell]:
     return [
         schedule.name,
         schedule.tag,
-        schedule.timing,
+        show_timing(schedule.timing),
         schedule.tz,
         _next_occurrence(schedule, now),
         schedule.last_at,

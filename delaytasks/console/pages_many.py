@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from flask import Flask, abort, redirect, render_template, request, url_for
@@ -18,7 +18,7 @@ from delaytasks.console.viewers import Role
 from delaytasks.core.bulk import BulkResult
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidInputError, InvalidQueryError, SearchTimeoutError
-from delaytasks.core.states import MOVES
+from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.operations.error_search import error_filter, error_matcher
 from delaytasks.wiring import wiring_of
@@ -29,6 +29,11 @@ class BulkAction(NamedTuple):
 
     word: str
     move: str
+
+    @property
+    def sources(self) -> set[str]:
+        """The statuses of the tasks that it changes."""
+        return {status.name for status in MOVES[self.move].sources}
 
 
 ACTIONS = {
@@ -67,12 +72,21 @@ def _query(given: Any) -> TaskQuery:
     return query
 
 
+def possible_actions(statuses: Collection[str] = ()) -> dict[str, str]:
+    """Return the names and words of the actions that change tasks of one of these statuses.
+
+    Without statuses, the tasks may have any.
+    """
+    chosen = set(statuses) or {status.name for status in Status}
+    return {name: action.word for name, action in ACTIONS.items() if chosen & action.sources}
+
+
 def _statuses(action: str, query: TaskQuery) -> list[str]:
     """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can.
 
     A rerun takes CANCELLED tasks only if the viewer has chosen this status or selected the tasks.
     """
-    sources = {status.name for status in MOVES[ACTIONS[action].move].sources}
+    sources = ACTIONS[action].sources
     if action == "rerun" and not query.filters.keys() & {"status", "ids"}:
         sources = {"FAILED"}
     wanted = sources & set(query.filters.get("status", sources))

@@ -8,6 +8,7 @@ from flask import Flask, abort, render_template
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.counts import count_due, count_queues
+from delaytasks.console.pages_many import possible_actions
 from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.run_charts import PERIODS, chosen_period, due_chart, runs_of
 from delaytasks.console.searches import Searches
@@ -129,6 +130,7 @@ def failure(name: str) -> str:
         page="failures",
         group=group,
         tasks=page.tasks,
+        actions=possible_actions(group.filters["status"]),
         problem=problem,
         s=found,
         now=found.now,

@@ -12,7 +12,7 @@ from werkzeug.wrappers import Response
 from delaytasks.console.actions import act
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.viewers import Role
-from delaytasks.core.durations import show_duration
+from delaytasks.core.durations import show_timing
 from delaytasks.core.errors import (
     BodyNotJSONError,
     DelayTaskError,
@@ -50,7 +50,7 @@ def recurring() -> str:
     return render_template(
         "recurring.html",
         page="recurring",
-        schedules=[(each, _timing(each), _next(each, now)) for each in found],
+        schedules=[(each, show_timing(each.timing), _next(each, now)) for each in found],
         more=found[-1].name if len(found) == SCHEDULES_PER_PAGE else None,
         prefix=prefix or "",
         edited=edited,
@@ -58,12 +58,6 @@ def recurring() -> str:
         body="" if edited is None else _body_text(edited),
         now=now,
     )
-
-
-def _timing(schedule: RecurringSchedule) -> str:
-    """Return the timing for readers: "every 5m" instead of "every 300"."""
-    seconds = timing_options(schedule.timing).get("every", "")
-    return f"every {show_duration(int(seconds))}" if seconds.isdecimal() else schedule.timing
 
 
 def _next(schedule: Any, now: datetime) -> list[datetime]:

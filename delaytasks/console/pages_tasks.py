@@ -9,6 +9,7 @@ from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
 from delaytasks.console.actions import act
+from delaytasks.console.pages_many import possible_actions
 from delaytasks.console.requests import requires, state, viewer
 from delaytasks.console.shown import viewer_zone
 from delaytasks.console.task_filters import instant_of, number_of, query_of, read_page
@@ -23,6 +24,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.ids import check_id
 from delaytasks.core.page import Page
+from delaytasks.core.reasons import Reason
 from delaytasks.core.states import Status, moves_from
 from delaytasks.core.trace_meta import trace_id_of
 from delaytasks.wiring import wiring_of
@@ -60,6 +62,7 @@ def tasks() -> str | Response:
         problem=problem,
         statuses=[status.name for status in Status],
         now=now,
+        actions=possible_actions(query.filters.get("status", ())),
         bulk_filters={name: value for name, value in query.typed.items() if name != "order"},
     )
 
@@ -68,9 +71,11 @@ def tasks() -> str | Response:
 def task(id: str) -> str:
     delays = state().delays
     found = delays.get(check_id(id))
+    explanation = wiring_of(delays).explanations().of(found)
+    # The explanation reads the task again. The page shows the row that the reasons are about.
+    found, reasons = explanation.task or found, explanation.reasons
     now = wiring_of(delays).clock.now()
     attempts = delays.attempts(found)
-    reasons = wiring_of(delays).explanations().of(found).reasons
     schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
     # The trace is a part of the meta, which the role may not show.
     trace = trace_id_of(found.meta) if viewer().role >= Role.OPERATE else None
@@ -80,10 +85,19 @@ def task(id: str) -> str:
         task=found,
         attempts=attempts,
         events=timeline_of(found, attempts, now, next(schedules, None), trace),
-        reasons=reasons,
+        reasons=[(reason.sentence, _remedy(reason)) for reason in reasons],
         moves=set(moves_from(found.status)),
         now=now,
     )
+
+
+def _remedy(reason: Reason) -> str:
+    """Return the remedy of a reason, unless it is a command.
+
+    The console does not know how its viewers call the command line, and has buttons and pages
+    instead.
+    """
+    return "" if ": delaytasks " in reason.remedy else reason.remedy
 
 
 # -- actions --------------------------------------------------------------------------------------
@@ -91,6 +105,12 @@ def task(id: str) -> str:
 
 def _on_task(name: str, id: str, do: Any, **more: Any) -> Response:
     return act(name, {"id": id, **more}, lambda: do(state().delays, check_id(id)))
+
+
+def _time_of_day() -> str:
+    """Return the time for a notice, which stays on a page that follows the task."""
+    now = wiring_of(state().delays).clock.now()
+    return f"{now.astimezone(viewer_zone()):%H:%M:%S %Z}"
 
 
 def _version() -> int | None:
@@ -104,7 +124,8 @@ def cancel_task(id: str) -> Response:
 
     def do(delays: DelayTasks, number: int) -> str:
         result = delays.cancel(number, version=_version(), running=is_running, strict=True)
-        return "The task was asked to stop." if result.is_requested else "The task is cancelled."
+        done = "asked to stop" if result.is_requested else "cancelled"
+        return f"The task was {done} at {_time_of_day()}."
 
     return _on_task("cancel_task", id, do)
 
@@ -113,7 +134,7 @@ def cancel_task(id: str) -> Response:
 def rerun_task(id: str) -> Response:
     def do(delays: DelayTasks, number: int) -> str:
         delays.rerun(number, version=_version())
-        return "The task waits again and is due now."
+        return f"The task was scheduled again at {_time_of_day()}."
 
     return _on_task("rerun_task", id, do)
 
@@ -122,7 +143,7 @@ def rerun_task(id: str) -> Response:
 def run_task_now(id: str) -> Response:
     def do(delays: DelayTasks, number: int) -> str:
         delays.reschedule(number, 0, version=_version())
-        return "The task is due now."
+        return f"The task was made due at {_time_of_day()}."
 
     return _on_task("run_task", id, do)
 
@@ -137,6 +158,7 @@ def reschedule_task(id: str) -> Response:
         except InvalidDelayError:
             at = instant_of(text, wiring_of(delays).clock.now(), viewer_zone())
             moved = delays.reschedule(number, at=at, version=_version())
-        return f"The task is due at {moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}."
+        due = f"{moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
+        return f"The task was rescheduled at {_time_of_day()}, to {due}."
 
     return _on_task("reschedule_task", id, do, to=text)

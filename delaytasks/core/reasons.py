@@ -81,6 +81,8 @@ class Facts(NamedTuple):
     grace_s: float = 1.0
     #: Seconds after which a sweep is late.
     self_sweep_s: float = 10.0
+    #: The prefix of the queues in the broker.
+    namespace: str = "delaytasks"
     #: The names of the encryption keys that this process has.
     keys: Sequence[str] = ()
     schedule: ScheduleFacts | None = None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from shlex import quote
 from typing import Any
 
-from delaytasks.core.durations import show_duration
+from delaytasks.core.durations import show_duration, show_timing
 from delaytasks.core.reasons import Facts, Reason, instant_text
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
@@ -152,7 +152,8 @@ def _recurring(facts: Facts) -> Iterator[Reason]:
         next_at = f"the next occurrence without a task is at {instant_text(schedule.next_at)}"
     yield Reason(
         "recurring",
-        f"It is a task of the recurring schedule {schedule.name} ({schedule.timing}); {next_at}.",
+        f"It is a task of the recurring schedule {schedule.name} "
+        f"({show_timing(schedule.timing)}); {next_at}.",
         f"To see its next occurrences: delaytasks recurring next {quote(schedule.name)}",
         {
             "name": schedule.name,

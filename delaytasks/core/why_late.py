@@ -30,14 +30,17 @@ _DEFERRED = {
 
 
 def why_late(
-    late: OverdueGroup, workers: Sequence[RegisteredWorker], policies: Sequence[Policy]
+    late: OverdueGroup,
+    workers: Sequence[RegisteredWorker],
+    policies: Sequence[Policy],
+    namespace: str,
 ) -> Reason:
     """Return the most important reason why the tasks of a queue and a tag have not begun."""
     queue, tag = late.queue, late.tag
     for policy in policies:
         if policy.is_paused and (policy.kind, policy.name) in (("tag", tag), ("queue", queue)):
             return Reason("paused", f"The {policy.kind} {policy.name} is paused.")
-    no_worker = unserved(queue, tag, workers)
+    no_worker = unserved(queue, tag, workers, namespace)
     if no_worker is not None:
         return no_worker
     if late.cause is not None:

@@ -29,7 +29,7 @@ def why_waiting(facts: Facts) -> list[Reason]:
     task = facts.task
     waits = list(_not_due(facts))
     reasons = [*_paused(facts), *_limited(facts), *waits]
-    no_worker = unserved(task.queue, task.tag, facts.workers)
+    no_worker = unserved(task.queue, task.tag, facts.workers, facts.namespace)
     if no_worker is not None and no_worker.code not in {reason.code for reason in waits}:
         reasons.append(no_worker)
     reasons += _key(facts)

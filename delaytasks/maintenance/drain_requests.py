@@ -63,7 +63,7 @@ class DrainRequests:
                 "queue.unserved",
                 count=len(others),
                 queue=first_names(others),
-                remedy=one_more_worker(others),
+                remedy=one_more_worker(others, self._settings.namespace),
             )
 
     def start_own(

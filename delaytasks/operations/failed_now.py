@@ -62,6 +62,8 @@ class FailedNow:
     def summary(self) -> str:
         """The type and the message of the exception, with `…` for what differs."""
         text = self.pattern.rpartition("\n")[2].strip("*").strip()
+        # The whole message differs, such as the key of a KeyError.
+        text += " *" if text.endswith(":") else ""
         return text.replace("*", "…") or "(no error text)"
 
     @property

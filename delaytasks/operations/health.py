@@ -10,6 +10,7 @@ from typing import NamedTuple
 from delaytasks.core.bounded_calls import all_within
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.registered_worker import (
     LostWorker,
     RegisteredWorker,
@@ -17,6 +18,7 @@ from delaytasks.core.registered_worker import (
     lost_everywhere,
 )
 from delaytasks.core.settings import Settings
+from delaytasks.core.text import some_values
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.routing.shard import Shard
 from delaytasks.storage import migrations
@@ -30,7 +32,8 @@ class HealthQuestion(NamedTuple):
     Attributes
     ----------
     component
-        - `deployment`: the databases, the sweeps and at least one worker.
+        - `deployment`: the databases, the sweeps, at least one worker, and a worker for each
+          queue that has late tasks.
         - `worker`: the workers of one host.
         - `drain`: the processes of `delaytasks drain --forever` of one host.
         - `beat`: beat. Workers know when its last message arrived.
@@ -88,6 +91,8 @@ class _Answer(NamedTuple):
     lost: Sequence[LostWorker] = ()
     swept: Sequence[Swept] = ()
     overdue: int = 0
+    #: Queues with late tasks that no live worker serves.
+    unserved: Sequence[str] = ()
 
 
 class HealthChecks:
@@ -138,6 +143,8 @@ class HealthChecks:
             return
         if answers and question.component != "beat":
             yield _worker_check(answers, question)
+        if answers and question.component == "deployment":
+            yield _queues_check(answers)
         if self._settings.uses_broker and question.component != "drain":
             error = self._broker_error()
             yield HealthCheck("broker", error is None, error or "answers")
@@ -179,32 +186,38 @@ class HealthChecks:
             return _Answer(now, revision, has_tables)
         stats = Stats(store.database, store.schema)
         overdue = OverdueRows(store.database, store.schema)
-        most = question.max_overdue
+        most, workers = question.max_overdue, store.workers.registered(now, settings.silent_s)
+        served = {queue for worker in workers if worker.is_alive for queue in worker.queues}
+        asks_for_queues = question.component == "deployment" and ALL_QUEUES not in served
         return _Answer(
             now,
             revision,
             has_tables,
-            store.workers.registered(now, settings.silent_s),
+            workers,
             store.workers.lost(),
             stats.sweeps(settings.sweep_partitions),
             # More than one beyond the limit need not be counted.
             0 if most is None else overdue.count(settings.grace_s, most + 1).tasks,
+            overdue.other_queues(served, self._sweep_limit_s) if asks_for_queues else (),
         )
+
+    @property
+    def _sweep_limit_s(self) -> float:
+        """The time after which a worker would have swept by itself, and one interval more."""
+        return self._settings.self_sweep_s + self._settings.sweep_s
 
     def _beat_check(self, answers: Sequence[_Answer]) -> HealthCheck:
         """Check that messages of beat arrive, as far as live workers with a broker know."""
         age_s = beat_age_s(worker for answer in answers for worker in answer.workers)
         if age_s is None:
             return HealthCheck("beat", True, "unknown, because no worker receives its messages")
-        # Then a worker sweeps by itself.
-        limit_s = self._settings.self_sweep_s + self._settings.sweep_s
-        detail = f"last message {show_duration(age_s)} ago, at most {show_duration(limit_s)}"
-        return HealthCheck("beat", age_s <= limit_s, detail)
+        limit = show_duration(self._sweep_limit_s)
+        detail = f"last message {show_duration(age_s)} ago, at most {limit}"
+        return HealthCheck("beat", age_s <= self._sweep_limit_s, detail)
 
     def _sweep_check(self, answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:
-        limit_s = question.max_sweep_age_s
-        if limit_s is None:
-            limit_s = self._settings.self_sweep_s + self._settings.sweep_s
+        given_s = question.max_sweep_age_s
+        limit_s = self._sweep_limit_s if given_s is None else given_s
         ages = [one.age_s(answer.now) for answer in answers for one in answer.swept]
         known = [age_s for age_s in ages if age_s is not None]
         if len(known) < len(ages):
@@ -259,6 +272,14 @@ def _worker_check(answers: Sequence[_Answer], question: HealthQuestion) -> Healt
         return HealthCheck("worker", True, detail)
     last = f"{silent[0]} has not reported for {show_duration(ages[silent[0]])}"
     return HealthCheck("worker", False, last + lost)
+
+
+def _queues_check(answers: Sequence[_Answer]) -> HealthCheck:
+    queues = sorted({queue for answer in answers for queue in answer.unserved})
+    if not queues:
+        return HealthCheck("queues", True, "each queue with late tasks has a worker")
+    named = some_values(queues)
+    return HealthCheck("queues", False, f"no live worker serves {named}, where tasks are late")
 
 
 def _lost_text(answers: Sequence[_Answer], question: HealthQuestion) -> str:

@@ -70,6 +70,7 @@ class FactReader:
             swept_s=None if last is None else (now - last).total_seconds(),
             grace_s=settings.grace_s,
             self_sweep_s=settings.self_sweep_s,
+            namespace=settings.namespace,
             keys=names_of(settings.encryption_keys),
             schedule=self._schedule(task),
             cancelled_by=self._cancelled_by(task) if task.status is Status.CANCELLED else None,

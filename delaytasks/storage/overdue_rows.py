@@ -8,7 +8,7 @@ which bounds the rows to read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from datetime import datetime
 from itertools import islice
 from typing import NamedTuple
@@ -27,6 +27,8 @@ from delaytasks.storage.types import db_now_plus, is_narrow, is_past, once
 MAX_OVERDUE_COUNTED = 1_000_000
 #: Queues in which overdue tasks are counted, and priorities of each.
 MAX_OVERDUE_QUEUES, MAX_OVERDUE_PRIORITIES = 1_000, 100
+#: Queues that are compared with those that workers serve.
+MAX_OTHER_QUEUES = 100
 
 
 class OverdueCount(NamedTuple):
@@ -78,6 +80,20 @@ class OverdueRows:
             tasks = min(sum(tasks for tasks, _ in parts), most)
             found[queue] = OverdueCount(tasks, min((first for _, first in parts), default=None))
         return found
+
+    def other_queues(self, served: Collection[str], late_s: float) -> list[str]:
+        """Return queues with tasks that are late by more than `late_s`, except those in `served`.
+
+        At most `MAX_OTHER_QUEUES` queues are looked at, the first ones by name.
+        """
+
+        def read(on: Connection) -> list[str]:
+            queues = steps(on, self._t.c.queue, has_status(self._t, Status.NOT_COMPLETE))
+            others = [queue for queue in islice(queues, MAX_OTHER_QUEUES) if queue not in served]
+            found = self.count_of_queues(on, others, late_s, most=1)
+            return [queue for queue, late in found.items() if late.tasks]
+
+        return self._db.autocommitted(read)
 
     def _of_levels(
         self, on: Connection, queue: str, late_s: float, most: int

@@ -241,6 +241,8 @@ def test_late_tasks_are_counted_by_queue_tag_and_cause(bench: RunnerHarness) -> 
     }
     assert overdue.count(0).tasks == 4
     assert overdue.count(0, most=3).tasks == 3
+    assert overdue.other_queues({"default"}, 0) == ["letters"]
+    assert overdue.other_queues({"default"}, 10_000) == []
     assert len(overdue.groups(0, 2)) == 2
 
 

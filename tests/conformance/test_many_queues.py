@@ -137,7 +137,8 @@ def test_one_log_line_summarizes_the_queues_that_no_worker_serves(site: ManyQueu
     [told] = site.of("queue.unserved")
     assert told["queue"] == "q000000, q000001, q000002, q000003, q000004"
     assert told["count"] == MOST_OTHERS == site.events.counts["queue.unserved"]
-    assert told["remedy"].endswith("worker -Q q000000,q000001,q000002,q000003,q000004")
+    named = ",".join(f"delaytasks.q00000{number}" for number in range(5))
+    assert told["remedy"].endswith(f"worker -Q {named}")
 
 
 def test_each_queue_is_drained_in_one_of_several_sweeps(site: ManyQueues) -> None:

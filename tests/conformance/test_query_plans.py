@@ -128,6 +128,11 @@ def test_a_count_of_overdue_tasks_scans_no_table(analysed: Store) -> None:
     assert_no_scan(plans(analysed, lambda: overdue.count(1)))
 
 
+def test_a_search_for_queues_that_no_worker_serves_scans_no_table(analysed: Store) -> None:
+    overdue = OverdueRows(analysed.database, analysed.schema)
+    assert_no_scan(plans(analysed, lambda: overdue.other_queues({"served"}, 1)))
+
+
 def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(
     database_url: str,
 ) -> None:

@@ -121,6 +121,15 @@ def tab(browser: Any, address: str) -> Iterator[Any]:
     context.close()
 
 
+@pytest.mark.parametrize("width", [700, 760, 1024, 1200, 1280])
+def test_the_whole_menu_is_visible(tab: Any, address: str, width: int) -> None:
+    tab.set_viewport_size({"width": width, "height": 700})
+    hidden = """nav => [...nav.children].filter(each => {
+        const [own, all] = [each, nav].map(one => one.getBoundingClientRect());
+        return own.right > all.right || own.left < all.left; }).map(each => each.textContent)"""
+    assert tab.locator(".bar nav").evaluate(hidden) == []
+
+
 def test_a_key_is_shown_on_one_line(tab: Any, address: str) -> None:
     tab.goto(f"{address}/tasks?tag=report.build")
     cell = tab.locator("td[data-label=Key]").first
@@ -160,7 +169,7 @@ def test_a_dangerous_action_is_confirmed_first(tab: Any, site: Site, address: st
     assert site.delays.get(task.id).status.name == "NOT_COMPLETE"
     tab.get_by_role("button", name="Cancel", exact=True).click()
     tab.locator("#confirm").get_by_role("button", name="Yes").click()
-    tab.get_by_text("The task is cancelled.").wait_for()
+    tab.get_by_text("The task was cancelled at").wait_for()
     assert site.delays.get(task.id).status.name == "CANCELLED"
 
 
@@ -179,6 +188,6 @@ def test_actions_work_without_scripts(browser: Any, own_site: Site) -> None:
         opened = context.new_page()
         opened.goto(f"{address}/tasks/{task.id}")
         opened.get_by_role("button", name="Cancel", exact=True).click()
-        opened.get_by_text("The task is cancelled.").wait_for()
+        opened.get_by_text("The task was cancelled at").wait_for()
         context.close()
     assert own_site.delays.get(task.id).status.name == "CANCELLED"

@@ -22,6 +22,7 @@ from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.error_search import error_matcher
 from delaytasks.operations.policies import CountedPolicies
 from delaytasks.operations.verdict import verdict_of
+from delaytasks.operations.why import Explanations
 from delaytasks.storage.types import db_now_plus
 from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
@@ -142,6 +143,14 @@ def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: 
         connection.execute(update(workers).where(lost).values(seen_at=db_now_plus(-600)))
     assert verdict_of(read_deployment(delays)).headline == "On time, but 1 worker is silent."
     delays.close()
+
+
+def test_one_task_is_no_plural(tmp_path: Any) -> None:
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'one.sqlite3'}"))
+    site.delays.schedule_delay("order.close", {"order": 1}, 60)
+    [heading] = re.findall(r"<h2>Due in the next.*?</h2>", site.client().get("/").text)
+    assert heading.endswith(">1 task</span></h2>")
+    site.delays.close()
 
 
 # -- pages ----------------------------------------------------------------------------------------
@@ -382,19 +391,47 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
 
     answer = do("cancel")
     assert (answer.status_code, answer.location) == (303, page)
-    assert "The task is cancelled." in client.get(page).text
+    assert re.search(r"The task was cancelled at \d\d:\d\d:\d\d UTC\.<", client.get(page).text)
     assert delays.get(task.id).status is Status.CANCELLED
     assert re.search(r"It was cancelled at .* by maria \(entry \d+", client.get(page).text)
     do("rerun")
     assert delays.get(task.id).status is Status.NOT_COMPLETE
+    assert "The task was scheduled again at " in client.get(page).text
     do("reschedule", when="2h")
+    assert f", to {delays.get(task.id).due:%Y-%m-%d %H:%M:%S} UTC.<" in client.get(page).text
     due = delays.get(task.id).due - wiring_of(delays).clock.now()
     assert timedelta(minutes=119) < due <= timedelta(hours=2)
     do("run")
     assert delays.get(task.id).due <= wiring_of(delays).clock.now()
+    assert "The task was made due at " in client.get(page).text
     actions = [entry.action for entry in delays.audit() if entry.filter.get("id") == str(task.id)]
     assert actions == ["run_task", "reschedule_task", "rerun_task", "cancel_task"]
     assert {entry.actor for entry in delays.audit()} == {"maria"}
+
+
+def test_the_page_of_a_task_names_no_command_that_its_viewers_may_call_differently(
+    site: Site,
+) -> None:
+    client = site.client(Role.VIEW)
+    for status in ("FAILED", "CANCELLED", "HELD"):
+        [task, *_] = site.delays.find(status=status).tasks
+        assert re.search(": delaytasks ", str(wiring_of(site.delays).explanations().of(task)))
+        assert not re.search(": delaytasks ", client.get(f"/tasks/{task.id}").text)
+
+
+def test_the_status_and_the_reason_of_a_task_are_of_the_same_read(
+    own_site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task, explain = own_site.delays.find(status="NOT_COMPLETE").tasks[0], Explanations.of
+
+    def cancel_and_explain(*arguments: Any) -> Any:
+        own_site.delays.cancel(task.id)
+        return explain(*arguments)
+
+    monkeypatch.setattr(Explanations, "of", cancel_and_explain)
+    text = own_site.client().get(f"/tasks/{task.id}").text
+    assert heading(text) == f"cancelled {task.tag}"
+    assert "It was cancelled at " in text
 
 
 def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:

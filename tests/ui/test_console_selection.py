@@ -46,6 +46,23 @@ def test_only_an_operator_can_select_rows(site: Site, path: str) -> None:
     assert 'name="ids"' not in site.client(Role.VIEW).get(path).text
 
 
+@pytest.mark.parametrize(
+    ("status", "offered"),
+    [
+        ("status=FAILED", {"rerun"}),
+        ("status=NOT_COMPLETE&status=RUNNING", {"cancel", "reschedule", "spread"}),
+        ("status=DONE", set()),
+        ("key_prefix=o", {"rerun", "cancel", "reschedule", "spread"}),
+    ],
+)
+def test_only_actions_that_change_tasks_of_the_chosen_statuses_are_offered(
+    site: Site, status: str, offered: set[str]
+) -> None:
+    text = site.client(Role.OPERATE).get(f"/tasks?{status}").text
+    assert set(re.findall(r'href="/bulk\?action=(\w+)', text)) == offered
+    assert set(re.findall(r'name="action" value="(\w+)"', text)) == offered - {"spread"}
+
+
 def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
     client, ids = own_site.client(Role.OPERATE), waiting(own_site, 4)
     question, text = confirm(client, link_of("cancel", ids[:3]))

@@ -19,7 +19,7 @@ from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.statistics.api import Statistics
 from delaytasks.wiring import wiring_of
-from tests.ui.console_site import Site, chart_titles, make_delays, write_runs
+from tests.ui.console_site import Site, chart_titles, make_delays, post, write_runs
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
 
@@ -52,6 +52,7 @@ def test_the_page_of_tags_has_a_row_for_each_tag_sorted_by_runs(empty: Site) -> 
     assert (first["Tag"], first["Runs"], first["Failed runs"]) == ("order.close", "50", "0")
     assert (second["Tag"], second["Runs"], second["Failed runs"]) == ("mail.send", "42", "3")
     assert second["On time"] == "–"
+    assert "On time is known of tags whose processors have <code>on_time</code>" in text
     assert re.fullmatch(r"\d+ms", second["Lateness p50"])
     assert second["Duration p99"] == "300ms"
     spark = re.findall(r'<svg class="spark".*?</svg>', text, re.DOTALL)[1]
@@ -94,6 +95,20 @@ def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> Non
     assert "No run of this tag has ended in this hour" in limited
     paused = site.client().get("/tag?name=mail.send").text
     assert '<span class="status held">paused</span>' in paused
+
+
+def test_a_tag_is_paused_and_resumed_on_its_page(own_site: Site) -> None:
+    path = "/tag?name=order.close"
+    assert "/policies/" not in own_site.client(Role.VIEW).get(path).text
+    client = own_site.client(Role.OPERATE)
+    for action, is_paused in (("pause", True), ("resume", False)):
+        text = client.get(path).text
+        [form] = re.findall(rf'action="(/policies/{action})".*?</form>', text)
+        answer = post(client, form, kind="tag", name="order.close", next=path)
+        assert answer.location == path
+        policies = own_site.delays.policies(tag="order.close")
+        assert any(policy.is_paused for policy in policies) is is_paused
+    assert "/policies/" not in client.get("/tag", query_string={"name": OTHER_TAGS}).text
 
 
 def test_the_page_of_a_tag_shows_its_own_runs_only(empty: Site) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delaytasks.cli.times import parse_instant, show_from_now, show_instant
-from delaytasks.core.durations import parse_duration, show_duration, show_measured
+from delaytasks.core.durations import parse_duration, show_duration, show_measured, show_timing
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
 from delaytasks.core.inputs import check_delay, check_shift
 
@@ -150,3 +150,16 @@ def test_a_shift_has_a_sign(shift: str | float, seconds: float) -> None:
 )
 def test_a_measured_duration_is_shown_to_the_millisecond(seconds: float | None, text: str) -> None:
     assert show_measured(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("timing", "text"),
+    [
+        ("every 10", "every 10s"),
+        ("every 300", "every 5m"),
+        ("every forged", "every forged"),
+        ("0 9 * * *", "0 9 * * *"),
+    ],
+)
+def test_an_interval_of_a_schedule_is_shown_with_its_unit(timing: str, text: str) -> None:
+    assert show_timing(timing) == text

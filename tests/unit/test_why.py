@@ -10,7 +10,7 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.core.celery_tags import ANY_CELERY_TASK
 from delaytasks.core.policies import Policy
-from delaytasks.core.reasons import Facts
+from delaytasks.core.reasons import Facts, ScheduleFacts
 from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS
 from delaytasks.core.why import why
@@ -83,8 +83,17 @@ def test_an_unserved_queue_names_the_queues_that_workers_serve() -> None:
     found = facts(workers=[WORKER._replace(queues=["default", "reports"])])
     assert codes(found) == ["no_worker"]
     assert text(found) == (
-        "No live worker serves the queue letters; live workers serve default, reports. "
-        "Start one more worker: celery -A … worker -Q letters"
+        "No live worker serves the queue letters; live workers serve default, reports (w1@host). "
+        "Start one more worker: celery -A … worker -Q delaytasks.letters"
+    )
+
+
+def test_a_worker_of_other_queues_only_is_named_with_what_its_q_lacks() -> None:
+    found = facts(workers=[WORKER._replace(queues=[])], namespace="staging")
+    assert text(found) == (
+        "No live worker serves the queue letters; live workers serve no queue of delaytasks "
+        "(w1@host). Add staging.letters to the -Q of a worker, or start one more: "
+        "celery -A … worker -Q staging.letters"
     )
 
 
@@ -106,13 +115,13 @@ def test_a_tag_that_no_worker_knows_is_named_with_its_queue_and_workers() -> Non
 
 @pytest.mark.parametrize("tags", [None, frozenset({"mail.send"})])
 def test_one_worker_that_may_know_the_tag_is_enough(tags: frozenset[str] | None) -> None:
-    other = WORKER._replace(tags=frozenset({"other"}))
-    assert unserved("letters", "mail.send", [other, WORKER._replace(tags=tags)]) is None
+    workers = [WORKER._replace(tags=known) for known in (frozenset({"other"}), tags)]
+    assert unserved("letters", "mail.send", workers, "delaytasks") is None
 
 
 def test_each_worker_serves_the_tags_of_celery_tasks() -> None:
     worker = WORKER._replace(tags=frozenset({ANY_CELERY_TASK}))
-    assert unserved("letters", "celery:shop.remind", [worker]) is None
+    assert unserved("letters", "celery:shop.remind", [worker], "delaytasks") is None
 
 
 @pytest.mark.parametrize(
@@ -207,6 +216,11 @@ def test_a_clock_that_differs_from_the_databases_is_named(offset_s: float, word:
     reasons = why(facts(clock_offset_s=offset_s))
     assert [reason.code for reason in reasons] == ["due", "clock"]
     assert word in reasons[1].text
+
+
+def test_the_interval_of_a_recurring_schedule_has_a_unit() -> None:
+    reasons = why(facts(schedule=ScheduleFacts("feeds", "every 300", True, None)))
+    assert reasons[-1].sentence.endswith("the recurring schedule feeds (every 5m); it is paused.")
 
 
 def test_reasons_that_an_operator_can_end_are_listed_first() -> None:

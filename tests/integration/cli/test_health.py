@@ -59,7 +59,7 @@ def test_a_deployment_is_healthy_if_all_of_its_parts_are(healthy: Project) -> No
     found = healthy.json("health", "--max-overdue", "0")
     assert (found["component"], found["probe"]) == ("deployment", "ready")
     names = [check["name"] for check in found["checks"]]
-    assert names == ["database", "tables", "worker", "broker", "sweep", "overdue"]
+    assert names == ["database", "tables", "worker", "queues", "broker", "sweep", "overdue"]
     assert failed(healthy, "worker") == []
     assert re.search(r"^database +ok +answers$", healthy("health").stdout, re.MULTILINE)
 
@@ -152,6 +152,21 @@ def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project
         name, ["default"], "prefork", 2, 0, services=ServiceTimes(broker_down_s=9, beat_s=300)
     )
     assert failed(healthy, "beat", "--live") == [], "without the broker it is unknown"
+
+
+def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy: Project) -> None:
+    healthy.schedule("mail")  # its queue is letters
+    healthy.schedule("ok")
+    assert failed(healthy) == []
+    age(healthy, "tasks", expected_time=10)
+    assert failed(healthy) == [], "a worker may be restarting"
+    age(healthy, "tasks", expected_time=20)
+    assert failed(healthy) == ["queues"]
+    detail = next(c for c in healthy.json("health", exit_code=1)["checks"] if c["name"] == "queues")
+    assert detail["detail"] == "no live worker serves letters, where tasks are late"
+    assert failed(healthy, "worker") == failed(healthy, "worker", "--live") == []
+    wiring_of(healthy.delays).store.workers.report("w", ["*"], "prefork", 2, 0)
+    assert failed(healthy) == []
 
 
 def test_more_overdue_tasks_than_the_limit_are_not_counted(healthy: Project) -> None:

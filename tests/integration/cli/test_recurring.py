@@ -53,6 +53,7 @@ def test_the_next_occurrence_is_shown_although_it_has_its_task(shop: Project) ->
         connection.execute(update(store.schema.recurring).values(next_at=ahead))
     header, row = shop("recurring", "list").stdout.splitlines()[:2]
     assert "next occurrence" in header
+    assert "every 5m" in row
     assert f"{made.next_at:%H:%M:%S}" in row
     assert f"{ahead:%H:%M:%S}" not in row
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import fnmatch
 import time
 from collections.abc import Callable
+from datetime import datetime, timezone
 
 import pytest
 
 from delaytasks.core.error_patterns import MAX_PATTERN, error_pattern
 from delaytasks.core.text import traceback_text
+from delaytasks.operations.failed_now import groups_of
+from delaytasks.storage.failed_rows import FailedRow
 
 
 def charge(order: object) -> None:
@@ -22,6 +25,14 @@ def refund(order: object) -> None:
 
 def through_a_library(order: object) -> None:
     fnmatch.fnmatch("name", order)  # type: ignore[type-var]
+
+
+def look_up(order: object) -> None:
+    dict[object, str]()[order]
+
+
+def refuse(order: object) -> None:
+    raise KeyError
 
 
 def text_of(fail: Callable[[object], None], order: object) -> str:
@@ -60,6 +71,19 @@ def test_the_pattern_has_the_function_of_the_users_code() -> None:
 )
 def test_the_reason_of_an_outcome_is_its_first_line(reason: str, pattern: str) -> None:
     assert error_pattern(reason) == pattern
+
+
+@pytest.mark.parametrize(
+    ("fail", "summary"),
+    [(charge, "ValueError: order … of … was not found"), (look_up, "KeyError: …"),
+     (refuse, "KeyError")],
+)  # fmt: skip
+def test_the_summary_of_a_group_does_not_end_with_a_colon(
+    fail: Callable[[object], None], summary: str
+) -> None:
+    now = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
+    [group] = groups_of([FailedRow(7, "order.close", "default", now, now, text_of(fail, 7))], now)
+    assert group.summary == summary
 
 
 @pytest.mark.parametrize(
