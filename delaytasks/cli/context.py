@@ -25,7 +25,6 @@ from delaytasks.cli.output import (
 )
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
-from delaytasks.core.masking import mask_url
 from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class Cli:
 
 
 def shown_url(store: Store) -> str:
-    return mask_url(store.database.url.render_as_string(hide_password=True))
+    return store.database.shown_url
 
 
 class Command(click.Command):
