@@ -266,14 +266,3 @@ def _json_option() -> click.Option:
 def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
     """Pass the `Cli` to a command as its first argument."""
     return click.make_pass_decorator(Cli)(command)
-
-
-@contextmanager
-def needs_extra(extra: str) -> Iterator[None]:
-    """Report a module that cannot be imported as a `ConfigError` that names the extra."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"this command needs more packages ({error.name}): pip install 'delaytasks[{extra}]'"
-        ) from error
