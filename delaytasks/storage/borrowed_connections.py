@@ -125,8 +125,8 @@ class SimulatedDatabase(Database):
     """Connections of our own, whose statements read the test's clock."""
 
     def __init__(self, url: str, pool_size: int, shard: int | None, tables_remedy: str) -> None:
-        made = "in a test, make the tables with DelayTasks.create_tables(connection)"
-        super().__init__(url, pool_size, shard, f"{made}; otherwise {tables_remedy}")
+        in_a_test = "call DelayTasks.create_tables(connection) in the test"
+        super().__init__(url, pool_size, shard, f"{in_a_test}, or {tables_remedy}")
         # The text of a prepared statement cannot change with the time.
         self.can = replace(self.can, prepare=False)
 
