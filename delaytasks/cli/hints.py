@@ -35,9 +35,10 @@ class Hints:
         )
 
     def rewrite(self, message: str) -> str:
-        """Return the message with its commands as the user would type them."""
+        """Return the message with its commands and options as the user would type them."""
         if self._app is not None:
             message = message.replace("celery -A … ", f"celery -A {self._app} ")
+        message = message.replace("by tag= and key=", "by --tag and --key")
         return self._pattern.sub(lambda _: f"{self.command} ", message)
 
     def in_explanation(self, explanation: Explanation) -> Explanation:

@@ -395,6 +395,7 @@ def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -
         ("Start a worker: celery -A … worker", "Start a worker: celery -A shop worker"),
         (f"missing; {TABLES_REMEDY}", "missing; run: celery -A shop delays db upgrade"),
         ("flask --app APP delays db upgrade", "celery -A shop delays db upgrade"),
+        ("name it by its id, or by tag= and key=", "name it by its id, or by --tag and --key"),
         ("run: python manage.py migrate", "run: python manage.py migrate"),
     ],
 )
