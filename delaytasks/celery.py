@@ -23,9 +23,13 @@ def _make_app() -> Celery:
     return made
 
 
+class _StandaloneDelays(DelayTasks):
+    _tables_remedy = "run: delaytasks db upgrade"
+
+
 app = _make_app()
 #: The instance behind the module-level functions of `delaytasks`.
-delays = DelayTasks(app)
+delays = _StandaloneDelays(app)
 if not app.conf.broker_url:
     # Imported here: an app with a broker needs no embedded one.
     from delaytasks.embedded.broker import use_embedded_broker

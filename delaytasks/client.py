@@ -35,6 +35,7 @@ from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.page import Page
 from delaytasks.core.policies import UNCHANGED, Policy, Unchanged
 from delaytasks.core.settings import hide_secrets
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
 from delaytasks.core.touch_result import TouchResult
 from delaytasks.handles import Body, Converted, Processor
@@ -98,6 +99,10 @@ class DelayTasks(AsyncTwins):
     ... def close_order(body): ...
     >>> delays.schedule_delay("order.close", {"order": 7}, 1800)
     """
+
+    #: How to make the tables, for messages. The integrations with web frameworks name their own
+    #: commands.
+    _tables_remedy = TABLES_REMEDY
 
     def __init__(
         self, celery_app: Any, database_url: str | Sequence[str] | None = None, **settings: Any
@@ -1581,6 +1586,7 @@ class DelayTasks(AsyncTwins):
             self._ambient_transaction,
             self._processor_contexts(),
             environment.in_framework or self._in_framework,
+            self._tables_remedy,
             environment,
         )
 

@@ -65,14 +65,15 @@ def build_wiring(
     ambient_transaction: Callable[[], Transaction | None],
     processor_contexts: Sequence[ProcessorContext],
     in_framework: InFramework,
+    tables_remedy: str,
     environment: Environment = PRODUCTION,
 ) -> Wiring:
     """Make everything that needs settings, once the Celery app is configured.
 
     `arguments` are the settings given to `DelayTasks`. `ask_now` reads the time of the first
     database. `ambient_transaction` returns the transaction of a call without `session=`.
-    `in_framework` runs the calls of coroutines as a web framework requires. A test replaces parts
-    by its `environment`.
+    `in_framework` runs the calls of coroutines as a web framework requires. `tables_remedy` says
+    in messages how to make the tables. A test replaces parts by its `environment`.
     """
     settings = load_settings(celery_app.conf, os.environ, **arguments)
     if settings.has_structured_log:
@@ -84,7 +85,7 @@ def build_wiring(
     cipher = _make_cipher(settings)
     make_clock, make_database = environment.make_clock, environment.make_database
     stores = [
-        Store(url, settings, number, cipher, make_database)
+        Store(url, settings, number, cipher, make_database, tables_remedy)
         for number, url in enumerate(urls_of(settings))
     ]
     clock = make_clock(ask_now)
@@ -99,7 +100,8 @@ def build_wiring(
     registry.set_in_flight(CALLBACK, settings.callback_in_flight)
     callbacks = environment.make_callbacks(celery_app, settings, clock)
     router = _ShardFactory(settings, registry, events, queues, timers).router(stores, clocks)
-    transactions, waiting = CallerTransactions(ambient_transaction), Waiting(router)
+    transactions = CallerTransactions(ambient_transaction, stores[0].database.remedy_at)
+    waiting = Waiting(router)
     threads = ThreadPool(settings.pool_size, "delaytasks-async")
     async_calls = AsyncCalls(threads, clocks, events, in_framework, transactions.current_session)
     single = SingleTasks(router, transactions, events)

@@ -29,7 +29,7 @@ class Environment:
     """The replaceable objects. The defaults are those of production."""
 
     make_clock: Callable[[Measure], Clock] = Clock
-    make_database: Callable[[str, int, int | None], Database] = Database
+    make_database: Callable[[str, int, int | None, str], Database] = Database
     #: Arms all rows; None means the timer of the settings.
     timer: Timer | None = None
     make_callbacks: Callable[..., Callbacks] = Callbacks

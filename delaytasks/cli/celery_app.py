@@ -23,7 +23,8 @@ def find_app(name: str) -> Any:
     # Like `celery`, find modules in the current folder.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with import_errors(f"the app {name!r}", [name.partition(":")[0]]):
+    remedy = "; run the command in the folder of the module, or set PYTHONPATH"
+    with import_errors(f"the app {name!r}", [name.partition(":")[0]], remedy):
         try:
             found = find(name)
         except AttributeError as error:
@@ -39,8 +40,11 @@ def find_app(name: str) -> Any:
 
 
 @contextmanager
-def import_errors(what: str, modules: Iterable[str]) -> Iterator[None]:
-    """Report an error in a module of the user as a `ConfigError`, with its traceback."""
+def import_errors(what: str, modules: Iterable[str], remedy: str = "") -> Iterator[None]:
+    """Report an error in a module of the user as a `ConfigError`, with its traceback.
+
+    If one of `modules` is missing, the message ends with `remedy`.
+    """
     try:
         yield
     except DelayTaskError:
@@ -51,5 +55,6 @@ def import_errors(what: str, modules: Iterable[str]) -> Iterator[None]:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
         details = "" if is_name_wrong else traceback.format_exc()
+        message += remedy if is_name_wrong else ""
         ctx = click.get_current_context()
         raise Failure(ConfigError(message), is_json(ctx), details) from error

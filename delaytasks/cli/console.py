@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, needs_extra, pass_cli
+from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.installed import needs_extra
 
 PORT = 5556
 _ROLES = ["view", "operate", "admin"]

@@ -25,7 +25,6 @@ from delaytasks.cli.output import (
 )
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
-from delaytasks.core.masking import mask_url
 from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
@@ -197,7 +196,7 @@ class Cli:
 
 
 def shown_url(store: Store) -> str:
-    return mask_url(store.database.url.render_as_string(hide_password=True))
+    return store.database.shown_url
 
 
 class Command(click.Command):
@@ -267,14 +266,3 @@ def _json_option() -> click.Option:
 def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
     """Pass the `Cli` to a command as its first argument."""
     return click.make_pass_decorator(Cli)(command)
-
-
-@contextmanager
-def needs_extra(extra: str) -> Iterator[None]:
-    """Report a module that cannot be imported as a `ConfigError` that names the extra."""
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"this command needs more packages ({error.name}): pip install 'delaytasks[{extra}]'"
-        ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
@@ -10,7 +11,13 @@ from delaytasks.cli.context import Cli, Group, pass_cli
 from delaytasks.cli.output import print_json, say
 from delaytasks.cli.partitions import partitions
 from delaytasks.cli.shards import shards
-from delaytasks.storage import migrations
+from delaytasks.storage import migrations, sqlite_file
+
+OTHER_DATABASE = (
+    "This is the default database of this folder. For the database of your own app: "
+    "delaytasks -A APP db upgrade (Flask: flask --app APP delays db upgrade; Django: python "
+    "manage.py migrate), or set DELAYTASKS_DATABASE_URL."
+)
 
 
 @click.group(cls=Group, commands=[partitions, shards])
@@ -33,8 +40,11 @@ def upgrade(cli: Cli, revision: str) -> None:
     \b
     delaytasks db upgrade
     """
+    is_for_own_app = _is_for_own_app(cli)
     upgrade_all(cli, revision)
     _report(cli, "upgraded")
+    if not is_for_own_app:
+        cli.note(OTHER_DATABASE)
 
 
 @db.command(context_settings={"ignore_unknown_options": True})
@@ -73,6 +83,14 @@ def upgrade_all(cli: Cli, revision: str = "head") -> None:
     """Upgrade each database. Of several, each stores its shard number."""
     for store in cli.stores:
         migrations.upgrade(*cli.tables(store), revision, store.shard)
+
+
+def _is_for_own_app(cli: Cli) -> bool:
+    """Return False if the user may not have meant the default database, which is new."""
+    if cli.app_origin != "default" or cli.delays.settings.database_url:
+        return True
+    is_new = any(sqlite_file.is_missing(store.database.url) for store in cli.stores)
+    return not is_new and not Path("manage.py").exists()
 
 
 def _report(cli: Cli, done: str) -> None:

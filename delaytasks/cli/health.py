@@ -86,7 +86,10 @@ def health(
         settings,
         lambda: broker_error(wiring.celery, queue, settings.publish_limit_s),
     )
-    found = checks.live(question) if live else checks.ready(question)
+    found = [
+        check._replace(detail=cli.hints.rewrite(check.detail))
+        for check in (checks.live(question) if live else checks.ready(question))
+    ]
     is_healthy = all(check.is_ok for check in found)
     if cli.is_json:
         print_json(

@@ -8,14 +8,13 @@ from dataclasses import replace
 
 from delaytasks.core.reasons import Explanation, Reason
 
-_OTHER_APP = re.compile(r" \(for a Celery app of your own: [^)]*\)")
-
 
 class Hints:
     """Makes hints that the user can copy.
 
-    Messages are written without knowledge of the caller, and name a command as `delaytasks rerun`.
-    The user may have called `delaytasks -A shop`, or `celery -A shop delays`.
+    Messages are written without knowledge of the caller, and name a command as `delaytasks rerun`,
+    `delaytasks -A APP db` or `flask --app APP delays db`. The user may have called `delaytasks -A
+    shop`, or `celery -A shop delays`.
 
     Parameters
     ----------
@@ -30,12 +29,16 @@ class Hints:
     def __init__(self, command: str, names: Collection[str], app: str | None = None) -> None:
         self.command = command
         self._app = app
-        self._pattern = re.compile(rf"\bdelaytasks (?=(?:{'|'.join(map(re.escape, names))})\b)")
+        any_name = "|".join(map(re.escape, names))
+        self._pattern = re.compile(
+            rf"\b(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{any_name})\b)"
+        )
 
     def rewrite(self, message: str) -> str:
-        """Return the message with its commands as the user would type them."""
+        """Return the message with its commands and options as the user would type them."""
         if self._app is not None:
-            message = _OTHER_APP.sub("", message).replace("celery -A … ", f"celery -A {self._app} ")
+            message = message.replace("celery -A … ", f"celery -A {self._app} ")
+        message = message.replace("by tag= and key=", "by --tag and --key")
         return self._pattern.sub(lambda _: f"{self.command} ", message)
 
     def in_explanation(self, explanation: Explanation) -> Explanation:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from delaytasks.cli.table import LONGEST as LONGEST
 from delaytasks.cli.table import NOTHING as NOTHING
 from delaytasks.cli.table import Cell as Cell
 from delaytasks.cli.table import cell as cell
@@ -21,7 +22,6 @@ from delaytasks.core.task_json import pretty
 from delaytasks.core.text import count as count
 from delaytasks.core.text import last_line, one_line
 
-LONGEST = 10_000
 #: The key of click's `Context.meta` under which the root group notes whether --json is given.
 WANTS_JSON = "delaytasks.json"
 BAD, GOOD = "red", "green"

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 #: Printed in a cell without a value, so that a script can count the columns of a piped table.
 NOTHING = "-"
+#: The longest text in a column whose cells may take several lines.
+LONGEST = 10_000
 #: A value, or (value, colour).
 Cell = object
 #: Spaces between two columns.
@@ -70,7 +72,8 @@ def print_table(
     from rich.padding import Padding
     from rich.text import Text
 
-    texts = [[_text(value) for value in row] for row in rows]
+    most = [LONGEST if name in folded.split() else 200 for name in headings]
+    texts = [list(map(_text, row, most)) for row in rows]
     is_right = {
         name: name in right or all(isinstance(row[n], int | None) for row in rows)
         for n, name in enumerate(headings)
@@ -107,13 +110,13 @@ def print_table(
     click.echo(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE), nl=False)
 
 
-def _text(value: Cell) -> Text:
+def _text(value: Cell, longest: int) -> Text:
     """Return text that is printed as it is, without markup and emoji codes."""
     from rich.text import Text
 
     if isinstance(value, tuple):
-        return Text(cell(value[0]), value[1])
-    return Text(cell(value))
+        return Text(cell(value[0], longest), value[1])
+    return Text(cell(value, longest))
 
 
 def _grid(columns: Mapping[int, tuple[int, bool]], rows: Sequence[Sequence[Text]]) -> Table:

@@ -6,10 +6,14 @@ import logging
 import secrets
 from typing import Any
 
-from flask import Flask, render_template, request, session
-from werkzeug.exceptions import HTTPException
-
 from delaytasks.client import DelayTasks
+from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
+from delaytasks.core.installed import installed_version, needs_extra
+
+with needs_extra("console", "the console"):
+    from flask import Flask, render_template, request, session
+    from werkzeug.exceptions import HTTPException
+
 from delaytasks.console import (
     pages_forecast,
     pages_login,
@@ -27,8 +31,6 @@ from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
-from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
-from delaytasks.core.installed import installed_version
 from delaytasks.operations.health import HealthChecks
 from delaytasks.operations.probes import Probes
 from delaytasks.wiring import wiring_of

@@ -65,6 +65,8 @@ class FlaskDelays(DelayTasks):
     ...     return app
     """
 
+    _tables_remedy = "run: flask --app APP delays db upgrade"
+
     def __init__(
         self,
         app: Flask | None = None,
@@ -136,7 +138,8 @@ class FlaskDelays(DelayTasks):
         stores = wiring_of(self).router.stores
         if not any(store.database.may_be_at(url) for store in stores):
             return None
-        return transaction_of(current_app.extensions["sqlalchemy"].session)
+        session = current_app.extensions["sqlalchemy"].session
+        return transaction_of(session, stores[0].database.remedy_at)
 
     def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any] | None:
         """Run the call in the thread of the request, if it may use `db.session`.

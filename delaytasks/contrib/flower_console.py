@@ -14,11 +14,15 @@ from flower.views import BaseHandler
 from tornado.template import DictLoader
 from tornado.web import FallbackHandler, authenticated, url
 from tornado.wsgi import WSGIContainer
-from werkzeug.exceptions import NotFound
-from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks.api import default
 from delaytasks.client import DelayTasks
+from delaytasks.core.installed import needs_extra
+
+with needs_extra("console", "the console"):
+    from werkzeug.exceptions import NotFound
+    from werkzeug.middleware.dispatcher import DispatcherMiddleware
+
 from delaytasks.console.application import make_console
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.contrib.flask_console import derived_key

@@ -7,7 +7,7 @@ from typing import Any
 
 from delaytasks.core.errors import BodyNotJSONError, BodyNotStorableError, BodyTooLargeError
 from delaytasks.core.json_text import dump_any, dump_flat, dump_json
-from delaytasks.core.model_instances import pk_remedy
+from delaytasks.core.model_instances import key_remedy
 from delaytasks.core.text import shown
 
 MAX_DEPTH = 100
@@ -76,7 +76,7 @@ class _Check:
                 raise BodyNotJSONError(f"{_at(path)}: {value!r} cannot be expressed in JSON")
             return 3
         if not isinstance(value, (dict, list, tuple)):
-            remedy = pk_remedy(value) or "; convert it first (str(value), list(value), …)"
+            remedy = key_remedy(value) or "; convert it first (str(value), list(value), …)"
             raise BodyNotJSONError(
                 f"{_at(path)}: {kind.__name__} cannot be expressed in JSON{remedy}"
             )

@@ -21,7 +21,7 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
-from delaytasks.core.model_instances import pk_remedy
+from delaytasks.core.model_instances import key_remedy
 from delaytasks.core.number_checks import is_integer
 from delaytasks.core.states import Status
 from delaytasks.core.text import shown
@@ -90,7 +90,9 @@ def check_queue(queue: object) -> str:
 
 def _check_name(value: object, what: str, longest: int, error: type[InvalidInputError]) -> str:
     if not isinstance(value, str):
-        raise error(f"a {what} is a string, not {type(value).__name__}{pk_remedy(value)}")
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        remedy = f": write str({shown(value)})" if is_number else key_remedy(value)
+        raise error(f"a {what} is a string, not {type(value).__name__}{remedy}")
     if not value.strip():
         raise error(f"a {what} must not be empty or blank")
     if value != value.strip():  # MySQL treats 'a' and 'a ' as equal
@@ -136,9 +138,11 @@ def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> tim
     elif isinstance(delay, float):
         seconds = delay
     else:
+        is_instant = isinstance(delay, datetime)
+        remedy = "; pass an instant to schedule_at, or as at=" if is_instant else ""
         raise InvalidDelayError(
             f"{what} is a number of seconds, a text with units such as '30m', or a timedelta, "
-            f"not {type(delay).__name__} ({shown(delay)})"
+            f"not {type(delay).__name__} ({shown(delay)}){remedy}"
         )
     if not math.isfinite(seconds) or seconds < 0:
         raise InvalidDelayError(f"{what} is finite and not negative, not {shown(delay)}")

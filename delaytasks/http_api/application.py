@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flask import Flask, Response, request
-from werkzeug.exceptions import HTTPException
-
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.installed import needs_extra
+
+with needs_extra("api", "the HTTP API"):
+    from flask import Flask, Response, request
+    from werkzeug.exceptions import HTTPException
+
 from delaytasks.http_api import problems
 from delaytasks.http_api.api_keys import FindsKeys
 from delaytasks.http_api.openapi import DOCUMENT_PATH, openapi_document

@@ -138,7 +138,7 @@ class HealthChecks:
         answers, errors = self._ask(question)
         yield _database_check(len(answers), errors)
         if answers:
-            yield _revision_check(answers)
+            yield _revision_check(answers, self._shards[0].store.database.tables_remedy)
         if question.component == "api":
             return
         if answers and question.component != "beat":
@@ -236,18 +236,19 @@ def _database_check(answered: int, errors: dict[int, str]) -> HealthCheck:
     return HealthCheck("database", False, "; ".join(details))
 
 
-def _revision_check(answers: Sequence[_Answer]) -> HealthCheck:
+def _revision_check(answers: Sequence[_Answer], remedy: str) -> HealthCheck:
     """Compare the tables with this version, which also works with tables of a newer one.
 
     Migrations store the revision, also those of Django. `DelayTasks.create_tables` stores none.
     """
     if not all(answer.has_tables for answer in answers):
-        return HealthCheck("tables", False, "they are missing: migrate the database")
+        return HealthCheck("tables", False, f"they are missing; {remedy}")
     head = migrations.head()
     oldest = min((answer.revision for answer in answers if answer.revision), default=None)
     is_ok = oldest is None or oldest >= head
     found = "unknown" if oldest is None else oldest
-    return HealthCheck("tables", is_ok, f"revision {found}, this version has {head}")
+    detail = f"revision {found}, this version has {head}"
+    return HealthCheck("tables", is_ok, detail if is_ok else f"{detail}; {remedy}")
 
 
 def _worker_check(answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:

@@ -13,8 +13,12 @@ from delaytasks.core.interfaces import Transaction
 class CallerTransactions:
     """The transaction of `session=`, or without it the one that a web framework has open."""
 
-    def __init__(self, ambient: Callable[[], Transaction | None]) -> None:
+    def __init__(
+        self, ambient: Callable[[], Transaction | None], remedy_at: Callable[[Any], str]
+    ) -> None:
+        """`remedy_at` says how to make the tables that a session on a URL does not find."""
         self._ambient = ambient
+        self._remedy_at = remedy_at
         self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
 
     @contextmanager
@@ -36,7 +40,7 @@ class CallerTransactions:
             return self._ambient()
         from delaytasks.storage.transactions import transaction_of
 
-        return transaction_of(session)
+        return transaction_of(session, self._remedy_at)
 
     @contextmanager
     def guard(self, session: Any) -> Iterator[Transaction | None]:

@@ -6,12 +6,14 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from delaytasks.core.celery_tags import CELERY_PREFIX
 from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import Delay
 from delaytasks.core.errors import WaitTimeoutError
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import shown
 from delaytasks.routing.named_task import name_of
 from delaytasks.storage.end_notices import EndNotices
 
@@ -109,7 +111,14 @@ class _Limit:
         if left_s <= 0:
             raise WaitTimeoutError(
                 f"task {task.id} ({task.tag}) is {task.status.name} after {self._limit_s:g} s: "
-                "wait longer, or look at it later",
+                f"{_remedy(task)}",
                 task.id,
             )
         return min(seconds, left_s)
+
+
+def _remedy(task: DelayTask) -> str:
+    """Return what a caller does who has waited in vain."""
+    if task.tag.startswith(CELERY_PREFIX):
+        return f"this row sends a Celery task, so wait with AsyncResult({shown(task.key)}).get()"
+    return "wait longer, or look at it later"

@@ -20,7 +20,6 @@ from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.ids import first_id, made_at
 from delaytasks.partitions.periods import Period, edge_after, periods
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import REMEDY
 from delaytasks.storage.migrations import exclusively, wait_for_turn
 from delaytasks.storage.partition_bounds import CHECK
 from delaytasks.storage.schema import build_schema
@@ -96,7 +95,8 @@ class Partitions:
             lambda c: c.execute(query, {"name": self.quoted()}).first()
         )
         if found is None:
-            raise ConfigError(f"table {self.tasks.fullname} does not exist; {REMEDY}")
+            remedy = self.database.tables_remedy
+            raise ConfigError(f"table {self.tasks.fullname} does not exist; {remedy}")
         if found[0] != kind:
             raise ConfigError(f"table {self.tasks.fullname} {otherwise}")
         if found[1] not in (None, "RANGE (id)"):

@@ -26,7 +26,7 @@ from delaytasks.core.page import Page
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.database_addresses import addresses_of
-from delaytasks.storage.driver_errors import REMEDY, TRIES
+from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.key_owners import (
     OwnedElsewhereError,
     PointsElsewhereError,
@@ -79,8 +79,9 @@ class Shards:
             url = mask_url(connection.engine.url.render_as_string())
             raise ShardMismatchError(
                 f"the session's database ({url}) may be one of the shards "
-                f"{', '.join(map(str, numbers))}, but contains the number {number}; {REMEDY}, "
-                "or give each shard a host, port or name of its own"
+                f"{', '.join(map(str, numbers))}, but contains the number {number}; "
+                f"{self.stores[0].database.tables_remedy}, or give each shard a host, port or "
+                "name of its own"
             )
         return number
 

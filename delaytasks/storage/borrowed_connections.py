@@ -9,7 +9,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, event
+from sqlalchemy import URL, Connection, Engine, event
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.task import DelayTask
@@ -124,8 +124,9 @@ def calling_after_sessions(call: Callable[[], object]) -> Iterator[None]:
 class SimulatedDatabase(Database):
     """Connections of our own, whose statements read the test's clock."""
 
-    def __init__(self, url: str, pool_size: int = 5, shard: int | None = None) -> None:
-        super().__init__(url, pool_size, shard)
+    def __init__(self, url: str, pool_size: int, shard: int | None, tables_remedy: str) -> None:
+        in_a_test = "call DelayTasks.create_tables(connection) in the test"
+        super().__init__(url, pool_size, shard, f"{in_a_test}, or {tables_remedy}")
         # The text of a prepared statement cannot change with the time.
         self.can = replace(self.can, prepare=False)
 
@@ -134,12 +135,20 @@ class BorrowedDatabase(SimulatedDatabase):
     """Runs every statement on the connections of a test."""
 
     def __init__(
-        self, source: ConnectionSource, url: str, pool_size: int = 5, shard: int | None = None
+        self,
+        source: ConnectionSource,
+        url: str,
+        pool_size: int,
+        shard: int | None,
+        tables_remedy: str,
     ) -> None:
-        super().__init__(url, pool_size, shard)
+        super().__init__(url, pool_size, shard, tables_remedy)
         if shard is not None:
             raise ConfigError("bind= works with one database, and the settings name several")
         self._source = source
+
+    def remedy_at(self, url: URL) -> str:
+        return self.tables_remedy  # the test's connection need not be on the URL of the settings
 
     @contextmanager
     def begin(self) -> Iterator[Connection]:

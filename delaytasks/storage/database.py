@@ -20,6 +20,8 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.forks import reset_in_child
+from delaytasks.core.masking import mask_url
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.async_sessions import is_on_the_loop, off_the_loop
 from delaytasks.storage.capabilities import capabilities_of
@@ -89,8 +91,16 @@ def normalize_url(text: str) -> URL:
 class Database:
     """Two engines on one database: `auto` for single statements, `tx` for transactions."""
 
-    def __init__(self, url: str, pool_size: int = 5, shard: int | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        pool_size: int = 5,
+        shard: int | None = None,
+        tables_remedy: str = TABLES_REMEDY,
+    ) -> None:
         self.url = normalize_url(url)
+        #: What the user does if tables are missing or old, for messages.
+        self.tables_remedy = tables_remedy
         #: The number of this shard, or None if there is one database.
         self._shard = shard
         self.addresses = addresses_of(self.url)
@@ -109,6 +119,21 @@ class Database:
     def may_be_at(self, url: URL) -> bool:
         """Return whether `url` may lead to this database."""
         return bool(self.addresses & addresses_of(url))
+
+    @property
+    def shown_url(self) -> str:
+        """The URL without its password."""
+        return mask_url(self.url.render_as_string(hide_password=True))
+
+    def remedy_at(self, url: URL) -> str:
+        """Return what the user does if a session on `url` does not find the tables."""
+        if self.may_be_at(url):
+            return f"to make the tables, {self.tables_remedy}"
+        return (
+            f"the session is on {mask_url(url.render_as_string(hide_password=True))}, and "
+            f"database_url is {self.shown_url}: open the session on that database; if both are "
+            f"the same database, {self.tables_remedy}"
+        )
 
     @property
     def auto(self) -> Engine:
@@ -173,7 +198,7 @@ class Database:
             try:
                 yield from parts
             except exc.DBAPIError as error:
-                raise translate(error, shard=self._shard) from error
+                raise self._translated(error) from error
 
     def owns(self, connection: Any) -> bool:
         """Whether the connection is one of ours, not a caller's."""
@@ -233,7 +258,7 @@ class Database:
                 is_over = attempt == tries or time.monotonic() - began > RETRY_FOR_S
                 if is_over or not is_worth_a_retry(error):
                     forget_details(error)
-                    raise translate(error, unknown_id if is_sent else None, self._shard) from error
+                    raise self._translated(error, unknown_id if is_sent else None) from error
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
                 pool = f"setting pool_size = {self._pool_size}"
@@ -243,6 +268,9 @@ class Database:
                 raise StoreUnavailableError(reason) from error
         raise AssertionError("unreachable")
 
+    def _translated(self, error: exc.DBAPIError, unknown_id: int | None = None) -> Exception:
+        return translate(error, unknown_id, self._shard, self.tables_remedy)
+
     def expect_file(self) -> None:
         """From now on raise an error if the SQLite file is missing. Else connecting makes an empty
         file."""
@@ -250,7 +278,7 @@ class Database:
 
     def _before_connecting(self, *_: Any) -> None:
         if self._expects_file:
-            sqlite_file.check(self.url)
+            sqlite_file.check(self.url, self.tables_remedy)
         sqlite_file.create(self.url)
 
     def _make(self, attribute: str, isolation_level: str) -> Engine:

@@ -12,10 +12,10 @@ from delaytasks.core.errors import (
     StoreError,
     StoreUnavailableError,
 )
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.storage.standby_watch import explain
 
 TRIES = 5
-REMEDY = "run: delaytasks db upgrade (for a Celery app of your own: delaytasks -A APP db upgrade)"
 
 #: A prepared statement is missing, exists already or is out of date. It is not used again.
 PREPARED_IS_GONE = {"26000", "42P05", "0A000"}
@@ -224,8 +224,17 @@ def name_of(shard: int | None) -> str:
     return "the database" if shard is None else f"shard {shard}"
 
 
+def lacks_tables(reason: str) -> bool:
+    """Return whether the first line of a driver's text says that tables or columns are missing."""
+    is_missing = any(words in reason for words in ("no such table", "not exist", "n't exist"))
+    return is_missing and "savepoint" not in reason.lower()
+
+
 def translate(
-    error: exc.DBAPIError, unknown_id: int | None = None, shard: int | None = None
+    error: exc.DBAPIError,
+    unknown_id: int | None = None,
+    shard: int | None = None,
+    tables_remedy: str = TABLES_REMEDY,
 ) -> DelayTaskError:
     """Return the typed error for a driver's error. Its text contains no values, which may be
     secrets."""
@@ -240,7 +249,9 @@ def translate(
         )
     if is_unable(error):
         return StoreUnavailableError(f"{name} cannot work now: {reason}", shard, is_unable=True)
-    if "no such table" in reason or "does not exist" in reason or "doesn't exist" in reason:
+    if lacks_tables(reason):
         where = "delaytasks config says where that is"
-        return StoreError(f"the tables of {name} are missing or old ({reason}); {where}; {REMEDY}")
+        return StoreError(
+            f"the tables of {name} are missing or old ({reason}); {where}; {tables_remedy}"
+        )
     return StoreError(f"{name} refused: {reason}")

@@ -42,13 +42,13 @@ def create(url: URL) -> None:
         make_file(path)
 
 
-def check(url: URL) -> None:
+def check(url: URL, tables_remedy: str) -> None:
     """Raise `StoreError` if the file is missing: SQLite would make an empty one in the current
     folder."""
     path = path_of(url)
     if path is not None and not path.exists():
         raise StoreError(
-            f"there is no database {path.absolute()}: go to your project's "
-            "folder, name your Celery app (delaytasks -A APP …) or its database "
-            "(DELAYTASKS_DATABASE_URL), or make a new one here: delaytasks db upgrade"
+            f"there is no database {path.absolute()}: go to your project's folder, name your "
+            "Celery app (delaytasks -A APP …) or its database (DELAYTASKS_DATABASE_URL); "
+            f"to make a new one here, {tables_remedy}"
         )

@@ -8,15 +8,15 @@ from sqlalchemy import Connection, delete, exc, inspect
 
 from delaytasks.core.encryption import TextCipher
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
-from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.celery_rows import CeleryRows
 from delaytasks.storage.claims import Claims, HoldExcess
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
-from delaytasks.storage.driver_errors import REMEDY, TRIES
+from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.due_schedules import DueSchedules
 from delaytasks.storage.inspection import Inspection
 from delaytasks.storage.leases import Leases
@@ -39,11 +39,14 @@ class Store:
         settings: Settings,
         shard: int = 0,
         cipher: TextCipher | None = None,
-        make_database: Callable[[str, int, int | None], Database] = Database,
+        make_database: Callable[[str, int, int | None, str], Database] = Database,
+        tables_remedy: str = TABLES_REMEDY,
     ) -> None:
         self.shard = shard
         shards = max(len(settings.database_url), 1)
-        self.database = make_database(url, settings.pool_size, shard if shards > 1 else None)
+        self.database = make_database(
+            url, settings.pool_size, shard if shards > 1 else None, tables_remedy
+        )
         self.schema = build_schema(settings.table_prefix, settings.table_schema, shard, cipher)
         self.tasks = Tasks(self.database, self.schema, shards)
         self.bulk = Bulk(self.database, self.schema)
@@ -74,23 +77,21 @@ class Store:
     def check(self) -> None:
         """Raise `ConfigError` if tables are missing, too old or too narrow, or the policies cannot
         be read."""
-        t = self.schema.tasks
+        t, where, remedy = self.schema.tasks, self.database.shown_url, self.database.tables_remedy
         if sqlite_file.is_missing(self.database.url):
-            raise ConfigError(f"there is no database {self._where()}; {REMEDY}")
+            raise ConfigError(f"there is no database {where}; {remedy}")
         found = self.database.autocommitted(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]
         if missing:
             what = f"has no column {', '.join(missing)}" if found else "does not exist"
-            raise ConfigError(f"table {t.fullname} {what} in {self._where()}; {REMEDY}")
+            raise ConfigError(f"table {t.fullname} {what} in {where}; {remedy}")
         check_charset(self.database, self.schema)
         try:
             self.policies.check()  # needed by each claim
         except StoreUnavailableError:
             raise
         except StoreError as error:
-            raise ConfigError(
-                f"the policies cannot be read, in {self._where()}: {error}"
-            ) from error
+            raise ConfigError(f"the policies cannot be read, in {where}: {error}") from error
         self.check_number(is_needed=False)
 
     def check_number(self, is_needed: bool = True) -> None:
@@ -99,7 +100,8 @@ class Store:
         check_number(found, self.shard, self.database.url)
         if found is None and is_needed:
             raise ConfigError(
-                f"shard {self.shard}, {self._where()}, does not know its number yet; {REMEDY}"
+                f"shard {self.shard}, {self.database.shown_url}, does not know its number yet; "
+                f"{self.database.tables_remedy}"
             )
 
     def check_number_once(self, insists: bool = True) -> None:
@@ -117,9 +119,6 @@ class Store:
             found = None  # the role may not read the table
         check_number(found, self.shard, self.database.url)
         self._is_number_checked = True
-
-    def _where(self) -> str:
-        return mask_url(str(self.database.url.render_as_string(hide_password=True)))
 
     def clear(self) -> None:
         """Delete all rows except the number of the shard, for tests."""

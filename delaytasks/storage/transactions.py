@@ -8,19 +8,27 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Connection, event, exc
+from sqlalchemy import URL, Connection, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
 from delaytasks.core.interfaces import CallerConnection, Transaction
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.async_sessions import off_the_loop
-from delaytasks.storage.driver_errors import is_unreadable, reason_of, unknown_outcome
+from delaytasks.storage.driver_errors import (
+    is_unreadable,
+    lacks_tables,
+    reason_of,
+    unknown_outcome,
+)
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
 CommitAction = Callable[..., None]
+#: Says how to make the tables that a session on a URL does not find.
+RemedyAt = Callable[[URL], str]
 #: Actions that wait for a session's commit, in its `info`. A session with this entry has our
 #: listeners.
 _PENDING = "delaytasks.pending"
@@ -31,7 +39,11 @@ _OUTSIDE_OF_RUN_SYNC = (
 )
 
 
-def transaction_of(session: Any) -> Transaction:
+def _tables_remedy(url: URL) -> str:
+    return TABLES_REMEDY
+
+
+def transaction_of(session: Any, remedy_at: RemedyAt = _tables_remedy) -> Transaction:
     """Return the transaction of the object that the caller passed as `session=`."""
     from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
 
@@ -41,9 +53,9 @@ def transaction_of(session: Any) -> Transaction:
     session = getattr(session, "sync_session", session)  # AsyncSession
     session = getattr(session, "sync_connection", session)  # AsyncConnection
     if isinstance(session, Connection):
-        return ConnectionTransaction(session)
+        return ConnectionTransaction(session, remedy_at)
     if isinstance(session, Session):
-        return SessionTransaction(session)
+        return SessionTransaction(session, remedy_at)
     raise SessionUnusableError(
         "session= takes a SQLAlchemy Session or Connection, "
         f"or an asynchronous one inside its run_sync(), not {given}"
@@ -52,6 +64,7 @@ def transaction_of(session: Any) -> Transaction:
 
 class _CallersTransaction:
     connection: Any
+    _remedy_at: RemedyAt
 
     @property
     def stands_alone(self) -> bool:
@@ -59,9 +72,10 @@ class _CallersTransaction:
 
     @contextmanager
     def guard(self, unknown_id: int | None = None) -> Iterator[CallerConnection]:
-        stands_alone = False
+        stands_alone, url = False, None
         try:
             connection = self.connection
+            url = connection.engine.url
             if connection.dialect.is_async and not in_greenlet():
                 raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC)
             stands_alone = _stands_alone(connection)
@@ -75,12 +89,7 @@ class _CallersTransaction:
                 ) from error  # there is nothing to roll back
             # We never try again: the caller's transaction may be rolled back as a whole, with the
             # caller's own work.
-            remedy = "roll it back, nothing was sent"
-            if stands_alone:
-                remedy = "of many tasks the first ones may be there"
-            raise SessionUnusableError(
-                f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
-            ) from error
+            raise self._unusable(reason_of(error), stands_alone, url) from error
         except exc.MissingGreenlet as error:
             raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC) from error
         except exc.SQLAlchemyError as error:
@@ -92,6 +101,14 @@ class _CallersTransaction:
             if isinstance(error, DelayTaskError):
                 raise
             raise _unreadable(error) from error
+
+    def _unusable(self, reason: str, stands_alone: bool, url: URL | None) -> SessionUnusableError:
+        remedy = "roll it back, nothing was sent"
+        if stands_alone:
+            remedy = "of many tasks the first ones may be there"
+        if url is not None and lacks_tables(reason):
+            remedy += f"; {self._remedy_at(url)}"
+        return SessionUnusableError(f"the caller's transaction cannot be used: {reason}; {remedy}")
 
 
 def _unreadable(error: object) -> StoreError:
@@ -106,8 +123,9 @@ def _stands_alone(connection: Any) -> bool:
 class SessionTransaction(_CallersTransaction):
     """Keeps actions in the session, each under the (nested) transaction that wrote its rows."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, remedy_at: RemedyAt) -> None:
         self._session = session
+        self._remedy_at = remedy_at
         #: The connection of the last guard. A caller that ends a transaction between two steps gets
         #: another one.
         self._last_connection: Connection | None = None
@@ -139,7 +157,7 @@ def _on_commit(session: Session) -> None:
     for _, connection, tasks, action in pending:
         if not connection.closed and connection.in_transaction():
             # The session joined a transaction that the caller began elsewhere and will end there.
-            ConnectionTransaction(connection).after_commit(tasks, action)
+            ConnectionTransaction(connection, _tables_remedy).after_commit(tasks, action)
         else:
             off_the_loop(partial(action, tasks))
 
@@ -177,8 +195,9 @@ _waiting: WeakKeyDictionary[
 class ConnectionTransaction(_CallersTransaction):
     """SQLAlchemy reports a Connection's commit just before it, so the rows are not visible yet."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, remedy_at: RemedyAt) -> None:
         self._connection = connection
+        self._remedy_at = remedy_at
         if connection.closed or connection.invalidated:
             raise SessionUnusableError("the caller's connection is closed; nothing was sent")
 

@@ -11,6 +11,7 @@ from delaytasks.core.clock import LATEST, from_us
 from delaytasks.core.errors import UnknownTagError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import NO_PROCESSOR
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.processors.registry import ProcessorSpec, Registry
@@ -27,6 +28,9 @@ CHUNK_ROWS = 100
 #: One call runs no more tasks than this: a task that schedules itself would never let it end.
 MAX_RUNS = 10_000
 PRIORITIES = range(10)
+OF_ANOTHER_APPLICATION = (
+    "; if the task is of another application, give the tests a database of their own"
+)
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,8 @@ class RunRecorder:
         self.runs.append(Run(ending.task, ending.move, self._time.now()))
 
     def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
+        if why.startswith(NO_PROCESSOR):
+            why += OF_ANOTHER_APPLICATION
         self.runs.append(Run(task, "give_back", self._time.now(), UnknownTagError(why)))
 
     def flush(self) -> None: ...

@@ -213,6 +213,6 @@ def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
     store = open_store(database_url, table_prefix="gone_")
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
-    with pytest.raises(StoreError, match="delaytasks db upgrade"):
+    with pytest.raises(StoreError, match="delaytasks -A APP db upgrade"):
         store.tasks.get(1)
     store.close()

@@ -27,6 +27,7 @@ from delaytasks.contrib.django.transaction import DjangoTransaction
 from delaytasks.core.encryption import key_name, new_key
 from delaytasks.core.errors import (
     BodyEncryptedError,
+    ConfigError,
     DuplicateTaskError,
     OutcomeUnknownError,
     SessionUnusableError,
@@ -426,6 +427,8 @@ def test_the_error_about_missing_tables_names_the_command_that_creates_them(alia
             transaction.atomic(alias),
         ):
             delays.schedule_delay("order.close", 1, 1)
+        with pytest.raises(ConfigError, match=r"does not exist.*; run: python manage\.py migrate$"):
+            wiring_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
         delays.close()
 

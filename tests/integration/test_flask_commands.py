@@ -19,6 +19,8 @@ from flask_sqlalchemy import SQLAlchemy
 from delaytasks import api
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
+from delaytasks.core.errors import SessionUnusableError, StoreError
+from delaytasks.wiring import wiring_of
 from tests.running import ROOT
 
 db = SQLAlchemy()
@@ -92,6 +94,22 @@ def test_hints_begin_like_the_command_itself(commands: FlaskCommands) -> None:
     for number in range(3):
         commands.delays.schedule_delay("order.close", number, 60)
     assert "More: flask delays list --limit 1 --cursor " in commands("list", "--limit", "1").stderr
+
+
+def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskCommands) -> None:
+    store = wiring_of(commands.delays).store
+    with store.database.begin() as connection:
+        store.schema.metadata.drop_all(connection)
+    with pytest.raises(StoreError, match=r"; run: flask --app APP delays db upgrade$"):
+        commands.delays.schedule_delay("order.close", {}, 60)
+    with (
+        commands.app.app_context(),
+        pytest.raises(SessionUnusableError, match="tables, run: flask --app APP delays db upgrade"),
+    ):
+        commands.delays.schedule_delay("order.close", {}, 60)
+    for words in (["list"], ["health"]):
+        said = commands(*words)
+        assert "; run: flask delays db upgrade\n" in said.output, said.output
 
 
 def test_an_app_without_delayed_tasks_and_up_are_usage_errors(commands: FlaskCommands) -> None:

@@ -282,7 +282,7 @@ def test_a_finished_or_impossible_conversion_is_reported(tables: MigratedTables)
     ):
         tables.convert()
     tables.run(f"DROP TABLE {TASKS}")
-    with pytest.raises(ConfigError, match="does not exist; run: delaytasks db upgrade"):
+    with pytest.raises(ConfigError, match="does not exist; run: delaytasks -A APP db upgrade"):
         tables.convert()
     tables.run(f"CREATE TABLE {TASKS} (id bigint, status int) PARTITION BY HASH (id)")
     with pytest.raises(ConfigError, match=r"partitioned by HASH \(id\)"):

@@ -20,8 +20,8 @@ from delaytasks.cli import opening, output
 from delaytasks.cli.hints import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.core import errors
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.driver_errors import REMEDY
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
@@ -222,6 +222,14 @@ def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFix
     assert lines[1].endswith("  1")
 
 
+def test_a_folded_column_shows_a_long_remedy_to_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fact = "x" * 300 + "; run: delaytasks db upgrade"
+    output.print_table(("check", "facts"), [("database", fact)], folded="facts")
+    assert capsys.readouterr().out.endswith(f"{fact}\n")
+
+
 def test_a_terminal_s_table_has_our_colours_only(terminal: Callable[[], Terminal]) -> None:
     screen = terminal()
     output.print_table(("tag", "status"), [(output.cell(HOSTILE), ("FAILED", "red"))], folded="tag")
@@ -385,7 +393,10 @@ def test_a_body_keeps_its_integers_exactly(capsys: pytest.CaptureFixture[str]) -
             "its status, which delaytasks does not know",
         ),
         ("Start a worker: celery -A … worker", "Start a worker: celery -A shop worker"),
-        (f"missing; {REMEDY}", "missing; run: celery -A shop delays db upgrade"),
+        (f"missing; {TABLES_REMEDY}", "missing; run: celery -A shop delays db upgrade"),
+        ("flask --app APP delays db upgrade", "celery -A shop delays db upgrade"),
+        ("name it by its id, or by tag= and key=", "name it by its id, or by --tag and --key"),
+        ("run: python manage.py migrate", "run: python manage.py migrate"),
     ],
 )
 def test_a_hint_names_commands_as_the_user_called_them(message: str, said: str) -> None:

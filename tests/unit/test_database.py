@@ -24,6 +24,7 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
@@ -376,3 +377,12 @@ def test_the_condition_for_past_times_can_use_an_index(dialect: Any) -> None:
         .compile(dialect=dialect)
     )
     assert "= 1" not in compiled, compiled
+
+
+def test_a_session_without_tables_may_be_on_another_database() -> None:
+    database = Database("postgresql://ann:s3cr3t@db/shop")
+    same = database.remedy_at(make_url("postgresql+asyncpg://bob:s3cr3t@db:5432/shop"))
+    assert same == f"to make the tables, {TABLES_REMEDY}"
+    other = database.remedy_at(make_url("postgresql+asyncpg://bob:s3cr3t@db/other"))
+    assert "the session is on postgresql+asyncpg://bob:***@db/other, and" in other
+    assert "database_url is postgresql+psycopg2://ann:***@db/shop: open the session" in other

@@ -200,3 +200,24 @@ def test_recurring_schedules_are_imported_by_a_worker_that_finds_one_in_the_data
     assert imported_by_a_producer(tmp_path) == set()
     imported = imported_by_a_worker(tmp_path, RECURRING_WORKER)
     assert imported == {"cronsim", "delaytasks.recurrence"}
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("import delaytasks.contrib.django.console", "the console needs more packages (flask)"),
+        ("import delaytasks.contrib.django.api", "the HTTP API needs more packages (flask)"),
+        ("import delaytasks.http_api.application", "the HTTP API needs more packages (flask)"),
+        (
+            "from delaytasks.contrib.fastapi import mount_console; "
+            "mount_console(None, '/delays', None, None, secret_key='')",
+            "the console needs more packages (flask)",
+        ),
+    ],
+)
+def test_a_mount_without_its_packages_names_the_extra(statement: str, said: str) -> None:
+    code = f"import sys; sys.modules['flask'] = None; {statement}"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    extra = "console" if "console" in said else "api"
+    error = f"ConfigError: {said}: pip install 'delaytasks[{extra}]'"
+    assert ran.stderr.splitlines()[-1].endswith(error), ran.stderr

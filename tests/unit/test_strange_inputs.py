@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from delaytasks.core.body_json import encode_body
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidRetryScheduleError
-from delaytasks.core.inputs import check_key, check_queue, check_tag, check_wait
+from delaytasks.core.inputs import check_delay, check_key, check_queue, check_tag, check_wait
 from delaytasks.core.masking import mask_url
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, Status, following
@@ -200,3 +201,31 @@ def test_an_unknown_status_is_shown_and_allows_no_move(number: Any) -> None:
 def test_a_version_at_the_end_of_its_range_is_counted_from_0_again() -> None:
     assert [following(version) for version in (-5, 0, MOST_VERSIONS - 1)] == [-4, 1, MOST_VERSIONS]
     assert {following(version) for version in (MOST_VERSIONS, 2**63 - 1)} == {0}
+
+
+class Base(DeclarativeBase):
+    """The tables of an application."""
+
+
+class MappedOrder(Base):
+    __tablename__ = "orders"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "remedy"),
+    [
+        (
+            lambda: encode_body({"o": MappedOrder()}, 99),
+            r"\$\.o: MappedOrder cannot .*: pass its primary key, and",
+        ),
+        (lambda: check_key(MappedOrder()), "not MappedOrder; .*maps: pass its primary key"),
+        (lambda: check_key(7), r"a key is a string, not int: write str\(7\)$"),
+        (lambda: check_delay(datetime.now(timezone.utc), 9), "pass an instant to schedule_at, or"),
+    ],
+)
+def test_a_value_of_a_usual_wrong_type_is_refused_with_what_to_write(
+    call: Callable[[], Any], remedy: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=remedy):
+        call()

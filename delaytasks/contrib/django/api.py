@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from flask import Flask
-
 from delaytasks.client import DelayTasks
+from delaytasks.core.installed import needs_extra
+
+with needs_extra("api", "the HTTP API"):
+    from flask import Flask
+
 from delaytasks.contrib.django.wsgi import wsgi_urls
 from delaytasks.http_api.api_keys import FindsKeys
 from delaytasks.http_api.application import make_api

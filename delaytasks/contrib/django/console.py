@@ -8,9 +8,13 @@ from typing import Any
 
 from django.conf import settings
 from django.http import HttpRequest
-from flask import Flask
 
 from delaytasks.client import DelayTasks
+from delaytasks.core.installed import needs_extra
+
+with needs_extra("console", "the console"):
+    from flask import Flask
+
 from delaytasks.console.application import make_console
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.contrib.django.wsgi import REQUEST_VARIABLE, wsgi_urls

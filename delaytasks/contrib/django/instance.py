@@ -37,6 +37,8 @@ _TASKS_BACKEND = "delaytasks.contrib.django.tasks_backend."
 class DjangoDelays(DelayTasks):
     """Delayed tasks whose rows are written on a connection of Django's."""
 
+    _tables_remedy = "run: python manage.py migrate"
+
     def __init__(
         self,
         celery_app: Any,

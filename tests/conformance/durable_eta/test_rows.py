@@ -13,7 +13,7 @@ from celery.signals import after_task_publish, before_task_publish
 from kombu import Connection, Exchange, Queue
 from sqlalchemy import update
 
-from delaytasks import Status
+from delaytasks import Status, WaitTimeoutError
 from delaytasks.core.celery_tags import celery_key, celery_tag
 from delaytasks.core.errors import BodyNotJSONError, BodyTooLargeError, ConfigError
 from delaytasks.core.inputs import TAG_LENGTH
@@ -38,6 +38,12 @@ def test_a_row_has_the_name_and_the_id_of_its_task_and_is_due_after_the_countdow
     (row,) = office.rows()
     assert (row.tag, row.key, row.delay_s) == ("celery:durable.remind", result.id, 90)
     assert office.published() == []
+
+
+def test_a_wait_for_a_row_in_vain_names_the_result_of_the_celery_task(office: Office) -> None:
+    result = office.remind.apply_async((7,), countdown=90)
+    with pytest.raises(WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
+        office.delays.wait(office.rows()[0], timeout=0)
 
 
 def test_the_published_message_is_the_one_that_celery_would_have_sent(office: Office) -> None:

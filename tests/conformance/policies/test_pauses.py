@@ -223,7 +223,7 @@ def test_a_worker_that_cannot_read_the_policies_reports_this_at_its_start(
         p.drop(connection)
     try:
         with pytest.raises(
-            e.ConfigError, match=r"policies cannot be read, in .*: .*delaytasks db upgrade"
+            e.ConfigError, match=r"policies cannot be read, in .*: .*delaytasks -A APP db upgrade"
         ):
             field.store.check()
     finally:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from celery import Celery
 from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import StaticPool
 
 from delaytasks import DelayTasks
-from delaytasks.core.errors import ConfigError
+from delaytasks.core.errors import ConfigError, SessionUnusableError, StoreError
 from delaytasks.storage.store import Store
 from delaytasks.testing import DelaysTester
 from tests.conformance.testing_kit.conftest import KitShop
@@ -213,8 +214,6 @@ def tester_of_settings(start: Callable[..., DelaysTester]) -> DelaysTester:
 def test_a_database_in_memory_is_bound_by_its_engine() -> None:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     with engine.begin() as connection:
-        from celery import Celery
-
         delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite://")
         delays.create_tables(connection)
     noted: list[Any] = []
@@ -229,3 +228,15 @@ def test_a_database_in_memory_is_bound_by_its_engine() -> None:
 def test_other_objects_cannot_be_bound(shop: KitShop) -> None:
     with pytest.raises(ConfigError, match="Engine, Connection or Session"):
         DelaysTester(shop.delays, bind="sqlite://")
+
+
+def test_missing_tables_are_made_by_a_call_in_the_test() -> None:
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite:///elsewhere.sqlite3")
+    remedy = r"call DelayTasks\.create_tables\(connection\) in the test, or run: delaytasks -A APP"
+    with DelaysTester(delays, bind=engine), Session(engine) as session:
+        for error, options in ((StoreError, {}), (SessionUnusableError, {"session": session})):
+            with pytest.raises(error, match=f"; {remedy}") as raised:
+                delays.schedule_delay("order.close", 7, 60, **options)
+            assert type(raised.value) is error
+    engine.dispose()

@@ -144,6 +144,16 @@ def test_a_session_bound_to_another_database_is_refused(shop: SessionCaller) -> 
     assert shop.timer.ids == []
 
 
+def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
+    delays, engine = delays_on(database_url, table_prefix="gone_"), create_engine(database_url)
+    with Session(engine) as session:
+        remedy = "nothing was sent; to make the tables, run: delaytasks -A APP db upgrade"
+        with pytest.raises(SessionUnusableError, match=remedy):
+            delays.schedule_delay("mail", {}, 5, session=session)
+    engine.dispose()
+    delays.close()
+
+
 def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: SessionCaller) -> None:
     canary = "s3cr3t-canary"
     t = wiring_of(shop.delays).store.schema.tasks

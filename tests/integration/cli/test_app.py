@@ -18,7 +18,7 @@ from tests.services import free_port
 @pytest.mark.parametrize(
     ("module", "says"),
     [
-        (None, "No module named 'absent'"),
+        (None, "named 'absent'; run the command in the folder of the module, or set PYTHONPATH"),
         ("import nowhere_at_all", "nowhere_at_all"),
         ("1 / 0", "ZeroDivisionError"),
         ("x = 1", "has no Celery app"),

@@ -99,6 +99,8 @@ def test_tables_have_to_be_of_this_version_or_a_newer_one(
     wiring_of(bare.delays).store.sweeps.begin_sweep(0, 1, 1)
     monkeypatch.setattr(migrations, "head", lambda: head)
     assert failed(bare) == expected
+    remedy = f"this version has {head}; run: delaytasks -A {bare.name} db upgrade\n"
+    assert (remedy in bare("health").stdout) == bool(expected)
 
 
 def test_a_broker_that_does_not_answer_stops_no_drain(

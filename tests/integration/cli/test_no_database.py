@@ -48,9 +48,18 @@ def test_a_file_that_is_named_and_not_there_is_not_made_either(tmp_path: Path) -
     assert (said.returncode, list(tmp_path.iterdir())) == (1, [])
     assert f"there is no database {tmp_path}/shop/typo.db" in said.stderr
     made = delaytasks(tmp_path, "db", "upgrade", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db")
-    assert made.returncode == 0, made.stderr
+    assert (made.returncode, made.stderr) == (0, "")
     assert (tmp_path / "shop" / "typo.db").stat().st_mode & 0o777 == 0o600
     assert (
         delaytasks(tmp_path, "list", DELAYTASKS_DATABASE_URL="sqlite:///shop/typo.db").returncode
         == 0
     )
+
+
+def test_a_first_upgrade_of_the_default_database_says_how_to_choose_another(tmp_path: Path) -> None:
+    made = delaytasks(tmp_path, "db", "upgrade")
+    assert f"upgraded sqlite:///{tmp_path}/.delaytasks/delays.sqlite3" in made.stdout
+    assert made.stderr.startswith("This is the default database of this folder. For the database")
+    assert delaytasks(tmp_path, "db", "upgrade").stderr == ""
+    (tmp_path / "manage.py").touch()
+    assert "python manage.py migrate" in delaytasks(tmp_path, "db", "upgrade").stderr
