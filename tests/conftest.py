@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import tempfile
 import zlib
 from collections import Counter, defaultdict
@@ -84,6 +85,18 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_runtest_setup() -> None:
+    """Go on measuring coverage if the test before has ended it. Python removes a trace function in
+    which an exception strikes, such as that of a time limit.
+    """
+    if "coverage" not in sys.modules or sys.gettrace() is not None:
+        return
+    measuring = sys.modules["coverage"].Coverage.current()
+    if measuring is not None:
+        measuring.stop()
+        measuring.start()
 
 
 @pytest.fixture(scope="session")
