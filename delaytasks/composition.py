@@ -100,7 +100,12 @@ def build_wiring(
     registry.set_in_flight(CALLBACK, settings.callback_in_flight)
     callbacks = environment.make_callbacks(celery_app, settings, clock)
     router = _ShardFactory(settings, registry, events, queues, timers).router(stores, clocks)
-    transactions = CallerTransactions(ambient_transaction, stores[0].database.remedy_at)
+
+    def remedy_at(url: Any) -> str:
+        store = next((each for each in stores if each.database.may_be_at(url)), stores[0])
+        return store.database.remedy_at(url)
+
+    transactions = CallerTransactions(ambient_transaction, remedy_at)
     waiting = Waiting(router)
     threads = ThreadPool(settings.pool_size, "delaytasks-async")
     async_calls = AsyncCalls(threads, clocks, events, in_framework, transactions.current_session)

@@ -136,7 +136,7 @@ def install_filters(app: Flask) -> None:
         distance=distance,
         day_and_time=day_and_time,
         local_times=local_times,
-        some_values=value_or_some,
+        value_or_some=value_or_some,
         error_line=error_line,
         pretty_body=pretty_body,
         pretty_result=pretty_result,

@@ -135,11 +135,11 @@ class FlaskDelays(DelayTasks):
         url = _session_url()
         if url is None:
             return None
-        stores = wiring_of(self).router.stores
-        if not any(store.database.may_be_at(url) for store in stores):
-            return None
-        session = current_app.extensions["sqlalchemy"].session
-        return transaction_of(session, stores[0].database.remedy_at)
+        for store in wiring_of(self).router.stores:
+            if store.database.may_be_at(url):
+                session = current_app.extensions["sqlalchemy"].session
+                return transaction_of(session, store.database.remedy_at)
+        return None
 
     def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any] | None:
         """Run the call in the thread of the request, if it may use `db.session`.

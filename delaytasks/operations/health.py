@@ -24,6 +24,7 @@ from delaytasks.routing.shard import Shard
 from delaytasks.storage import migrations
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats, Swept
+from delaytasks.storage.store import Store
 
 
 class HealthQuestion(NamedTuple):
@@ -187,8 +188,6 @@ class HealthChecks:
         stats = Stats(store.database, store.schema)
         overdue = OverdueRows(store.database, store.schema)
         most, workers = question.max_overdue, store.workers.registered(now, settings.silent_s)
-        served = {queue for worker in workers if worker.is_alive for queue in worker.queues}
-        asks_for_queues = question.component == "deployment" and ALL_QUEUES not in served
         return _Answer(
             now,
             revision,
@@ -198,8 +197,19 @@ class HealthChecks:
             stats.sweeps(settings.sweep_partitions),
             # More than one beyond the limit need not be counted.
             0 if most is None else overdue.count(settings.grace_s, most + 1).tasks,
-            overdue.other_queues(served, self._sweep_limit_s) if asks_for_queues else (),
+            self._unserved(store, workers) if question.component == "deployment" else (),
         )
+
+    def _unserved(self, store: Store, workers: Sequence[RegisteredWorker]) -> Sequence[str]:
+        """Return queues with late tasks that no live worker serves. A paused queue needs none."""
+        alive = [worker for worker in workers if worker.is_alive]
+        served = {queue for worker in alive for queue in worker.queues}
+        if not alive or ALL_QUEUES in served:
+            return ()
+        policies = store.policies.read()
+        paused = {each.name for each in policies if each.kind == "queue" and each.is_paused}
+        overdue = OverdueRows(store.database, store.schema)
+        return overdue.other_queues(served | paused, self._sweep_limit_s)
 
     @property
     def _sweep_limit_s(self) -> float:

@@ -269,7 +269,7 @@ class Database:
         raise AssertionError("unreachable")
 
     def _translated(self, error: exc.DBAPIError, unknown_id: int | None = None) -> Exception:
-        return translate(error, unknown_id, self._shard, self.tables_remedy)
+        return translate(error, unknown_id, self._shard, self.tables_remedy, self.shown_url)
 
     def expect_file(self) -> None:
         """From now on raise an error if the SQLite file is missing. Else connecting makes an empty

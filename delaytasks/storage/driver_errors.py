@@ -39,6 +39,10 @@ _UNABLE_MYSQL = {1021, 1040, 1053, 1114, 1203, 1226, 1317} | _DEMOTED_MYSQL
 #: COMMIT failed. On Galera the other nodes may have the transaction, if this node lost its cluster
 #: meanwhile.
 _UNSURE_MYSQL = {1180}
+#: Tables, columns or schemas are missing. Such a server has no tables, or those of another version.
+_MISSING_PG = {"42P01", "42703", "3F000"}
+_MISSING_MYSQL = {1146, 1054}
+_MISSING_SQLITE = ("no such table", "no such column", "has no column named")
 #: A statement reached its time limit: MariaDB, MySQL.
 _TIMEOUT_MYSQL = {1969, 3024}
 _UNABLE_SQLITE = ("disk is full", "disk I/O error", "readonly database")
@@ -224,10 +228,12 @@ def name_of(shard: int | None) -> str:
     return "the database" if shard is None else f"shard {shard}"
 
 
-def lacks_tables(reason: str) -> bool:
-    """Return whether the first line of a driver's text says that tables or columns are missing."""
-    is_missing = any(words in reason for words in ("no such table", "not exist", "n't exist"))
-    return is_missing and "savepoint" not in reason.lower()
+def lacks_tables(error: exc.DBAPIError) -> bool:
+    """Return whether tables or columns are missing."""
+    first = _first_of(error.orig)
+    if isinstance(first, str) and _is_sqlite(error):
+        return any(words in first for words in _MISSING_SQLITE)
+    return sqlstate_of(error.orig) in _MISSING_PG or first in _MISSING_MYSQL
 
 
 def translate(
@@ -235,6 +241,7 @@ def translate(
     unknown_id: int | None = None,
     shard: int | None = None,
     tables_remedy: str = TABLES_REMEDY,
+    shown_url: str = "",
 ) -> DelayTaskError:
     """Return the typed error for a driver's error. Its text contains no values, which may be
     secrets."""
@@ -249,9 +256,7 @@ def translate(
         )
     if is_unable(error):
         return StoreUnavailableError(f"{name} cannot work now: {reason}", shard, is_unable=True)
-    if lacks_tables(reason):
-        where = "delaytasks config says where that is"
-        return StoreError(
-            f"the tables of {name} are missing or old ({reason}); {where}; {tables_remedy}"
-        )
+    if lacks_tables(error):
+        where = f"{name} {shown_url}".rstrip()
+        return StoreError(f"the tables of {where} are missing or old ({reason}); {tables_remedy}")
     return StoreError(f"{name} refused: {reason}")

@@ -28,7 +28,7 @@ MAX_OVERDUE_COUNTED = 1_000_000
 #: Queues in which overdue tasks are counted, and priorities of each.
 MAX_OVERDUE_QUEUES, MAX_OVERDUE_PRIORITIES = 1_000, 100
 #: Queues that are compared with those that workers serve.
-MAX_OTHER_QUEUES = 100
+MAX_OTHER_QUEUES = 20
 
 
 class OverdueCount(NamedTuple):
@@ -81,16 +81,16 @@ class OverdueRows:
             found[queue] = OverdueCount(tasks, min((first for _, first in parts), default=None))
         return found
 
-    def other_queues(self, served: Collection[str], late_s: float) -> list[str]:
-        """Return queues with tasks that are late by more than `late_s`, except those in `served`.
+    def other_queues(self, known: Collection[str], late_s: float) -> list[str]:
+        """Return queues with tasks that are late by more than `late_s`, except those in `known`.
 
-        At most `MAX_OTHER_QUEUES` queues are looked at, the first ones by name.
+        At most `MAX_OTHER_QUEUES` other queues are looked at, the first ones by name.
         """
 
         def read(on: Connection) -> list[str]:
             queues = steps(on, self._t.c.queue, has_status(self._t, Status.NOT_COMPLETE))
-            others = [queue for queue in islice(queues, MAX_OTHER_QUEUES) if queue not in served]
-            found = self.count_of_queues(on, others, late_s, most=1)
+            others = islice((queue for queue in queues if queue not in known), MAX_OTHER_QUEUES)
+            found = self.count_of_queues(on, list(others), late_s, most=1)
             return [queue for queue, late in found.items() if late.tasks]
 
         return self._db.autocommitted(read)

@@ -39,11 +39,11 @@ _OUTSIDE_OF_RUN_SYNC = (
 )
 
 
-def _tables_remedy(url: URL) -> str:
+def _any_remedy(url: URL) -> str:
     return TABLES_REMEDY
 
 
-def transaction_of(session: Any, remedy_at: RemedyAt = _tables_remedy) -> Transaction:
+def transaction_of(session: Any, remedy_at: RemedyAt = _any_remedy) -> Transaction:
     """Return the transaction of the object that the caller passed as `session=`."""
     from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
 
@@ -89,7 +89,7 @@ class _CallersTransaction:
                 ) from error  # there is nothing to roll back
             # We never try again: the caller's transaction may be rolled back as a whole, with the
             # caller's own work.
-            raise self._unusable(reason_of(error), stands_alone, url) from error
+            raise self._unusable(error, stands_alone, url) from error
         except exc.MissingGreenlet as error:
             raise SessionUnusableError(_OUTSIDE_OF_RUN_SYNC) from error
         except exc.SQLAlchemyError as error:
@@ -102,13 +102,17 @@ class _CallersTransaction:
                 raise
             raise _unreadable(error) from error
 
-    def _unusable(self, reason: str, stands_alone: bool, url: URL | None) -> SessionUnusableError:
+    def _unusable(
+        self, error: exc.DBAPIError, stands_alone: bool, url: URL | None
+    ) -> SessionUnusableError:
         remedy = "roll it back, nothing was sent"
         if stands_alone:
             remedy = "of many tasks the first ones may be there"
-        if url is not None and lacks_tables(reason):
+        if url is not None and lacks_tables(error):
             remedy += f"; {self._remedy_at(url)}"
-        return SessionUnusableError(f"the caller's transaction cannot be used: {reason}; {remedy}")
+        return SessionUnusableError(
+            f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
+        )
 
 
 def _unreadable(error: object) -> StoreError:
@@ -157,7 +161,7 @@ def _on_commit(session: Session) -> None:
     for _, connection, tasks, action in pending:
         if not connection.closed and connection.in_transaction():
             # The session joined a transaction that the caller began elsewhere and will end there.
-            ConnectionTransaction(connection, _tables_remedy).after_commit(tasks, action)
+            ConnectionTransaction(connection, _any_remedy).after_commit(tasks, action)
         else:
             off_the_loop(partial(action, tasks))
 

@@ -28,7 +28,7 @@ from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import TRIES, translate
+from delaytasks.storage.driver_errors import TRIES, lacks_tables, translate
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import UTCDateTime, db_now, is_past
 from tests.conftest import open_store, settings_for
@@ -377,6 +377,24 @@ def test_the_condition_for_past_times_can_use_an_index(dialect: Any) -> None:
         .compile(dialect=dialect)
     )
     assert "= 1" not in compiled, compiled
+
+
+@pytest.mark.parametrize(
+    ("failure", "is_missing"),
+    [
+        *((error("gone", state=state), True) for state in ("42P01", "42703", "3F000")),
+        *((error(code, "gone"), True) for code in (1146, 1054)),
+        (sqlite_error("no such table: yb_delay_task_message"), True),
+        (sqlite_error("table yb_delay_task_message has no column named meta"), True),
+        (error('prepared statement "s_1" does not exist', state="26000"), False),
+        (error(1305, "SAVEPOINT s does not exist"), False),
+        (sqlite_error("no such savepoint: s"), False),
+    ],
+)
+def test_missing_tables_are_told_from_other_things_that_do_not_exist(
+    failure: exc.DBAPIError, is_missing: bool
+) -> None:
+    assert lacks_tables(failure) == is_missing
 
 
 def test_a_session_without_tables_may_be_on_another_database() -> None:

@@ -233,7 +233,7 @@ def test_other_objects_cannot_be_bound(shop: KitShop) -> None:
 def test_missing_tables_are_made_by_a_call_in_the_test() -> None:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite:///elsewhere.sqlite3")
-    remedy = r"call DelayTasks\.create_tables\(connection\) in the test, or run: delaytasks -A APP"
+    remedy = r"call create_tables\(connection\) of the DelayTasks in the test, or run: delaytasks"
     with DelaysTester(delays, bind=engine), Session(engine) as session:
         for error, options in ((StoreError, {}), (SessionUnusableError, {"session": session})):
             with pytest.raises(error, match=f"; {remedy}") as raised:

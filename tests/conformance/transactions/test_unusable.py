@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -150,6 +151,20 @@ def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
         remedy = "nothing was sent; to make the tables, run: delaytasks -A APP db upgrade"
         with pytest.raises(SessionUnusableError, match=remedy):
             delays.schedule_delay("mail", {}, 5, session=session)
+    engine.dispose()
+    delays.close()
+
+
+def test_missing_tables_of_a_shard_are_made_there(tmp_path: Path) -> None:
+    urls = [f"sqlite:///{tmp_path / name}" for name in ("first.sqlite3", "second.sqlite3")]
+    delays, engine = delays_on(urls), create_engine(urls[1])
+    for number, store in enumerate(wiring_of(delays).router.stores):
+        with store.database.begin() as connection:
+            store.schema.shards.create(connection)
+            connection.execute(insert(store.schema.shards).values(number=number))
+    remedy = "nothing was sent; to make the tables, run: "
+    with Session(engine) as session, pytest.raises(SessionUnusableError, match=remedy):
+        delays.schedule_delay("mail", {}, 5, session=session)
     engine.dispose()
     delays.close()
 
