@@ -95,7 +95,7 @@ async def let_arm(timer: WaitingTimer, work: Awaitable[Any]) -> Any:
 def run_timed(
     monkeypatch: pytest.MonkeyPatch, work: Callable[[list[float]], Awaitable[list[DelayTask]]]
 ) -> tuple[list[DelayTask], float]:
-    """Run `work` up to three times; return its results, and the longest turn of the best run.
+    """Run `work` up to five times; return its results, and the longest turn of the best run.
 
     `work` gets the list to which each turn of the event loop adds its seconds of CPU time. CPU time
     is measured because calls that wait are found by the threads of statements. A collection of
@@ -115,7 +115,7 @@ def run_timed(
     gc.collect()
     gc.disable()
     try:
-        for _ in range(3):
+        for _ in range(5):
             took.clear()
             results += run(work(took))
             longest_s = min(longest_s, max(took))
