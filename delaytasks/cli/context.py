@@ -99,7 +99,7 @@ class Cli:
     @property
     def database_url(self) -> str:
         """The URLs of all databases, without passwords."""
-        return ", ".join(map(shown_url, self.stores))
+        return ", ".join(store.database.shown_url for store in self.stores)
 
     def tables(self, store: Store) -> tuple[Database, str, str | None]:
         """Return the database of a store, and the prefix and the schema of its tables."""
@@ -193,10 +193,6 @@ class Cli:
             self.note(
                 "The broker cannot be reached: the database has the task, and a sweep will send it."
             )
-
-
-def shown_url(store: Store) -> str:
-    return store.database.shown_url
 
 
 class Command(click.Command):

@@ -9,7 +9,7 @@ from datetime import timedelta
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import BAD, GOOD, LONGEST, cell, print_json, print_table
+from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import DURATION
 from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.timers.broker_status import broker_error
@@ -104,7 +104,7 @@ def health(
         results = {True: ("ok", GOOD), False: ("failed", BAD)}
         print_table(
             ("check", "result", "facts"),
-            [(check.name, results[check.is_ok], cell(check.detail, LONGEST)) for check in found],
+            [(check.name, results[check.is_ok], check.detail) for check in found],
             folded="facts",
         )
     if not is_healthy:

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 import click
 
-from delaytasks.cli.context import Cli, Group, pass_cli, shown_url
+from delaytasks.cli.context import Cli, Group, pass_cli
 from delaytasks.cli.output import count, print_json, print_table, say
 from delaytasks.cli.times import DAYS, DURATION, show_instant
 from delaytasks.partitions import conversion
@@ -102,7 +102,7 @@ def convert(cli: Cli, shard: int, every: timedelta, ahead: int, yes: bool) -> No
     found = _partitions(cli, shard)
     name = found.tasks.fullname
     cli.require_terminal(yes, "A conversion cannot be undone; use --yes.")
-    cli.confirm(yes, f"Convert {name} in {shown_url(cli.stores[shard])} to partitions?")
+    cli.confirm(yes, f"Convert {name} in {cli.stores[shard].database.shown_url} to partitions?")
     made = conversion.convert(found, every, ahead)
     if cli.is_json:
         print_json({"made": made})

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from delaytasks.cli.context import Cli, Command, pass_cli, shown_url
+from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, cell, count, print_json, print_table, say
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
@@ -52,7 +52,7 @@ def _look(cli: Cli, growth: Growth, number: int, finish: bool) -> dict[str, Any]
     store = cli.stores[number]
     found: dict[str, Any] = {
         "shard": number,
-        "url": shown_url(store),
+        "url": store.database.shown_url,
         "revision": None,
         "waiting": None,
         "is_estimate": False,

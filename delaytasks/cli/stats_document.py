@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import Any
 
 from delaytasks.cli.config import broker_url
-from delaytasks.cli.context import Cli, shown_url
+from delaytasks.cli.context import Cli
 from delaytasks.cli.deployment import read_deployment
 from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
@@ -79,7 +79,7 @@ def _late(cli: Cli, group: ExplainedGroup) -> dict[str, Any]:
 def _database(cli: Cli, shard: Shard, state: DatabaseState) -> dict[str, Any]:
     """Return the address of a database, and its answers to further questions."""
     document: dict[str, Any] = {
-        "url": shown_url(shard.store),
+        "url": shard.store.database.shown_url,
         "server": state.server,
         "revision": None,
         "head": migrations.head(),

@@ -9,7 +9,6 @@ from delaytasks.cli.times import show_instant
 from delaytasks.client import DelayTasks
 from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
-from delaytasks.core.masking import mask_url
 from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
 from delaytasks.routing.shard import Shard
 from delaytasks.storage.replication import replication
@@ -75,7 +74,7 @@ def warnings_of(delays: DelayTasks) -> list[str]:
             warnings.append(f"{where}its replication is unknown: {error}")
             continue
         if found is not None and found["problem"] is not None:
-            url = mask_url(shard.store.database.url.render_as_string(hide_password=True))
+            url = shard.store.database.shown_url
             warnings.append(f"{where}{url}: {found['problem']} ({found['facts']})")
     return warnings
 

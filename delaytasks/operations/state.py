@@ -14,7 +14,6 @@ from typing import NamedTuple
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.failure_group import CountedFailures
-from delaytasks.core.masking import mask_url
 from delaytasks.core.policies import Policy
 from delaytasks.core.registered_worker import (
     LostWorker,
@@ -198,7 +197,7 @@ def read_state(
     lost: list[LostWorker] = []
     for shard in shards:
         store = shard.store
-        url = mask_url(store.database.url.render_as_string(hide_password=True))
+        url = store.database.shown_url
         try:
             found.append(read_shard(shard, settings, most_counted, with_failed=True))
             lost += store.workers.lost()

@@ -20,12 +20,11 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.forks import reset_in_child
-from delaytasks.core.masking import mask_url
 from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.async_sessions import is_on_the_loop, off_the_loop
 from delaytasks.storage.capabilities import capabilities_of
-from delaytasks.storage.database_addresses import SEVERAL_HOSTS, addresses_of
+from delaytasks.storage.database_addresses import SEVERAL_HOSTS, addresses_of, masked
 from delaytasks.storage.driver_errors import (
     TRIES,
     first_cause,
@@ -123,14 +122,14 @@ class Database:
     @property
     def shown_url(self) -> str:
         """The URL without its password."""
-        return mask_url(self.url.render_as_string(hide_password=True))
+        return masked(self.url)
 
     def remedy_at(self, url: URL) -> str:
         """Return what the user does if a session on `url` does not find the tables."""
         if self.may_be_at(url):
             return f"to make the tables, {self.tables_remedy}"
         return (
-            f"the session is on {mask_url(url.render_as_string(hide_password=True))}, and "
+            f"the session is on {masked(url)}, and "
             f"database_url is {self.shown_url}: open the session on that database; if both are "
             f"the same database, {self.tables_remedy}"
         )

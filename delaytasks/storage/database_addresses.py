@@ -1,4 +1,4 @@
-"""The addresses that a database URL contains, to compare databases."""
+"""The addresses that a database URL contains, to compare databases, and URLs for messages."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from itertools import cycle
 from typing import NamedTuple
 
 from sqlalchemy import URL
+
+from delaytasks.core.masking import mask_url
 
 SEVERAL_HOSTS = (
     "several hosts of one PostgreSQL cluster are written as "
@@ -48,3 +50,8 @@ def _listed(url: URL, name: str) -> list[str | None]:
         if given:
             return list(given.split(",") if isinstance(given, str) else given)
     return list(url.host.split(",")) if name == "host" and url.host else []
+
+
+def masked(url: URL) -> str:
+    """Return a URL for messages, without its secrets."""
+    return mask_url(url.render_as_string(hide_password=True))

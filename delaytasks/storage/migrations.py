@@ -17,11 +17,11 @@ from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
-from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
+from delaytasks.storage.database_addresses import masked
 from delaytasks.storage.schema import Schema, build_schema
 from delaytasks.storage.task_table import STORAGE
 
@@ -123,9 +123,8 @@ def number_of(connection: Connection, schema: Schema) -> int | None:
 def check_number(found: int | None, shard: int, url: URL) -> None:
     """Raise `ConfigError` unless the database's number is its position in the list."""
     if found not in (None, shard):
-        where = mask_url(url.render_as_string(hide_password=True))
         raise ConfigError(
-            f"{where} is shard {found}, but has position {shard} in delaytasks_database_url: "
+            f"{masked(url)} is shard {found}, but has position {shard} in delaytasks_database_url: "
             "a shard keeps its position, and a new one comes last; give each process the whole "
             "list, in its old order"
         )
