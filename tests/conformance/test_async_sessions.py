@@ -211,6 +211,7 @@ def test_other_shards_are_read_outside_of_the_event_loops_thread(
     several.close()
 
 
+@pytest.mark.slow
 def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
     delays: DelayTasks,
     timer: RecordingTimer,

@@ -127,6 +127,7 @@ def test_a_read_has_few_statements_and_each_is_bounded(
     assert sum("LIMIT" in statement for statement in statements) == 3
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_down_does_not_stop_the_others(shard_urls: list[str]) -> None:
     shards = Several(shard_urls)
     url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"

@@ -95,6 +95,7 @@ def test_a_move_that_is_refused_leaves_no_lock_in_the_callers_transaction(
         assert pool.submit(claims.settle, [Settlement(claimed, "succeed")]).result(3) == {made.id}
 
 
+@pytest.mark.slow
 def test_a_settlement_waits_for_a_lock_only_for_a_while(
     store: Store, claims: Claims, owner: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -223,6 +223,7 @@ def test_a_listener_whose_connection_ends_reports_this_and_listens_again(
     wait_until(lambda: recording.entries == [entry(task)], 10, "the next notice")
 
 
+@pytest.mark.slow
 def test_a_listener_behind_a_pooler_that_drops_notices_knows_that_it_receives_none(
     delays: DelayTasks,
     start_listener: Callable[[], RecordingListener],

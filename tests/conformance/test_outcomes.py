@@ -122,6 +122,7 @@ def test_an_error_without_a_retry_schedule_fails_the_task_without_a_retry(
     assert bench.now(task).status is Status.FAILED
 
 
+@pytest.mark.slow
 def test_the_last_fifty_attempts_are_kept(bench: RunnerHarness) -> None:
     raises(bench, "pay", ConnectionError(), retries=RetrySchedule.fixed(0, times=60))
     task = bench.schedule("pay")

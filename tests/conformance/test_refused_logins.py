@@ -24,6 +24,7 @@ def refused(url: str, what: str, tmp_path: Path) -> str:
     return changed[what].render_as_string(hide_password=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["user", "database"])
 def test_an_error_while_connecting_is_an_outage(
     database_url: str, tmp_path: Path, what: str

@@ -69,6 +69,7 @@ def test_any_error_text_is_stored_as_it_is(store: Store, claims: Claims, error: 
     assert read(store, made.id).error == error
 
 
+@pytest.mark.slow
 def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -> None:
     made = [task(store, key="k" if n == 150 else None) for n in range(200)]
     store.tasks.insert_many(made)

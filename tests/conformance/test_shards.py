@@ -193,6 +193,7 @@ def test_touch_many_touches_tasks_in_all_shards(delays: DelayTasks) -> None:
     assert all((delays.get(task.id).expected_time - now).total_seconds() > 400 for task in plain)
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_down_does_not_prevent_touches_in_other_shards(
     shards: Several,
 ) -> None:
@@ -212,6 +213,7 @@ def test_a_shard_that_is_down_does_not_prevent_touches_in_other_shards(
     delays.close()
 
 
+@pytest.mark.slow
 def test_cancel_many_cancels_in_all_shards_and_reports_one_that_is_down(shards: Several) -> None:
     tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
     url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"

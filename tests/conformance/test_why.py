@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
+import pytest
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
@@ -125,6 +126,7 @@ def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, stor
     assert codes(delays, task) == ["due", "expired"]
 
 
+@pytest.mark.slow
 def test_a_shard_that_is_down_is_the_reason(shard_urls: list[str]) -> None:
     shards = Several(shard_urls)
     task = schedule_at(shards.delays(), 1)

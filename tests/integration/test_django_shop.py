@@ -194,7 +194,6 @@ def test_delays_modules_are_imported_and_the_module_level_functions_are_the_proj
     assert f"tags {tags} True {shop.environment['SHOP_NAMESPACE']}" in shown
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("fresh_url", ["sqlite"], indirect=True)
 def test_manage_py_drains_overdue_tasks_without_a_broker(shop: ExampleShop) -> None:
     shop.command("manage.py", "migrate")

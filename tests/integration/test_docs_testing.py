@@ -105,6 +105,7 @@ def test_fastapi_and_asyncio(url: str, tmp_path: Path) -> None:
     assert "1 passed" in run_pytest(tmp_path, asynchronous.render_as_string(hide_password=False))
 
 
+@pytest.mark.slow
 def test_fastapi_with_synchronous_sessions(url: str, tmp_path: Path) -> None:
     write_files("Celery and SQLAlchemy", tmp_path)
     write_files("FastAPI with synchronous sessions", tmp_path)

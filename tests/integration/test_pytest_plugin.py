@@ -47,6 +47,7 @@ def run_pytest(folder: Path, tests: str, *options: str, conftest: str = CONFTEST
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_fixture_finds_the_instance_of_the_current_celery_app(tmp_path: Path) -> None:
     output = run_pytest(
         tmp_path,
@@ -117,6 +118,7 @@ def test_a_run_without_the_fixtures_imports_nothing_of_delaytasks(tmp_path: Path
     assert "1 passed" in output, output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "bind"), [("delays_instance", "None"), ("delays_bind", "None")])
 def test_each_fixture_can_be_overridden(tmp_path: Path, name: str, bind: str) -> None:
     output = run_pytest(

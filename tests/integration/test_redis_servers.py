@@ -62,6 +62,7 @@ def took(work: Callable[[], object]) -> float:
 # -- unreachable ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
 def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
     start_redis: Start, connect: Callable[..., RedisTimerHarness], how: str
@@ -85,6 +86,7 @@ def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
     proxy.close()
 
 
+@pytest.mark.slow
 def test_a_slow_redis_delays_no_caller_beyond_the_limit(
     start_redis: Start, connect: Callable[..., RedisTimerHarness]
 ) -> None:
@@ -390,6 +392,7 @@ def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
     )
 
 
+@pytest.mark.slow
 def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
     start_redis: Start, tmp_path: Path, connect: Callable[..., RedisTimerHarness]
 ) -> None:

@@ -45,6 +45,7 @@ def totals(site: Deployment) -> dict[str, RunTotals]:
     return site.delays.statistics.totals(since="2h")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("database", "broker", "pool"),
     [

@@ -156,7 +156,6 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
     assert most_at_once(d) == 1
 
 
-@pytest.mark.quick
 def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
     d = deploy()
     d.delays.set_policy(tag="test.note", rate="20/s")

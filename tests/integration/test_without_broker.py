@@ -64,7 +64,7 @@ def _runs_on_time(d: Deployment) -> bool:
 @pytest.mark.parametrize(
     ("outage", "broker"),
     [
-        pytest.param("refuse", "redis", marks=pytest.mark.quick),
+        ("refuse", "redis"),
         ("refuse", "rabbitmq"),
         ("swallow", "redis"),
         ("swallow", "rabbitmq"),

@@ -70,6 +70,7 @@ def test_a_viewer_logs_in_at_the_provider_and_returns_to_the_page(
     assert client.get("/tasks").status_code == 303
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("groups", "role"),
     [
@@ -99,6 +100,7 @@ def refused(client: FlaskClient, path: str) -> None:
     assert client.get("/tasks").status_code == 303
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     [
@@ -121,6 +123,7 @@ def test_a_token_with_a_wrong_claim_is_refused(
     refused(client, begin(client))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "forge", "sign_with_another_key sign_with_the_secret leave_unsigned change_the_signed".split()
 )
@@ -149,6 +152,7 @@ def test_an_answer_is_used_once(client: FlaskClient) -> None:
     refused(client, answer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "query", ["", "code=1", "state=1", "error=access_denied", "error=x&error_description=<b>hi"]
 )
@@ -165,6 +169,7 @@ def test_an_answer_without_an_id_token_is_refused(
     refused(client, begin(client))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "metadata",
     [

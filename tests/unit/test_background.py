@@ -195,6 +195,7 @@ def test_a_closed_timer_has_sent_all_and_can_be_used_again(
     wait_until(lambda: 2 in slow.ids, 5, "the next one")
 
 
+@pytest.mark.slow
 def test_a_closed_timer_leaves_no_thread_and_no_exit_handler(
     slow: SlowTimer,
 ) -> None:

@@ -70,6 +70,7 @@ UNABLE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "failure",
     UNABLE,

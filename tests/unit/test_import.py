@@ -91,6 +91,7 @@ def test_the_rules_of_tasks_load_no_storage() -> None:
     assert loaded_by(code, ("delaytasks.storage", "delaytasks.limits")) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["stats", "check"])
 def test_commands_that_only_read_load_no_alembic(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -133,6 +133,7 @@ def imported_by(tmp_path: Path, source: str, command: list[str], settings: objec
         timeout=120,
     )
     assert run.returncode == 0, run.stderr
+    assert (tmp_path / "modules").exists(), run.stderr
     names = (tmp_path / "modules").read_text().split()
     assert "delaytasks.scheduling.producer" in names
     return {

@@ -99,6 +99,7 @@ def test_a_worker_tries_an_unavailable_broker_every_few_seconds_without_end(
     assert max(later - earlier for earlier, later in pairwise(tries)) == RECONNECT_PAUSE_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1, 5, 100])
 def test_a_worker_gives_up_the_broker_when_celery_would(
     clock: Clock, port: int, retries: int

@@ -157,6 +157,7 @@ def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
     post.close()
 
 
+@pytest.mark.slow
 def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     post: Post, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     assert min(began) >= due - 1000
 
 
+@pytest.mark.slow
 def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Post) -> None:
     post.arm(range(1, 201))
     post.start()
@@ -299,6 +301,7 @@ def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) 
     assert counts["loop.failed"] == 0
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
@@ -356,6 +359,7 @@ def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     wait_until(request.granted.is_set, 5, "the poller to be woken")
 
 
+@pytest.mark.slow
 def test_entries_that_could_not_be_passed_on_are_taken_again(post: Post) -> None:
     post.start()
     hold, failures = post.runtime.dispatcher.receive, [OSError("as asked")]
@@ -398,6 +402,7 @@ def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["refuse", "swallow"])
 def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, how: str) -> None:
     post.start()
@@ -423,6 +428,7 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     wait_until(lambda: post.here() == 1, 5, "the listener to be back")
 
 
+@pytest.mark.slow
 def test_while_redis_is_down_the_poller_waits_between_two_attempts(
     post: Post, proxy: Proxy
 ) -> None:
@@ -464,6 +470,7 @@ def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_listener_subscribes_again_after_a_failed_call(
     post: Post,
 ) -> None:

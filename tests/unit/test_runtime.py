@@ -107,6 +107,7 @@ def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:
     assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
 
 
+@pytest.mark.slow
 def test_the_loops_of_metrics_that_die_are_started_again(tmp_path: Path) -> None:
     options = {"metrics_port": free_port(), "metrics_file": str(tmp_path / "%n.prom")}
     at_work = AtWork(make_runtime(tmp_path, **options))
@@ -122,6 +123,7 @@ def test_the_loops_of_metrics_that_die_are_started_again(tmp_path: Path) -> None
         at_work.runtime.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOOPS)
 def test_each_loop_that_dies_is_started_again(at_work: AtWork, name: str) -> None:
     at_work.break_loop(name, die)
@@ -146,6 +148,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BOUNDS)
 def test_each_loop_that_is_stuck_is_replaced(
     at_work: AtWork, name: str, monkeypatch: pytest.MonkeyPatch
@@ -175,6 +178,7 @@ def test_leases_are_renewed_while_the_watch_loop_waits(at_work: AtWork) -> None:
     assert at_work.takes_turns("leases")
 
 
+@pytest.mark.slow
 def test_the_entries_of_the_timing_wheel_survive_its_thread(at_work: AtWork) -> None:
     runtime = at_work.runtime
     due_us = runtime.clock.now_us() + 3_000_000
@@ -188,6 +192,7 @@ def test_the_entries_of_the_timing_wheel_survive_its_thread(at_work: AtWork) -> 
     assert runtime.events.counts["loop.restarted"] == 1
 
 
+@pytest.mark.slow
 def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
     runtime = at_work.runtime
     at_work.break_loop("wheel", at_work.hang)
@@ -199,6 +204,7 @@ def test_a_late_timing_wheel_is_reported(at_work: AtWork) -> None:
     assert runtime.events.counts["loop.restarted"] == 1
 
 
+@pytest.mark.slow
 def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

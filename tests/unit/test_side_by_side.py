@@ -229,6 +229,7 @@ def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGa
     bench.runner.finish()
 
 
+@pytest.mark.slow
 def test_a_detached_row_is_settled_after_a_database_outage(make: Make, gate: ForkGate) -> None:
     bench = make(may_detach=True, chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)

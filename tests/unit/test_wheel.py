@@ -124,6 +124,7 @@ def test_entries_that_are_not_due_take_no_time_at_a_tick() -> None:
     assert time.monotonic() - began < 0.5
 
 
+@pytest.mark.slow
 def test_a_million_entries_are_returned_exactly_at_their_ticks() -> None:
     entries, ticks, now = 1_000_000, 50 * SLOTS, 1_900_000_000_000
     wheel: TimingWheel[int] = TimingWheel(now=now)

@@ -42,6 +42,7 @@ def test_all_databases_are_counted_and_a_worker_counts_once(shards: Several) -> 
     assert forecast.missing == ()
 
 
+@pytest.mark.slow
 def test_a_database_that_is_down_is_missing(shards: Several) -> None:
     delays = shards.delays()
     put(delays)

@@ -144,6 +144,7 @@ def test_a_task_that_schedules_itself_again_and_again_is_an_error(
 # -- limits, pauses and schedules -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_limits_are_kept(shop: KitShop, tester: DelaysTester) -> None:
     shop.delays.set_policy(tag="order.close", rate="2/m")
     for number in range(4):

@@ -195,6 +195,7 @@ def test_a_recovered_task_waits_in_the_waitlist_and_runs_alone(bench: LimitedRun
     assert [task.body for task in bench.admit()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_several_workers_together_keep_a_rate(bench: LimitedRunnerHarness) -> None:
     bench.limit(rate=40, rate_period_s=1.0)
     tasks = [bench.schedule(body=n) for n in range(60)]

@@ -125,6 +125,7 @@ def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
     assert re.search(r"^mail +- +98\.00% .* 79\.80% \(202 late\) +-1920%$", said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
     two: Project, tmp_path: Path
 ) -> None:

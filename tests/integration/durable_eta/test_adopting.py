@@ -128,7 +128,7 @@ def key_of(switch: Switch, name: str) -> str:
 
 @pytest.mark.parametrize(
     "switch",
-    [pytest.param("redis", marks=pytest.mark.quick), "rabbitmq", "rabbitmq-quorum"],
+    ["redis", "rabbitmq", "rabbitmq-quorum"],
     indirect=True,
 )
 def test_the_messages_of_a_queue_become_rows_and_the_others_keep_their_order(

@@ -112,6 +112,7 @@ TROUBLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", TROUBLE.values(), ids=TROUBLE.keys())
 def test_a_network_error_is_recorded_and_retried_in_bounded_time(
     web: WebServer, caller: Caller, write: Any
@@ -143,6 +144,7 @@ BODIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [b"500", b"200"])
 @pytest.mark.parametrize("write", BODIES.values(), ids=BODIES.keys())
 def test_the_status_decides_even_if_the_body_is_broken(
