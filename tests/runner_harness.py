@@ -91,7 +91,9 @@ class RunnerHarness:
             self.timer,
             self.events,
             self.execute,
-            lambda session, task: session and transaction_of(session),
+            lambda session, task: (
+                session and transaction_of(session, self.store.database.remedy_at)
+            ),
             **options,
         )
 

@@ -103,7 +103,7 @@ def is_disconnect(error: exc.DBAPIError) -> bool:
             isinstance(error, (exc.OperationalError, exc.InterfaceError))
             and sqlstate_of(error.orig) in (None, "57P03", "53300")
             and not is_conflict(error)
-            and not _is_sqlite(error)
+            and not _is_sqlite(error.orig)
             and not _is_mysql_answer(error)
         )
     )
@@ -138,14 +138,14 @@ def is_unable(error: exc.DBAPIError) -> bool:
         return True
     code = _first_of(error.orig)
     if isinstance(code, str):
-        return _is_sqlite(error) and any(words in code for words in _UNABLE_SQLITE)
+        return _is_sqlite(error.orig) and any(words in code for words in _UNABLE_SQLITE)
     return code in _UNABLE_MYSQL or code in _UNSURE_MYSQL
 
 
 def is_statement_timeout(error: exc.DBAPIError) -> bool:
     """Whether the database has ended a statement that reached its time limit."""
     first = _first_of(error.orig)
-    is_in_sqlite = _is_sqlite(error) and first == "interrupted"
+    is_in_sqlite = _is_sqlite(error.orig) and first == "interrupted"
     return is_in_sqlite or sqlstate_of(error.orig) == "57014" or first in _TIMEOUT_MYSQL
 
 
@@ -168,8 +168,8 @@ def is_unreadable(error: exc.DBAPIError) -> bool:
     return is_refused and type(error.orig).__module__.partition(".")[0] == "psycopg"
 
 
-def _is_sqlite(error: exc.DBAPIError) -> bool:
-    return "sqlite3" in type(error.orig).__module__
+def _is_sqlite(driver_error: object) -> bool:
+    return "sqlite3" in type(driver_error).__module__
 
 
 def _is_mysql_answer(error: exc.DBAPIError) -> bool:
@@ -228,12 +228,12 @@ def name_of(shard: int | None) -> str:
     return "the database" if shard is None else f"shard {shard}"
 
 
-def lacks_tables(error: exc.DBAPIError) -> bool:
+def lacks_tables(driver_error: object) -> bool:
     """Return whether tables or columns are missing."""
-    first = _first_of(error.orig)
-    if isinstance(first, str) and _is_sqlite(error):
+    first = _first_of(driver_error)
+    if isinstance(first, str) and _is_sqlite(driver_error):
         return any(words in first for words in _MISSING_SQLITE)
-    return sqlstate_of(error.orig) in _MISSING_PG or first in _MISSING_MYSQL
+    return sqlstate_of(driver_error) in _MISSING_PG or first in _MISSING_MYSQL
 
 
 def translate(
@@ -256,7 +256,7 @@ def translate(
         )
     if is_unable(error):
         return StoreUnavailableError(f"{name} cannot work now: {reason}", shard, is_unable=True)
-    if lacks_tables(error):
+    if lacks_tables(error.orig):
         where = f"{name} {shown_url}".rstrip()
         return StoreError(f"the tables of {where} are missing or old ({reason}); {tables_remedy}")
     return StoreError(f"{name} refused: {reason}")

@@ -13,7 +13,6 @@ from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
 from delaytasks.core.interfaces import CallerConnection, Transaction
-from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.async_sessions import off_the_loop
 from delaytasks.storage.driver_errors import (
@@ -39,11 +38,7 @@ _OUTSIDE_OF_RUN_SYNC = (
 )
 
 
-def _any_remedy(url: URL) -> str:
-    return TABLES_REMEDY
-
-
-def transaction_of(session: Any, remedy_at: RemedyAt = _any_remedy) -> Transaction:
+def transaction_of(session: Any, remedy_at: RemedyAt) -> Transaction:
     """Return the transaction of the object that the caller passed as `session=`."""
     from sqlalchemy.orm import Session  # a process without sessions does not import the ORM
 
@@ -108,7 +103,7 @@ class _CallersTransaction:
         remedy = "roll it back, nothing was sent"
         if stands_alone:
             remedy = "of many tasks the first ones may be there"
-        if url is not None and lacks_tables(error):
+        if url is not None and lacks_tables(error.orig):
             remedy += f"; {self._remedy_at(url)}"
         return SessionUnusableError(
             f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
@@ -161,7 +156,7 @@ def _on_commit(session: Session) -> None:
     for _, connection, tasks, action in pending:
         if not connection.closed and connection.in_transaction():
             # The session joined a transaction that the caller began elsewhere and will end there.
-            ConnectionTransaction(connection, _any_remedy).after_commit(tasks, action)
+            _after_connection_commit(connection, tasks, action)
         else:
             off_the_loop(partial(action, tasks))
 
@@ -210,15 +205,20 @@ class ConnectionTransaction(_CallersTransaction):
         return self._connection
 
     def after_commit(self, tasks: Sequence[DelayTask], action: CommitAction) -> None:
-        connection = self._connection
-        if not connection.in_transaction() or connection._is_autocommit_isolation():
-            off_the_loop(partial(action, tasks))
-            return
-        if not event.contains(connection, "commit", _on_connection_commit):
-            event.listen(connection, "commit", _on_connection_commit)
-            event.listen(connection, "rollback", _on_connection_rollback)
-            event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
-        _waiting.setdefault(connection, []).append((_savepoints(connection), tasks, action))
+        _after_connection_commit(self._connection, tasks, action)
+
+
+def _after_connection_commit(
+    connection: Connection, tasks: Sequence[DelayTask], action: CommitAction
+) -> None:
+    if not connection.in_transaction() or connection._is_autocommit_isolation():
+        off_the_loop(partial(action, tasks))
+        return
+    if not event.contains(connection, "commit", _on_connection_commit):
+        event.listen(connection, "commit", _on_connection_commit)
+        event.listen(connection, "rollback", _on_connection_rollback)
+        event.listen(connection, "rollback_savepoint", _on_rollback_to_savepoint)
+    _waiting.setdefault(connection, []).append((_savepoints(connection), tasks, action))
 
 
 def _on_connection_commit(connection: Connection) -> None:

@@ -9,6 +9,7 @@ from django.core.checks import CheckMessage, Error, Tags, Warning, register
 from django.db import connections
 
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.contrib.django.transaction import MIGRATE_REMEDY
 from delaytasks.core.errors import ConfigError, StoreError
 from delaytasks.core.text import first_names
 from delaytasks.storage import migrations
@@ -93,13 +94,13 @@ def _database_problems(delays: DjangoDelays) -> Iterator[CheckMessage]:
     head, revision = migrations.head(), _revision(delays)
     if revision is None:
         message = f"The tables of delaytasks are not in database {delays.alias!r}."
-        yield Warning(message, "Run: manage.py migrate", id="delaytasks.W003")
+        yield Warning(message, MIGRATE_REMEDY.capitalize(), id="delaytasks.W003")
         return
     if revision != head:
         yield Warning(
             f"The tables in database {delays.alias!r} have revision {revision}, and this version "
             f"of delaytasks has {head}.",
-            "Run: manage.py migrate"
+            MIGRATE_REMEDY.capitalize()
             if revision < head
             else "Install the version of delaytasks that made the tables, or a newer one.",
             id="delaytasks.W003",

@@ -19,7 +19,7 @@ from sqlalchemy import select
 from delaytasks.attachment import import_entry_points
 from delaytasks.client import DelayTasks
 from delaytasks.contrib.django.connection import DjangoConnection
-from delaytasks.contrib.django.transaction import DjangoTransaction
+from delaytasks.contrib.django.transaction import MIGRATE_REMEDY, DjangoTransaction
 from delaytasks.contrib.django.url import database_url
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.masking import Secret
@@ -37,7 +37,7 @@ _TASKS_BACKEND = "delaytasks.contrib.django.tasks_backend."
 class DjangoDelays(DelayTasks):
     """Delayed tasks whose rows are written on a connection of Django's."""
 
-    _tables_remedy = "run: python manage.py migrate"
+    _tables_remedy = MIGRATE_REMEDY
 
     def __init__(
         self,

@@ -25,9 +25,11 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
 )
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.driver_errors import is_demoted
+from delaytasks.storage.driver_errors import is_demoted, lacks_tables
 
 Action = Callable[[Sequence[DelayTask]], None]
+#: What a user does if the tables are missing or old.
+MIGRATE_REMEDY = "run: python manage.py migrate"
 
 
 class DjangoTransaction:
@@ -88,7 +90,7 @@ class DjangoTransaction:
         alias, reason = self._django_connection.alias, _reason(error)
         # Django checks its connections only between requests, and a script has no requests.
         self._django_connection.close_if_unusable_or_obsolete()
-        is_read_only = is_demoted(error.__cause__ or error)
+        is_read_only = is_demoted(_driver_error(error))
         if is_read_only:
             self._django_connection.close()  # a new connection may reach the new primary
         if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
@@ -116,5 +118,9 @@ def _reason(error: Any) -> str:
         return f"a value cannot be stored ({type(error).__name__})"
     text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
     text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text
-    is_missing = "yb_delay_" in text and ("no such table" in text or "exist" in text)
-    return f"{text} (run: manage.py migrate)" if is_missing else text
+    return f"{text} ({MIGRATE_REMEDY})" if lacks_tables(_driver_error(error)) else text
+
+
+def _driver_error(error: Any) -> object:
+    """Return the error of the driver, which SQLAlchemy and Django keep in different places."""
+    return getattr(error, "orig", None) or error.__cause__ or error

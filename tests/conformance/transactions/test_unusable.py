@@ -171,9 +171,11 @@ def test_missing_tables_of_a_shard_are_made_there(tmp_path: Path) -> None:
 
 def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: SessionCaller) -> None:
     canary = "s3cr3t-canary"
-    t = wiring_of(shop.delays).store.schema.tasks
+    store = wiring_of(shop.delays).store
+    t = store.schema.tasks
     with shop.session() as session:
-        with pytest.raises(SessionUnusableError) as caught, transaction_of(session).guard():
+        transaction = transaction_of(session, store.database.remedy_at)
+        with pytest.raises(SessionUnusableError) as caught, transaction.guard():
             session.execute(insert(t).values(id=1, tag=None, message_body=canary))
         session.rollback()
     assert canary not in str(caught.value)
