@@ -9,7 +9,7 @@ import pytest
 
 from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.storage.store import Store
-from tests.conformance.bulk.bulk_tasks import counts, put
+from tests.conformance.bulk.bulk_tasks import counts, pass_a_moment, put
 from tests.recording import RecordingTimer
 
 NINE = datetime(2031, 1, 31, 9, tzinfo=timezone.utc)
@@ -77,6 +77,7 @@ def test_a_longest_wait_bounds_a_spread_time(delays: DelayTasks) -> None:
 def peak(delays: DelayTasks) -> Callable[[int], list[DelayTask]]:
     def make(size: int) -> list[DelayTask]:
         delays.schedule_many(NewTask("mail", n, at=NINE) for n in range(size))
+        pass_a_moment(delays)
         return list(delays.find(tag="mail", limit=1000))
 
     return make
@@ -104,6 +105,7 @@ def test_a_peak_is_spread_and_the_spread_is_undone(
 def test_overdue_tasks_are_spread_from_now_on(store: Store, delays: DelayTasks) -> None:
     for n in range(20):
         put(store, delays.schedule_delay("mail", n, 60), expected_time=NINE.replace(year=2020))
+    pass_a_moment(delays)
     now = store.bulk.now()
     assert delays.reschedule_many(spread=3600, tag="mail").changed == 20
     offsets = offsets_s(delays, since=now)

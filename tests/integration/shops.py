@@ -176,7 +176,7 @@ class ExampleShop:
 
     def close(self) -> None:
         for process in self._processes:
-            process.kill()
+            process.end()
         with redis.Redis.from_url(self.broker_url) as client:
             for key in client.keys(f"*{self.environment['SHOP_NAMESPACE']}*"):
                 client.delete(key)

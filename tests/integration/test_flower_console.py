@@ -71,6 +71,7 @@ def chip(page: str) -> list[tuple[str, str]]:
     return re.findall(r'<summary[^>]*>(\S+) <span class="chip">(\w+)</span>', page)
 
 
+@pytest.mark.quick
 def test_each_page_of_flower_has_the_tab_and_the_console_leads_back(with_passwords: str) -> None:
     ann = session("ann", "secret")
     for path in ("/", "/tasks", "/broker"):

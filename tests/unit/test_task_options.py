@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import fields
 from datetime import datetime, timezone
@@ -24,7 +25,7 @@ def test_schedule_many_takes_the_options_of_schedule_delay() -> None:
 
 def test_each_option_is_explained() -> None:
     explained = re.findall(
-        r"^ +(\w+) : .*, optional$", DelayTasks.schedule_delay.__doc__ or "", re.M
+        r"^(\w+) : .*, optional$", inspect.getdoc(DelayTasks.schedule_delay) or "", re.M
     )
     assert set(explained) == OPTIONS
 
