@@ -364,8 +364,8 @@ class Process:
         return self.log()[-20_000:]
 
     def end(self) -> None:
-        """End the process. If coverage is measured, it stops by itself: a killed process writes
-        nothing down.
+        """End the process. While coverage is measured it first has 10 s to stop, since a killed
+        process writes nothing down.
         """
         if "coverage" in sys.modules and not self.ended():
             self._popen.send_signal(signal.SIGTERM)

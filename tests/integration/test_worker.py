@@ -110,8 +110,8 @@ def test_tasks_run_on_time_and_their_rows_record_this(
     assert d.status(cancelled) is Status.CANCELLED
     done = d.delays.get(near[0])
     assert (done.attempts, done.error, done.lease_until) == (1, None, None)
-    # 4: its chunk took too long on a busy machine, so it was given back and claimed again.
-    assert (done.version in (2, 4)) is counts_moves(d.store)
+    # Its queue has no other row. On a busy machine, a row behind others may be given back.
+    assert (d.delays.get(mail).version == 2) is counts_moves(d.store)
     assert (done.worker or "").startswith(d.node(0) + "/")
     assert done.execution_time is not None
     assert done.execution_time >= done.expected_time
