@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib.util import find_spec
-from typing import Any
-
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
@@ -43,22 +39,6 @@ _ROLES = ["view", "operate", "admin"]
     metavar="ADDRESS",
     help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
 )
-@click.option("--openid-issuer", metavar="URL", help="The OpenID provider at which viewers log in.")
-@click.option("--openid-client", metavar="ID", help="The id of the console at this provider.")
-@click.option(
-    "--openid-secret",
-    envvar="DELAYTASKS_CONSOLE_OPENID_SECRET",
-    show_envvar=True,
-    help="Its secret. Other users of this machine may see an option.",
-)
-@click.option("--openid-claim", default="groups", show_default=True, help="It names the role.")
-@click.option(
-    "--openid-role",
-    "openid_roles",
-    multiple=True,
-    metavar="VALUE=ROLE",
-    help="The role for a value of this claim, as ops=admin. Repeatable.",
-)
 @pass_cli
 def console(
     cli: Cli,
@@ -68,11 +48,6 @@ def console(
     proxy_header: str | None,
     proxies: tuple[str, ...],
     trusted_proxy: str | None,
-    openid_issuer: str | None,
-    openid_client: str | None,
-    openid_secret: str | None,
-    openid_claim: str,
-    openid_roles: tuple[str, ...],
 ) -> None:
     """Serve the console: web pages that show whether tasks run on time, and repair what failed.
 
@@ -89,17 +64,7 @@ def console(
         from delaytasks.console import server
         from delaytasks.serving import serve_at
     access = None
-    if openid_issuer or openid_client or openid_roles:
-        if proxy_header is not None:
-            raise ConfigError("--proxy-header and --openid-issuer cannot be combined")
-        access = _openid(
-            openid_issuer or "",
-            openid_client or "",
-            openid_secret or "",
-            openid_claim,
-            openid_roles,
-        )
-    elif proxy_header is not None:
+    if proxy_header is not None:
         access = server.proxy_access(cli.delays, proxy_header, proxies or ("127.0.0.1", "::1"))
     cli.import_processors()
     app = server.standalone(cli.delays, click.echo, access)
@@ -141,19 +106,3 @@ def console_user(cli: Cli, name: str, role: str, remove: bool, password: str | N
         password = click.prompt("Password", hide_input=True, confirmation_prompt=True, err=True)
     users.set(name, password, Role.named(role))
     cli.answer({"user": name, "role": role}, f"stored the user {name} with the role {role}")
-
-
-def _openid(issuer: str, client: str, secret: str, claim: str, roles: Sequence[str]) -> Any:
-    """Return the rule for viewers who log in at an OpenID provider."""
-    if find_spec("authlib") is None:
-        raise ConfigError("logins with OpenID need more: pip install 'delaytasks[console-oidc]'")
-    from delaytasks.console.openid import OpenIDAccess
-    from delaytasks.console.viewers import Role
-
-    named = {}
-    for pair in roles:
-        value, _, role = pair.rpartition("=")
-        if not value:
-            raise ConfigError(f"--openid-role is VALUE=ROLE, as ops=admin, not {pair!r:.60}")
-        named[value] = Role.named(role)
-    return OpenIDAccess(issuer, client, secret, claim, named)

@@ -3,7 +3,6 @@
     application     makes the WSGI application from a `DelayTasks` and the rule for its viewers
     viewers         the roles, and who the viewer of a request is
     users           the file of users and their hashed passwords
-    openid          logins at an OpenID provider
     requests        what happens before and after each request: role, CSRF token, headers
     snapshot        what the pages show of the whole deployment, cached for all viewers
     verdict         the state of the deployment in one sentence

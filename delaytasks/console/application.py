@@ -18,7 +18,6 @@ from delaytasks.console import (
     pages_forecast,
     pages_login,
     pages_many,
-    pages_openid,
     pages_overview,
     pages_policies,
     pages_recurring,
@@ -27,7 +26,6 @@ from delaytasks.console import (
 )
 from delaytasks.console.actions import audit_refusals
 from delaytasks.console.known_names import known_names
-from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
 from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
@@ -67,8 +65,7 @@ def make_console(
     delays
         The `DelayTasks` whose tasks the console shows.
     access
-        The rule that names the viewer of a request: `UserFile`, `OpenIDAccess`, `ProxyAccess`
-        or `HostAccess`.
+        The rule that names the viewer of a request: `UserFile`, `ProxyAccess` or `HostAccess`.
     secret_key
         Signs the sessions. By default it is generated, so that sessions end with the process, and
         only one process can serve the console.
@@ -110,8 +107,6 @@ def make_console(
         pages_recurring,
     ):
         pages.install(app)
-    if isinstance(access, OpenIDAccess):
-        pages_openid.install(app)
     Probes(lambda: HealthChecks(wiring_of(delays).shards, delays.settings)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)

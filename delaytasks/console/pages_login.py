@@ -28,7 +28,7 @@ def install(app: Flask) -> None:
 def login() -> tuple[str, int]:
     if not state().access.has_login:
         abort(404)
-    return login_page(None, 200)
+    return _login_page(None, 200)
 
 
 def log_in() -> tuple[str, int] | Response:
@@ -38,31 +38,24 @@ def log_in() -> tuple[str, int] | Response:
     name, address = request.form.get("name", ""), request.remote_addr or ""
     wait_s = limit.wait_s(name[:200], address)
     if wait_s:
-        return login_page(f"Too many failed logins. Try again in {wait_s:.0f} seconds.", 429)
+        return _login_page(f"Too many failed logins. Try again in {wait_s:.0f} seconds.", 429)
     found = users.check(name, request.form.get("password", "")[:1000])
     if found is None:
         limit.failed(name[:200], address)
         logger.warning("console: failed login as %s from %s", one_line(name, 60), address)
-        return login_page("The name or the password is wrong.", 401)
+        return _login_page("The name or the password is wrong.", 401)
     limit.succeeded(name[:200], address)
-    start_session(found)
+    kept = {each: session[each] for each in ("zone", "theme") if each in session}
+    session.clear()  # also the CSRF token: an attacker may have set the old one
+    session.permanent = True
+    session.update(kept, logged_in_at=now_s(), **found)
     logger.info("console: login of %s from %s", one_line(name, 60), address)
     return redirect(safe_next(request.form.get("next")), 303)
 
 
-def login_page(problem: str | None, code: int) -> tuple[str, int]:
-    has_password = isinstance(state().access, UserFile)
+def _login_page(problem: str | None, code: int) -> tuple[str, int]:
     target = request.values.get("next", "")
-    page = render_template("login.html", next=target, problem=problem, has_password=has_password)
-    return page, code
-
-
-def start_session(found: dict[str, str]) -> None:
-    """Begin the session of a user who has logged in."""
-    kept = {name: session[name] for name in ("zone", "theme") if name in session}
-    session.clear()  # also the CSRF token: an attacker may have set the old one
-    session.permanent = True
-    session.update(kept, logged_in_at=now_s(), **found)
+    return render_template("login.html", next=target, problem=problem), code
 
 
 @requires(Role.VIEW)

@@ -144,7 +144,7 @@ def protect(app: Flask, shared: ConsoleState) -> None:
 #: Addresses that answer without asking who the viewer is.
 _FOR_ANYONE = {"static", *ENDPOINTS}
 #: Pages without a viewer.
-_OPEN = {"static", "login", "log_in", "openid", "openid_answer"}
+_OPEN = {"static", "login", "log_in"}
 
 
 def _admit() -> AnyResponse | None:

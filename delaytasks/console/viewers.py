@@ -53,7 +53,7 @@ class Viewer:
 class Access(Protocol):
     """The rule that names the viewer of a request."""
 
-    #: Whether viewers log in on the console's own page, or from there at an OpenID provider.
+    #: Whether viewers log in on the console's own page.
     has_login: bool
 
     def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:

@@ -20,13 +20,14 @@ from sqlalchemy import delete, func, update
 from delaytasks import DelayTasks, NewTask
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION
+from delaytasks.console.users import UserFile
 from delaytasks.wiring import wiring_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served, write_runs
 from tests.ui.fault_pictures import draw_faults
 from tests.ui.report_picture import draw_report, write_day
-from tests.ui.test_console_in_a_browser import MODES, logins, paths_of
+from tests.ui.test_console_in_a_browser import MODES, paths_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
 #: Pixels of a picture, and the tasks of a peak.
@@ -50,9 +51,8 @@ def draw() -> None:
             for name, path in paths_of(site).items():
                 _keep_alive(site)
                 draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
-            for name, access in zip(("login", "openid"), logins(Path()), strict=True):
-                with served(make_console(delays, access)) as login:
-                    draw_page(page, login, FOLDER / f"{name}-{mode}.png", TALLEST)
+            with served(make_console(delays, UserFile(Path("users.json")))) as login:
+                draw_page(page, login, FOLDER / f"login-{mode}.png", TALLEST)
         write_day(delays)
         _keep_alive(site)
         draw_report(delays, browser, FOLDER.parent / "report.png")

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks.console.application import make_console
-from delaytasks.console.openid import OpenIDAccess
 from delaytasks.console.users import UserFile
-from delaytasks.console.viewers import Access, Role
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, served
 
@@ -51,13 +49,6 @@ def paths_of(site: Site) -> dict[str, str]:
     return {name: special.get(name, f"/{name}") for name in NAMES}
 
 
-def logins(folder: Path) -> tuple[Access, Access]:
-    """Return the two rules of access that have a login page."""
-    roles = {"ops": Role.ADMIN}
-    openid = OpenIDAccess("https://login.shop.example", "console", "secret", "groups", roles)
-    return UserFile(folder / "users.json"), openid
-
-
 @pytest.fixture(params=MODES)
 def page(request: pytest.FixtureRequest, browser: Any) -> Iterator[Any]:
     """A tab whose errors, refused scripts and requests to other hosts fail the test."""
@@ -88,19 +79,17 @@ def test_each_page_is_accessible_and_fits_its_window(
     check_page(page)
 
 
-def test_the_login_pages_are_accessible_and_fit_their_window(
+def test_the_login_page_is_accessible_and_fits_its_window(
     site: Site, page: Any, tmp_path: Path
 ) -> None:
-    for access in logins(tmp_path):
-        with served(make_console(site.delays, access)) as address:
-            page.goto(address)
-            check_page(page)
-            if isinstance(access, UserFile):
-                page.get_by_label("Name").fill("maria")
-                page.get_by_label("Password").fill("wrong")
-                page.get_by_role("button", name="Log in").click()
-                page.get_by_text("The name or the password is wrong.").wait_for()
-                check_page(page)
+    with served(make_console(site.delays, UserFile(tmp_path / "users.json"))) as address:
+        page.goto(address)
+        check_page(page)
+        page.get_by_label("Name").fill("maria")
+        page.get_by_label("Password").fill("wrong")
+        page.get_by_role("button", name="Log in").click()
+        page.get_by_text("The name or the password is wrong.").wait_for()
+        check_page(page)
 
 
 def test_a_bulk_run_is_stopped_in_the_browser(tab: Any, own_site: Site) -> None:
