@@ -209,7 +209,7 @@ class _ShardFactory(NamedTuple):
         check_number: Callable[[], object],
     ) -> Shard:
         settings, events, number = self.settings, self.events, store.shard
-        new_id = IdMaker(wall_ms, number)
+        new_id = IdMaker(wall_ms, number or settings.shard)
         policies = PolicyCache(store.policies.changes)
         pauses = PauseSweeper(
             settings, policies, store.policies, store.paused_rows, clock, timer, sweep_events

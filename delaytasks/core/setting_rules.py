@@ -34,5 +34,6 @@ KEYS = Rule(
     "each is a different key from `delaytasks encryption key`; 'plain' may precede them", are_keys
 )
 NOT_NEGATIVE = Rule("must not be negative", lambda v: v >= 0)
+SHARD = Rule(f"is from 0 to {MAX_SHARDS - 1}", lambda v: 0 <= v < MAX_SHARDS)
 AT_MOST_1000 = Rule("is at most 1000", lambda v: v <= 1000)
 AT_MOST_1000_YEARS = Rule("is at most a thousand years", lambda v: v <= 1000 * 366 * 86400)

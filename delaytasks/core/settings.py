@@ -44,6 +44,9 @@ class Settings:
     shards_before: int | None = _setting(
         None, "while a shard is being added: the previous number of shards"
     )
+    shard: int = _setting(
+        0, "number that new ids carry; each member of Shards has a number of its own", rules.SHARD
+    )
     data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
     namespace: str = _setting(
         "delaytasks", "prefix of the queues, so that deployments can share a broker", rules.NAME
@@ -203,7 +206,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, spec in _SPECS.items():
             value, rule = getattr(self, name), spec.metadata["rule"]
-            if type(value) in (int, float) and value <= 0 and rule is not rules.NOT_NEGATIVE:
+            if type(value) in (int, float) and value <= 0 and rule not in _RULES_WITH_ZERO:
                 self._refuse(name, "must be above 0")
             if value is not None and rule is not None and not rule.allows(value):
                 self._refuse(name, rule.text)
@@ -276,6 +279,7 @@ def secret_names() -> list[str]:
     return [name for name, spec in _SPECS.items() if spec.metadata["secret"]]
 
 
+_RULES_WITH_ZERO = (rules.NOT_NEGATIVE, rules.SHARD)
 _RULES_FOR_PAIRS: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "shards_before",

@@ -83,7 +83,8 @@ class KeyOwners:
         if owner_id is None:
             return task, True
         owner = self._moves.locked(on, owner_id)
-        if owner is None and shard_of(owner_id) not in (self._shard, task.shard, *pointing):
+        known = (self._shard, task.shard, *pointing)
+        if owner is None and self._shards > 1 and shard_of(owner_id) not in known:
             self._point_elsewhere(task, owner_id)
         if owner is None or owner.is_finished:
             # The owner was purged, or another program finished it.

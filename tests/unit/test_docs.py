@@ -46,7 +46,7 @@ _PLACES = ("", "delaytasks", "tests", "examples/django_shop")
 
 #: Names of settings that also are words of other meanings, such as a timer, a column or a case of
 #: the benchmarks.
-_WORDS = {"arm", "data_dir", "database_url", "namespace", "queues", "timer"}
+_WORDS = {"arm", "data_dir", "database_url", "namespace", "queues", "shard", "timer"}
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])

@@ -82,6 +82,8 @@ SHARD_URLS = ("mysql://a/x", "postgresql+psycopg2://b/y?options=-c a=b")
         ("strict_tags", "0", False),
         ("strict_tags", False, False),
         ("pool_size", "7", 7),
+        ("shard", "0", 0),
+        ("shard", "31", 31),
         ("lease_s", 30, 30.0),
         ("queues", {"mail.*": "mail"}, {"mail.*": "mail"}),
         ("queues", '{"mail.*": "mail", "a,b=c": "slow"}', {"mail.*": "mail", "a,b=c": "slow"}),
@@ -133,6 +135,9 @@ PREFIXED = "delaytasks_"
         ("horizon_s", 1e12),  # no date is that far away
         ("shards_before", 1),  # there is only one shard
         ("shards_before", 0),
+        ("shard", -1),
+        ("shard", 32),
+        ("shard", "one"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:
