@@ -16,7 +16,7 @@ import kombu
 import pytest
 import redis
 
-from delaytasks.worker.celery_compat.internals import INTERNALS, Internal
+from tests.celery_internals import INTERNALS, Internal
 from tests.celery_shapes import SHAPES, Worker
 
 ROOT = Path(__file__).parents[2]
