@@ -261,9 +261,6 @@ REDIS_CHANNEL: dict[str, Shape] = {
     "_do_restore_message": takes({}, "exchange", "routing_key", "pipe", False),
     "unacked_key": is_a(str),
     "unacked_index_key": is_a(str),
-    "_lookup": lambda found: found("", "queue") == ["queue"],
-    "pool": has("connection_kwargs"),
-    "qos": has("pipe_or_acquire"),
     "_in_poll": lambda found: not found,
     "_brpop_read": takes(),
 }
@@ -306,7 +303,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
     },
     "celery.app.amqp.AMQP": {
         "as_task_v2": makes_a_message,
-        "router": lambda found: found.route({}, "a.task")["queue"].name == "celery",
     },
     "celery.app.amqp.Queues": {
         "_consume_from": lambda found: found is None,
@@ -333,7 +329,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "bind": takes("app"),
         "Strategy": is_a(str),
         "store_errors_even_if_ignored": is_a(bool),
-        "_get_exec_options": lambda found: isinstance(found(), dict),
     },
     "celery.app.utils": {"find_app": takes("proj"), "HIDDEN_SETTINGS": hides_what_matches},
     "celery.beat.Scheduler": {"apply_entry": logs_the_task},
@@ -421,8 +416,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "restore_by_tag": takes("tag", None, False),
         "restore_visible": takes(),
         "_delivered": is_a(dict),
-        "pipe_or_acquire": takes(),
-        "_remove_from_indices": takes("tag", None),
     },
     "kombu.transport.virtual.Channel": {
         "basic_consume": takes("self", "queue", no_ack=True, callback=print, consumer_tag="1")

@@ -11,7 +11,6 @@ from delaytasks.cli.opening import open_cli, open_cli_under_celery, open_cli_und
 
 #: The commands of each module.
 _MODULES = {
-    "adopt_eta": "adopt-eta",
     "api": "api-key serve",
     "audit": "audit undo",
     "check": "check",

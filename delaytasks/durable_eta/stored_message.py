@@ -23,8 +23,6 @@ from delaytasks.core.text import shown
 
 #: kombu's mark of values that have no JSON form, such as datetimes and bytes.
 _TYPED = '"__type__"'
-#: Properties that belong to one delivery of a message, and not to the message.
-_OF_DELIVERY = ("body_encoding", "delivery_info", "delivery_tag")
 
 
 class StoredMessage(NamedTuple):
@@ -96,70 +94,6 @@ class StoredMessage(NamedTuple):
         """Return what is known of the message of a call that is not prepared yet."""
         headers = {"task": task, "id": task_id}
         return cls("", "", "", headers, {"correlation_id": task_id}, "", "")
-
-    @classmethod
-    def of_virtual(cls, raw: Mapping[str, Any]) -> StoredMessage:
-        """Return a message of kombu's virtual transports, as Redis stores it.
-
-        Parameters
-        ----------
-        raw
-            The decoded JSON of the list's element, or of the first element of an entry in
-            `unacked`.
-        """
-        properties, body = raw["properties"], raw["body"]
-        if properties.get("body_encoding") == "base64":
-            body = base64.b64decode(body)
-        return cls.of_delivery(
-            body,
-            raw["content-type"],
-            raw.get("content-encoding"),
-            raw["headers"],
-            properties,
-            properties["delivery_info"],
-        )
-
-    @classmethod
-    def of_delivery(
-        cls,
-        body: str | bytes,
-        content_type: object,
-        encoding: str | None,
-        headers: object,
-        properties: Mapping[str, Any],
-        where: Mapping[str, Any],
-    ) -> StoredMessage:
-        """Return a message that a broker delivers.
-
-        Parameters
-        ----------
-        body, content_type, encoding, headers, properties
-            The parts of the message.
-        where
-            The exchange and the routing key.
-
-        Raises
-        ------
-        TypeError
-            If kombu did not write the message.
-        """
-        if not isinstance(headers, Mapping):
-            raise TypeError(f"{shown(headers)} are not headers")
-        if isinstance(body, bytes) and encoding == "utf-8" and "compression" not in headers:
-            try:
-                body = body.decode()
-            except UnicodeDecodeError:
-                pass  # the worker that gets it reports it
-        own = {name: value for name, value in properties.items() if name not in _OF_DELIVERY}
-        return cls(
-            body,
-            _text(content_type),
-            encoding or "binary",
-            dict(headers),
-            own,
-            where["exchange"] or "",
-            where["routing_key"],
-        )
 
 
 def new_task(

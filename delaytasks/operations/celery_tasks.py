@@ -6,10 +6,12 @@ The package `durable_eta` is imported with the first of these tasks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from celery.app.task import extract_exec_options
+from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 
 from delaytasks.core.celery_calls import CeleryCall, called_task, is_forced
@@ -106,12 +108,11 @@ class CeleryTasks:
     def _schedule(
         self, call: CeleryCall, transaction: Transaction | None, message: StoredMessage
     ) -> None:
-        from delaytasks.durable_eta.etas import instant_of
         from delaytasks.durable_eta.stored_message import new_task
 
         delay = when = None
         if call.eta and not call.countdown:
-            when = instant_of(call.eta, self._app)
+            when = self._instant(call.eta)
         else:
             delay = max(call.countdown or 0, 0)
         new = new_task(call.name, str(call.task_id), message, delay, when)
@@ -141,9 +142,12 @@ class CeleryTasks:
     def _delay_s(self, call: CeleryCall) -> float:
         if call.countdown:
             return float(call.countdown)
-        from delaytasks.durable_eta.etas import instant_of
+        return (self._instant(call.eta) - self._clock.certain_now()).total_seconds()
 
-        return (instant_of(call.eta, self._app) - self._clock.certain_now()).total_seconds()
+    def _instant(self, eta: Any) -> datetime:
+        """Return the instant that Celery's worker reads from an eta."""
+        instant: datetime = maybe_make_aware(maybe_iso8601(eta), self._app.conf.timezone)
+        return instant
 
     # -- publish ----------------------------------------------------------------------------------
 

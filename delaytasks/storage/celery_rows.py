@@ -29,7 +29,6 @@ class CeleryRows:
         rows = select(*columns(schema)).where(t.c.tag.like(f"{CELERY_PREFIX}%"))
         live = rows.where(t.c.status.in_([int(status) for status in LIVE]))
         has_key = listed(database, t.c.task_key, "task_keys")
-        self._of_keys = rows.where(has_key)
         self._live_of_keys = live.where(has_key)
         self._live_of_ids = live.where(listed(database, t.c.id, "ids"))
         self._after = (
@@ -38,7 +37,10 @@ class CeleryRows:
 
     def live(self, keys: Sequence[str], on: CallerConnection | None = None) -> list[DelayTask]:
         """Return the rows with these keys that wait or run."""
-        return self._with_keys(self._live_of_keys, keys, on)
+        found: list[DelayTask] = []
+        for some in batches(keys, MOST_KEYS):
+            found += self._read(self._live_of_keys, {"task_keys": some}, on)
+        return found
 
     def live_of_ids(self, ids: Sequence[int], on: CallerConnection | None) -> list[DelayTask]:
         """Return the rows with these ids that wait or run."""
@@ -47,21 +49,9 @@ class CeleryRows:
             found += self._read(self._live_of_ids, {"ids": some}, on)
         return found
 
-    def of_keys(self, keys: Sequence[str]) -> list[DelayTask]:
-        """Return the rows with these keys, whatever their status is."""
-        return self._with_keys(self._of_keys, keys, None)
-
     def page(self, after: int, limit: int, on: CallerConnection | None = None) -> list[DelayTask]:
         """Return up to `limit` rows that wait or run, in the order of their ids."""
         return self._read(self._after, {"after": after, "limit": limit}, on)
-
-    def _with_keys(
-        self, query: Select[Any], keys: Sequence[str], on: CallerConnection | None
-    ) -> list[DelayTask]:
-        found: list[DelayTask] = []
-        for some in batches(keys, MOST_KEYS):
-            found += self._read(query, {"task_keys": some}, on)
-        return found
 
     def _read(
         self, query: Select[Any], parameters: dict[str, Any], on: CallerConnection | None

@@ -16,7 +16,7 @@ LAST_LINES = {
     "fastapi_reminders": "reminders that wait: ada, bob",
     "flask_webhooks": "has booked the payment once",
     "heartbeats": "98 devices are connected, and each has one row",
-    "moving_celery": "and so have the 5 adopted ones",
+    "moving_celery": "and so have the 5 old messages",
     "tenants": "initech leaves; schedules: report-acme, report-globex",
 }
 #: These have commands and tests of their own.

@@ -99,7 +99,6 @@ def test_all_documented_commands_exist() -> None:
         "drain",
     ]
     wanted += [
-        "adopt-eta",
         "console",
         "console-user",
         "exporter",

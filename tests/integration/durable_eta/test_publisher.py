@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
@@ -13,7 +12,7 @@ from celery import Celery
 
 from delaytasks.durable_eta.confirms import RefusedByBrokerError
 from delaytasks.durable_eta.publisher import MessagePublisher, NotConfirmedError
-from delaytasks.durable_eta.stored_message import StoredMessage, new_task
+from delaytasks.durable_eta.stored_message import StoredMessage
 from delaytasks.timers.broker_link import bounded_connection
 from tests.proxy import Proxy, proxy_to
 from tests.rabbitmq_server import RabbitServer
@@ -142,32 +141,6 @@ def test_a_message_that_rabbitmq_refuses_does_not_keep_the_others_back(
     assert isinstance(results[2], RefusedByBrokerError)
     assert "no queue" in str(results[2])
     assert sorted(set(post.arrived())) == [0, 3]
-
-
-def test_a_message_that_waits_in_redis_becomes_a_row_and_the_same_message_again(
-    make_post: Make, redis_url: str
-) -> None:
-    post = make_post(redis_url)
-    post.app.conf.task_default_queue = post.queue
-    instant = datetime(2031, 1, 1, tzinfo=timezone.utc)
-    options = {"headers": {"tenant": "acme"}, "expires": 600, "priority": 3, "serializer": "pickle"}
-    post.app.send_task("remind", ({7},), {"word": "é"}, eta=instant, **options)
-    with post.app.connection_for_write() as connection:
-        client = connection.default_channel.client
-        key = next(key for key in client.scan_iter(f"{post.queue}*"))
-        raw = json.loads(client.lpop(key))
-
-    found = StoredMessage.of_virtual(raw)
-    new = new_task("remind", raw["headers"]["id"], found, when=instant)
-    assert post.publisher.publish([StoredMessage.of_body(json.loads(json.dumps(new.body)))])
-    with post.app.connection_for_write() as connection:
-        again = json.loads(connection.default_channel.client.lpop(key))
-
-    raw["headers"]["eta"] = None
-    for message in (raw, again):
-        message["properties"].pop("delivery_tag")
-        message["properties"].pop("expiration")
-    assert again == raw
 
 
 @pytest.mark.slow
