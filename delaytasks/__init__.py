@@ -2,9 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from delaytasks import api, async_api
+from delaytasks import api
 from delaytasks.api import *  # noqa: F403 - the list of functions is in api.py only
-from delaytasks.async_api import *  # noqa: F403 - the same
 from delaytasks.client import DelayTasks
 from delaytasks.core import errors
 from delaytasks.core.attempt import Attempt
@@ -52,7 +51,6 @@ __all__ = [
 ]
 __all__ += api.__all__
 __all__ += errors.__all__
-__all__ += async_api.__all__
 
 
 def __getattr__(name: str) -> Any:

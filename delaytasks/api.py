@@ -1,7 +1,6 @@
 """The module-level functions: methods of the default `DelayTasks`.
 
-A new method of `DelayTasks` gets a line in the list below and its name in `__all__`. The module
-`async_api.py` has the asynchronous functions.
+A new method of `DelayTasks` gets a line in the list below and its name in `__all__`.
 """
 
 from __future__ import annotations
@@ -98,36 +97,60 @@ class _Default(DelayTasks):
         return has_instance and default()._is_wired
 
 
-#: Also for `async_api.py`, which has the asynchronous functions.
 methods = _Default()
 schedule_delay = methods.schedule_delay
+aschedule_delay = methods.aschedule_delay
 schedule_at = methods.schedule_at
+aschedule_at = methods.aschedule_at
 schedule_many = methods.schedule_many
+aschedule_many = methods.aschedule_many
 schedule_callback = methods.schedule_callback
+aschedule_callback = methods.aschedule_callback
 schedule_message = methods.schedule_message
+aschedule_message = methods.aschedule_message
 apply_async = methods.apply_async
+aapply_async = methods.aapply_async
 using = methods.using
 new_id = methods.new_id
 shard_for = methods.shard_for
 cancel = methods.cancel
+acancel = methods.acancel
 reschedule = methods.reschedule
+areschedule = methods.areschedule
 touch = methods.touch
+atouch = methods.atouch
 touch_many = methods.touch_many
+atouch_many = methods.atouch_many
 rerun = methods.rerun
+arerun = methods.arerun
 get = methods.get
-wait = methods.wait
+aget = methods.aget
 attempts = methods.attempts
+aattempts = methods.aattempts
 find = methods.find
+afind = methods.afind
 cancel_many = methods.cancel_many
+acancel_many = methods.acancel_many
 reschedule_many = methods.reschedule_many
+areschedule_many = methods.areschedule_many
 rerun_many = methods.rerun_many
+arerun_many = methods.arerun_many
 undo = methods.undo
+aundo = methods.aundo
 audit = methods.audit
+aaudit = methods.aaudit
 policies = methods.policies
+apolicies = methods.apolicies
 pause = methods.pause
+apause = methods.apause
 resume = methods.resume
+aresume = methods.aresume
 set_policy = methods.set_policy
+aset_policy = methods.aset_policy
 clear_policy = methods.clear_policy
+aclear_policy = methods.aclear_policy
+wait = methods.wait
+await_ = methods.await_
 
 
 if TYPE_CHECKING:
@@ -141,9 +164,34 @@ else:
 
 
 __all__ = [
+    "aapply_async",
+    "aattempts",
+    "aaudit",
+    "acancel",
+    "acancel_many",
+    "aclear_policy",
+    "afind",
+    "aget",
+    "apause",
+    "apolicies",
     "apply_async",
+    "arerun",
+    "arerun_many",
+    "areschedule",
+    "areschedule_many",
+    "aresume",
+    "aschedule_at",
+    "aschedule_callback",
+    "aschedule_delay",
+    "aschedule_many",
+    "aschedule_message",
+    "aset_policy",
+    "atouch",
+    "atouch_many",
     "attempts",
     "audit",
+    "aundo",
+    "await_",
     "cancel",
     "cancel_many",
     "clear_policy",

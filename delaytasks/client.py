@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, overload
 
-from delaytasks.async_twins import AsyncTwins
 from delaytasks.attachment import attach
 from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult
@@ -40,6 +39,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.touch_result import TouchResult
 from delaytasks.handles import Body, Converted, Processor
 from delaytasks.processors.registry import MAX_BATCH, Registry
+from delaytasks.twins import twin
 from delaytasks.worker.processes import Processes
 
 if TYPE_CHECKING:
@@ -60,16 +60,16 @@ if TYPE_CHECKING:
         SchemaDecorator,
     )
     from delaytasks.maintenance.deploy_check import Finding
-    from delaytasks.operations.async_calls import AsyncCalls
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
     from delaytasks.recurrence.api import Recurring
     from delaytasks.routing.shard import ShardAddress
     from delaytasks.statistics.api import Statistics
     from delaytasks.storage.borrowed_connections import ConnectionSource
+    from delaytasks.twins import AsyncCalls
     from delaytasks.wiring import ProcessorContext, Wiring
 
 
-class DelayTasks(AsyncTwins):
+class DelayTasks:
     """Delayed tasks for one Celery app.
 
     After this, `celery -A proj worker` runs due tasks and `celery -A proj beat` sweeps the table.
@@ -208,6 +208,8 @@ class DelayTasks(AsyncTwins):
         w = self._wiring
         return w.router.schedule(new, on_conflict, w.transactions.of(session))
 
+    aschedule_delay = twin(schedule_delay)
+
     def schedule_at(
         self,
         tag: str,
@@ -246,6 +248,8 @@ class DelayTasks(AsyncTwins):
         new = NewTask(tag, body, at=at, **options)
         w = self._wiring
         return w.router.schedule(new, on_conflict, w.transactions.of(session))
+
+    aschedule_at = twin(schedule_at)
 
     def schedule_many(
         self,
@@ -286,6 +290,8 @@ class DelayTasks(AsyncTwins):
         """
         w, new = self._wiring, map(new_task_of, tasks)
         return w.router.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
+
+    aschedule_many = twin(schedule_many)
 
     def schedule_callback(
         self,
@@ -332,6 +338,8 @@ class DelayTasks(AsyncTwins):
         """
         content = self._wiring.callbacks.http.content(url, body, headers)
         return self.schedule_delay(CALLBACK, content, delay, **options)
+
+    aschedule_callback = twin(schedule_callback)
 
     def schedule_message(
         self,
@@ -381,6 +389,8 @@ class DelayTasks(AsyncTwins):
         """
         content = self._wiring.callbacks.queue.content(to, body, exchange, headers)
         return self.schedule_delay(MESSAGE, content, delay, **options)
+
+    aschedule_message = twin(schedule_message)
 
     def new_id(self, tag: str | None = None, key: str | None = None) -> int:
         """Return an unused id, to schedule a task whose id is known in advance.
@@ -432,6 +442,7 @@ class DelayTasks(AsyncTwins):
 
     def apply_async(
         self,
+        /,
         signature: Any,
         args: Any = None,
         kwargs: Any = None,
@@ -474,6 +485,8 @@ class DelayTasks(AsyncTwins):
         joined = nullcontext() if session is None else w.transactions.using(session)
         with forced(w.celery), joined:
             return signature.apply_async(args, kwargs, **options)
+
+    aapply_async = twin(apply_async)
 
     def using(self, session: Any) -> AbstractContextManager[None]:
         """Let calls inside a block take part in the transaction of `session`.
@@ -558,6 +571,8 @@ class DelayTasks(AsyncTwins):
             task, tag, key, version, strict, request_of(running, terminate), session
         )
 
+    acancel = twin(cancel)
+
     def reschedule(
         self,
         task: int | str | DelayTask | None = None,
@@ -600,6 +615,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.single.reschedule(task, delay, at, tag, key, version, session)
 
+    areschedule = twin(reschedule)
+
     def touch(
         self,
         task: int | str | DelayTask | None = None,
@@ -636,6 +653,8 @@ class DelayTasks(AsyncTwins):
         ...     print("too late")
         """
         return self._wiring.single.touch(task, delay, tag, key, session)
+
+    atouch = twin(touch)
 
     @overload
     def touch_many(
@@ -692,6 +711,22 @@ class DelayTasks(AsyncTwins):
         single = self._wiring.single
         return single.touch_many(tasks, delay, tag, keys, session)
 
+    if TYPE_CHECKING:  # the type of `twin` has no overloads
+
+        @overload
+        async def atouch_many(
+            self, tasks: Iterable[int | str | DelayTask], delay: Delay, *, session: Any = None
+        ) -> TouchResult[int]: ...
+
+        @overload
+        async def atouch_many(
+            self, *, tag: str, keys: Iterable[str], delay: Delay, session: Any = None
+        ) -> TouchResult[str]: ...
+
+        async def atouch_many(self, *arguments: Any, **options: Any) -> Any: ...
+    else:
+        atouch_many = twin(touch_many)
+
     def rerun(
         self,
         task: int | str | DelayTask | None = None,
@@ -731,6 +766,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.single.rerun(task, delay, version, session)
 
+    arerun = twin(rerun)
+
     # -- look up ----------------------------------------------------------------------------------
 
     def get(
@@ -766,6 +803,8 @@ class DelayTasks(AsyncTwins):
         <Status.NOT_COMPLETE: 0>
         """
         return self._wiring.lookup.get(task, tag, key, session)
+
+    aget = twin(get)
 
     def wait(
         self,
@@ -833,6 +872,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.lookup.attempts(task, session)
 
+    aattempts = twin(attempts)
+
     def find(
         self,
         *,
@@ -885,6 +926,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.lookup.find(filters, cursor, limit, newest_first, session)
 
+    afind = twin(find)
+
     # -- change many tasks ------------------------------------------------------------------------
 
     def cancel_many(self, **options: Unpack[BulkOptions]) -> BulkResult:
@@ -928,6 +971,8 @@ class DelayTasks(AsyncTwins):
         1200
         """
         return self._wiring.bulk.cancel(options)
+
+    acancel_many = twin(cancel_many)
 
     def reschedule_many(
         self,
@@ -976,6 +1021,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.bulk.reschedule(delay, at, by, spread, options)
 
+    areschedule_many = twin(reschedule_many)
+
     def rerun_many(
         self,
         delay: Delay = 0,
@@ -1006,6 +1053,8 @@ class DelayTasks(AsyncTwins):
         >>> delays.rerun_many(tag="mail.send", since=yesterday)
         """
         return self._wiring.bulk.rerun(delay, options)
+
+    arerun_many = twin(rerun_many)
 
     def undo(
         self,
@@ -1044,6 +1093,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.bulk.undo(run, actor, on_progress)
 
+    aundo = twin(undo)
+
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
         """Read what `cancel_many`, `reschedule_many` and `rerun_many` have done.
 
@@ -1063,6 +1114,8 @@ class DelayTasks(AsyncTwins):
         'maria'
         """
         return self._wiring.bulk.audit(limit)
+
+    aaudit = twin(audit)
 
     # -- pause and limit --------------------------------------------------------------------------
 
@@ -1085,6 +1138,8 @@ class DelayTasks(AsyncTwins):
         ['mail.send']
         """
         return self._wiring.policies.read(tag, queue)
+
+    apolicies = twin(policies)
 
     def pause(
         self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
@@ -1118,6 +1173,8 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.policies.pause(tag, queue, actor)
 
+    apause = twin(pause)
+
     def resume(
         self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
     ) -> Policy:
@@ -1145,6 +1202,8 @@ class DelayTasks(AsyncTwins):
         >>> delays.resume(tag="mail.send")
         """
         return self._wiring.policies.resume(tag, queue, actor)
+
+    aresume = twin(resume)
 
     def set_policy(
         self,
@@ -1193,6 +1252,8 @@ class DelayTasks(AsyncTwins):
         policies = self._wiring.policies
         return policies.set_limits(tag, queue, concurrency, key_concurrency, rate, actor)
 
+    aset_policy = twin(set_policy)
+
     def clear_policy(
         self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
     ) -> Policy:
@@ -1218,6 +1279,8 @@ class DelayTasks(AsyncTwins):
         >>> delays.clear_policy(tag="mail.send")
         """
         return self._wiring.policies.clear(tag, queue, actor)
+
+    aclear_policy = twin(clear_policy)
 
     # -- recurring schedules ----------------------------------------------------------------------
 
@@ -1316,6 +1379,8 @@ class DelayTasks(AsyncTwins):
         return self._wiring.forecasts().forecast(
             days, tag, workers, processes, rate, target, step, max_age
         )
+
+    aforecast = twin(forecast)
 
     # -- run --------------------------------------------------------------------------------------
 
@@ -1436,6 +1501,19 @@ class DelayTasks(AsyncTwins):
         """
         return self._wiring.checks.findings()
 
+    async def acheck(self) -> AsyncIterator[Finding]:
+        """Find waiting tasks that this code cannot run. This is the asynchronous twin of `check`.
+
+        Examples
+        --------
+        >>> async for finding in delays.acheck():
+        ...     print(finding.tag, finding.problem)
+        """
+        calls = await self._async_calls()
+        check: Callable[[], Any] = self.check
+        async for finding in calls.iterate(check):
+            yield finding
+
     def runner(self, shard: int = 0, sends_events: bool = False) -> Runner:
         """Return the object that runs tasks in this process, for scripts.
 
@@ -1534,19 +1612,9 @@ class DelayTasks(AsyncTwins):
 
     # -- asyncio ----------------------------------------------------------------------------------
 
-    async def _call_async(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        return await self._run_async(getattr(self, name), *arguments, **options)
-
     async def _run_async(self, method: Any, /, *arguments: Any, **options: Any) -> Any:
         calls = await self._async_calls()
         return await calls.run(method, *arguments, **options)
-
-    async def _iterate_async(
-        self, name: str, /, *arguments: Any, **options: Any
-    ) -> AsyncIterator[Any]:
-        calls = await self._async_calls()
-        async for item in calls.iterate(getattr(self, name), *arguments, **options):
-            yield item
 
     async def _async_calls(self) -> AsyncCalls:
         if not self._is_wired:

@@ -24,7 +24,6 @@ from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import RecurringStage
 from delaytasks.maintenance.statistics_stage import Maintain, StatisticsStage
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.operations.async_calls import AsyncCalls, InFramework
 from delaytasks.operations.bulk import BulkOperations
 from delaytasks.operations.celery_tasks import CeleryTasks
 from delaytasks.operations.lookup import Lookup
@@ -43,6 +42,7 @@ from delaytasks.storage.migrations import urls_of
 from delaytasks.storage.store import Store
 from delaytasks.timers.eta import EtaTimer
 from delaytasks.timers.publisher import Publisher
+from delaytasks.twins import AsyncCalls, InFramework
 from delaytasks.wiring import Closable, ProcessorContext, Wiring
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from delaytasks.core.clock import Clock, Measure
 from delaytasks.core.interfaces import Timer
-from delaytasks.operations.async_calls import InFramework
 from delaytasks.operations.callbacks import Callbacks
 from delaytasks.storage.database import Database
+from delaytasks.twins import InFramework
 from delaytasks.wiring import ProcessorContext
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
 from typing import (
     TYPE_CHECKING,
@@ -22,6 +22,7 @@ from delaytasks.core.cancel_request import request_of
 from delaytasks.core.durations import Delay
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.task import DelayTask
+from delaytasks.twins import RunsAsync, twin
 from delaytasks.wiring import Wired, wiring_of
 
 if TYPE_CHECKING:
@@ -41,10 +42,8 @@ Returned = TypeVar("Returned")
 Returned_co = TypeVar("Returned_co", covariant=True)
 
 
-class RunsAsync(Wired, Protocol):
+class HasTwins(Wired, RunsAsync, Protocol):
     """A `DelayTasks`, as its processors see it."""
-
-    async def _run_async(self, method: Any, /, *arguments: Any, **options: Any) -> Any: ...
 
 
 class Processor(Generic[Body, P, Returned_co]):
@@ -70,7 +69,7 @@ class Processor(Generic[Body, P, Returned_co]):
 
     __name__: str
 
-    def __init__(self, delays: RunsAsync, tag: str, function: Callable[P, Returned_co]) -> None:
+    def __init__(self, delays: HasTwins, tag: str, function: Callable[P, Returned_co]) -> None:
         functools.update_wrapper(self, function)
         self.function = function
         self._delays = delays
@@ -118,6 +117,8 @@ class Processor(Generic[Body, P, Returned_co]):
         """
         return self._schedule(NewTask(self.tag, body, delay, **options), on_conflict, session)
 
+    aschedule = twin(schedule)
+
     def schedule_at(
         self,
         body: Body,
@@ -134,6 +135,8 @@ class Processor(Generic[Body, P, Returned_co]):
         >>> close_order.schedule_at({"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
         """
         return self._schedule(NewTask(self.tag, body, at=at, **options), on_conflict, session)
+
+    aschedule_at = twin(schedule_at)
 
     def schedule_many(
         self,
@@ -162,6 +165,8 @@ class Processor(Generic[Body, P, Returned_co]):
         new = (new_task_of((self.tag, *task))._replace(**options) for task in tasks)
         return w.router.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
 
+    aschedule_many = twin(schedule_many)
+
     def cancel(
         self,
         *,
@@ -181,6 +186,8 @@ class Processor(Generic[Body, P, Returned_co]):
         single, request = wiring_of(self._delays).single, request_of(running, terminate)
         return single.cancel(None, self.tag, key, version, strict, request, session)
 
+    acancel = twin(cancel)
+
     def find(
         self,
         *,
@@ -199,123 +206,11 @@ class Processor(Generic[Body, P, Returned_co]):
         lookup = wiring_of(self._delays).lookup
         return lookup.find({**filters, "tag": self.tag}, cursor, limit, newest_first, session)
 
-    async def aschedule(
-        self,
-        body: Body,
-        delay: Delay,
-        *,
-        on_conflict: OnConflict = "reject",
-        session: Any = None,
-        **options: Unpack[TaskOptions],
-    ) -> DelayTask:
-        """Schedule a task of this tag. This is the asynchronous twin of `schedule`.
+    afind = twin(find)
 
-        Examples
-        --------
-        >>> await close_order.aschedule({"order": 7}, "30m", session=async_session)
-        """
-        task: DelayTask = await self._delays._run_async(
-            self.schedule, body, delay, on_conflict=on_conflict, session=session, **options
-        )
-        return task
-
-    async def aschedule_at(
-        self,
-        body: Body,
-        at: datetime,
-        *,
-        on_conflict: OnConflict = "reject",
-        session: Any = None,
-        **options: Unpack[TaskOptions],
-    ) -> DelayTask:
-        """Schedule a task of this tag. This is the asynchronous twin of `schedule_at`.
-
-        Examples
-        --------
-        >>> await close_order.aschedule_at({"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
-        """
-        task: DelayTask = await self._delays._run_async(
-            self.schedule_at, body, at, on_conflict=on_conflict, session=session, **options
-        )
-        return task
-
-    async def aschedule_many(
-        self,
-        tasks: Iterable[tuple[Body, Delay | datetime]],
-        *,
-        on_conflict: OnConflict = "reject",
-        session: Any = None,
-        on_batch: Callable[[Sequence[DelayTask]], None] | None = None,
-        **options: Unpack[TaskOptions],
-    ) -> int:
-        """Schedule many tasks of this tag. This is the asynchronous twin of `schedule_many`.
-
-        Examples
-        --------
-        >>> await send_mail.aschedule_many(({"to": user}, "1h") for user in users)
-        10000
-        """
-        count: int = await self._delays._run_async(
-            self.schedule_many,
-            tasks,
-            on_conflict=on_conflict,
-            session=session,
-            on_batch=on_batch,
-            **options,
-        )
-        return count
-
-    async def acancel(
-        self,
-        *,
-        key: str,
-        version: int | None = None,
-        strict: bool = False,
-        running: bool = False,
-        terminate: bool = False,
-        session: Any = None,
-    ) -> CancelResult:
-        """Cancel the task that has the key. This is the asynchronous twin of `cancel`.
-
-        Examples
-        --------
-        >>> await close_order.acancel(key="7")
-        """
-        result: CancelResult = await self._delays._run_async(
-            self.cancel,
-            key=key,
-            version=version,
-            strict=strict,
-            running=running,
-            terminate=terminate,
-            session=session,
-        )
-        return result
-
-    async def afind(
-        self,
-        *,
-        cursor: str | None = None,
-        limit: int = 100,
-        newest_first: bool = False,
-        session: Any = None,
-        **filters: Unpack[TagFilters],
-    ) -> Page:
-        """Read a page of the tasks of this tag. This is the asynchronous twin of `find`.
-
-        Examples
-        --------
-        >>> [task.id for task in await close_order.afind(status="FAILED")]
-        """
-        page: Page = await self._delays._run_async(
-            self.find,
-            cursor=cursor,
-            limit=limit,
-            newest_first=newest_first,
-            session=session,
-            **filters,
-        )
-        return page
+    @property
+    def _run_async(self) -> Callable[..., Awaitable[Any]]:
+        return self._delays._run_async
 
     def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayTask:
         w = wiring_of(self._delays)

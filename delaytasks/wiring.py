@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from delaytasks.core.settings import Settings
     from delaytasks.forecast.operations import ForecastOperations
     from delaytasks.maintenance.sweeper import Sweeper
-    from delaytasks.operations.async_calls import AsyncCalls
     from delaytasks.operations.bulk import BulkOperations
     from delaytasks.operations.callbacks import Callbacks
     from delaytasks.operations.celery_tasks import CeleryTasks
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.publisher import Publisher
     from delaytasks.timers.redis import RedisTimer
+    from delaytasks.twins import AsyncCalls
 
 #: Is entered around each call of a processor.
 ProcessorContext = Callable[[DelayTask], AbstractContextManager[Any]]

@@ -5,7 +5,6 @@ schedule is due. The modules:
 
 ====================  =============================================================================
 `api`                 the methods of `delays.recurring`
-`async_twins`         their twins for coroutines, which `tests.async_twins` writes
 `operations`          stores and changes schedules
 `lookup`              finds schedules in their databases
 `declarations`        the schedules that code declares, and how the table follows them

@@ -15,10 +15,10 @@ from celery.local import PromiseProxy
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_schedule_name
 from delaytasks.processors.registry import Registry
-from delaytasks.recurrence.async_twins import AsyncRecurringTwins
 from delaytasks.recurrence.declarations import follow
 from delaytasks.recurrence.definition import Definition, RecurringOptions
 from delaytasks.recurrence.targets import RecurringTarget, target_of
+from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Recurring(AsyncRecurringTwins):
+class Recurring:
     """The recurring schedules of a `DelayTasks`, as `delays.recurring`.
 
     The object itself is a decorator for schedules that code declares. Its methods are for schedules
@@ -132,6 +132,8 @@ class Recurring(AsyncRecurringTwins):
         """
         follow(self._operations(), self._registry, self._celery_tasks(), self._events)
 
+    afollow_code = twin(follow_code)
+
     # -- define -----------------------------------------------------------------------------------
 
     def set(
@@ -212,6 +214,8 @@ class Recurring(AsyncRecurringTwins):
         new = operations.checked(self._definition(tag, name, body, cron, options))
         return operations.put(new, session, actor)
 
+    aset = twin(set)
+
     def remove(
         self, name: str, *, session: Any = None, actor: str | None = None
     ) -> RecurringSchedule:
@@ -243,6 +247,8 @@ class Recurring(AsyncRecurringTwins):
         """
         return self._operations().remove(name, session, actor)
 
+    aremove = twin(remove)
+
     # -- pause and run ----------------------------------------------------------------------------
 
     def pause(
@@ -272,6 +278,8 @@ class Recurring(AsyncRecurringTwins):
         """
         return self._operations().pause(name, session, actor)
 
+    apause = twin(pause)
+
     def resume(
         self, name: str, *, session: Any = None, actor: str | None = None
     ) -> RecurringSchedule:
@@ -298,6 +306,8 @@ class Recurring(AsyncRecurringTwins):
         datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)
         """
         return self._operations().resume(name, session, actor)
+
+    aresume = twin(resume)
 
     def run(self, name: str, *, session: Any = None) -> DelayTask:
         """Make one task of a schedule that is due now. Its occurrences stay as they are.
@@ -326,6 +336,8 @@ class Recurring(AsyncRecurringTwins):
         """
         return self._operations().run(name, session)
 
+    arun = twin(run)
+
     # -- look up ----------------------------------------------------------------------------------
 
     def get(self, name: str) -> RecurringSchedule:
@@ -352,6 +364,8 @@ class Recurring(AsyncRecurringTwins):
         'Asia/Tokyo'
         """
         return self._operations().lookup.get(name)
+
+    aget = twin(get)
 
     def list(
         self,
@@ -384,6 +398,8 @@ class Recurring(AsyncRecurringTwins):
         """
         return self._operations().lookup.list(tag, prefix, after, limit)
 
+    alist = twin(list)
+
     def next(
         self, name: str, count: int = 5, *, after: datetime | None = None
     ) -> Sequence[datetime]:
@@ -415,8 +431,7 @@ class Recurring(AsyncRecurringTwins):
         """
         return self._operations().lookup.next(name, count, after)
 
-    async def _call_async(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        return await self._run_async(getattr(self, name), *arguments, **options)
+    anext = twin(next)
 
     # -- internals --------------------------------------------------------------------------------
 

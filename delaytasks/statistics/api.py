@@ -11,7 +11,6 @@ from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.failure_group import FailureGroup
 from delaytasks.core.inputs import check_page_limit, check_tag
 from delaytasks.core.run_counts import RunCounts
-from delaytasks.statistics.async_twins import AsyncStatisticsTwins
 from delaytasks.statistics.reading import (
     Since,
     StepRange,
@@ -22,6 +21,7 @@ from delaytasks.statistics.reading import (
     run_counts,
 )
 from delaytasks.statistics.results import GaugePoint, OnTime, RunTotals, SeriesPoint
+from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from delaytasks.core.clock import Clock
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
 
 
-class Statistics(AsyncStatisticsTwins):
+class Statistics:
     """The statistics of a `DelayTasks`, as `delays.statistics`.
 
     Workers write what they have run once a minute, so the last minute or two are incomplete. Each
@@ -93,6 +93,8 @@ class Statistics(AsyncStatisticsTwins):
         found = run_counts(self._shards, steps, checked_tags(tags))
         return [_point(start, found.get(start, {})) for start in steps.starts()]
 
+    aseries = twin(series)
+
     def totals(
         self,
         *,
@@ -117,6 +119,8 @@ class Statistics(AsyncStatisticsTwins):
         >>> delays.statistics.totals(since="1d")["mail.send"].done
         """
         return {tag: RunTotals.of(counts) for tag, counts in self._counts(since, until, tags)}
+
+    atotals = twin(totals)
 
     def on_time(
         self,
@@ -159,6 +163,8 @@ class Statistics(AsyncStatisticsTwins):
                 found.append(OnTime(tag, promised_s, counts.on_time, counts.late, target))
         return found
 
+    aon_time = twin(on_time)
+
     def failures(
         self, *, tag: str | None = None, since: datetime | None = None, limit: int = 100
     ) -> list[FailureGroup]:
@@ -186,6 +192,8 @@ class Statistics(AsyncStatisticsTwins):
         check_page_limit(limit)
         return failure_groups(self._shards, None if tag is None else check_tag(tag), since, limit)
 
+    afailures = twin(failures)
+
     def gauges(
         self, *, since: Since = "1h", until: datetime | None = None, step: Delay = "1m"
     ) -> list[GaugePoint]:
@@ -208,6 +216,8 @@ class Statistics(AsyncStatisticsTwins):
         steps = StepRange.of(self._clock.now(), since, until, step)
         return [GaugePoint(*each) for each in gauge_means(self._shards, steps).items()]
 
+    agauges = twin(gauges)
+
     # -- private ----------------------------------------------------------------------------------
 
     @property
@@ -223,9 +233,6 @@ class Statistics(AsyncStatisticsTwins):
     ) -> list[tuple[str, RunCounts]]:
         minutes = StepRange.of(self._clock.now(), since, until, "1m", is_series=False)
         return counts_by_tag(self._shards, minutes, checked_tags(tags))
-
-    async def _call_async(self, name: str, /, *arguments: Any, **options: Any) -> Any:
-        return await self._run_async(getattr(self, name), *arguments, **options)
 
 
 def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:

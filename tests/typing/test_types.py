@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import delaytasks
-from delaytasks import async_api
+from delaytasks import api
 from delaytasks.core import errors
 
 pytestmark = pytest.mark.slow
@@ -59,7 +60,8 @@ using wait
 
 
 def test_the_public_names_are_these() -> None:
-    public = set(delaytasks.__all__) - set(errors.__all__) - set(async_api.__all__)
-    assert sorted(public) == [*VALUES, *FUNCTIONS]
+    public = set(delaytasks.__all__) - set(errors.__all__)
+    twins = {name for name in api.__all__ if inspect.iscoroutinefunction(getattr(api, name))}
+    assert sorted(public - twins) == [*VALUES, *FUNCTIONS]
     for name in delaytasks.__all__:
         assert getattr(delaytasks, name).__doc__, f"{name} is documented"

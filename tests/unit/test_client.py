@@ -19,18 +19,18 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayTasks, Processor, api, async_api
-from delaytasks.async_twins import AsyncTwins
+from delaytasks import DelayTasks, Processor, api
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
 from delaytasks.core.bulk import BulkOptions
 from delaytasks.core.filters import Filters
 from delaytasks.core.new_task import TaskOptions
 from delaytasks.processors.registry import ProcessorOptions
+from delaytasks.recurrence.api import Recurring
 from delaytasks.recurrence.schedule import RecurringSchedule
+from delaytasks.statistics.api import Statistics
 from delaytasks.testing import DelaysTester
 from delaytasks.wiring import wiring_of
-from tests.async_twins import WRITTEN_BY_HAND, twin_name
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
@@ -45,11 +45,46 @@ def public_names(kind: type = DelayTasks) -> set[str]:
     return {name for name in dir(instance) if not name.startswith("_")}
 
 
-TWINS = {*vars(AsyncTwins), *WRITTEN_BY_HAND}
+def is_twin(member: Any) -> bool:
+    return inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member)
+
+
+TWINS = {name for name, _ in inspect.getmembers(DelayTasks, is_twin)}
+FUNCTIONS = [name for name in api.__all__ if not is_twin(getattr(api, name))]
+#: The public methods without a twin, each with the reason.
+WITHOUT_TWIN = {
+    "new_id": "waits for nothing",
+    "shard_for": "waits for nothing",
+    "processor": "registers a function",
+    "using": "is a context manager that waits for nothing",
+    "wait": "has the twin `await_`, since `await` is a keyword",
+    "runner": "runs tasks in the calling thread, for tests and scripts",
+    "create_tables": "runs on a connection of the caller, whose run_sync() takes it",
+}
+
+
+@pytest.mark.parametrize("kind", [DelayTasks, Processor, Recurring, Statistics])
+def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> None:
+    methods = {
+        name: method
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if name[0] != "_" and not is_twin(method)
+    }
+    for name in methods.keys() - WITHOUT_TWIN.keys():
+        twin = getattr(kind, f"a{name}")
+        assert is_twin(twin), name
+        assert (twin.__name__, twin.__module__) == (f"a{name}", methods[name].__module__)
+        if name != "check":  # its twin is an iterator
+            assert inspect.signature(twin) == inspect.signature(methods[name])
+        assert f"the asynchronous twin of `{name}`" in twin.__doc__
+
+
+def test_the_module_has_each_function_in_both_forms() -> None:
+    twins = {f"a{name}" for name in set(FUNCTIONS) - WITHOUT_TWIN.keys()} | {"await_"}
+    assert set(api.__all__) == twins.union(FUNCTIONS)
 
 
 def test_delaytasks_has_at_most_39_public_names_and_their_twins() -> None:
-    assert DelayTasks.__bases__ == (AsyncTwins,)
     assert len(public_names() - TWINS) <= 39, sorted(public_names() - TWINS)
     assert set(api.__all__) < public_names()
 
@@ -82,8 +117,8 @@ def test_the_reference_lists_each_function_and_those_without_a_twin() -> None:
     page = (ROOT / "docs" / "reference.md").read_text()
     section = page.partition("\n## Functions\n")[2].partition("\n## ")[0]
     _, functions, twins = section.strip().split("\n\n")
-    assert re.findall(r"`(\w+)`", functions) == sorted(api.__all__)
-    without = {name for name in api.__all__ if twin_name(name) not in async_api.__all__}
+    assert re.findall(r"`(\w+)`", functions) == sorted(FUNCTIONS)
+    without = set(FUNCTIONS) & WITHOUT_TWIN.keys() - {"wait"}
     assert set(re.findall(r"`(\w+)`", twins)) == without
 
 
@@ -131,7 +166,11 @@ def _parameters(documentation: str) -> set[str]:
     return {name.strip("* ") for head in heads for name in head.split(",")}
 
 
-_METHODS_OF_HANDLES = [name for name, _ in inspect.getmembers(Processor, inspect.isfunction)]
+_METHODS_OF_HANDLES = [
+    name
+    for name, method in inspect.getmembers(Processor, inspect.isfunction)
+    if not is_twin(method)
+]
 
 
 @pytest.mark.parametrize("name", [name for name in _METHODS_OF_HANDLES if name[0] != "_"])

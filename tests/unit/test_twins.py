@@ -1,70 +1,17 @@
-"""The asynchronous twins agree with the synchronous methods, and the parts that run them work."""
+"""The parts that run the asynchronous twins: threads, turns of the event loop, iterators."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import os
 import threading
 from collections.abc import Generator
 
 import pytest
 
-import delaytasks
-from delaytasks import DelayTasks, Processor
 from delaytasks.core.events import Events
-from delaytasks.core.loop_turns import STARTS_PER_TURN, LoopTurns
 from delaytasks.core.thread_pool import ThreadPool
-from delaytasks.operations.async_calls import AsyncCalls
-from delaytasks.recurrence.api import Recurring
-from delaytasks.recurrence.async_twins import AsyncRecurringTwins
-from tests.async_twins import (
-    COMMAND,
-    PACKAGE,
-    WITHOUT_TWIN,
-    WRITTEN_BY_HAND,
-    modules,
-    twin_name,
-)
-
-
-@pytest.mark.parametrize(("name", "text"), modules().items())
-def test_the_generated_twins_are_up_to_date(name: str, text: str) -> None:
-    written = (PACKAGE / f"{name}.py").read_text()
-    assert ast.dump(ast.parse(written)) == ast.dump(ast.parse(text)), f"run: {COMMAND}"
-
-
-def test_each_method_of_recurring_schedules_has_a_twin() -> None:
-    names = {name for name in vars(Recurring) if not name.startswith("_")}
-    twins = {name for name in vars(AsyncRecurringTwins) if not name.startswith("_")}
-    assert twins == set(map(twin_name, names))
-    for name in twins:
-        assert inspect.iscoroutinefunction(getattr(Recurring, name)), name
-
-
-def test_each_method_of_a_handle_has_a_twin_with_its_parameters_and_result() -> None:
-    methods = {name: method for name, method in vars(Processor).items() if name[0] != "_"}
-    twins = {name for name, method in methods.items() if inspect.iscoroutinefunction(method)}
-    assert twins == {twin_name(name) for name in methods.keys() - twins}
-    for name in methods.keys() - twins:
-        assert inspect.signature(methods[twin_name(name)]) == inspect.signature(methods[name])
-
-
-def test_each_method_has_a_twin_or_a_reason_to_have_none() -> None:
-    names = {name for name in dir(DelayTasks) if not name.startswith("_")}
-    twins = {twin_name(name) for name in names} & names
-    properties = {name for name in names if isinstance(getattr(DelayTasks, name), property)}
-    alone = {name for name in names - twins - properties if twin_name(name) not in names}
-    assert alone == {name for name in WITHOUT_TWIN if twin_name(name) not in WRITTEN_BY_HAND}
-    for name in twins - {"acheck"}:
-        assert inspect.iscoroutinefunction(getattr(DelayTasks, name)), name
-
-
-def test_the_module_has_each_function_in_both_forms() -> None:
-    names = set(map(twin_name, set(delaytasks.api.__all__) - WITHOUT_TWIN.keys()))
-    by_hand = set(map(twin_name, delaytasks.api.__all__)).intersection(WRITTEN_BY_HAND)
-    assert set(delaytasks.async_api.__all__) == names | by_hand
+from delaytasks.twins import STARTS_PER_TURN, AsyncCalls, LoopTurns
 
 
 def test_a_forked_child_has_its_own_threads() -> None:

@@ -1,25 +1,73 @@
-"""Runs the synchronous methods of `DelayTasks` for coroutines, without blocking the event loop."""
+"""The asynchronous twins of the methods that wait for a database or a broker.
+
+A twin is one line beside its method: `acancel = twin(cancel)`. It has the parameters of the method,
+its result and its errors, and runs the method without blocking the event loop: on the caller's
+`AsyncSession` or `AsyncConnection`, in a thread of a pool, or as a web framework requires.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+import functools
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
 from threading import Lock
-from typing import TYPE_CHECKING, Any, TypeVar
-
-from delaytasks.core.clock import Clock
-from delaytasks.core.events import Events
-from delaytasks.core.loop_turns import LoopTurns
-from delaytasks.core.thread_pool import ThreadPool
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    import asyncio
     from concurrent.futures import Future
 
+    from delaytasks.core.clock import Clock
+    from delaytasks.core.events import Events
+    from delaytasks.core.thread_pool import ThreadPool
+
+P = ParamSpec("P")
 T = TypeVar("T")
 #: Runs a call as a web framework requires whose connections belong to threads or requests. None
 #: means that the call may run in any thread.
 InFramework = Callable[[Callable[[], Any]], Awaitable[Any] | None]
 _END = object()
+#: The calls that start in one turn. Each takes up to half a millisecond of the loop's thread.
+STARTS_PER_TURN = 8
+
+
+class RunsAsync(Protocol):
+    """An object whose methods have twins."""
+
+    @property
+    def _run_async(self) -> Callable[..., Awaitable[Any]]:
+        """Run a method with its arguments, as `AsyncCalls.run` does."""
+
+
+Self_ = TypeVar("Self_", bound=RunsAsync)
+
+
+def twin(
+    method: Callable[Concatenate[Self_, P], T],
+) -> Callable[Concatenate[Self_, P], Coroutine[Any, Any, T]]:
+    """Return the asynchronous twin of a method, for the body of its class.
+
+    Examples
+    --------
+    >>> acancel = twin(cancel)
+    """
+    name, code = method.__name__, method.__code__
+    parameters = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    # `AsyncCalls.run` looks for the session of `using` if a method can take one.
+    default: dict[str, Any] = {"session": None} if "session" in parameters else {}
+
+    @functools.wraps(method)
+    async def run(self: Self_, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = await self._run_async(getattr(self, name), *args, **{**default, **kwargs})
+        return result
+
+    summary = (method.__doc__ or "").partition("\n\n")[0]
+    run.__name__ = f"a{name}"
+    run.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.a{name}"
+    run.__doc__ = f"{summary}\n\nThis is the asynchronous twin of `{name}`."
+    return run
 
 
 class AsyncCalls:
@@ -131,3 +179,55 @@ class AsyncCalls:
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._events.emit("async.failed", error=error)
+
+
+class LoopTurns:
+    """Lets a few calls start in each turn of a loop.
+
+    An event loop runs all callbacks that are ready before it looks for input. A burst of some
+    hundred calls would delay all other callbacks by the sum of their starts.
+    """
+
+    def __init__(self) -> None:
+        self._loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopTurns] = WeakKeyDictionary()
+
+    async def wait(self) -> None:
+        """Wait until the calling coroutine may start. Calls start in the order in which they were
+        made."""
+        import asyncio  # only programs that use twins need it
+
+        loop = asyncio.get_running_loop()
+        turns = self._loops.get(loop)
+        if turns is None:
+            turns = self._loops[loop] = _LoopTurns()
+        await turns.wait(loop)
+
+
+class _LoopTurns:
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._left = STARTS_PER_TURN
+        self._is_counting = False
+
+    async def wait(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._is_counting:
+            self._is_counting = True
+            loop.call_soon(self._next_turn, loop)
+        if self._left:
+            self._left -= 1
+            return
+        place = loop.create_future()
+        self._waiting.append(place)
+        await place
+
+    def _next_turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the next calls start. Without any, the next call starts immediately."""
+        self._left = STARTS_PER_TURN
+        while self._waiting and self._left:
+            place = self._waiting.popleft()
+            if not place.done():  # a cancelled call has no turn
+                place.set_result(None)
+                self._left -= 1
+        self._is_counting = self._left < STARTS_PER_TURN
+        if self._is_counting:
+            loop.call_soon(self._next_turn, loop)
