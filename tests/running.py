@@ -154,13 +154,12 @@ class Deployment:
         schedule = self.folder / f"beat{len(self._processes)}"
         return self._start("beat", ["beat", "-s", str(schedule), "-l", level], **more)
 
-    def flower(self, *options: str, prefix: str = "") -> str:
+    def flower(self, *options: str) -> str:
         """Start Flower with its API, and return its address."""
         port = free_port()
         command = ["flower", "--address=127.0.0.1", f"--port={port}", *options]
-        command += [f"--url-prefix={prefix}"] if prefix else []
         process = self._start("flower", command, FLOWER_UNAUTHENTICATED_API="true")
-        url = f"http://127.0.0.1:{port}{prefix}"
+        url = f"http://127.0.0.1:{port}"
 
         def answers() -> bool:
             assert not process.ended(), process.log()

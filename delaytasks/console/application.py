@@ -56,7 +56,6 @@ def make_console(
     access: Access,
     *,
     secret_key: str | None = None,
-    home: tuple[str, str] | None = None,
 ) -> Flask:
     """Return the console of `delays` as a WSGI application.
 
@@ -69,8 +68,6 @@ def make_console(
     secret_key
         Signs the sessions. By default it is generated, so that sessions end with the process, and
         only one process can serve the console.
-    home
-        The name and the address of the site that mounts the console, for a link to it.
 
     Returns
     -------
@@ -91,7 +88,6 @@ def make_console(
         MAX_CONTENT_LENGTH=MOST_BYTES,
         MAX_FORM_PARTS=1000,
     )
-    app.jinja_env.globals["home"] = home
     app.jinja_env.trim_blocks = app.jinja_env.lstrip_blocks = True
     install_filters(app)
     protect(app, ConsoleState(delays, access))
