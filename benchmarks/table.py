@@ -33,7 +33,6 @@ from benchmarks.settings import TABLE_PREFIX
 from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks
 from delaytasks.core.errors import StoreError
-from delaytasks.core.ids import first_id
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
 from delaytasks.recurrence.definition import Definition
@@ -240,17 +239,6 @@ def take_keys() -> str:
     )
     settle_down(keys.name)
     return str(_scalar(select(keys.c.task_key).limit(1)))
-
-
-def fill_finished(store: Store, rows: int, when: datetime) -> None:
-    """Add `rows` rows that were created, run and finished at `when`; PostgreSQL only."""
-    statement = text(f"""
-        INSERT INTO {store.schema.tasks.name} (id, tag, message_body, status, version,
-                    expected_time, update_time)
-        SELECT :first + n, '{TAG}', '{{"due": 0.5, "order": ' || n || '}}',
-               {Status.DONE:d}, 2, :at, :at
-        FROM generate_series(1, :rows) n""")
-    _execute(statement.bindparams(first=first_id(when), at=when, rows=rows))
 
 
 def settle_down(name: str = _t.name) -> None:

@@ -33,7 +33,6 @@ from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 #: The beginnings of commands that serve, or need a broker, another database or a deployment.
 _ONLY_CHECKED = (
     "console",
-    "db partitions",
     "drain --forever",
     "exporter --host",
     "recurring import django",

@@ -30,7 +30,6 @@ from benchmarks.cases import (
     metrics,
     mixed,
     overload,
-    partitions,
     poison,
     profile,
     recurring,
@@ -74,7 +73,6 @@ CASES: dict[str, Callable[[CaseContext], None]] = {
     "overload": overload.run,
     "poison": poison.run,
     "long_transaction": long_transaction.run,
-    "partitions": partitions.run,
     "drivers": drivers.run,
     "lone": lone.run,
     "console": console.run,
@@ -99,4 +97,4 @@ GROUPS: dict[str, list[str]] = {
     ],
 }
 #: Cases that take minutes to set up; they compute medians themselves.
-ONCE = {"at_size", "console", "forecast_at_size", "partitions"}
+ONCE = {"at_size", "console", "forecast_at_size"}

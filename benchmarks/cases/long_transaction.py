@@ -9,17 +9,22 @@ from functools import partial
 
 from sqlalchemy import func, select
 
-from benchmarks import table
-from benchmarks.cases.partitions import schedule, settle
+from benchmarks import ours, table
 from benchmarks.figures import Target, percentile
 from benchmarks.stage import CaseContext
-from delaytasks.core.interfaces import Entry
+from benchmarks.waiting import BenchError
+from delaytasks.core.clock import wall_ms
+from delaytasks.core.ids import IdMaker
+from delaytasks.core.interfaces import Entry, Settlement
+from delaytasks.core.task import DelayTask
+from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 
 CHUNK = 50
 PREFIX = "bench_long_"
 #: The share at the end of each phase that is measured, when most dead rows exist.
 LAST = 0.25
+_make_id = IdMaker(wall_ms)
 
 
 def run(stage: CaseContext) -> None:
@@ -73,3 +78,15 @@ def _claims(store: Store, rounds: int) -> dict[str, list[float]]:
             if number >= rounds * (1 - LAST):
                 found[what].append(took_ms)
     return found
+
+
+def schedule(store: Store, count: int) -> list[DelayTask]:
+    now = store.tasks.now()
+    tasks = [DelayTask(_make_id(), ours.TAG, "{}", now, create_time=now) for _ in range(count)]
+    store.tasks.insert_many(tasks)
+    return tasks
+
+
+def settle(claims: Claims, claimed: list[DelayTask], count: int) -> None:
+    if len(claims.settle([Settlement(one, "succeed") for one in claimed])) != count:
+        raise BenchError(f"a chunk of {count} was claimed or settled only in part")

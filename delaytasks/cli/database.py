@@ -9,7 +9,6 @@ import click
 
 from delaytasks.cli.context import Cli, Group, pass_cli
 from delaytasks.cli.output import print_json, say
-from delaytasks.cli.partitions import partitions
 from delaytasks.cli.shards import shards
 from delaytasks.storage import migrations, sqlite_file
 
@@ -20,7 +19,7 @@ OTHER_DATABASE = (
 )
 
 
-@click.group(cls=Group, commands=[partitions, shards])
+@click.group(cls=Group, commands=[shards])
 def db() -> None:
     """Make and change the tables.
 

@@ -40,7 +40,7 @@ _EVENTS_OF_LEVELS = {
         "task.no_key task.no_time_limits task.timed_out task.recovered task.lease_lost "
         "task.interrupted message.refused content.unsafe timer.down timer.evicts timer.blocked "
         "notices.down store.slow wheel.late sweep.self queue.unserved queue.refused "
-        "queue.blocked partitions.ending policy.ignored worker.lost settle.waits recurring.missed "
+        "queue.blocked policy.ignored worker.lost settle.waits recurring.missed "
         "celery_task.not_stored celery_task.not_published task.newer_body metrics.not_served"
     ),
     logging.INFO: (

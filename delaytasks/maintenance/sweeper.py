@@ -63,7 +63,7 @@ class Sweeper:
         self._statistics = statistics
         self._policies = NO_POLICIES
         self._drain_requests = DrainRequests(settings, sweeps, workers, timer, events)
-        self._cleanup = Cleanup(settings, sweeps, clock, events)
+        self._cleanup = Cleanup(settings, sweeps, events)
 
     def sweep(
         self,
@@ -112,7 +112,6 @@ class Sweeper:
             self._attempt("overdue", lambda: requests.request_all(paused, on_step, start_drain))
             self._attempt("purge", lambda: self._cleanup.purge_finished(on_step))
             self._attempt("audit", self._cleanup.purge_audit)
-            self._attempt("partitions", self._cleanup.check_partitions)
             # No other stage waits for this one, whose tasks are due later.
             self._attempt("recurring", lambda: self._make_recurring_tasks(on_step))
             self._attempt("statistics", lambda: self._keep_statistics(on_step, began))

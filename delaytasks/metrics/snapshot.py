@@ -192,11 +192,6 @@ def row_families(found: Sequence[ShardState]) -> Iterator[Family]:
         "Tags and queues that are paused.",
         lambda one: [((), one.paused)],
     )
-    yield family(
-        "delaytasks_partitions_end_seconds",
-        "Time until the last partition of the table ends; absent without partitions.",
-        lambda one: [] if one.partitions_end_s is None else [((), one.partitions_end_s)],
-    )
 
 
 def worker_families(found: Sequence[ShardState]) -> Iterator[Family]:

@@ -58,8 +58,6 @@ class ShardState(NamedTuple):
     workers: list[RegisteredWorker]
     #: The number of paused tags and queues.
     paused: int
-    #: Seconds until the last partition ends; None without partitions.
-    partitions_end_s: float | None
     #: The failed tasks that were due last; empty if they were not asked for.
     failed: list[FailedRow]
     #: How long the queries took.
@@ -266,7 +264,6 @@ def read_shard(
     if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
         oldest = min((group.oldest for group in late), default=None)
         overdue = OverdueCount(sum(group.tasks for group in late), oldest)
-    end = store.sweeps.partitions_end()
     has_failed = with_failed and counts[Status.FAILED].rows
     failed = failed_rows(store.database, store.schema) if has_failed else []
     state = ShardState(
@@ -279,7 +276,6 @@ def read_shard(
         sweeps=list(_sweeps(shard, stats, settings, now)),
         workers=store.workers.registered(now, settings.silent_s),
         paused=sum(policy.is_paused for policy in store.policies.read()),
-        partitions_end_s=None if end is None else (end - now).total_seconds(),
         failed=failed,
         read_s=monotonic() - began,
     )

@@ -18,7 +18,6 @@ from delaytasks.storage.abandoned_rows import AbandonedRows, lease_is_over
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
-from delaytasks.storage.partition_bounds import end_of
 from delaytasks.storage.policies import is_paused
 from delaytasks.storage.queue_levels import (
     first_levels_of,
@@ -274,12 +273,6 @@ class SweepQueries:
 
     def purge_audit(self, older_than_s: float) -> None:
         self._audit.purge(older_than_s)
-
-    def partitions_end(self) -> datetime | None:
-        """Return when the table's last partition will be full; None without partitions."""
-        if not self._db.can.partitions:
-            return None
-        return self._db.autocommitted(lambda c: end_of(c, self._t))
 
 
 def _entries(rows: Iterable[Any]) -> list[Entry]:

@@ -76,7 +76,6 @@ def test_a_scrape_counts_tasks_by_status_and_shows_the_oldest_overdue_one(
     assert values.of("overdue_tasks_by_tag", queue="letters", tag="mail") == 2
     assert values.of("queue_workers", queue="letters") == 0
     assert values.of("database_up") == 1
-    assert values.of("partitions_end_seconds") is None
 
 
 def test_without_overdue_tasks_their_age_is_zero(delays: DelayTasks) -> None:

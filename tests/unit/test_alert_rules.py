@@ -24,7 +24,6 @@ HEALTHY = {
     'delaytasks_queue_workers{shard="0",queue="mail"}': "2x120",
     'delaytasks_overdue_tasks_by_tag{shard="0",queue="mail",tag="mail.send"}': "7x120",
     'delaytasks_sweep_age_seconds{shard="0",sweep_partition="0"}': "4x120",
-    'delaytasks_partitions_end_seconds{shard="0"}': "864000x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="done"}': "0+100x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+1x120",
     # A partner fails often, and a retry succeeds.
@@ -54,10 +53,6 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "DelayTasksSweepOld": (
         {'delaytasks_sweep_age_seconds{shard="0",sweep_partition="0"}': "3600x120"},
         {"shard": "0", "sweep_partition": "0"},
-    ),
-    "DelayTasksPartitionFull": (
-        {'delaytasks_partitions_end_seconds{shard="0"}': "604799x120"},
-        {"shard": "0"},
     ),
     "DelayTasksDatabaseDown": ({'delaytasks_database_up{shard="0"}': "0x120"}, {"shard": "0"}),
     "DelayTasksBrokerDown": ({"delaytasks_broker_up": "0x120"}, {}),

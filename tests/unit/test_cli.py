@@ -119,7 +119,7 @@ def test_all_documented_commands_exist() -> None:
     wanted += [f"recurring {name}" for name in ("remove", "next", "import")]
     wanted += ["serve", "api-key create", "api-key list", "api-key remove"]
     wanted += ["encryption key", "encryption status", "encryption rotate"]
-    wanted += ["db partitions list", "db partitions convert", "db partitions maintain", "db shards"]
+    wanted += ["db shards"]
     assert set(wanted) == {path for path, _ in commands(main)}
 
 

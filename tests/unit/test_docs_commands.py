@@ -8,14 +8,12 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
-from cronsim import CronSim
 
 from tests.doc_commands import check_command, command_lines, runs_here
-from tests.doc_pages import NAMES, ROOT, SHELLS, block_beginning, blocks, environment
+from tests.doc_pages import NAMES, ROOT, SHELLS, blocks, environment
 
 WITH_COMMANDS = [
     name for name in NAMES if any(runs_here(ROOT / name, block) for block in blocks(ROOT / name))
@@ -44,10 +42,3 @@ def test_each_command_shown_exists_with_its_options(name: str) -> None:
                 words = shlex.split(line, comments=True)
                 if "delays" in words or words[:1] in (["celery"], ["delaytasks"]):
                     check_command(words, f"{name}: {line}")
-
-
-def test_the_line_for_crontab_has_a_time_and_a_command() -> None:
-    line = block_beginning("docs/operations.md", "17 3 * * *").text
-    *fields, command = line.split(maxsplit=5)
-    CronSim(" ".join(fields), datetime(2030, 1, 1))
-    check_command(shlex.split(command), line)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 #: A deployment with one database and the timer `eta`, without limits, callbacks, encryption and
-#: partitions, does not need these modules.
+#: encryption, does not need these modules.
 OPTIONAL = (
     "cronsim",
     "cryptography",
@@ -24,7 +24,6 @@ OPTIONAL = (
     "delaytasks.http_api",
     "delaytasks.limits",
     "delaytasks.metrics",
-    "delaytasks.partitions",
     "delaytasks.recurrence",
     "delaytasks.sharding",
     "delaytasks.testing",

@@ -191,21 +191,6 @@ def test_old_finished_rows_are_deleted_only_if_configured(
         assert field.count("task.purged") == 28 - left
 
 
-@pytest.mark.parametrize(
-    ("left", "times"), [(timedelta(days=1), 1), (timedelta(days=-1), 1), (timedelta(days=3), 0)]
-)
-def test_the_end_of_the_partitions_is_reported_at_intervals(
-    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch, left: timedelta, times: int
-) -> None:
-    end, sweeper = field.clock.now() + left, field.sweeper()
-    monkeypatch.setattr(field.store.sweeps, "partitions_end", lambda: end)
-    for _ in range(3):
-        field.let_pass()
-        sweeper.sweep()
-    told = [fields for name, fields in field.told if name == "partitions.ending"]
-    assert [fields["until"] for fields in told] == [end.isoformat()] * times
-
-
 def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path: Path) -> None:
     past = datetime(2020, 1, 1, tzinfo=timezone.utc)
     several = delays_on([f"sqlite:///{tmp_path / name}.db" for name in "ab"])

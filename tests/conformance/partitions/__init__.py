@@ -1,1 +1,0 @@
-"""The task table in partitions."""
