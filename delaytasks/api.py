@@ -135,8 +135,6 @@ reschedule_many = methods.reschedule_many
 areschedule_many = methods.areschedule_many
 rerun_many = methods.rerun_many
 arerun_many = methods.arerun_many
-undo = methods.undo
-aundo = methods.aundo
 audit = methods.audit
 aaudit = methods.aaudit
 policies = methods.policies
@@ -190,7 +188,6 @@ __all__ = [
     "atouch_many",
     "attempts",
     "audit",
-    "aundo",
     "await_",
     "cancel",
     "cancel_many",
@@ -215,7 +212,6 @@ __all__ = [
     "shard_for",
     "touch",
     "touch_many",
-    "undo",
     "using",
     "wait",
 ]

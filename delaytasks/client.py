@@ -1025,7 +1025,9 @@ class DelayTasks:
 
     def rerun_many(
         self,
-        delay: Delay = 0,
+        delay: Delay | None = None,
+        *,
+        audit: int | str | AuditEntry | None = None,
         **options: Unpack[BulkOptions],
     ) -> BulkResult:
         """Run the FAILED tasks that match a filter again. See also `cancel_many`.
@@ -1033,7 +1035,11 @@ class DelayTasks:
         Parameters
         ----------
         delay
-            Seconds from now, text such as `"30m"`, or a timedelta.
+            Seconds from now, text such as `"30m"`, or a timedelta. By default the tasks run now,
+            and with `audit` each at its own due time.
+        audit
+            An entry of `audit` about a `cancel_many`, or its id: the tasks that it has cancelled
+            and that have not moved since run again.
         **options
             See `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
 
@@ -1045,55 +1051,19 @@ class DelayTasks:
 
         Raises
         ------
+        InvalidQueryError
+            If there is no such audit entry, or it is of another operation.
         DelayTaskError
             The errors of `cancel_many`.
 
         Examples
         --------
         >>> delays.rerun_many(tag="mail.send", since=yesterday)
+        >>> delays.rerun_many(audit=cancelled.runs[0])
         """
-        return self._wiring.bulk.rerun(delay, options)
+        return self._wiring.bulk.rerun(delay, audit, options)
 
     arerun_many = twin(rerun_many)
-
-    def undo(
-        self,
-        run: int | str | AuditEntry | BulkResult,
-        *,
-        actor: str | None = None,
-        on_progress: Callable[[BulkResult], object] | None = None,
-    ) -> BulkResult:
-        """Undo `cancel_many` or `reschedule_many`, for tasks that have not moved since.
-
-        Cancelled tasks wait again, with their keys and attempts. Rescheduled tasks get the due time
-        that they had. Tasks that have moved since are left as they are and counted as refused.
-
-        Parameters
-        ----------
-        run
-            The result of the call, an audit entry, or its id.
-        actor, on_progress
-            See `cancel_many`.
-
-        Returns
-        -------
-        BulkResult
-            How many tasks the operation had changed, and how many were changed back or refused.
-
-        Raises
-        ------
-        InvalidQueryError
-            If there is no such audit entry, or it is of another operation.
-
-        Examples
-        --------
-        >>> result = delays.cancel_many(tag="mail.send")
-        >>> delays.undo(result).changed
-        1200
-        """
-        return self._wiring.bulk.undo(run, actor, on_progress)
-
-    aundo = twin(undo)
 
     def audit(self, *, limit: int = 100) -> list[AuditEntry]:
         """Read what `cancel_many`, `reschedule_many` and `rerun_many` have done.

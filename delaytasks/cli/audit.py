@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import BAD, GOOD, count, print_json, print_table
+from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import show_from_now
-from delaytasks.core.ids import check_id
 from delaytasks.core.text import some_values
 from delaytasks.wiring import wiring_of
 
@@ -74,30 +73,3 @@ def _filter_text(filter: dict[str, Any]) -> str:
     if "ids" in filter:
         filter = {**filter, "ids": some_values(filter["ids"])}
     return json.dumps(filter, ensure_ascii=False)
-
-
-@click.command(cls=Command)
-@click.argument("id")
-@click.option("--yes", is_flag=True, help="Do not ask.")
-@pass_cli
-def undo(cli: Cli, id: str, yes: bool) -> None:
-    """Undo a cancel or reschedule of many tasks, by the id that `audit` prints.
-
-    \b
-    delaytasks undo 2305843009213693952
-
-    Tasks that have moved since are left as they are.
-    """
-    cli.require_terminal(yes, "Use --yes.")
-    cli.confirm(yes, f"The tasks of operation {check_id(id)} would be moved back. Go on?")
-    result = cli.delays.undo(id)
-    document = {
-        "matched": result.matched,
-        "changed": result.changed,
-        "refused": result.refused,
-        "runs": [str(run) for run in result.runs],
-    }
-    cli.answer(document, f"moved {count(result.changed, 'task')} back")
-    if result.refused:
-        cli.note(f"left as they are, since they have moved: {count(result.refused, 'task')}")
-    cli.note_broker_away()

@@ -12,7 +12,7 @@ from delaytasks.cli.opening import open_cli, open_cli_under_celery, open_cli_und
 #: The commands of each module.
 _MODULES = {
     "api": "api-key serve",
-    "audit": "audit undo",
+    "audit": "audit",
     "check": "check",
     "completion": "completion",
     "config": "config",

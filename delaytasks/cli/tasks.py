@@ -127,7 +127,6 @@ def spread(
     """Distribute the due times of many tasks over a period, so that a peak becomes flat.
 
     Each task is due up to --over later than before. Overdue tasks are distributed from now on.
-    `delaytasks undo` gives the tasks their old due times back.
 
     \b
     delaytasks spread --tag mail.send --over 10m --dry-run \\
@@ -180,26 +179,32 @@ def touch(
 
 @click.command(cls=Command)
 @_ids
-@click.option("--delay", type=DURATION, default="0", help="Run after this time [now].")
+@click.option("--delay", type=DURATION, help="Run after this time [now].")
+@click.option("--audit", metavar="ID", help="Many: cancelled by this operation that `audit` lists.")
 @takes_many
 @pass_cli
-def rerun(cli: Cli, ids: tuple[str, ...], delay: timedelta, many: Many) -> None:
+def rerun(
+    cli: Cli, ids: tuple[str, ...], delay: timedelta | None, audit: str | None, many: Many
+) -> None:
     """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones that match filters.
 
     \b
     delaytasks rerun 2305843009213693952
     delaytasks rerun --tag pay.notify --since 2030-01-31T00:00:00Z --dry-run
 
-    Filters match CANCELLED tasks only with --status CANCELLED.
+    Filters match CANCELLED tasks only with --status CANCELLED. With --audit, tasks that have not
+    moved since their cancel run at their own due times, unless --delay is given.
     """
     delays = cli.delays
-    if many.is_meant(ids):
-        move_many(cli, "rerun", many, partial(delays.rerun_many, delay))
+    if many.is_meant(ids) or audit is not None:
+        if ids:
+            raise click.UsageError("Name the tasks by ids or by --audit; not by both.")
+        move_many(cli, "rerun", many, partial(delays.rerun_many, delay, audit=audit))
         return
     started: list[DelayTask] = []
 
     def rerun_one(id: int) -> None:
-        started.append(delays.rerun(id, delay))
+        started.append(delays.rerun(id, delay or 0))
         if not cli.is_json:
             say(sentence(started[-1], "rerun", wiring_of(delays).clock.now()))
 

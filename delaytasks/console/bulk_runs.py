@@ -44,12 +44,6 @@ class BulkRunState:
     def matched(self) -> int:
         return self.expected if self.result is None else self.result.matched
 
-    @property
-    def can_be_undone(self) -> bool:
-        if self.action not in ("cancel", "reschedule", "spread") or self.state == "running":
-            return False
-        return self.result is not None and self.result.changed > 0
-
 
 class BulkRuns:
     """The bulk operations of this process."""

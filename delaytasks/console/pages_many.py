@@ -1,4 +1,4 @@
-"""Bulk actions: count, confirm, progress, stop, undo; and the audit table."""
+"""Bulk actions: count, confirm, progress and stop; and the audit table."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ def install(app: Flask) -> None:
     app.add_url_rule("/bulk", view_func=start_bulk, methods=["POST"])
     app.add_url_rule("/bulk/<id>", view_func=bulk_run)
     app.add_url_rule("/bulk/<id>/stop", view_func=stop_bulk, methods=["POST"])
-    app.add_url_rule("/bulk/<id>/undo", view_func=undo_bulk, methods=["POST"])
     app.add_url_rule("/audit", view_func=audit)
-    app.add_url_rule("/audit/<id>/undo", view_func=undo_entry, methods=["POST"])
+    app.add_url_rule("/audit/<id>/rerun", view_func=rerun_entry, methods=["POST"])
 
 
 # -- count and confirm ----------------------------------------------------------------------------
@@ -220,23 +219,6 @@ def stop_bulk(id: str) -> Response:
     return redirect(url_for("bulk_run", id=id), 303)
 
 
-@requires(Role.OPERATE)
-def undo_bulk(id: str) -> Response:
-    run = _run_of(id)
-    if not run.can_be_undone or run.result is None:
-        raise InvalidInputError("only a cancel or a reschedule that has ended can be undone")
-    return _undo(run.result, {"run": ", ".join(map(str, run.result.runs))})
-
-
-def _undo(what: Any, shown: dict[str, Any]) -> Response:
-    delays, actor = state().delays, viewer().name
-
-    def work(report: ReportProgress) -> BulkResult:
-        return delays.undo(what, actor=actor, on_progress=report)
-
-    return _start("undo", shown, 0, work)
-
-
 # -- audit ----------------------------------------------------------------------------------------
 
 
@@ -257,7 +239,13 @@ def audit() -> str:
 
 
 @requires(Role.OPERATE)
-def undo_entry(id: str) -> Response:
+def rerun_entry(id: str) -> Response:
+    """Run the tasks again that an operation has cancelled."""
     if number_of(id) is None:
         abort(404)
-    return _undo(id, {"audit": id})
+    delays, actor = state().delays, viewer().name
+
+    def work(report: ReportProgress) -> BulkResult:
+        return delays.rerun_many(audit=id, actor=actor, on_progress=report)
+
+    return _start("rerun", {"audit": id}, 0, work)

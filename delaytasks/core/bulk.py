@@ -111,9 +111,9 @@ class AuditEntry:
     id
         The id of the entry.
     action
-        `"cancel"`, `"reschedule"`, `"rerun"` or `"undo"`.
+        `"cancel"`, `"reschedule"` or `"rerun"`.
     filter
-        The conditions of the call, as a JSON value; of an undo, the id of the audit entry.
+        The conditions of the call, as a JSON value.
     actor
         The user of the process, or the `actor` of the call.
     state

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
@@ -156,14 +156,6 @@ class Recovered(NamedTuple):
     levels: Set[Level] = frozenset()
 
 
-class Undo(NamedTuple):
-    """The tasks that one step of a bulk operation has moved: by id, the version after the step and
-    the due time before it."""
-
-    versions: Mapping[int, int]
-    dues: Mapping[int, datetime]
-
-
 class Step(NamedTuple):
     """The result of one step of a bulk command, which changes some hundreds of tasks."""
 
@@ -173,8 +165,8 @@ class Step(NamedTuple):
     refused: int
     #: The ids of tasks that other transactions have locked, or whose keys they have locked.
     busy: list[int]
-    #: Id and version of the tasks that must get their keys back first.
-    keyed: list[tuple[int, int]]
+    #: Id, version and due time of the tasks that must get their keys back first.
+    keyed: list[tuple[int, int, datetime]]
 
 
 class Settlement(NamedTuple):

@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.core.actors import actor_of
 from delaytasks.core.bulk import (
     AuditEntry,
-    BulkFilter,
     BulkOptions,
     BulkResult,
-    OnProgress,
     bulk_filter_of,
 )
 from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidQueryError, InvalidScheduleError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.filters import Filter, Filters
+from delaytasks.core.filters import Filters
 from delaytasks.core.ids import check_id, shard_of
 from delaytasks.core.inputs import check_page_limit
 from delaytasks.core.interfaces import To
@@ -30,11 +28,6 @@ if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
     from delaytasks.sharding.router import Router
 
-#: The move that undoes each operation, and the tasks that it may move.
-_UNDO = {
-    "cancel": BulkFilter("rerun", Filter(status=frozenset({Status.CANCELLED}))),
-    "reschedule": BulkFilter("reschedule", Filter()),
-}
 #: An operation whose last step is older has ended, since its process died.
 RUNNING_S = 60.0
 _NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
@@ -70,54 +63,36 @@ class BulkOperations:
 
         return self._run("reschedule", to, options)
 
-    def rerun(self, delay: Delay, options: BulkOptions) -> BulkResult:
-        return self._run("rerun", lambda shard: shard.producer.due_of(delay), options)
-
-    def undo(self, run: object, actor: str | None, on_progress: OnProgress | None) -> BulkResult:
-        """Undo a bulk cancel or reschedule, in each database that has a part of it."""
-        runs = self._undo_runs(run)
-        who, results = actor_of(actor), dict[int, BulkResult]()
-
-        def report(number: int, result: BulkResult) -> BulkResult:
-            results[number] = result
-            total = _sum(list(results.values()), ())
-            if on_progress is not None:
-                on_progress(total)
-            return total
-
-        for number, (shard, undo) in enumerate(runs):
-            undo.find()
-            undo.move(
-                shard.new_id(),
-                who,
-                lambda number=number, undo=undo: report(number, undo.result),  # type: ignore[misc]
+    def rerun(self, delay: Delay | None, audit: object, options: BulkOptions) -> BulkResult:
+        if audit is None:
+            return self._run(
+                "rerun", lambda shard: shard.producer.due_of(0 if delay is None else delay), options
             )
-            results[number] = undo.result
-        return _sum(list(results.values()), ())
+        options = {**options, "status": options.get("status") or Status.CANCELLED}
 
-    def _undo_runs(self, run: object) -> list[tuple[Shard, BulkRun]]:
-        ids = run.runs if isinstance(run, BulkResult) else (run,)
-        if not ids:
-            raise InvalidQueryError("this result has no audit entries: it is of a dry run")
-        found: list[tuple[Shard, BulkRun]] = []
-        for id in (check_id(each.id if isinstance(each, AuditEntry) else each) for each in ids):
-            shard = self._shard(id)
-            entry = shard.store.bulk.audited(id)
-            if entry is None:
-                raise InvalidQueryError(f"there is no audit entry {id}; it may have been purged")
-            is_recent = shard.clock.now() - entry.seen_at < timedelta(seconds=RUNNING_S)
-            if entry.state == "running" and is_recent:
-                raise InvalidQueryError(
-                    f"audit entry {id} is of an operation that still runs: wait until it has ended"
-                )
-            which = _UNDO.get(entry.action)
-            if which is None:
-                raise InvalidQueryError(
-                    f"audit entry {id} is of the operation {entry.action!r}; only cancel and "
-                    "reschedule can be undone"
-                )
-            found.append((shard, BulkRun(shard, which, None, self._events, entry)))
-        return found
+        def to(shard: Shard) -> To:
+            return timedelta() if delay is None else shard.producer.due_of(delay)
+
+        return self._run("rerun", to, options, self._cancel_of(audit))
+
+    def _cancel_of(self, audit: object) -> AuditEntry:
+        """Return the entry of a cancel of many tasks that has ended."""
+        id = check_id(audit.id if isinstance(audit, AuditEntry) else audit)
+        shard = self._shard(id)
+        entry = shard.store.bulk.audited(id)
+        if entry is None:
+            raise InvalidQueryError(f"there is no audit entry {id}; it may have been purged")
+        if entry.action != "cancel":
+            raise InvalidQueryError(
+                f"audit entry {id} is of the operation {entry.action!r}; only the tasks of a "
+                "cancel can be rerun by their audit entry"
+            )
+        is_recent = shard.clock.now() - entry.seen_at < timedelta(seconds=RUNNING_S)
+        if entry.state == "running" and is_recent:
+            raise InvalidQueryError(
+                f"audit entry {id} is of an operation that still runs: wait until it has ended"
+            )
+        return entry
 
     def _shard(self, id: int) -> Shard:
         """Return the shard that an id names, or else the first one."""
@@ -145,8 +120,7 @@ class BulkOperations:
     ) -> None:
         """Write an audit entry about one action of a person, such as a pause.
 
-        The entry is in the database of the task with the id `task`, or else in the first one. It
-        cannot be undone by `undo`.
+        The entry is in the database of the task with the id `task`, or else in the first one.
         """
         shard = self._shard(task or 0)
         now, refused = shard.clock.now(), int(is_refused)
@@ -157,8 +131,17 @@ class BulkOperations:
             )
         )
 
-    def _run(self, move: str, to: Callable[[Shard], To], options: BulkOptions) -> BulkResult:
-        """Find the tasks of every shard, then move them. A shard that is down is left out."""
+    def _run(
+        self,
+        move: str,
+        to: Callable[[Shard], To],
+        options: BulkOptions,
+        cancelled: AuditEntry | None = None,
+    ) -> BulkResult:
+        """Find the tasks of every shard, then move them. A shard that is down is left out.
+
+        With `cancelled`, the tasks are those that this operation has cancelled.
+        """
         filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
         which = bulk_filter_of(move, filters, options.get("everything", False))
         who, on_progress = actor_of(options.get("actor")), options.get("on_progress")
@@ -181,9 +164,11 @@ class BulkOperations:
             if on_progress is not None:
                 on_progress(so_far())
 
-        for number, shard in enumerate(shards):
+        searched = shards if cancelled is None else [self._shard(cancelled.id)]
+        for shard in searched:
+            number = shard.number
             with unless_down(number):
-                run = BulkRun(shard, which, to(shard), self._events)
+                run = BulkRun(shard, which, to(shard), self._events, cancelled)
                 run.find()
                 runs[number] = run
         for number, run in runs.items() if not options.get("dry_run") else ():

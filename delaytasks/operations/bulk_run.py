@@ -8,14 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
-from delaytasks.core.batches import batches
 from delaytasks.core.bulk import AuditEntry, BulkFilter, BulkResult
 from delaytasks.core.errors import StoreUnavailableError, TaskStateError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, To, Undo
+from delaytasks.core.interfaces import Entry, To
 from delaytasks.core.spread import Spread
 from delaytasks.core.task import DelayTask
 from delaytasks.routing.shard import Shard
+from delaytasks.storage.bulk import due_of
 
 #: Rows in one transaction: few enough that locks on them are short.
 BULK_ROWS = 500
@@ -33,30 +33,34 @@ class BulkRun:
         which: BulkFilter,
         to: To,
         events: Events,
-        undone: AuditEntry | None = None,
+        cancelled: AuditEntry | None = None,
     ) -> None:
-        """With `undone`, the tasks are those that this operation has moved."""
+        """With `cancelled`, the tasks are those that this operation has cancelled."""
         self._shard = shard
         self._store = shard.store.bulk
         self._events = events
         self._to = to
-        self._ids = array("q")
+        self._ids, self._versions = array("q"), array("q")
         self._id: int | None = None
         self.matched = self._changed = self._refused = 0
         self.started = self._store.now()
         self._filter_as_given = which
-        self._undone = undone
+        self._cancelled = cancelled
         # Each task is shifted once. Tasks that changed since the start are left out, because one of
         # our own steps may have changed them and its answer was lost.
-        if isinstance(to, timedelta | Spread):
+        if isinstance(to, timedelta | Spread) and cancelled is None:
             until = min(which.where.updated_until or self.started, self.started)
             which = replace(which, where=replace(which.where, updated_until=until))
         self._which = which
 
     def find(self) -> None:
         """Find the tasks. Running tasks are counted as refused."""
-        if self._undone is not None:
-            self.matched = self._undone.changed
+        if self._cancelled is not None:
+            for versions in self._store.unmoved(self._which, self._cancelled.id):
+                self._ids.extend(versions)
+                self._versions.extend(versions.values())
+            self.matched = self._cancelled.changed
+            self._refused = self.matched - len(self._ids)
             return
         for rows in self._store.matching(self._which):
             self._ids.extend(id for id, status in rows if status in self._which.movable)
@@ -86,16 +90,18 @@ class BulkRun:
             self._end(id, state)
 
     def _begin(self, id: int, actor: str) -> None:
-        which = self._filter_as_given.where.as_json() or {"everything": True}
-        move = self._which.move
-        if self._undone is not None:
-            move, which = "undo", {"audit": str(self._undone.id)}
+        which = self._filter_as_given.where.as_json()
+        if self._cancelled is not None:
+            which["audit"] = str(self._cancelled.id)
+        which = which or {"everything": True}
         if self._to is not None:
             which["to"] = _as_text(self._to)
         counts = (self.matched, self._changed, self._refused)
         started = self.started
         self._store.begin(
-            AuditEntry(id, move, which, actor, "running", started, started, None, *counts)
+            AuditEntry(
+                id, self._which.move, which, actor, "running", started, started, None, *counts
+            )
         )
         self._id = id
 
@@ -115,37 +121,34 @@ class BulkRun:
     # -- steps ------------------------------------------------------------------------------------
 
     def _steps(self) -> Iterator[None]:
-        busy: list[tuple[Sequence[int], Undo | None]] = []
-        for ids, undo in self._parts():
-            if locked := self._step(ids, undo):
-                busy.append((locked, undo))
+        busy: list[tuple[Sequence[int], dict[int, int] | None]] = []
+        versions = None
+        for start in range(0, len(self._ids), BULK_ROWS):
+            ids = self._ids[start : start + BULK_ROWS]
+            if self._cancelled is not None:
+                versions = dict(zip(ids, self._versions[start : start + BULK_ROWS], strict=True))
+            if locked := self._step(ids, versions):
+                busy.append((locked, versions))
             yield
         if busy:
             time.sleep(BUSY_S)
         still_busy = 0
-        for ids, undo in busy:
-            still_busy += len(self._step(ids, undo))
+        for left, versions in busy:
+            still_busy += len(self._step(left, versions))
             yield
         self._refused += still_busy
 
-    def _parts(self) -> Iterator[tuple[Sequence[int], Undo | None]]:
-        if self._undone is None:
-            yield from ((ids, None) for ids in batches(self._ids, BULK_ROWS))
-        else:
-            for undo in self._store.recorded(self._undone.id):
-                yield list(undo.versions), undo
-
-    def _step(self, ids: Sequence[int], undo: Undo | None) -> list[int]:
+    def _step(self, ids: Sequence[int], versions: dict[int, int] | None) -> list[int]:
         """Change the tasks with these ids; return the ids that other transactions have locked."""
         assert self._id is not None
-        step = self._store.step(self._id, self._which, ids, self._to, self._done, undo)
+        step = self._store.step(self._id, self._which, ids, self._to, self._done, versions)
         self._changed += len(step.moved)
         self._refused += step.refused
         self._update_timer(step.moved)
         if step.moved:
             self._events.emit(EVENTS[self._which.move], count=len(step.moved))
         if step.keyed:
-            self._rerun_keyed_tasks(step.keyed, undo)
+            self._rerun_keyed_tasks(step.keyed)
             self._store.note(self._id, self._done)
         return step.busy
 
@@ -155,15 +158,13 @@ class BulkRun:
         elif moved:
             self._shard.producer.arm_entries(moved)
 
-    def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int]], undo: Undo | None) -> None:
+    def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
         """Rerun tasks with a key one by one; another database may decide about the key."""
         rerun: list[DelayTask] = []
-        for id, version in keyed:
+        for id, version, due in keyed:
             try:
-                due = self._to if undo is None else undo.dues[id]
-                assert isinstance(due, datetime)
-                keeps = undo is not None
-                rerun.append(self._shard.rerun(id, due, version, keeps_attempts=keeps))
+                new_due = due_of(id, due, self._to, self.started) or due
+                rerun.append(self._shard.rerun(id, new_due, version))
             except TaskStateError:  # another task has the key, or this task has changed
                 self._refused += 1
             except StoreUnavailableError as error:

@@ -29,8 +29,6 @@ class RerunTask(Protocol):
         due: datetime,
         version: int | None = None,
         on: CallerConnection | None = None,
-        *,
-        keeps_attempts: bool = False,
     ) -> DelayTask: ...
 
 

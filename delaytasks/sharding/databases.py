@@ -199,15 +199,13 @@ class Shards:
         due: datetime,
         version: int | None = None,
         on: CallerConnection | None = None,
-        *,
-        keeps_attempts: bool = False,
     ) -> DelayTask:
         """Do what `Tasks.rerun` does, and let the shard that decides about the key know the task
         again."""
         tasks = self._tasks(number)
         task = tasks.get(id, on)
         if task is None or task.key is None:
-            return tasks.rerun(id, due, version, on, keeps_attempts=keeps_attempts)
+            return tasks.rerun(id, due, version, on)
         before, after = self._others(task), []
         if number != home_of(
             task.tag, task.key, len(self.stores)
@@ -219,9 +217,7 @@ class Shards:
                     once_held = cache(
                         lambda: pointers.enter_context(self._pointing(after, task, "reject"))
                     )
-                    return tasks.rerun(
-                        id, due, version, on, [*before, *after], once_held, keeps_attempts
-                    )
+                    return tasks.rerun(id, due, version, on, [*before, *after], once_held)
             except PointsElsewhereError as pointer:
                 before = [pointer.shard, *before]
         raise changed_too_often(task)

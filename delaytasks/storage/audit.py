@@ -9,9 +9,7 @@ from typing import Any
 from sqlalchemy import Select, delete, insert, select, update
 
 from delaytasks.core.bulk import AuditEntry
-from delaytasks.core.clock import from_us
 from delaytasks.core.ids import MAX_ID
-from delaytasks.core.interfaces import Undo
 from delaytasks.core.json_text import dump_json
 from delaytasks.storage.database import Database
 from delaytasks.storage.rows import MAX_INTEGER
@@ -49,24 +47,21 @@ class Audit:
         noted = {"changed": done[0], "refused": done[1], "seen_at": db_now()}
         on.execute(update(self._a).where(self._a.c.id == id).values(noted))
 
-    def record(self, on: Any, id: int, step: int, moved: Sequence[tuple[int, int, int]]) -> None:
-        """Write what a step has moved: id, version after it, and due time before it."""
+    def record(self, on: Any, id: int, step: int, moved: Sequence[tuple[int, int]]) -> None:
+        """Write the ids and the new versions of the tasks that a step has moved."""
         values = {"audit_id": id, "step": step, "moved": dump_json(moved)}
         on.execute(insert(self._steps).values(values))
 
-    def recorded(self, id: int) -> Iterator[Undo]:
-        """Yield what each step of an operation has moved, the last step first."""
+    def recorded(self, id: int) -> Iterator[dict[int, int]]:
+        """Yield the ids and new versions that each step has recorded, the last step first."""
         s, last = self._steps.c, MAX_INTEGER
         while True:
             query = select(s.step, s.moved).where(s.audit_id == id, s.step < last)
             rows = self._db.rows(query.order_by(s.step.desc()).limit(1))
             if not rows:
                 return
-            last, moved = rows[0][0], json.loads(rows[0][1])
-            yield Undo(
-                {task: version for task, version, _ in moved},
-                {task: from_us(due_us) for task, _, due_us in moved},
-            )
+            last = rows[0][0]
+            yield dict(json.loads(rows[0][1]))
 
     def get(self, id: int) -> AuditEntry | None:
         return next(iter(self._entries(select(self._a).where(self._a.c.id == id))), None)

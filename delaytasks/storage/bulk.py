@@ -7,7 +7,7 @@ filter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from sqlalchemy import ColumnElement, Update, case, func, select, update
 from delaytasks.core.bulk import BulkFilter
 from delaytasks.core.clock import LATEST, to_us
 from delaytasks.core.filters import Filter
-from delaytasks.core.interfaces import Entry, Step, To, Undo
+from delaytasks.core.interfaces import Entry, Step, To
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.spread import Spread
 from delaytasks.core.states import LIVE, Status, following
@@ -50,8 +50,7 @@ class Bulk:
         self._keys = TaskKeys(database, schema)
         self._audit = Audit(database, schema)
         self.begin, self.end, self.audit = self._audit.begin, self._audit.end, self._audit.all
-        self.recorded, self.audited = self._audit.recorded, self._audit.get
-        self._restore = self._update("rerun", keeps_attempts=True)
+        self.audited = self._audit.get
         self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "rerun")}
 
     def now(self) -> datetime:
@@ -74,6 +73,22 @@ class Bulk:
         wanted = (self._is(which.looked_at), *conditions(self._t, which.where, self._db.can))
         rows = self._db.rows(by_id(select(t.id, t.status).where(*wanted), self._t))
         return [(row[0], Status.of(row[1])) for row in rows]
+
+    def unmoved(self, which: BulkFilter, operation: int) -> Iterator[dict[int, int]]:
+        """Yield id and version of the tasks that the operation has cancelled, step by step.
+
+        Tasks that have moved since, and tasks that the filter does not match, are left out.
+        """
+        t = self._t.c
+        query = select(t.id, t.version).where(
+            listed(self._db, t.id, "ids"),
+            self._is(which.movable),
+            *conditions(self._t, which.where, self._db.can),
+        )
+        for versions in self._audit.recorded(operation):
+            ids = {"ids": list(versions)}
+            rows = self._db.autocommitted(lambda c, ids=ids: c.execute(query, ids).all())  # type: ignore[misc]
+            yield {row[0]: row[1] for row in rows if versions[row[0]] == row[1]}
 
     def having(
         self,
@@ -135,13 +150,12 @@ class Bulk:
         ids: Sequence[int],
         to: To,
         done: tuple[int, int],
-        undo: Undo | None = None,
+        versions: Mapping[int, int] | None = None,
     ) -> Step:
-        """Move these rows if they still match the filter.
+        """Move these rows if they still match the filter, and still have these `versions` if given.
 
-        With `undo`, only rows that have not moved since that step are moved back. `done` is what
-        the audit row of the operation counts. It is updated in the same transaction, so a step
-        whose answer was lost is not done again.
+        `done` is what the audit row of the operation counts. It is updated in the same transaction,
+        so a step whose answer was lost is not done again.
         """
         tried: list[Step] = []
 
@@ -149,10 +163,11 @@ class Bulk:
             counts = self._audit.counts(connection, run)
             if tried and counts not in (None, done):
                 return tried[-1]
-            step, before = self._step(connection, which, ids, to, undo)
+            step = self._step(connection, which, ids, to, versions)
             tried.append(step)
-            if before and undo is None and which.move != "rerun":
-                self._audit.record(connection, run, sum(done), before)
+            if step.moved and which.move == "cancel":
+                cancelled = [(entry.id, entry.version) for entry in step.moved]
+                self._audit.record(connection, run, sum(done), cancelled)
             self._audit.note(connection, run, (done[0] + len(step.moved), done[1] + step.refused))
             return step
 
@@ -163,34 +178,38 @@ class Bulk:
         self._db.autocommitted(lambda c: self._audit.note(c, run, done))
 
     def _step(
-        self, on: Any, which: BulkFilter, ids: Sequence[int], to: To, undo: Undo | None
-    ) -> tuple[Step, list[tuple[int, int, int]]]:
-        """Return the step, and what undoes it: id, version after it, and due time before it."""
+        self,
+        on: Any,
+        which: BulkFilter,
+        ids: Sequence[int],
+        to: To,
+        versions: Mapping[int, int] | None,
+    ) -> Step:
         t, is_rerun = self._t.c, which.move == "rerun"
         named = [
             listed(self._db, t.id, "ids"),
             self._is(which.movable),
             *conditions(self._t, which.where, self._db.can),
         ]
-        look = select(t.id, t.tag, t.task_key, t.version).where(*named).order_by(t.id)
+        due = func.coalesce(t.due_time, t.expected_time)
+        look = select(t.id, t.tag, t.task_key, t.version, due).where(*named).order_by(t.id)
         seen = on.execute(look, {"ids": ids}).all()
-        seen = [row for row in seen if undo is None or undo.versions[row[0]] == row[3]]
+        seen = [row for row in seen if versions is None or versions[row[0]] == row[3]]
         with_key = [row for row in seen if row[2] is not None]
         left_out = (
             {row[0] for row in with_key} if is_rerun else self._busy_keys(on, which.move, with_key)
         )
         free = [row[0] for row in seen if row[0] not in left_out]
         locked = self._lock(on, named, free)
-        locked = [row for row in locked if undo is None or undo.versions[row[0]] == row[1]]
-        moved = self._moved(on, which.move, locked, to, undo)
+        locked = [row for row in locked if versions is None or versions[row[0]] == row[1]]
+        moved = self._moved(on, which.move, locked, to)
         if which.move == "cancel":
             taken = {entry.id for entry in moved}
             self._keys.release_all(on, [row for row in with_key if row[0] in taken])
-        keyed = [(row[0], row[3]) for row in with_key] if is_rerun else []
-        taken = {row[0] for row in locked} | {id for id, _ in keyed}
+        keyed = [(row[0], row[3], row[4]) for row in with_key] if is_rerun else []
+        taken = {row[0] for row in [*locked, *keyed]}
         busy = [row[0] for row in seen if row[0] not in taken]
-        step = Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
-        return step, [(row[0], following(row[1]), to_us(row[5])) for row in locked]
+        return Step(moved, len(ids) - len(moved) - len(busy) - len(keyed), busy, keyed)
 
     def _busy_keys(self, on: Any, move: str, with_key: Sequence[Any]) -> set[int]:
         """Lock keys before tasks, as every transaction does. Return tasks whose keys are locked
@@ -210,31 +229,25 @@ class Bulk:
         lock = select(*columns).where(*named).order_by(t.id)
         return on.execute(lock.with_for_update(skip_locked=True), {"ids": ids}).all() if ids else []
 
-    def _moved(
-        self, on: Any, move: str, locked: Sequence[Any], to: To, undo: Undo | None
-    ) -> list[Entry]:
+    def _moved(self, on: Any, move: str, locked: Sequence[Any], to: To) -> list[Entry]:
         """Move the locked rows, fenced by the versions that were read."""
         is_relative = isinstance(to, timedelta | Spread)
         now = on.execute(select(db_now())).scalar_one() if is_relative else None
         rows, entries = [], []
         for id, version, expected, queue, priority, due in locked:
-            is_given = undo is not None and move == "reschedule"
-            new = undo.dues[id] if undo is not None and is_given else _due(id, due, to, now)
+            new = due_of(id, due, to, now)
             rows.append(
                 {"id": id, "version": version, "expected_time": instant_text(self._db, new)}
             )
             entries.append(Entry(id, following(version), to_us(new or expected), queue, priority))
         if rows:
-            statement = (
-                self._restore if undo is not None and move == "rerun" else self._updates[move]
-            )
             result = on.execute(
-                statement, {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
+                self._updates[move], {"rows": dump_json(rows), "ids": [row["id"] for row in rows]}
             )
             check_row_count(result.rowcount, len(rows), f"tasks to {move}")
         return entries
 
-    def _update(self, move: str, keeps_attempts: bool = False) -> Update:
+    def _update(self, move: str) -> Update:
         t, w = self._t, json_rows(self._db, ("id", "version", "expected_time"))
         values = moved(
             t,
@@ -242,13 +255,13 @@ class Bulk:
             expected_time=func.coalesce(w.c.expected_time, t.c.expected_time),
             due_time=case((w.c.expected_time.is_(None), t.c.due_time), else_=None),
             cancel_request=None,
-            **({"attempts": 0, "lapses": 0} if move == "rerun" and not keeps_attempts else {}),
+            **({"attempts": 0, "lapses": 0} if move == "rerun" else {}),
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
 
 
-def _due(id: int, due: datetime, to: To, now: datetime | None) -> datetime | None:
+def due_of(id: int, due: datetime, to: To, now: datetime | None) -> datetime | None:
     if not isinstance(to, timedelta | Spread) or now is None:
         return to if isinstance(to, datetime) else None
     try:

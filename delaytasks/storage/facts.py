@@ -134,7 +134,7 @@ class FactReader:
         has_run_then = a.started_at <= at, (a.finished_at.is_(None)) | (a.finished_at >= at)
         operations = select(a.id, a.actor).where(a.action == "cancel", *has_run_then)
         newest = operations.order_by(a.id.desc()).limit(MOST_OPERATIONS)
-        has_moved = step.moved.contains(f"[{task.id},{task.version},", autoescape=True)
+        has_moved = step.moved.contains(f"[{task.id},{task.version}]", autoescape=True)
         for id, actor in self._db.rows(newest):
             mine = select(step.step).where(step.audit_id == id, has_moved).limit(1)
             if self._db.rows(mine):

@@ -246,12 +246,12 @@ def _audit(tables: _TableMaker) -> Table:
 
 
 def _audit_steps(tables: _TableMaker) -> Table:
-    """The tasks that each step of a bulk operation has moved, to undo it."""
+    """The tasks that each step of a cancel of many tasks has moved, to rerun them."""
     return tables.make(
         "yb_delay_audit_step",
         Column("audit_id", BigInteger, nullable=False, autoincrement=False),
         Column("step", Integer, nullable=False, autoincrement=False),
-        # JSON lists: id, version after the move, due time before it, and the deferred one.
+        # JSON lists: id and version after the move.
         Column("moved", LongText, nullable=False),
         key=["audit_id", "step"],
     )

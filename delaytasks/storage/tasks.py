@@ -229,7 +229,6 @@ class Tasks:
         on: CallerConnection | None = None,
         pointing: Collection[int] = (),
         once_held: Callable[[], object] = lambda: None,
-        keeps_attempts: bool = False,
     ) -> DelayTask:
         """Let a finished task wait again. `once_held` is called when it owns its key again, and may
         refuse."""
@@ -245,8 +244,8 @@ class Tasks:
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
                     raise DuplicateTaskError(f"rerun: {fact}", error.id) from None
-            counts = {} if keeps_attempts else {"attempts": 0, "lapses": 0}
-            return self._moves.make(connection, "rerun", task, {"expected_time": due, **counts})
+            values = {"expected_time": due, "attempts": 0, "lapses": 0}
+            return self._moves.make(connection, "rerun", task, values)
 
         return self._db.transaction(work, on, id)
 

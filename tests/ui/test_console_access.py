@@ -34,7 +34,7 @@ ROLES = {
         Role.VIEW: "log_out preferences",
         Role.OPERATE: (
             "cancel_task rerun_task reschedule_task run_task_now pause resume start_bulk stop_bulk "
-            "undo_bulk undo_entry pause_recurring resume_recurring run_recurring"
+            "rerun_entry pause_recurring resume_recurring run_recurring"
         ),
         Role.ADMIN: "set_limits clear_policy set_recurring remove_recurring",
     },
@@ -134,8 +134,7 @@ def test_each_action_is_audited_with_the_name_of_its_viewer(own_site: Site) -> N
     do("run_recurring", **schedule)
     do("remove_recurring", **schedule)
     do("start_bulk", action="cancel", tag="order.close")
-    do("undo_bulk", bulk_runs[-1])
-    do("undo_entry", do("start_bulk", action="cancel", tag="order.close"))
+    do("rerun_entry", do("start_bulk", action="cancel", tag="order.close"))
     actions = {endpoint for method, endpoint in LEAST if method == "POST"}
     assert done == actions - UNAUDITED
 

@@ -1,4 +1,4 @@
-"""Bulk actions of the console: count, confirm, progress, stop and undo."""
+"""Bulk actions of the console: count, confirm, progress and stop."""
 
 from __future__ import annotations
 
@@ -48,17 +48,6 @@ def test_a_group_of_failures_runs_again_after_a_count(own_site: Site) -> None:
     assert len(delays.find(tag="pay.notify", status="FAILED")) == 4, "other groups stay"
 
 
-def test_a_bulk_cancel_is_undone_from_its_page(own_site: Site) -> None:
-    client, delays = own_site.client(Role.OPERATE), own_site.delays
-    before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
-    answer = post(client, "/bulk", action="cancel", tag="order.close", expected=before)
-    finish(client, answer.location)
-    assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == before
-    answer = post(client, f"{answer.location}/undo")
-    finish(client, answer.location)
-    assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
-
-
 def test_the_retries_of_a_group_of_failures_are_cancelled(own_site: Site) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
     [retrying] = delays.find(tag="pay.notify", status="NOT_COMPLETE").tasks
@@ -77,20 +66,20 @@ def test_the_retries_of_a_group_of_failures_are_cancelled(own_site: Site) -> Non
     assert len(delays.find(tag="pay.notify", status="FAILED")) == 4
 
 
-def test_a_bulk_cancel_is_undone_from_the_audit_page(own_site: Site) -> None:
+def test_a_bulk_cancel_is_taken_back_from_the_audit_page(own_site: Site) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
     before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
     finish(client, post(client, "/bulk", action="cancel", tag="order.close").location)
     assert len(delays.find(tag="order.close", status="NOT_COMPLETE")) == 0
     [entry] = [entry for entry in delays.audit() if entry.filter.get("tag") == "order.close"]
-    [path] = re.findall(rf'action="(/audit/{entry.id}/undo)"', client.get("/audit").text)
+    [path] = re.findall(rf'action="(/audit/{entry.id}/rerun)"', client.get("/audit").text)
     text = finish(client, post(client, path).location)
     assert f"{before} changed, 0 left as they were" in text
     assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
-    assert (delays.audit()[0].action, delays.audit()[0].actor) == ("undo", "maria")
+    assert (delays.audit()[0].action, delays.audit()[0].actor) == ("rerun", "maria")
 
 
-def test_a_bulk_run_that_is_stopped_leaves_the_rest_and_can_be_undone(
+def test_a_bulk_run_that_is_stopped_leaves_the_rest(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
@@ -120,8 +109,6 @@ def test_a_bulk_run_that_is_stopped_leaves_the_rest_and_can_be_undone(
     assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == 10
     [stopped] = [entry for entry in delays.audit(limit=2) if entry.action == "cancel"]
     assert (stopped.state, stopped.changed) == ("stopped", 10)
-    finish(client, post(client, f"{page}/undo").location)
-    assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
 
 
 def test_a_bulk_action_without_a_filter_is_refused(own_site: Site) -> None:

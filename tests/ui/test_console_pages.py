@@ -449,7 +449,7 @@ def test_a_text_that_is_no_number_is_refused(site: Site, number: str) -> None:
     client = site.client()
     assert client.get(f"/tasks/{number}").status_code == 400
     assert client.get("/tasks", query_string={"id": number}).status_code == 200
-    assert post(client, f"/audit/{number}/undo").status_code == 404
+    assert post(client, f"/audit/{number}/rerun").status_code == 404
     answer = post(client, "/bulk", action="cancel", tag="nothing", expected=number)
     assert answer.status_code == 400
     for fields in ({"version": number}, {}):

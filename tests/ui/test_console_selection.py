@@ -73,7 +73,7 @@ def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
     entry = own_site.delays.audit(limit=1)[0]
     assert (entry.action, entry.actor) == ("cancel", "maria")
     assert entry.filter == {"ids": [str(id) for id in sorted(ids[:3])]}
-    [path] = re.findall(rf'action="(/audit/{entry.id}/undo)"', client.get("/audit").text)
+    [path] = re.findall(rf'action="(/audit/{entry.id}/rerun)"', client.get("/audit").text)
     assert "3 changed" in finish(client, post(client, path).location)
     assert states(own_site, ids) == ["NOT_COMPLETE"] * 4
 

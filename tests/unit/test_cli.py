@@ -109,7 +109,6 @@ def test_all_documented_commands_exist() -> None:
         "completion",
         "touch",
         "audit",
-        "undo",
         "db upgrade",
         "db downgrade",
         "db current",

@@ -63,8 +63,6 @@ def test_spread_distributes_a_peak(shop: Project) -> None:
     dues = {shop.delays.get(task).due for task in tasks}
     assert len(dues) == 3
     assert max(dues) < datetime.fromisoformat("2031-01-31T09:10:00+00:00")
-    assert shop("undo", moved["runs"][0], "--yes").exit_code == 0
-    assert len({shop.delays.get(task).due for task in tasks}) == 1
 
 
 def test_spread_refuses_a_call_that_names_no_tasks(shop: Project) -> None:
@@ -243,10 +241,10 @@ from {name} import app
 
 bulk.BULK_ROWS = 2
 step = bulk.BulkRun._step
-def slowly(run, ids, undo):
+def slowly(run, ids, versions):
     open("step", "a").write("x")
     time.sleep(0.3)
-    return step(run, ids, undo)
+    return step(run, ids, versions)
 bulk.BulkRun._step = slowly
 """
 
@@ -294,9 +292,9 @@ def test_a_stopped_shift_prints_the_command_that_continues_it(
     )
     step: Any = bulk.BulkRun._step
 
-    def stopped(run: Any, ids: Any, undo: Any) -> Any:
+    def stopped(run: Any, ids: Any, versions: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return step(run, ids, undo)
+        return step(run, ids, versions)
 
     monkeypatch.setattr(bulk.BulkRun, "_step", stopped)
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
@@ -324,18 +322,19 @@ def test_a_bulk_command_works_on_both_of_two_databases(two: Project) -> None:
     assert {entry["shard"] for entry in two.json("audit")} == {0, 1}
 
 
-def test_undo_reverses_the_moves_of_an_operation(shop: Project) -> None:
+def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
     ids = [shop.json("schedule", "ok", "--delay", "1h")["id"] for _ in range(2)]
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 2
     [entry] = shop.json("audit")
-    answer = shop.json("undo", entry["id"], "--yes")
+    assert shop("rerun", "--audit", entry["id"], "--dry-run").stdout == "2 tasks would be rerun\n"
+    answer = shop.json("rerun", "--audit", entry["id"], "--yes")
     assert (answer["changed"], answer["refused"]) == (2, 0)
     assert [shop.json("show", id)["status"] for id in ids] == ["NOT_COMPLETE"] * 2
-    said = shop("undo", entry["id"], "--yes")
-    assert said.stdout == "moved 0 tasks back\n"
-    assert "left as they are, since they have moved: 2 tasks" in said.stderr
-    assert shop.error("undo", "7", "--yes", exit_code=2)["type"] == "InvalidQueryError"
-    assert shop.error("undo", entry["id"], exit_code=2)["type"] == "UsageError"
+    said = shop("rerun", "--audit", entry["id"], "--yes")
+    assert said.stdout == "rerun 0 tasks\n"
+    assert "left as they are: 2 tasks" in said.stderr
+    assert shop.error("rerun", "--audit", "7", "--yes", exit_code=2)["type"] == "InvalidQueryError"
+    assert shop.error("rerun", ids[0], "--audit", "7", exit_code=2)["type"] == "UsageError"
 
 
 def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:

@@ -7,7 +7,7 @@ task_counts   numbers of tasks, estimated in large tables
 task_html     a status, a body and failed attempts as HTML
 policies      the pauses and limits
 recurring     the recurring schedules
-operations    the bulk operations, and their undo
+operations    the bulk operations
 """
 
 from __future__ import annotations
