@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.callbacks import CALLBACK
 from delaytasks.core.clock import Clock, Measure, wall_ms
+from delaytasks.core.encryption import Cipher
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import TaskStore, Timer, Transaction
@@ -46,7 +47,6 @@ from delaytasks.twins import AsyncCalls, InFramework
 from delaytasks.wiring import Closable, ProcessorContext, Wiring
 
 if TYPE_CHECKING:
-    from delaytasks.encryption.cipher import Cipher
     from delaytasks.forecast.operations import ForecastOperations
     from delaytasks.operations.why import Explanations
     from delaytasks.recurrence.operations import RecurringOperations
@@ -82,7 +82,7 @@ def build_wiring(
         events.use_log(StructuredLog())
     if not settings.database_url:
         tighten_data_folder(Path(settings.data_dir))
-    cipher = _make_cipher(settings)
+    cipher = Cipher(settings.encryption_keys) if settings.encryption_keys else None
     make_clock, make_database = environment.make_clock, environment.make_database
     stores = [
         Store(url, settings, number, cipher, make_database, tables_remedy)
@@ -309,14 +309,6 @@ def _forecast_operations(
 
     processes = celery_app.conf.worker_concurrency
     return ForecastOperations(settings, registry, router, recurring, processes)
-
-
-def _make_cipher(settings: Settings) -> Cipher | None:
-    if not settings.encryption_keys:
-        return None
-    from delaytasks.encryption.cipher import Cipher  # loads cryptography
-
-    return Cipher(settings.encryption_keys)
 
 
 def _make_timers(

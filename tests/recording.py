@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -11,6 +13,11 @@ from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.interfaces import Entry
 from delaytasks.routing.shard import Shard
 from delaytasks.wiring import wiring_of
+
+
+def new_key() -> str:
+    """Return an encryption key."""
+    return base64.urlsafe_b64encode(os.urandom(32)).decode()
 
 
 class CrashError(BaseException):

@@ -19,7 +19,6 @@ _MODULES = {
     "console": "console console-user",
     "database": "db",
     "drain": "drain",
-    "encryption": "encryption",
     "exporter": "exporter",
     "forecast": "forecast",
     "health": "health",

@@ -31,7 +31,8 @@ IDENTIFIER = Rule("has letters, digits and '_' only", lambda v: bool(_IDENTIFIER
 SHARDS = Rule(f"has at most {MAX_SHARDS} shards", lambda v: len(v) <= MAX_SHARDS)
 SLOT_COUNT = Rule("is a power of two, at most 1024", lambda v: v in {1 << n for n in range(11)})
 KEYS = Rule(
-    "each is a different key from `delaytasks encryption key`; 'plain' may precede them", are_keys
+    "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them",
+    are_keys,
 )
 NOT_NEGATIVE = Rule("must not be negative", lambda v: v >= 0)
 SHARD = Rule(f"is from 0 to {MAX_SHARDS - 1}", lambda v: 0 <= v < MAX_SHARDS)

@@ -8,7 +8,7 @@ from shlex import quote
 from typing import Any
 
 from delaytasks.core.durations import show_duration
-from delaytasks.core.encryption import BOUND_PREFIX, is_encrypted, name_in
+from delaytasks.core.encryption import PREFIX, is_encrypted, name_in
 from delaytasks.core.policies import Policy, is_limit
 from delaytasks.core.reasons import Facts, Reason, instant_text
 from delaytasks.core.states import Status
@@ -164,7 +164,7 @@ def _key(facts: Facts) -> Iterator[Reason]:
         if name not in facts.keys:
             yield Reason(
                 "no_key_here",
-                f"Its body begins with {body[: len(BOUND_PREFIX)]} and needs the key {name}, which "
+                f"Its body begins with {body[: len(PREFIX)]} and needs the key {name}, which "
                 "this process does not have.",
                 "Check that the workers have it (delaytasks_encryption_keys).",
                 {"key": name},

@@ -13,7 +13,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Select, and_, case, func, or_, select, update
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.encryption import BOUND_PREFIX, MARK_LENGTH, PREFIXES, marks_of
+from delaytasks.core.encryption import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import Status, following
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
@@ -99,7 +99,7 @@ class DeferredRows:
         """Whether this process has the key that the body names now: it may have changed since the
         deferral."""
         body = self._t.c.message_body
-        is_plain = func.substr(body, 1, len(BOUND_PREFIX)).not_in(PREFIXES)
+        is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
         if not self._marks:
             return is_plain
         return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))

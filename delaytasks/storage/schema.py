@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import conv
 
-from delaytasks.core.encryption import TextCipher
+from delaytasks.core.encryption import Cipher
 from delaytasks.core.inputs import (
     ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,
@@ -64,7 +64,7 @@ class Schema:
     #: The number of the shard that has these tables.
     shard: int
     #: Encrypts bodies and results; None if they are stored as plain text.
-    cipher: TextCipher | None = None
+    cipher: Cipher | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _TableMaker:
 
 
 def build_schema(
-    prefix: str = "", schema: str | None = None, shard: int = 0, cipher: TextCipher | None = None
+    prefix: str = "", schema: str | None = None, shard: int = 0, cipher: Cipher | None = None
 ) -> Schema:
     metadata = MetaData(schema=schema or None)
     tables = _TableMaker(metadata, prefix)

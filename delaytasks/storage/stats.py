@@ -9,10 +9,9 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, Connection, and_, func, select
 
 from delaytasks.core.encryption import (
-    BOUND_PREFIX,
     MARK_LENGTH,
     NO_NAME,
-    PREFIXES,
+    PREFIX,
     marks_of,
     name_in,
 )
@@ -158,7 +157,7 @@ class Stats:
         marks = [] if self._cipher is None else marks_of(self._cipher.names)
         mark = func.substr(t.message_body, 1, MARK_LENGTH + 1)
         needs = [
-            func.substr(t.message_body, 1, len(BOUND_PREFIX)).in_(PREFIXES),
+            func.substr(t.message_body, 1, len(PREFIX)) == PREFIX,
             *([mark.not_in(marks)] if marks else []),
         ]
         found: dict[tuple[str, str], UntrustedInput] = {}
@@ -194,7 +193,7 @@ class Stats:
 
 def _why(name: str) -> str:
     if name == NO_NAME:
-        return f"begins with {' or '.join(PREFIXES)} and names no key: no process can read it"
+        return f"begins with {PREFIX} and names no key: no process can read it"
     return f"encrypted with key {name}, which delaytasks_encryption_keys does not have here"
 
 

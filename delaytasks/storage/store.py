@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, delete, exc, inspect
 
-from delaytasks.core.encryption import TextCipher
+from delaytasks.core.encryption import Cipher
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.settings import Settings
 from delaytasks.core.tables_remedy import TABLES_REMEDY
@@ -38,7 +38,7 @@ class Store:
         url: str,
         settings: Settings,
         shard: int = 0,
-        cipher: TextCipher | None = None,
+        cipher: Cipher | None = None,
         make_database: Callable[[str, int, int | None, str], Database] = Database,
         tables_remedy: str = TABLES_REMEDY,
     ) -> None:

@@ -7,18 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import insert, literal_column, select, update
+from sqlalchemy import insert, literal_column, select, text, update
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
-from delaytasks.core.encryption import BOUND_PREFIX, key_name, new_key
+from delaytasks.core.encryption import PREFIX, key_name
 from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import processes_of
-from tests.recording import delays_on, record, run_now
+from tests.doc_pages import ROOT, blocks
+from tests.recording import delays_on, new_key, record, run_now
 
 OLD, NEW = new_key(), new_key()
 BODY = {"card": "bOdY-cAnArY", "text": "tab\t\\ é 😀"}
@@ -58,7 +59,7 @@ def change(store: Store, task: DelayTask, **values: Any) -> None:
 
 
 def are_sealed(store: Store, key: str = NEW) -> bool:
-    begin = f"{BOUND_PREFIX}{key_name(key)}:"
+    begin = f"{PREFIX}{key_name(key)}:"
     return all(
         body.startswith(begin) and (result or begin).startswith(begin)
         for body, result in stored(store)
@@ -227,6 +228,21 @@ def test_old_keys_read_and_the_first_one_writes(store: Store, open_with: Open) -
         _ = open_with(NEW).get(old).body
 
 
+def test_the_statement_of_the_docs_counts_rows_by_key(store: Store, open_with: Open) -> None:
+    [statement] = [
+        block.text
+        for block in blocks(ROOT / "docs/security.md")
+        if block.language == "sql" and "encrypted_with" in block.text
+    ]
+    open_with(OLD).schedule_many([("mail", BODY, 60)] * 3)
+    new = open_with(NEW, OLD)
+    new.cancel(new.schedule_delay("mail", BODY, 60))
+    new.schedule_delay("mail", BODY, 60)
+    with store.database.begin() as connection:
+        rows = connection.execute(text(statement.replace("yb_", "s_yb_"))).all()
+    assert dict(map(tuple, rows)) == {f"aesgcm:{key_name(OLD)}": 3, f"aesgcm:{key_name(NEW)}": 1}
+
+
 def test_plain_as_the_first_key_stores_plain_rows_and_reads_encrypted_ones(
     store: Store, open_with: Open
 ) -> None:
@@ -290,7 +306,7 @@ CHANGES: dict[str, Callable[[str], str]] = {
     "its end": lambda text: text[:-4] + "AAA=",
     "no token": lambda text: text[:16],
     "another letter": lambda text: text[:40] + "é" + text[41:],
-    "no name": lambda text: BOUND_PREFIX,
+    "no name": lambda text: PREFIX,
     "a short name": lambda text: text[:12] + text[15:],
     "a name that is none": lambda text: text[:7] + "ABCDEFGH" + text[15:],
     "no colon": lambda text: text[:15],
@@ -350,13 +366,13 @@ def test_check_distinguishes_a_damaged_body_from_a_missing_key(open_with: Open) 
     delays = open_with(NEW)
     delays.processor("mail", schema=dict)(lambda body: None)
     damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))
-    change(wiring_of(delays).store, damaged, message_body=f"{BOUND_PREFIX}{key_name(NEW)}:gAAAAA")
-    change(wiring_of(delays).store, stranger, message_body=f"{BOUND_PREFIX}nonsense")
+    change(wiring_of(delays).store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
+    change(wiring_of(delays).store, stranger, message_body=f"{PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
         f"encrypted with key {key_name(NEW)}, "
         "which is here, and changed since, or another task's": [damaged.id],
-        "begins with aesgcm: or fernet: and names no key: no process can read it": [stranger.id],
+        "begins with aesgcm: and names no key: no process can read it": [stranger.id],
     }
 
 

@@ -21,9 +21,9 @@ from celery import Celery
 from sqlalchemy import make_url, text
 
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.core.encryption import new_key
 from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.wiring import wiring_of
+from tests.recording import new_key
 from tests.redis_server import RedisServer
 from tests.running import ROOT, Deployment
 from tests.waiting import wait_until
@@ -154,7 +154,6 @@ COMMANDS = [
     ["check"],
     ["db", "current"],
     ["audit"],
-    ["encryption", "status"],
 ]
 SCRIPT = """
 import json, sys

@@ -24,7 +24,7 @@ from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.connection import DjangoConnection
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.transaction import DjangoTransaction
-from delaytasks.core.encryption import key_name, new_key
+from delaytasks.core.encryption import key_name
 from delaytasks.core.errors import (
     BodyEncryptedError,
     ConfigError,
@@ -36,6 +36,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.interfaces import Entry
 from tests.integration import django_settings
+from tests.recording import new_key
 
 DUE = datetime(2031, 2, 3, 4, 5, 6, tzinfo=timezone.utc)
 

@@ -23,11 +23,11 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
 from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
 from delaytasks.core.interfaces import Entry
 from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, new_database
+from tests.recording import new_key
 
 
 @pytest.fixture(autouse=True)

@@ -14,12 +14,12 @@ from celery import Celery
 from sqlalchemy import URL
 
 from delaytasks import DelayTasks
-from delaytasks.core.encryption import new_key
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.masking import Secret, mask_secret, mask_url
 from delaytasks.core.settings import load_settings
 from delaytasks.timers.redis_location import redis_location
 from delaytasks.wiring import wiring_of
+from tests.recording import new_key
 
 WORD = "sEcReT-cAnArY"
 SIGNING = "whsec_" + base64.b64encode((WORD * 2).encode()).decode()

@@ -19,7 +19,6 @@ OPTIONAL = (
     "delaytasks.console",
     "delaytasks.durable_eta",
     "delaytasks.embedded",
-    "delaytasks.encryption",
     "delaytasks.forecast",
     "delaytasks.http_api",
     "delaytasks.limits",
@@ -162,7 +161,7 @@ def test_without_optional_features_none_of_their_modules_is_imported(tmp_path: P
 def test_encryption_keys_import_encryption_only(tmp_path: Path) -> None:
     keys = ["Y4u4ZQvcCmwmGO5qY2wVH_RvEu3mHPTqVfQ4Dzw9xpE="]
     imported = imported_by_a_producer(tmp_path, encryption_keys=keys)
-    assert imported == {"cryptography", "delaytasks.encryption"}
+    assert imported == {"cryptography"}
 
 
 #: A process that calls a Celery task with a delay.

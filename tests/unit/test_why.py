@@ -198,9 +198,9 @@ def test_a_status_of_another_program_is_named() -> None:
 
 
 def test_a_key_that_is_not_here_is_named() -> None:
-    task = replace(TASK, body_json="fernet:0123abcd:token")
+    task = replace(TASK, body_json="aesgcm:0123abcd:token")
     assert codes(facts(task)) == ["no_key_here"]
-    assert "begins with fernet: and needs the key 0123abcd" in why(facts(task))[0].text
+    assert "begins with aesgcm: and needs the key 0123abcd" in why(facts(task))[0].text
     assert codes(facts(task, keys=["0123abcd"])) == ["due"]
 
 

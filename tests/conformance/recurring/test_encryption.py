@@ -1,18 +1,14 @@
-"""The bodies of recurring schedules are encrypted, and rotated with those of the tasks."""
+"""The bodies of recurring schedules are encrypted, as those of tasks are."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 from sqlalchemy import select
 
-from delaytasks.core.encryption import new_key
-from delaytasks.core.states import LIVE
-from delaytasks.encryption.key_rotation import Rotation
 from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
 from tests.conformance.recurring.recurring_harness import RecurringHarness
+from tests.recording import new_key
 
 SECRET = {"card": "4111"}
 
@@ -39,22 +35,6 @@ def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(
             b for b in connection.execute(select(t.c.message_body)).scalars() if "4111" in b
         ]
     harness.close()
-
-
-def test_rotation_encrypts_schedules_with_the_new_key(store: Store, database_url: str) -> None:
-    old, new = new_key(), new_key()
-    first = RecurringHarness(database_url, store, encryption_keys=[old])
-    first.recurring.set("r", "report", SECRET, every="20s")
-    second = RecurringHarness(database_url, store, encryption_keys=[new, old])
-    opened: Any = wiring_of(second.delays).store
-    rotation = Rotation(opened.database, opened.schema, opened.bulk)
-    assert sum(rotation.needs(LIVE).live.values()) == 1
-    rotation.rotate(LIVE, lambda: None)
-    assert rotation.changed == 1
-    third = RecurringHarness(database_url, store, encryption_keys=[new])
-    assert third.recurring.get("r").body == SECRET
-    for harness in (first, second, third):
-        harness.close()
 
 
 @pytest.mark.parametrize("keys", [[], [new_key()]])

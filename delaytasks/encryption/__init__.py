@@ -1,1 +1,0 @@
-"""Encryption of bodies and results at rest. Imported only if encryption keys are set."""
