@@ -27,6 +27,7 @@ SUBJECTS = {
     "task.interrupted": "tag",
     "result.dropped": "tag",
     "settle.waits": "error",
+    "message.refused": "task",
     "queue.blocked": "key",
     "queue.unblocked": "key",
 }

@@ -116,6 +116,13 @@ class Events:
             fields["is_logged"] = self._is_reported(error, loop, stage, is_new)
         self.emit("loop.failed", **fields, cause=error if is_new or is_outage(error) else None)
 
+    def refuse(self, kind: str, error: Exception) -> None:
+        """Emit `message.refused`: `kind` says where the message comes from, `error` what is wrong.
+
+        Any client of the broker can send messages, so the text is bounded.
+        """
+        self.emit("message.refused", task=kind, reason=str(error)[:200])
+
     def _is_reported(self, error: BaseException, loop: str, stage: str, is_new: bool) -> bool:
         """Return whether the log already reports that the database cannot execute statements.
 

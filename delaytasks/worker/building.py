@@ -20,7 +20,6 @@ from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.lease_keeper import LeaseKeeper
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.policy_loop import policy_loop
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.runtime import WorkerRuntime
 from delaytasks.worker.service_watch import ServiceWatch
 from delaytasks.worker.sweep_loop import SweepLoop, SweepLoops
@@ -65,7 +64,6 @@ class _Builder:
         self._processes = processes
         self._celery_worker = celery_worker
         self._polls_table = polls_table
-        self._refused_messages = RefusedMessages(wiring.events)
         self._service_watch = ServiceWatch(wiring.timer, self._check_timer)
         self._work_sender = WorkSender(wiring.settings, wiring.timer, wiring.router, wiring.events)
         hub_or_worker = celery_worker.hub or celery_worker
@@ -82,7 +80,7 @@ class _Builder:
     ) -> WorkerRuntime:
         wiring, capacity_request = self._wiring, CapacityRequest()
         clocks = [shard.clock for shard in wiring.shards]
-        near_entries = NearEntries(wiring.settings, clocks, self._refused_messages)
+        near_entries = NearEntries(wiring.settings, clocks, wiring.events)
         dispatcher = self._dispatcher(near_entries, capacity_request, on_report, row_budget)
         wheel_thread = WheelThread(
             near_entries.wheel, dispatcher.take, wiring.events, wiring.settings.grace_s
@@ -119,7 +117,6 @@ class _Builder:
             table_pollers=table_pollers,
             redis_poller=redis_poller,
             work_sender=self._work_sender,
-            refused_messages=self._refused_messages,
             worker_lost_events=WorkerLostEvents(task_events, self._sends_events),
             counts=self._counts,
             statistics_writers=writers,
@@ -215,7 +212,6 @@ class _Builder:
                 self._processes,
                 self._wiring.queues,
                 dispatcher,
-                self._refused_messages,
                 self._celery_worker.hostname,
             )
             for shard in self._wiring.shards
@@ -238,5 +234,4 @@ class _Builder:
             dispatcher,
             capacity_request,
             sweep_loops,
-            self._refused_messages,
         )

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from celery.utils.log import get_logger
 
 from delaytasks.timers.eta import read_message
-from delaytasks.worker.refused_messages import JSON, MAX_MESSAGE_BYTES
 
 if TYPE_CHECKING:
     from delaytasks.worker.runtime import WorkerRuntime
@@ -39,7 +38,7 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
             if is_drain and queue not in runtime.processes.queues:
                 raise ValueError(f"a drain message for {queue!r:.100}, which is not served here")
         except Exception as error:  # untrusted input may cause any error
-            runtime.refused_messages.refuse("run", error)
+            runtime.events.refuse("run", error)
             return
         if content.entries:
             runtime.dispatcher.receive(content.entries)
@@ -65,7 +64,7 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
                 count = settings.sweep_partitions
                 raise ValueError(f"sweep partition {sweep_partition!r:.20} of {count}")
         except Exception as error:  # untrusted input may cause any error
-            runtime.refused_messages.refuse("sweep", error)
+            runtime.events.refuse("sweep", error)
             return
         runtime.service_watch.mark_beat()
         runtime.sweep_loops.request(sweep_partition)
@@ -85,11 +84,6 @@ def _acknowledger(app: Any, connection_errors: Any) -> Callable[[Any], None]:
 
 
 def _arguments(message: Any, body: Any) -> Any:
-    if message.content_type != JSON:
-        raise ValueError(f"content type {message.content_type!r:.40}")
-    if len(message.body) > MAX_MESSAGE_BYTES:
-        raise ValueError("too long")
-    message.accept = {JSON}  # whatever the app accepts
     payload = message.payload if body is None else body
     if isinstance(payload, dict):
         return payload["args"]  # protocol 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from delaytasks.core.clock import Clock
+from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, by_shard
 from delaytasks.core.settings import Settings
 from delaytasks.timers.timing_wheel import SharedWheel
-from delaytasks.worker.refused_messages import RefusedMessages
 
 #: Producers and workers may have different horizons for a while.
 HORIZON_TOLERANCE_S = 600.0
@@ -17,12 +17,10 @@ HORIZON_TOLERANCE_S = 600.0
 class NearEntries:
     """Keeps the entries of all shards in one timing wheel."""
 
-    def __init__(
-        self, settings: Settings, clocks: Sequence[Clock], refused_messages: RefusedMessages
-    ) -> None:
+    def __init__(self, settings: Settings, clocks: Sequence[Clock], events: Events) -> None:
         self._horizon_s = settings.horizon_s
         self._clocks = clocks
-        self._refused_messages = refused_messages
+        self._events = events
         #: The wheel follows the clock of the first shard's database.
         self.wheel: SharedWheel[Entry] = SharedWheel(clocks[0])
 
@@ -43,7 +41,7 @@ class NearEntries:
             latest = now + int((2 * self._horizon_s + HORIZON_TOLERANCE_S) * 1e6)
             if any(entry.due_us > latest for entry in entries):
                 error = ValueError("an entry is far beyond the horizon")
-                self._refused_messages.refuse("run", error)
+                self._events.refuse("run", error)
                 entries = [entry for entry in entries if entry.due_us <= latest]
         early = [entry for entry in entries if entry.due_us > now]
         if early:

@@ -23,7 +23,6 @@ from delaytasks.timers.redis_scripts import MAX_ENTRIES
 from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.sweep_loop import SweepLoops
 
 #: All slots are read this often, whatever was published: a message may be lost, a worker may die.
@@ -55,7 +54,6 @@ class RedisPoller:
         dispatcher: Dispatcher,
         capacity_request: CapacityRequest,
         sweep_loops: SweepLoops,
-        refused_messages: RefusedMessages,
     ) -> None:
         self._timer = timer
         self._clock = clock
@@ -64,7 +62,6 @@ class RedisPoller:
         self._dispatcher = dispatcher
         self._capacity_request = capacity_request
         self._sweep_loops = sweep_loops
-        self._refused_messages = refused_messages
         self._lock = threading.Lock()
         #: When each slot should be read, in milliseconds.
         self._read_at: dict[Slot, float] = {}
@@ -168,7 +165,7 @@ class RedisPoller:
                     )
             if some.refused:
                 error = ValueError(f"{some.refused} entries are not of our form")
-                self._refused_messages.refuse("redis", error)
+                self._events.refuse("redis", error)
             if some.returned:
                 self._events.emit("entry.returned", count=some.returned)
 
@@ -234,7 +231,7 @@ class RedisPoller:
                 raise ValueError("no time")
         except (KeyError, ValueError):  # any client of Redis can publish there
             error = ValueError(f"not of our form, on {message['channel']!r:.200}")
-            self._refused_messages.refuse("redis", error)
+            self._events.refuse("redis", error)
         else:
             self._plan_read(slot, due_ms)
 

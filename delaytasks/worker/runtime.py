@@ -26,7 +26,6 @@ from delaytasks.worker.celery_compat.pool_results import running_pids
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.service_watch import ServiceWatch
 from delaytasks.worker.sweep_loop import SweepLoops
 from delaytasks.worker.task_events import WorkerLostEvents
@@ -75,7 +74,6 @@ class WorkerRuntime:
     table_pollers: TablePollers | None
     redis_poller: RedisPoller | None
     work_sender: WorkSender
-    refused_messages: RefusedMessages
     worker_lost_events: WorkerLostEvents
     #: What the worker has run; None if the setting `statistics` is off.
     counts: WorkerCounts | None

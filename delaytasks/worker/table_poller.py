@@ -23,7 +23,6 @@ from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.timers.direct import NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.notify_listener import NotifyListener
-from delaytasks.worker.refused_messages import RefusedMessages
 from delaytasks.worker.worker_shares import WorkerShares, serves
 
 if TYPE_CHECKING:
@@ -53,7 +52,6 @@ class TablePoller:
         processes: Processes,
         queue_routing: QueueRouting,
         dispatcher: Dispatcher,
-        refused_messages: RefusedMessages,
         hostname: str,
     ) -> None:
         self._shard = shard
@@ -68,7 +66,7 @@ class TablePoller:
         self._overdue_check_at = 0.0
         self._overdue = OverdueQueues(shard.store.sweeps, settings.grace_s)
         self.loop = Loop(shard.named("table_poller"), self._turn, events, POLL_STUCK_S, shard.close)
-        refuse = partial(refused_messages.refuse, "notice")
+        refuse = partial(events.refuse, "notice")
         self.listener = NotifyListener(shard, events, self.take, self.wake, refuse)
         self.loops = [self.loop, self.listener.loop]
 

@@ -16,13 +16,12 @@ import kombu
 import pytest
 import redis
 
-from tests.celery_internals import INTERNALS, Internal
 from tests.celery_shapes import SHAPES, Worker
 
 ROOT = Path(__file__).parents[2]
 LIBRARIES = (amqp, billiard, celery, kombu, redis)
 INSTALLED = ", ".join(f"{library.__name__} {library.__version__}" for library in LIBRARIES)
-NAMES = [(internal, name) for internal in INTERNALS for name in internal.names.split()]
+NAMES = [(owner, name) for owner, shapes in SHAPES.items() for name in shapes]
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +35,7 @@ def attribute(worker: Worker, owner: str, name: str) -> Any:
     """Return the attribute `name` of `owner`, or raise `AttributeError` if it does not exist."""
     made = worker.of(owner)
     if made is not None:
-        # py-amqp connects when this attribute is read.
-        return getattr(type(made) if name == "on_inbound_frame" else made, name)
+        return getattr(made, name)
     try:
         return getattr(importlib.import_module(owner), name)
     except ModuleNotFoundError:
@@ -45,31 +43,20 @@ def attribute(worker: Worker, owner: str, name: str) -> Any:
         return getattr(getattr(importlib.import_module(module), kind), name)
 
 
-@pytest.mark.parametrize(
-    ("internal", "name"), NAMES, ids=[f"{one.owner}.{name}" for one, name in NAMES]
-)
+@pytest.mark.parametrize(("owner", "name"), NAMES)
 def test_a_name_that_is_not_documented_is_as_delaytasks_needs_it(
-    internal: Internal, name: str, worker: Worker
+    owner: str, name: str, worker: Worker
 ) -> None:
-    needed = f"delaytasks.{internal.used_in} needs {internal.owner}.{name}. {internal.why}"
     try:
-        found = attribute(worker, internal.owner, name)
+        found = attribute(worker, owner, name)
     except (ImportError, AttributeError) as error:
-        pytest.fail(f"{error} (installed: {INSTALLED}). {needed}")
-    is_as_needed = SHAPES[internal.owner][name]
-    assert is_as_needed(found), f"{found!r} has changed (installed: {INSTALLED}). {needed}"
+        pytest.fail(f"delaytasks uses {owner}.{name}: {error} (installed: {INSTALLED})")
+    assert SHAPES[owner][name](found), f"{found!r} has changed (installed: {INSTALLED})"
 
 
-def test_each_name_is_used_by_the_module_that_is_stated() -> None:
-    for internal, name in NAMES:
-        path = ROOT / "delaytasks" / internal.used_in.replace(".", "/")
-        source = path.with_suffix(".py").read_text()
-        assert re.search(rf"\b{name}\b", source), f"{internal.used_in} does not use {name}"
-
-
-def test_a_shape_is_stated_for_each_name_and_for_no_other() -> None:
-    listed = {(internal.owner, name) for internal, name in NAMES}
-    assert {(owner, name) for owner, shapes in SHAPES.items() for name in shapes} == listed
+def test_the_package_uses_each_name() -> None:
+    source = "\n".join(file.read_text() for file in (ROOT / "delaytasks").rglob("*.py"))
+    assert [name for _, name in NAMES if not re.search(rf"\b{name}\b", source)] == []
 
 
 #: Private names of the standard library, SQLAlchemy, Django and database drivers.
@@ -79,7 +66,7 @@ OTHERS = {
     "_read_timeout", "_replace", "_sock", "_value_",
 }  # fmt: skip
 #: delaytasks only sets these private names, or replaces them with its own functions.
-SET_ONLY = {"_brpop_sent_at", "_on_connection_disconnect", "_raw"}
+SET_ONLY = {"_on_connection_disconnect"}
 
 
 def test_each_private_name_that_the_package_uses_is_listed() -> None:

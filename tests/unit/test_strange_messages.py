@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import Empty
 from typing import Any
 
-import kombu
 import pytest
 from celery import Celery
 from celery.worker import state
 from celery.worker.consumer import Consumer
 from hypothesis import example, given
 from hypothesis import strategies as st
-from kombu import Connection, Producer, Queue
+from kombu import Queue
 from kombu.asynchronous.timer import Timer
 from kombu.message import Message
 from kombu.serialization import prepare_accept_content
+from redis.exceptions import DataError
 
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
@@ -27,7 +28,6 @@ from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN, SWEEP
 from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_compat.message_guard import GuardStep
-from delaytasks.worker.celery_compat.redis_guard import RedisGuard
 from tests.fuzzing import fuzz, json_like
 from tests.unit.runtime_harness import WorkerDouble, make_runtime
 
@@ -307,7 +307,7 @@ def test_a_message_that_the_transport_cannot_read_is_refused(
     reader: GuardedConsumer, error: Exception
 ) -> None:
     before = reader.refused
-    assert RedisGuard(reader.consumer).read(raiser(error), lambda: False) is None
+    assert GuardStep(reader.consumer)._guarded(raiser(error))() is None
     assert reader.refused == before + 1
 
 
@@ -316,43 +316,26 @@ def test_errors_about_a_lost_broker_or_an_empty_queue_are_raised_unchanged(
 ) -> None:
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
-            RedisGuard(reader.consumer).read(raiser(error), lambda: False)
+            GuardStep(reader.consumer)._guarded(raiser(error))()
 
 
-def test_messages_after_an_unreadable_one_are_read(reader: GuardedConsumer) -> None:
-    coming = [KeyError("properties"), Empty(), ValueError("no JSON"), None]
-
-    def read() -> Any:
-        error = coming.pop(0)
-        if error is not None:
-            raise error
-        return True
-
-    assert RedisGuard(reader.consumer).read(read, lambda: bool(coming)) is True
+class RefusingChannel(Channel):
+    def basic_ack(self, *_: Any, **__: Any) -> None:
+        raise DataError("Invalid input of type: 'list'")
 
 
-@pytest.mark.parametrize("name", ["gzip", "bzip2", "xz"])
-def test_queues_of_delaytasks_are_not_decompressed_on_any_transport_of_kombu(
-    tmp_path: Path, name: str
+def test_a_refused_message_with_a_malformed_delivery_tag_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The app's own messages may be compressed."""
-    reader, taken = GuardedConsumer(tmp_path), list[Any]()
-    ours, theirs = Queue("delaytasks.default"), Queue("celery")
-    with Connection("memory://") as connection:
-        GuardStep(reader.consumer)._guard_connection(connection)
-        producer = Producer(connection)
-        for queue in (ours, theirs):
-            # All connections of a process share the queues of this transport.
-            bound = queue(connection.default_channel)
-            bound.declare()
-            bound.purge()
-            producer.publish([1] * 1000, compression=name, routing_key=queue.name, declare=[queue])
-        with kombu.Consumer(connection, [ours, theirs], on_message=taken.append):
-            while len(taken) < 2:
-                connection.drain_events(timeout=5)
-    bodies = {message.delivery_info["routing_key"]: message.body for message in taken}
-    assert len(bodies["delaytasks.default"]) == 0
-    assert json.loads(bodies["celery"]) == [1] * 1000
+    reader = GuardedConsumer(tmp_path)
+    monkeypatch.setattr("tests.unit.test_strange_messages.Channel", RefusingChannel)
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    for _ in range(3):
+        reader.read("x", kind="text/x")
+    assert reader.refused == 3
+    assert [r for r in caplog.records if "ack" in r.getMessage()] == []
+    assert len(caplog.records) <= 1, "refused messages are logged once a minute"
     reader.runtime.celery_worker.delays.close()
 
 

@@ -59,7 +59,6 @@ class PollerHarness:
             self.processes,
             SimpleNamespace(all=lambda: {"default", "mail"}),
             dispatcher,
-            SimpleNamespace(refuse=print),
             "me",
         ]
         self.poller = TablePoller(*fakes)

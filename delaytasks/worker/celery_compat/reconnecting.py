@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
+from redis.exceptions import ResponseError
 
 from delaytasks.core.bounded_calls import in_background
 from delaytasks.core.clock import monotonic
@@ -41,6 +42,13 @@ REFUSED_REMEDIES = {
     406: (
         "delete it while no worker runs, or correct the setting: it exists with another type or "
         "other arguments"
+    ),
+}
+REDIS_REMEDIES = {
+    "WRONGTYPE": "delete or rename the key that does not contain what Celery keeps there",
+    "": (
+        "check that the broker's user may read and write the keys of its queues, that Redis has "
+        "memory, and that it is a primary"
     ),
 }
 UNTIL_CREATED = "; until then this worker works from the table"
@@ -106,11 +114,8 @@ class ReconnectStep(bootsteps.Step):
             # Without this pause, the next attempt would stop the main thread again at once.
             if not self._is_ready:
                 self._lacks_queue = True
-                publisher = consumer.controller.delays_runtime.publisher
-                queues = consumer.controller.delays_runtime.processes.queues
-                names = ", ".join(publisher.queue(queue).name for queue in queues)
                 rest_s = RECONNECT_PAUSE_S + 2 * (monotonic() - began)
-                self._report(consumer, names, rest_s, error=repr(error), remedy=SILENT_REMEDY)
+                self._report(consumer, "", rest_s, error=repr(error), remedy=SILENT_REMEDY)
             raise
 
     def _close(self, consumer: Any, close: Callable[..., Any], error: BaseException) -> Any:
@@ -121,7 +126,11 @@ class ReconnectStep(bootsteps.Step):
         return close_in_background(consumer, close, error)
 
     def _is_refusal(self, consumer: Any, error: BaseException) -> bool:
-        """Return whether RabbitMQ refuses a queue or an exchange, and report which one."""
+        """Return whether the broker refuses a queue or an exchange, and report which one."""
+        if isinstance(error, ResponseError):
+            remedy = next(text for word, text in REDIS_REMEDIES.items() if word in str(error))
+            self._report(consumer, "", 2 * RECONNECT_PAUSE_S, error=str(error), remedy=remedy)
+            return True
         code, name = getattr(error, "reply_code", None), _REFUSED_NAME.search(str(error))
         if code not in REFUSED_REMEDIES or name is None:
             return is_home_node_down(error)
@@ -135,10 +144,16 @@ class ReconnectStep(bootsteps.Step):
     ) -> None:
         """Report that this worker reads no queue now, because of `key`, and send none messages.
 
-        The next attempt to read them ends within `rest_s` seconds.
+        Without a `key`, it may be any of the worker's queues. The next attempt to read them ends
+        within `rest_s` seconds.
         """
-        self._blocked = key
         runtime = consumer.controller.delays_runtime
+        if not key:
+            options = consumer.app.conf.broker_transport_options or {}
+            prefix = options.get("global_keyprefix", "")
+            names = (runtime.publisher.queue(queue).name for queue in runtime.processes.queues)
+            key = ", ".join(prefix + name for name in names)
+        self._blocked = key
         runtime.events.emit("queue.blocked", key=key, remedy=remedy + UNTIL_CREATED, **fields)
         for queue in runtime.processes.queues:
             # A sweep that cannot send drain messages drains the queue in its own worker.
