@@ -25,7 +25,6 @@ _MODULES = {
     "look": "list show",
     "policies": "pause policy resume",
     "recurring": "recurring",
-    "report": "report",
     "schedule": "schedule",
     "stats": "stats",
     "tail": "tail",

@@ -1,6 +1,6 @@
 """Reads the state of a deployment: the contents of its databases, and which services answer.
 
-The console, `delaytasks stats`, `top` and `report`, and the exporter read it here, so that they
+The console, `delaytasks stats`, `top` and the exporter read it here, so that they
 show the same numbers. `verdict.py` judges it.
 """
 

@@ -1,6 +1,6 @@
 """Judges the state of a deployment: a headline, and the problems that an operator has to know.
 
-The console, `delaytasks stats`, `top` and `report` show this verdict.
+The console, `delaytasks stats` and `top` show this verdict.
 """
 
 from __future__ import annotations

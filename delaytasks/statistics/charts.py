@@ -1,4 +1,4 @@
-"""Charts as inline SVG, without scripts, for the console and `delaytasks report`.
+"""Charts as inline SVG, without scripts, for the console.
 
 Their colours are those of the page's style, by the classes of `Series.style`. Times of day are in
 the time zone of the instants.

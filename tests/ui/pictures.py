@@ -1,7 +1,7 @@
-"""Draws the pictures of docs/images/console, and docs/images/report.png.
+"""Draws the pictures of docs/images/console.
 
-`python -m tests.ui.pictures` draws all of them, with the argument `pages` those of the pages and
-the report, and with `faults` those of docs/console-faults.md. It needs Chromium, and pngquant makes
+`python -m tests.ui.pictures` draws all of them, with the argument `pages` those of the pages,
+and with `faults` those of docs/console-faults.md. It needs Chromium, and pngquant makes
 the pictures small.
 """
 
@@ -26,7 +26,6 @@ from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served, write_runs
 from tests.ui.fault_pictures import draw_faults
-from tests.ui.report_picture import draw_report, write_day
 from tests.ui.test_console_in_a_browser import MODES, paths_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
@@ -53,9 +52,6 @@ def draw() -> None:
                 draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
             with served(make_console(delays, UserFile(Path("users.json")))) as login:
                 draw_page(page, login, FOLDER / f"login-{mode}.png", TALLEST)
-        write_day(delays)
-        _keep_alive(site)
-        draw_report(delays, browser, FOLDER.parent / "report.png")
     site.close()
 
 

@@ -92,6 +92,18 @@ def test_the_login_page_is_accessible_and_fits_its_window(
         check_page(page)
 
 
+def test_a_print_is_light_and_has_neither_navigation_nor_buttons(
+    site: Site, address: str, browser: Any
+) -> None:
+    with watched(browser, **MODES["dark"]) as page:
+        page.goto(address)
+        page.emulate_media(media="print", color_scheme="dark")
+        ground = page.evaluate("getComputedStyle(document.body).getPropertyValue('--surface')")
+        assert ground.strip() == "#ffffff"
+        assert page.locator(".verdict h1").is_visible()
+        assert not page.locator("nav:visible, button:visible, a.button:visible").count()
+
+
 def test_a_bulk_run_is_stopped_in_the_browser(tab: Any, own_site: Site) -> None:
     path = own_site.begun_run("order.close")
     with served(own_site.app) as address:

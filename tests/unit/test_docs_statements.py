@@ -50,7 +50,7 @@ def test_the_gallery_has_each_picture_of_the_console_once_with_a_sentence() -> N
     page = (ROOT / "docs/console-gallery.md").read_text()
     shown = re.findall(r"^!\[[^]]+\]\(images/(\S+)\)\n+([A-Z*`].*?\.)$", page, re.MULTILINE)
     files = [f"console/{file.name}" for file in (ROOT / "docs/images/console").iterdir()]
-    assert sorted(name for name, _ in shown) == sorted([*files, "report.png"])
+    assert sorted(name for name, _ in shown) == sorted(files)
 
 
 def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:

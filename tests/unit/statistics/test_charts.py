@@ -1,4 +1,4 @@
-"""The charts of the console and of the report, as text."""
+"""The charts of the console, as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from delaytasks.core.clock import UTC
+from delaytasks.core.clock import UTC, from_us
+from delaytasks.core.durations import parse_duration
 from delaytasks.statistics.charts import (
     BOTTOM,
     HEIGHT,
@@ -18,6 +19,7 @@ from delaytasks.statistics.charts import (
     WIDTH,
     Series,
     lines,
+    stacked_bars,
 )
 
 STEP = timedelta(hours=1)
@@ -137,3 +139,45 @@ def test_a_step_of_days_has_the_day_of_its_end() -> None:
     text = chart([1.0, 2.0], NOON, timedelta(days=7))
     assert "2030-01-31 12:00 to 2030-02-07 12:00 UTC: these workers 1.0s" in text
     assert "12:00 to 13:00 UTC" in chart([1.0])
+
+
+def test_bars_are_stacked_to_the_height_of_their_sum() -> None:
+    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
+    parts = [Series("done", "done", [60, 0]), Series("failed", "failed", [40, None])]
+    chart = stacked_bars(starts, step, parts)
+    bars = re.findall(
+        r'<rect class="(done|failed)" [^>]* y="([\d.]+)" [^>]*height="([\d.]+)"', chart
+    )
+    assert [name for name, _, _ in bars] == ["done", "failed"]
+    (_, y, height), (_, upper_y, upper_height) = bars
+    assert float(upper_y) + float(upper_height) == pytest.approx(float(y), abs=0.2)
+    assert float(height) / float(upper_height) == pytest.approx(1.5, abs=0.02)
+    assert "1970-01-01 00:00 to 00:01 UTC: done 60, failed 40" in chart
+
+
+def test_the_labels_of_the_counts_and_durations_are_short() -> None:
+    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
+
+    def texts(chart: str) -> list[str]:
+        *found, zone = re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
+        assert zone == "UTC"
+        return found
+
+    assert texts(stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])) == [
+        "0", "100k", "200k", "300k",
+    ]  # fmt: skip
+    for seconds, expected in (
+        ([109.0, 217.0], ["1m", "10m"]),
+        ([0.004, 7200.0], ["1ms", "10ms", "100ms", "1.0s", "10s", "1m", "10m", "1h", "10h"]),
+        ([1e9, None], ["3d", "4w"]),
+        ([1e-9, None], ["1ms", "10ms"]),
+    ):
+        assert texts(lines(starts, step, [Series("late", "p99", seconds)])) == expected
+
+
+def test_a_step_without_runs_is_a_gap_in_a_line() -> None:
+    starts = [from_us(n * 60_000_000) for n in range(5)]
+    chart = lines(starts, parse_duration("1m"), [Series("p99", "p99", [0.1, 0.2, None, 0.1, 10])])
+    points = re.findall(r'<polyline class="line p99" points="([^"]*)"', chart)
+    assert [len(each.split()) for each in points] == [2, 2]
+    assert "p99 –" in chart

@@ -1,1 +1,0 @@
-"""The parts of `delaytasks report`: its data, its charts and its page."""
