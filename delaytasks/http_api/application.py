@@ -1,4 +1,4 @@
-"""Makes the WSGI application of the HTTP API."""
+"""Makes the WSGI application of the HTTP API, and its OpenAPI 3.1 document."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ with needs_extra("api", "the HTTP API"):
     from flask import Flask, Response, request
     from werkzeug.exceptions import HTTPException
 
-from delaytasks.http_api import problems
-from delaytasks.http_api.api_keys import FindsKeys
-from delaytasks.http_api.openapi import DOCUMENT_PATH, openapi_document
-from delaytasks.http_api.request_limit import RequestLimit
+from delaytasks.http_api import requests, schemas
+from delaytasks.http_api.api_keys import FindsKeys, RequestLimit
 from delaytasks.http_api.requests import Gate, Route
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.operations.health import HealthChecks
@@ -25,6 +23,10 @@ from delaytasks.wiring import wiring_of
 
 #: Bytes of the longest request, and the requests of a key in a second, by default.
 MOST_REQUEST_BYTES, REQUESTS_PER_S = 4 * 1024 * 1024, 100.0
+#: The version of the API. Each path begins with its first number.
+API_VERSION = "1.0.0"
+#: The route of the document itself, which needs no API key.
+DOCUMENT_PATH = "/v1/openapi.json"
 RESPONSE_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
 
 
@@ -66,10 +68,10 @@ def make_api(
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
     Probes(lambda: HealthChecks(wiring_of(delays).shards, delays.settings)).add_to(app)
     app.after_request(_with_headers)
-    app.register_error_handler(problems.RefusedRequestError, problems.refused)
-    app.register_error_handler(DelayTaskError, problems.failed)
-    app.register_error_handler(HTTPException, problems.of_http)
-    app.register_error_handler(Exception, problems.broken)
+    app.register_error_handler(requests.RefusedRequestError, requests.refused)
+    app.register_error_handler(DelayTaskError, requests.failed)
+    app.register_error_handler(HTTPException, requests.of_http)
+    app.register_error_handler(Exception, requests.broken)
     return app
 
 
@@ -77,9 +79,7 @@ def _add(app: Flask, gate: Gate, route: Route) -> None:
     def view(**path: str) -> Response:
         return _json(route.function(gate.admit(route, path, request)))
 
-    # The name of a schedule may contain slashes.
-    rule = route.path.replace("{name}", "<path:name>").replace("{id}", "<id>")
-    app.add_url_rule(rule, route.name, view, methods=[route.method])
+    app.add_url_rule(route.path.replace("{id}", "<id>"), route.name, view, methods=[route.method])
 
 
 def _document() -> Response:
@@ -94,3 +94,76 @@ def _json(document: Any) -> Response:
 def _with_headers(response: Response) -> Response:
     response.headers.update(RESPONSE_HEADERS)
     return response
+
+
+# -- the OpenAPI document -------------------------------------------------------------------------
+
+
+def openapi_document(server: str = "/") -> dict[str, Any]:
+    """Return the document.
+
+    Parameters
+    ----------
+    server
+        The URL or the path of the API, without `/v1`.
+    """
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "delaytasks",
+            "version": API_VERSION,
+            "description": "Schedule, look up and change delayed tasks.",
+        },
+        "servers": [{"url": server}],
+        "security": [{"apiKey": []}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas.COMPONENTS,
+            "securitySchemes": {"apiKey": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
+        "description": f"Requires {route.permission.value}.",
+        "parameters": _parameters(route),
+        "responses": {
+            "200": _response("Done", "application/json", route.reply),
+            "default": _response("An error", requests.PROBLEM_TYPE, "Problem"),
+        },
+    }
+    if route.request is not None:
+        operation["requestBody"] = {
+            "required": "required" in route.request,
+            "content": {"application/json": {"schema": route.request}},
+        }
+    return operation
+
+
+def _parameters(route: Route) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    if "{id}" in route.path:
+        found.append({"name": "id", "in": "path", "required": True, "schema": schemas.TASK_ID})
+    found += [{"name": name, "in": "query", "schema": each} for name, each in route.query.items()]
+    if route.takes_idempotency_key:
+        schema = {"type": "string", "minLength": 1, "maxLength": requests.IDEMPOTENCY_LENGTH}
+        found.append(
+            {
+                "name": requests.IDEMPOTENCY_HEADER,
+                "in": "header",
+                "description": "A request that is repeated with this key schedules nothing more.",
+                "schema": schema,
+            }
+        )
+    return found
+
+
+def _response(description: str, media_type: str, component: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{component}"}
+    return {"description": description, "content": {media_type: {"schema": schema}}}

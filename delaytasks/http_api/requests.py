@@ -1,29 +1,69 @@
-"""Checks before the function of a route is called: key, limits, permission, schemas."""
+"""Checks before the function of a route is called, and errors as problem documents (RFC 9457).
+
+The checks are of the key, its limits and permissions, and the schemas.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from flask import Request
+from flask import Request, Response
+from werkzeug.exceptions import HTTPException
 
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import BodyNotJSONError, InvalidQueryError, TaskNotFoundError
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    BodyTooLargeError,
+    DelayTaskError,
+    InvalidInputError,
+    InvalidQueryError,
+    OutcomeUnknownError,
+    StoreError,
+    TaskNotFoundError,
+    TaskStateError,
+)
 from delaytasks.core.text import shown
-from delaytasks.http_api.api_keys import ApiKey, FindsKeys, Scopes
-from delaytasks.http_api.problems import RefusedRequestError
-from delaytasks.http_api.request_limit import RequestLimit
-from delaytasks.http_api.validation import InvalidRequestError, JSONSchema, check_value
+from delaytasks.http_api.api_keys import ApiKey, FindsKeys, RequestLimit, Scopes
+from delaytasks.http_api.schemas import InvalidRequestError, JSONSchema, check_value
+
+logger = logging.getLogger(__name__)
+#: The status of each error. The first class that matches decides.
+STATUS_OF_ERROR: tuple[tuple[type[DelayTaskError], int], ...] = (
+    (BodyTooLargeError, 413),
+    (InvalidInputError, 400),
+    (TaskNotFoundError, 404),
+    (TaskStateError, 409),
+    (OutcomeUnknownError, 504),
+    (StoreError, 503),
+)
+#: The media type of these documents.
+PROBLEM_TYPE = "application/problem+json"
+#: Seconds after which a caller may repeat a request that the database could not serve.
+REPEAT_AFTER_S = 5
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
 #: The longest Idempotency-Key.
 IDEMPOTENCY_LENGTH = 255
 _FRACTION = re.compile(r"\.(\d+)")
+
+
+class RefusedRequestError(Exception):
+    """A request that is refused before it reaches delaytasks."""
+
+    def __init__(self, status: int, detail: str, wait_s: float = 0.0, challenge: str = "") -> None:
+        super().__init__(detail)
+        self.status = status
+        self.wait_s = wait_s
+        self.headers = {"WWW-Authenticate": challenge} if challenge else {}
 
 
 class Permission(Enum):
@@ -232,3 +272,61 @@ def _idempotency_key(route: Route, http: Request) -> str | None:
             f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters"
         )
     return found
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def refused(error: RefusedRequestError) -> Response:
+    return _problem(error.status, str(error), wait_s=error.wait_s, headers=error.headers)
+
+
+def failed(error: DelayTaskError) -> Response:
+    """Return the response for an error of delaytasks."""
+    status = next((code for kind, code in STATUS_OF_ERROR if isinstance(error, kind)), None)
+    if status is None:
+        return broken(error)
+    id = getattr(error, "id", None)
+    return _problem(
+        status,
+        str(error),
+        name=type(error).__name__,
+        wait_s=REPEAT_AFTER_S if status in (503, 504) else 0,
+        more={} if id is None else {"id": str(id)},
+    )
+
+
+def of_http(error: HTTPException) -> Response:
+    """Return the response for an error of the HTTP layer, such as an unknown path."""
+    code = error.code or 500
+    allowed = error.get_response().headers.get("Allow")
+    headers = {} if allowed is None else {"Allow": allowed}
+    return _problem(code, error.description or error.name, headers=headers)
+
+
+def broken(error: Exception) -> Response:
+    """Return the response for a bug. Its text is in the log only, because it may have secrets."""
+    logger.error("HTTP API: a request failed", exc_info=error)
+    return _problem(500, "The request failed. The log of the server has the traceback.")
+
+
+def _problem(
+    status: int,
+    detail: str,
+    name: str | None = None,
+    wait_s: float = 0.0,
+    headers: dict[str, str] | None = None,
+    more: dict[str, Any] | None = None,
+) -> Response:
+    title = HTTPStatus(status).phrase
+    document = {
+        "type": "about:blank" if name is None else f"urn:delaytasks:{name}",
+        "title": title if name is None else name.removesuffix("Error"),
+        "status": status,
+        "detail": detail,
+        **(more or {}),
+    }
+    response = Response(json.dumps(document), status, headers, content_type=PROBLEM_TYPE)
+    if wait_s:
+        response.headers["Retry-After"] = str(math.ceil(wait_s))
+    return response

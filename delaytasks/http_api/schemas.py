@@ -1,26 +1,32 @@
-"""The JSON Schemas of parameters, requests and responses."""
+"""The JSON Schemas of parameters, requests and responses, and the check of values by them.
+
+The schemas use only the keywords that `check_value` checks, so a request that contradicts the
+OpenAPI document is refused.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.filters import MAX_IDS
 from delaytasks.core.inputs import (
-    ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,
     MAX_PRIORITY,
     PAGE_MAX,
     QUEUE_LENGTH,
-    SCHEDULE_NAME_LENGTH,
     TAG_LENGTH,
 )
 from delaytasks.core.states import Status
-from delaytasks.http_api.validation import JSONSchema
+from delaytasks.core.text import shown
 
-#: The most tasks of one request, and the most keys of one touch.
-MOST_TASKS = 1000
+JSONSchema = Mapping[str, Any]
+
+#: The most keys of one touch.
+MOST_KEYS = 1000
 
 
 def _text(longest: int, description: str = "") -> dict[str, Any]:
@@ -48,7 +54,6 @@ TAG = _text(TAG_LENGTH, "The name of the processor.")
 KEY_TEXT = _text(KEY_LENGTH, "A name of the task within its tag.")
 QUEUE = _text(QUEUE_LENGTH)
 TASK_ID = {"type": "string", "pattern": "^[0-9]{1,19}$", "description": "The id of a task."}
-SCHEDULE_NAME = _text(SCHEDULE_NAME_LENGTH, "The name of a recurring schedule.")
 DELAY = {
     "type": ["number", "string"],
     "minimum": 0,
@@ -111,9 +116,6 @@ NEW_TASK = _closed(
     },
     "tag",
 )
-NEW_TASKS = _closed(
-    {"tasks": {"type": "array", "items": NEW_TASK, "minItems": 1, "maxItems": MOST_TASKS}}, "tasks"
-)
 NEW_CALLBACK = _closed(
     {
         "url": _described(_text(2000), "The URL that receives a POST of the body."),
@@ -138,33 +140,12 @@ RESCHEDULE_KEY = _closed({**_NAMED, **_DUE, "version": VERSION}, "tag", "key")
 TOUCH_KEYS = _closed(
     {
         "tag": TAG,
-        "keys": {"type": "array", "items": KEY_TEXT, "minItems": 1, "maxItems": MOST_TASKS},
+        "keys": {"type": "array", "items": KEY_TEXT, "minItems": 1, "maxItems": MOST_KEYS},
         "delay": DELAY,
     },
     "tag",
     "keys",
     "delay",
-)
-NEW_SCHEDULE = _closed(
-    {
-        "tag": TAG,
-        "body": _described(ANY_VALUE, "The body of each task."),
-        "cron": _described(_text(200), "A cron expression. Give cron or every."),
-        "every": _described(DELAY, "An interval, instead of cron."),
-        "tz": _described(_text(64), "The time zone of the cron expression."),
-        "start": _described(INSTANT_SCHEMA, "The first occurrence."),
-        "jitter": _described(DELAY, "Each task is due up to this time later."),
-        "missed": {"enum": ["latest", "skip", "all"]},
-        "most_missed": {"type": "integer", "minimum": 1, "maximum": 1000},
-        "overlap": {"enum": ["allow", "skip"]},
-        "queue": QUEUE,
-        "priority": PRIORITY,
-        "retries": RETRIES,
-        "expires": DELAY,
-        "concurrency_key": _text(CONCURRENCY_KEY_LENGTH),
-        "meta": PAIRS,
-    },
-    "tag",
 )
 
 # -- parameters of queries ------------------------------------------------------------------------
@@ -205,12 +186,6 @@ STATISTICS_PARAMETERS: dict[str, dict[str, Any]] = {
     "since": _described(_text(100), "An instant, or a duration before now; 1h by default."),
     "tag": {"type": "array", "items": TAG, "description": "Only these tags."},
 }
-LIST_PARAMETERS: dict[str, dict[str, Any]] = {
-    "tag": TAG,
-    "prefix": _described(_text(SCHEDULE_NAME_LENGTH), "The beginning of the names."),
-    "after": _described(_text(SCHEDULE_NAME_LENGTH), "Begin after this name."),
-    "limit": LIMIT,
-}
 
 # -- responses ------------------------------------------------------------------------------------
 
@@ -240,7 +215,6 @@ TASK = _open(
     }
 )
 _TASK = {"$ref": "#/components/schemas/Task"}
-_SCHEDULE_REF = {"$ref": "#/components/schemas/RecurringSchedule"}
 #: The schemas that the document names, as in `#/components/schemas/Task`.
 COMPONENTS: dict[str, dict[str, Any]] = {
     "Task": TASK,
@@ -250,9 +224,6 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "cursor": TEXT_OR_NULL,
             "missing_shards": {"type": "array", "items": COUNT},
         }
-    ),
-    "ScheduledTasks": _open(
-        {"scheduled": _described(COUNT, "The number of tasks that are scheduled.")}
     ),
     "Attempts": _open(
         {
@@ -291,22 +262,6 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "gauges": {"type": ["object", "null"]},
         }
     ),
-    "RecurringSchedule": _open(
-        {
-            "name": {"type": "string"},
-            "tag": {"type": "string"},
-            "body": ANY_VALUE,
-            "timing": {"type": "string"},
-            "tz": {"type": "string"},
-            "is_paused": BOOLEAN,
-            "next_at": _INSTANT_OR_NULL,
-            "last_at": _INSTANT_OR_NULL,
-            "last_task_id": TEXT_OR_NULL,
-            "version": COUNT,
-            "updated_by": {"type": ["string", "null"], "maxLength": ACTOR_LENGTH},
-        }
-    ),
-    "RecurringSchedules": _open({"schedules": {"type": "array", "items": _SCHEDULE_REF}}),
     "Problem": _open(
         {
             "type": {"type": "string"},
@@ -316,3 +271,85 @@ COMPONENTS: dict[str, dict[str, Any]] = {
         }
     ),
 }
+
+# -- check ----------------------------------------------------------------------------------------
+
+_PYTHON_TYPES: dict[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+class InvalidRequestError(InvalidInputError):
+    """A value of a request contradicts the OpenAPI document."""
+
+
+def check_value(value: Any, schema: JSONSchema, name: str) -> None:
+    """Raise `InvalidRequestError` unless a value matches a schema.
+
+    Parameters
+    ----------
+    name
+        The place of the value, for the message.
+    """
+    _check_type(value, schema, name)
+    if "enum" in schema and value not in schema["enum"]:
+        raise InvalidRequestError(f"{name} is one of {schema['enum']}, not {shown(value)}")
+    if isinstance(value, str):
+        _check_text(value, schema, name)
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+        _check_size(value, schema.get("minimum"), schema.get("maximum"), name)
+    elif isinstance(value, list):
+        _check_size(len(value), schema.get("minItems"), schema.get("maxItems"), f"length of {name}")
+        for index, item in enumerate(value):
+            check_value(item, schema.get("items", {}), f"{name}[{index}]")
+    elif isinstance(value, dict):
+        _check_object(value, schema, name)
+
+
+def _check_type(value: Any, schema: JSONSchema, name: str) -> None:
+    if "type" not in schema:
+        return
+    names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    for each in names:
+        # True is an int in Python, and no number in JSON.
+        is_number = each in ("integer", "number")
+        if isinstance(value, _PYTHON_TYPES[each]) and not (is_number and isinstance(value, bool)):
+            return
+    raise InvalidRequestError(f"{name} is of type {' or '.join(names)}, not {shown(value)}")
+
+
+def _check_text(value: str, schema: JSONSchema, name: str) -> None:
+    longest = schema.get("maxLength")
+    _check_size(len(value), schema.get("minLength"), longest, f"length of {name}")
+    pattern = schema.get("pattern")
+    if pattern is not None and not re.search(pattern, value):
+        raise InvalidRequestError(f"{name} does not match {pattern}: {shown(value)}")
+
+
+def _check_size(size: float, least: float | None, most: float | None, name: str) -> None:
+    if least is not None and size < least:
+        raise InvalidRequestError(f"the {name} is at least {least}")
+    if most is not None and size > most:
+        raise InvalidRequestError(f"the {name} is at most {most}")
+
+
+def _check_object(value: Mapping[str, Any], schema: JSONSchema, name: str) -> None:
+    properties: Mapping[str, JSONSchema] = schema.get("properties", {})
+    others = schema.get("additionalProperties", {})
+    for required in schema.get("required", ()):
+        if required not in value:
+            raise InvalidRequestError(f"{name} has no {required!r}")
+    for key, item in value.items():
+        if key in properties:
+            check_value(item, properties[key], f"{name}.{key}")
+        elif others is False:
+            known = ", ".join(properties) or "none"
+            raise InvalidRequestError(f"{name} has an unknown name {shown(key)} (known: {known})")
+        else:
+            check_value(item, others, f"{name}[{shown(key)}]")

@@ -41,7 +41,7 @@ def test_the_command_has_the_options() -> None:
 
 
 def test_a_request_has_the_options() -> None:
-    # A client has no ids of its own: it sends the header Idempotency-Key.
+    # A client has no ids of its own: it names a key or sends the header Idempotency-Key.
     assert set(NEW_TASK["properties"]) == (OPTIONS | ARGUMENTS | {"on_conflict"}) - {"id"}
 
 

@@ -7,9 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 from typing import Any
 
-import pytest
-
-from delaytasks.http_api import idempotency
 from delaytasks.http_api.routes import ROUTES
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 from tests.running import ROOT
@@ -17,8 +14,8 @@ from tests.running import ROOT
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 0}
 
 
-def post(caller: ApiCaller, body: Any = NEW, key: str = "a", path: str = "/v1/tasks") -> Any:
-    return caller.json("POST", path, body, Idempotency_Key=key)
+def post(caller: ApiCaller, body: Any = NEW, key: str = "a") -> Any:
+    return caller.json("POST", "/v1/tasks", body, Idempotency_Key=key)
 
 
 def run_all(site: ApiSite) -> None:
@@ -26,20 +23,18 @@ def run_all(site: ApiSite) -> None:
         pass
 
 
-@pytest.mark.parametrize("options", [{}, {"key": "7"}, {"key": "7", "on_conflict": "replace"}])
 def test_a_repeated_request_schedules_nothing_also_after_the_task_has_run(
-    site: ApiSite, shop: ApiCaller, options: dict[str, str]
+    site: ApiSite, shop: ApiCaller
 ) -> None:
     site.delays.processor("order.close")(lambda body: None)
-    new = {**NEW, **options}
-    first = post(shop, new)
-    assert post(shop, new)["version"] == first["version"]
+    first = post(shop)
+    assert post(shop)["version"] == first["version"]
     run_all(site)
-    again = post(shop, new)
+    again = post(shop)
     assert (again["id"], again["status"]) == (first["id"], "DONE")
     assert len(site.delays.find()) == 1
-    assert post(shop, new, key="b")["id"] != first["id"]
-    assert post(site.caller("schedule:*"), {**new, "key": "8"})["id"] != first["id"]
+    assert post(shop, key="b")["id"] != first["id"]
+    assert post(site.caller("schedule:*"))["id"] != first["id"], "another caller"
 
 
 def test_another_request_with_the_same_key_is_refused(site: ApiSite, shop: ApiCaller) -> None:
@@ -62,35 +57,18 @@ def test_simultaneous_requests_schedule_one_task(site: ApiSite, shop: ApiCaller)
     assert len(ids) == len(site.delays.find()) == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"key": "7"}])
-def test_a_task_that_ends_between_the_lookup_and_the_insert_is_found(
-    site: ApiSite, shop: ApiCaller, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
-) -> None:
-    site.delays.processor("order.close")(lambda body: None)
-    first = post(shop, {**NEW, **options})
+def test_a_key_in_the_request_goes_without_the_header(shop: ApiCaller) -> None:
+    refused = (400, "InvalidRequestError")
+    named = {**NEW, "key": "7"}
+    assert shop.problem("POST", "/v1/tasks", named, Idempotency_Key="a") == refused
+
+
+def test_a_caller_cannot_plant_the_task_of_another_request(site: ApiSite, shop: ApiCaller) -> None:
+    key = post(shop)["key"]
     run_all(site)
-    looks = [idempotency._found]
-
-    def found(*arguments: Any) -> Any:
-        return looks[0](*arguments) if len(arguments) > 2 else None
-
-    monkeypatch.setattr(idempotency, "_found", found)
-    assert post(shop, {**NEW, **options})["id"] == first["id"]
-    assert len(site.delays.find()) == 1
-
-
-def test_a_repeated_batch_continues_where_the_first_one_ended(
-    site: ApiSite, shop: ApiCaller
-) -> None:
-    tasks = [{**NEW, "body": number} for number in range(3)]
-    taken = site.delays.schedule_delay("order.close", {}, 60, key="taken")
-    batch = {"tasks": [*tasks[:2], {**NEW, "key": "taken"}, tasks[2]]}
-    failed = shop("POST", "/v1/tasks/batch", batch, Idempotency_Key="a")
-    assert failed.status_code == 409
-    site.delays.cancel(taken)
-    assert post(shop, batch, path="/v1/tasks/batch") == {"scheduled": 4}
-    assert post(shop, batch, path="/v1/tasks/batch") == {"scheduled": 4}
-    assert len(site.delays.find(status="NOT_COMPLETE")) == 4
+    planted = {**NEW, "key": key}
+    other = site.caller("schedule:*")
+    assert other.problem("POST", "/v1/tasks", planted) == (400, "InvalidRequestError")
 
 
 def test_too_long_a_key_is_refused(shop: ApiCaller) -> None:
@@ -99,12 +77,8 @@ def test_too_long_a_key_is_refused(shop: ApiCaller) -> None:
 
 
 def test_other_routes_refuse_the_header(shop: ApiCaller) -> None:
-    shop.json("PUT", "/v1/recurring/report", {"tag": "report", "every": "1h"})
-    run = ("POST", "/v1/recurring/report/run")
-    refused = (400, "InvalidRequestError")
-    assert shop.problem(*run, Idempotency_Key="a") == refused
-    assert shop.problem("GET", "/v1/tasks", Idempotency_Key="a") == refused
-    assert shop.json(*run)["tag"] == "report"
+    answer = shop.problem("GET", "/v1/tasks", Idempotency_Key="a")
+    assert answer == (400, "InvalidRequestError")
 
 
 def test_the_docs_name_the_routes_that_take_the_header() -> None:

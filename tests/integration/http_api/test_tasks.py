@@ -1,4 +1,4 @@
-"""Callers schedule, find and change tasks and recurring schedules, and get problems for errors."""
+"""Callers schedule, find and change tasks, and get problems for errors."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_request_has_all_options_of_the_python_call(site: ApiSite, shop: ApiCa
 
 
 def test_tasks_are_found_by_pages(shop: ApiCaller) -> None:
-    batch = [{"tag": "mail", "at": FAR, "meta": {"n": str(n % 2)}} for n in range(5)]
-    assert shop.json("POST", "/v1/tasks/batch", {"tasks": batch}) == {"scheduled": 5}
+    for n in range(5):
+        shop.json("POST", "/v1/tasks", {"tag": "mail", "at": FAR, "meta": {"n": str(n % 2)}})
     first = shop.json("GET", "/v1/tasks?tag=mail&limit=3&since=2221-12-31T23:59:59.5Z")
     second = shop.json("GET", f"/v1/tasks?tag=mail&limit=3&cursor={first['cursor']}")
     assert (len(first["tasks"]), len(second["tasks"]), second["cursor"]) == (3, 2, None)
@@ -63,12 +63,6 @@ def test_tasks_are_found_by_pages(shop: ApiCaller) -> None:
     ids = [task["id"] for task in found["tasks"]][:2]
     named = shop.json("GET", f"/v1/tasks?ids={ids[1]}&ids={ids[0]}&newest_first=true")
     assert [task["id"] for task in named["tasks"]] == ids
-
-
-def test_a_batch_with_a_wrong_task_schedules_nothing(site: ApiSite, shop: ApiCaller) -> None:
-    batch = [{"tag": "mail", "delay": 60}, {"tag": "mail", "delay": "soon"}]
-    assert shop.problem("POST", "/v1/tasks/batch", {"tasks": batch}) == (400, "InvalidDelayError")
-    assert len(site.delays.find()) == 0
 
 
 def test_a_waiting_task_is_moved_postponed_and_cancelled(site: ApiSite, shop: ApiCaller) -> None:
@@ -119,23 +113,6 @@ def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: A
     assert task["body"]["headers"] == {"X-Shop": "acme"}
     inside = {**order, "url": "https://169.254.169.254/latest"}
     assert shop.problem("POST", "/v1/callbacks", inside) == (400, "ForbiddenURLError")
-
-
-def test_recurring_schedules_are_stored_changed_and_removed(site: ApiSite, shop: ApiCaller) -> None:
-    path = "/v1/recurring/reports/nightly"
-    new = {"tag": "report", "cron": "0 2 * * *", "tz": "Europe/Berlin", "body": {"a": 1}}
-    stored = shop.json("PUT", path, new)
-    assert (stored["timing"], stored["body"]) == ("0 2 * * *", {"a": 1})
-    assert stored["updated_by"] == site.delays.recurring.get("reports/nightly").updated_by
-    assert stored["updated_by"].startswith("caller-")
-    assert shop.json("POST", f"{path}/pause")["is_paused"]
-    assert not shop.json("POST", f"{path}/resume")["is_paused"]
-    task = shop.json("POST", f"{path}/run")
-    assert task["tag"] == "report"
-    assert len(shop.json("GET", "/v1/recurring?prefix=reports")["schedules"]) == 1
-    assert shop.json("GET", path)["last_task_id"] == task["id"]
-    assert shop.json("DELETE", path)["name"] == "reports/nightly"
-    assert shop.problem("GET", path) == (404, "RecurringNotFoundError")
 
 
 def write_statistics(site: ApiSite, outcomes: dict[str, tuple[int, int]]) -> None:
@@ -265,7 +242,7 @@ def test_the_document_describes_each_operation_without_a_key(site: ApiSite) -> N
     assert document["openapi"] == "3.1.0"
     described = {(m, p) for p, operations in document["paths"].items() for m in operations}
     rules = {
-        (method.lower(), rule.rule.replace("<path:name>", "{name}").replace("<id>", "{id}"))
+        (method.lower(), rule.rule.replace("<id>", "{id}"))
         for rule in site.app.url_map.iter_rules()
         for method in (rule.methods or set()) - {"HEAD", "OPTIONS"}
     }
