@@ -156,7 +156,6 @@ def build_wiring(
             callbacks,
             celery_tasks,
             publisher,
-            waiting,
             *stores,
         ],
     )

@@ -187,8 +187,6 @@ class Settlement(NamedTuple):
     result: str | None = None
     #: The processor has settled the row itself, in its own transaction.
     is_made: bool = False
-    #: Callers may wait for the end of the task, since its result is kept.
-    announces_end: bool = False
 
     @property
     def target(self) -> Status:

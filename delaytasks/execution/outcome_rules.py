@@ -48,19 +48,6 @@ class OutcomeRules:
 
         The error is the given one, or it says why `value` is no valid outcome.
         """
-        settlement, error = self._settlement(processor, run, began, value, error)
-        if processor.keep_result:
-            settlement = settlement._replace(announces_end=True)
-        return settlement, error
-
-    def _settlement(
-        self,
-        processor: ProcessorSpec,
-        run: TaskRun,
-        began: datetime,
-        value: object,
-        error: BaseException | None,
-    ) -> tuple[Settlement, BaseException | None]:
         if _is_unfinished(run, value, error) and _is_cancelled(run, error):
             return self._cancelled(run.task, began, error), None
         if error is None:

@@ -1,4 +1,4 @@
-"""Waits until a task has ended: by notices of PostgreSQL, or else by reading its row again."""
+"""Waits until a task has ended, by reading its row again in growing steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.routing.named_task import name_of
-from delaytasks.storage.end_notices import EndNotices
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
     from delaytasks.sharding.router import Router
 
-#: The first and the longest time between two reads of the row, and the longest one with notices. A
-#: notice may be lost, and not every end sends one.
-FIRST_S, LONGEST_S, NOTIFIED_S = 0.02, 0.5, 1.0
+#: The first and the longest time between two reads of the row.
+FIRST_S, LONGEST_S = 0.02, 0.5
 GROWTH = 1.5
 #: Returns the result of a synchronous method, which does not block the event loop.
 RunAsync = Callable[..., Awaitable[Any]]
@@ -32,24 +30,17 @@ RunAsync = Callable[..., Awaitable[Any]]
 class Waiting:
     def __init__(self, router: Router) -> None:
         self._router = router
-        self._notices: dict[int, EndNotices] = {}
 
     def wait(
         self, task: object, timeout: Delay | None, tag: str | None, key: str | None
     ) -> DelayTask:
         """Return the task when it has ended. Each read is a transaction of its own."""
-        limit = _Limit(timeout)
+        limit, pause_s = _Limit(timeout), FIRST_S
         shard, found = self._find(task, tag, key)
-        if found.is_finished:
-            return found
-        with self._notices_of(shard).about(found.id) as notices:
-            pause_s = FIRST_S
-            while not (found := shard.store.tasks.read(found.id)).is_finished:
-                step_s = limit.within(pause_s, found)
-                if not notices.wait(step_s):
-                    time.sleep(step_s)
-                longest_s = NOTIFIED_S if notices.is_listening else LONGEST_S
-                pause_s = min(pause_s * GROWTH, longest_s)
+        while not found.is_finished:
+            time.sleep(limit.within(pause_s, found))
+            pause_s = min(pause_s * GROWTH, LONGEST_S)
+            found = shard.store.tasks.read(found.id)
         return found
 
     async def wait_async(
@@ -79,13 +70,6 @@ class Waiting:
     def _find(self, task: object, tag: str | None, key: str | None) -> tuple[Shard, DelayTask]:
         named = self._router.named(name_of(task, tag, key), None)
         return named.read(lambda at, on: (at, at.store.tasks.read(named.id, on)))
-
-    def _notices_of(self, shard: Shard) -> EndNotices:
-        return self._notices.setdefault(shard.number, EndNotices(shard.store.end_channel))
-
-    def close(self) -> None:
-        for notices in self._notices.values():
-            notices.close()
 
 
 class _Limit:

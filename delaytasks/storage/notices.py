@@ -14,8 +14,6 @@ from delaytasks.storage.engines import make_engine
 from delaytasks.storage.postgresql_drivers import own_driver
 from delaytasks.storage.schema import Schema
 
-#: The kind of the notices that tasks have ended.
-ENDED = "ended."
 #: PostgreSQL's limit for the name of a channel.
 MAX_CHANNEL_BYTES = 63
 
@@ -23,10 +21,9 @@ MAX_CHANNEL_BYTES = 63
 class Notices:
     """The channel of one database's tasks."""
 
-    def __init__(self, database: Database, schema: Schema, kind: str = "") -> None:
-        """`kind` is the beginning of the channel's name for notices of another kind."""
+    def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
-        name = f"delaytasks.{kind}{schema.tasks.fullname}"
+        name = f"delaytasks.{schema.tasks.fullname}"
         self.channel = (
             name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
         )

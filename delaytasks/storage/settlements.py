@@ -7,15 +7,12 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
 
-from delaytasks.core.batches import batches
-from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import CallerConnection, Settlement
 from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.database import Database
-from delaytasks.storage.notices import ENDED, Notices
 from delaytasks.storage.prepared_statements import Prepared
 from delaytasks.storage.row_lists import (
     at_place,
@@ -52,9 +49,6 @@ _INSTANTS = {"execution_time", "expected_time", "due_time"}
 _SHARED_END = {name: shared_name(name) for name in _NEW if name != "execution_time"}
 _VERSION_OF_ALL = shared_name("version")
 
-#: Ids in one notice, which has at most 8,000 bytes.
-NOTICE_IDS = 300
-
 
 class Settlements:
     """The settlements of one process.
@@ -78,7 +72,6 @@ class Settlements:
         self._cipher = schema.cipher
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
-        self._notices = Notices(database, schema, ENDED)
         self._worker = worker
         self._same_version = self._by_list() if database.can.looks_up_lists else None
         self._same_end = self._by_rows(["execution_time"])
@@ -134,24 +127,8 @@ class Settlements:
         """
         accepted: set[int] = set()
         for part in _parts(settlements):
-            settled = self._settle_part(part) if on is None else self._together(on, part)
-            self._announce(part, settled, on)
-            accepted |= settled
+            accepted |= self._settle_part(part) if on is None else self._together(on, part)
         return accepted
-
-    def _announce(self, settlements: Sequence[Settlement], accepted: set[int], on: Any) -> None:
-        """Notify those who wait for the ends of these tasks, where the database can do that."""
-        ended = [s for s in settlements if s.announces_end and s.target in FINISHED]
-        ids = [str(s.task.id) for s in ended if s.task.id in accepted]
-        if not ids:
-            return
-        payloads = [" ".join(some) for some in batches(ids, NOTICE_IDS)]
-        try:
-            self._notices.send(payloads, on)
-        except StoreError:
-            if on is not None:  # its transaction has failed
-                raise
-            # The rows are settled, and those who wait read them in any case.
 
     def complete(self, task: DelayTask, result: str | None, on: CallerConnection) -> bool:
         """Settle a running task in its processor's own transaction.

@@ -21,7 +21,7 @@ from delaytasks.storage.due_schedules import DueSchedules
 from delaytasks.storage.inspection import Inspection
 from delaytasks.storage.leases import Leases
 from delaytasks.storage.migrations import check_charset, check_number, number_of
-from delaytasks.storage.notices import ENDED, Notices
+from delaytasks.storage.notices import Notices
 from delaytasks.storage.paused_rows import PausedRows
 from delaytasks.storage.policies import PolicyTable
 from delaytasks.storage.schema import build_schema
@@ -62,7 +62,6 @@ class Store:
         self.waitlist_names = WaitlistNames(self.database, self.schema)
         self.due_schedules = DueSchedules(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
-        self.end_channel = Notices(self.database, self.schema, ENDED)
         self._lease_s = settings.lease_s
         self._is_number_checked = False
 

@@ -7,23 +7,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import waiting
-from delaytasks.storage.store import Store
 from delaytasks.wiring import wiring_of
 from tests.event_loops import engine_at
 from tests.event_loops import run as run_coroutine
 from tests.waiting import wait_until
-
-#: The connections whose last statement began to listen for ends of tasks in this test's table.
-LISTENING = text(
-    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
-    """AND query LIKE 'LISTEN "delaytasks.ended.s_yb%'"""
-)
 
 
 def begin_wait(pool: ThreadPoolExecutor, delays: DelayTasks, task: DelayTask) -> Future[DelayTask]:
@@ -83,45 +75,6 @@ def test_a_task_that_does_not_end_in_time_is_a_timeout(delays: DelayTasks) -> No
         assert isinstance(caught.value, TimeoutError)
     with pytest.raises(TaskNotFoundError):
         delays.wait(7, 1)
-
-
-def test_a_notice_ends_the_wait_where_the_database_has_notices(
-    store: Store, delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not store.database.can.notify:
-        return  # the row is read in short steps
-    monkeypatch.setattr(waiting, "NOTIFIED_S", 60)
-    heard: list[Any] = []
-    delays.processor("sum", keep_result=True)(sum)
-    task = delays.schedule_delay("sum", [1], 0)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [begin_wait(pool, delays, task) for _ in range(2)]
-        store_of_caller = wiring_of(delays).shards[0].store
-
-        def listeners() -> int:
-            rows = store_of_caller.database.rows(LISTENING)
-            return int(rows[0][0])
-
-        wait_until(lambda: listeners() == 1, 10, "one connection that listens for both threads")
-        run(delays, task)
-        heard += [future.result(10).result for future in futures]
-    assert heard == [1, 1]
-    wait_until(lambda: listeners() == 0, 10, "the connection to be closed")
-
-
-def test_without_notices_the_row_is_read(
-    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse() -> None:
-        raise ConnectionError("a pooler refuses LISTEN")
-
-    monkeypatch.setattr(wiring_of(delays).shards[0].store.end_channel, "listen", refuse)
-    delays.processor("sum", keep_result=True)(sum)
-    task = delays.schedule_delay("sum", [1], 0)
-    with ThreadPoolExecutor(1) as pool:
-        future = begin_wait(pool, delays, task)
-        run(delays, task)
-        assert future.result(20).result == 1
 
 
 def test_several_coroutines_wait_for_results(delays: DelayTasks, reads: list[int]) -> None:
