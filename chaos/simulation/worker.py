@@ -254,7 +254,6 @@ class SimulatedWorker(Host):
         play = self.play
         shard = self._shard()
         processes: Any = SimpleNamespace(
-            late_counts=None,
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
             task_events=lambda: None,

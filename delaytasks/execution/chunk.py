@@ -188,10 +188,6 @@ class TimeBudget:
             with self._changed:
                 self._open.pop(chunk, None)
 
-    @property
-    def has_open(self) -> bool:
-        return bool(self._open)
-
     def _start(self) -> None:
         if self._thread is None or not self._thread.is_alive():
             name = "delaytasks-time-budget"

@@ -49,10 +49,7 @@ class ChunkRunner:
         events: Events,
         thread_context: ThreadContext,
         costs: TagCosts,
-        on_late_settlement: Callable[[], object] = lambda: None,
     ) -> None:
-        """`on_late_settlement` is called when rows were settled after their chunk's report."""
-        self._on_late_settlement = on_late_settlement
         self._thread_context = thread_context
         self._lease_s = settings.lease_s
         self._budget_s = settings.chunk_time_budget_s
@@ -307,6 +304,3 @@ class ChunkRunner:
                 self._detached.discard(chunk)
                 self._thread_slots.notify()
             self._executor.flush()  # a monitor sees the rows that still run
-            # Otherwise the open chunk reports the counts, or its time budget ends first.
-            if not self._time_budget.has_open:
-                self._on_late_settlement()

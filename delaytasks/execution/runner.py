@@ -85,8 +85,6 @@ class Runner:
     may go on while the next chunk runs: another process has to renew their leases, and `finish` has
     to be called at the end. `last_renewal` and `cancel_request` are described in `Lease`,
     `has_others` in `ClaimAhead`, and `watcher` returns the watcher of the moment.
-    `send_late_counts` is called with a function that returns what was counted, when no report may
-    follow for it.
     """
 
     def __init__(
@@ -109,7 +107,6 @@ class Runner:
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
         has_others: Callable[[], bool] = lambda: False,
-        send_late_counts: Callable[[Callable[[], RunStatistics]], object] | None = None,
     ) -> None:
         self._settings, self._claims = settings, claims
         self._clock, self._events = clock, events
@@ -139,11 +136,9 @@ class Runner:
             events,
             thread_context,
             costs,
-            self._send_counts,
         )
         self._ahead = ClaimAhead(settings, registry, self._chunks, costs, events, has_others)
         self._may_detach, self._has_others = may_detach, has_others
-        self._send_late_counts = send_late_counts
         self._waitlists = Waitlists(limits, settings, registry, claims, self._chunks)
         self._recovered_at: dict[str, float] = {}  # the next time for them, by queue
 
@@ -247,10 +242,6 @@ class Runner:
     def detached(self) -> tuple[int, ...]:
         """The ids of rows that still run in this process although their chunks are over."""
         return self._chunks.detached
-
-    def _send_counts(self) -> None:
-        if self._counter is not None and self._send_late_counts is not None:
-            self._send_late_counts(self._counter.take)
 
     def take_statistics(self) -> RunStatistics:
         """Return what was counted since the last call, and count anew."""

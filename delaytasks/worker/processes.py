@@ -15,7 +15,6 @@ from celery import signals
 
 from delaytasks.core.forks import reset_in_child
 from delaytasks.processors.thread_slots import ThreadSlots
-from delaytasks.worker.late_counts import LateCounts
 from delaytasks.worker.outcome_counts import OutcomeCounts
 from delaytasks.worker.requested_runs import Interrupts, RequestedRuns
 from delaytasks.worker.shared_memory import OthersWait, Renewals
@@ -48,8 +47,6 @@ class Processes:
         self.renewals = Renewals()
         self.requested_runs = RequestedRuns()
         self.others_wait = OthersWait()
-        #: Set in the processes of a worker.
-        self.late_counts: LateCounts | None = None
         #: Whether the worker's pool can keep time limits.
         self.keeps_time_limits = False
         #: The logical queues that this worker serves.
@@ -80,7 +77,6 @@ class Processes:
         # Before the pool's processes are forked, which share them.
         self.renewals, self.others_wait = Renewals(), OthersWait()
         self.requested_runs = RequestedRuns()
-        self.late_counts = LateCounts(lambda error: self.wiring.events.failed("late counts", error))
         self.keeps_time_limits = can_limit_time(pool)
         # For the pool's processes, for this one when its pool has stopped, and for cold shutdowns.
         signals.worker_process_shutdown.connect(self._finish, weak=False)
@@ -138,7 +134,6 @@ class Processes:
         wiring = self.wiring
         shard = wiring.shards[number]
         limits = LimitLoader(shard.store, lambda: shard.policies.current().limited)
-        late_counts = self.late_counts
         claims = shard.store.claims(
             self.name(os.getpid()),
             own_address(shard.store.database.url.host),
@@ -166,7 +161,6 @@ class Processes:
             thread_context=task_context.reuse_stack,
             watcher=watcher,
             has_others=self.others_wait.is_so,
-            send_late_counts=None if late_counts is None else partial(late_counts.send, number),
         )
 
     def _task_context(self, clock: Clock) -> CeleryTaskContext:

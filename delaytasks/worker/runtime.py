@@ -161,19 +161,11 @@ class WorkerRuntime:
 
     def write_statistics(self, **_: Any) -> None:
         """Write what the worker has counted since the last write."""
-        self._receive_late_counts()
         write_last(self.statistics_writers, self.events)
-
-    def _receive_late_counts(self) -> None:
-        late_counts = self.processes.late_counts
-        if self.counts is not None and late_counts is not None:
-            for shard, statistics in late_counts.received():
-                self.counts.add(shard, statistics)
 
     def _watch(self) -> float:
         """Do once a second what needs no database."""
         self.watchdog.loop.check()
-        self._receive_late_counts()
         # Other workers help with the entries that were too many for this one.
         self.work_sender.send_back(self.dispatcher.take_left_to_table())
         consumer = getattr(self.celery_worker.consumer, "task_consumer", None)

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import pytest
 
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.run_counts import RunCounts
 from delaytasks.execution import runner
-from delaytasks.worker.late_counts import LateCounts
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
@@ -149,50 +146,6 @@ def test_a_chunk_of_concurrent_rows_is_settled_while_the_next_one_runs(make: Mak
     finally:
         may_settle.set()
     wait_until(lambda: bench.statuses([first, second]) == ["DONE"] * 2, 5, "the settlements")
-
-
-def test_counts_after_the_last_report_are_sent_without_another_chunk(make: Make) -> None:
-    bench, late_counts, counts = make(), LateCounts(print), RunCounts()
-    bench.runner = bench.make_runner(
-        may_detach=True, has_others=lambda: True, send_late_counts=partial(late_counts.send, 3)
-    )
-    tasks = [bench.schedule(body=number) for number in range(2)]
-    reported = bench.run(*tasks).statistics.tags
-
-    def is_complete() -> bool:
-        for shard, statistics in late_counts.received():
-            assert shard == 3
-            for _, stored in statistics.tags:
-                counts.add_stored(stored)
-        return counts.outcome("done") + counts.started >= 4
-
-    for _, stored in reported:
-        counts.add_stored(stored)
-    wait_until(is_complete, 5, "the counts")
-    assert (counts.started, counts.outcome("done")) == (2, 2)
-
-
-def test_counts_do_not_wait_for_the_next_chunk_to_end(make: Make) -> None:
-    bench, late_counts = make(chunk_time_budget_s=0.1), LateCounts(print)
-    may_settle, may_end = threading.Event(), threading.Event()
-    bench.runner = bench.make_runner(
-        may_detach=True, has_others=lambda: True, send_late_counts=partial(late_counts.send, 0)
-    )
-    bench.registry.processor("long")(lambda body: may_end.wait(20))
-    first, second, third = bench.schedule(body=1), bench.schedule("long"), bench.schedule("long")
-    bench.claims.before_settle = lambda _: may_settle.wait(10)
-    bench.run(first)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, second, third)
-        try:
-            wait_until(lambda: bench.statuses([second]) == ["RUNNING"], 5, "the long row")
-            may_settle.set()
-            found = list[object]()
-            wait_until(lambda: found.extend(late_counts.received()) or found, 5, "the counts")
-            assert not running.done()
-        finally:
-            may_settle.set()
-            may_end.set()
 
 
 def test_a_chunk_of_quick_rows_is_settled_before_it_reports(
