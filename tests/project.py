@@ -130,19 +130,6 @@ def note_batch(bodies: list[dict[str, Any]], tasks: list[DelayTask]) -> dict[int
     }
 
 
-@processor("test.recurse")
-def break_the_recursion_limit(body: dict[str, Any], task: DelayTask) -> None:
-    """Leave too few frames for database queries in the first attempt."""
-    note(body, task.id, "began", os.getpid())
-    for limit in range(10, 1000) if task.attempts == 1 else ():
-        try:
-            sys.setrecursionlimit(limit)
-            sys.setrecursionlimit(limit + body["frames"])
-            return
-        except RecursionError:  # the limit is in use already
-            pass
-
-
 @processor("test.hold_gil")
 def hold_gil(body: dict[str, Any], task: DelayTask) -> None:
     """Sleep in C while holding the GIL."""

@@ -8,7 +8,7 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavail
 
 
 class FailureReason(Enum):
-    """The reason decides which work waits, and which pool process is replaced."""
+    """The reason decides which work waits."""
 
     #: The pool process died. The other processes continue with the queue.
     PROCESS_LOST = "process lost"

@@ -29,7 +29,7 @@ holds when it stops. A row whose entry is dropped is claimed from the table, and
 `runtime` asks other workers to help with that.
 
 **Who owns which state.** `Dispatcher._lock` guards the queues: `ChunkQueue`, each `ShardQueue` and
-its drains and waitlists, and `FailingProcesses`. Any thread may take it, and no code that holds it
+its drains and waitlists. Any thread may take it, and no code that holds it
 waits for the database or the broker. `waiting`, `is_at_work` and `pids` read without it, since a
 value that is a moment old does no harm. Celery's pool belongs to one thread: the event loop, or
 `calls.CallThread` if the broker's transport has no event loop. Other threads only ask for

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
+
+from billiard.exceptions import WorkerLostError
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
@@ -23,7 +25,6 @@ from delaytasks.execution.runner import Report
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.worker.calls import Call, DelayedCall
 from delaytasks.worker.capacity_request import CapacityRequest
-from delaytasks.worker.chunk_failures import ChunkFailure, FailingProcesses
 from delaytasks.worker.chunk_queue import ChunkQueue
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.near_entries import NearEntries
@@ -32,6 +33,42 @@ from delaytasks.worker.shard_health import ShardHealth
 from delaytasks.worker.shard_queue import FAILED_SHARD_PAUSE_S
 from delaytasks.worker.shared_memory import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
+
+
+class ChunkFailure(NamedTuple):
+    """A chunk that failed as a whole."""
+
+    error: str
+    reason: FailureReason
+    #: The pool process in which the chunk failed, 0 if it is unknown, or None if the failure says
+    #: nothing about a process.
+    pid: int | None = None
+    cause: BaseException | None = None
+    #: Whether the process has logged why the chunk failed, or the pool how the process died.
+    is_logged: bool = True
+
+    @classmethod
+    def reported(cls, report: Report) -> ChunkFailure:
+        """The process caught the error and reported it."""
+        return cls(report.error, report.reason, report.pid)
+
+    @classmethod
+    def unreported(cls, info: Any, pid: int) -> ChunkFailure:
+        """The pool passed `info` instead of a report, because process `pid` could not report."""
+        kind, error = getattr(info, "type", None), str(getattr(info, "exception", info))
+        if kind is WorkerLostError:
+            return cls(error, FailureReason.PROCESS_LOST)
+        cause = info if isinstance(info, BaseException) else None
+        return cls(error, FailureReason.UNKNOWN, pid, cause, is_logged=False)
+
+    @classmethod
+    def not_sent(cls, error: str, cause: Exception | None = None) -> ChunkFailure:
+        """The pool did not take the chunk."""
+        return cls(error, FailureReason.UNKNOWN, cause=cause, is_logged=cause is None)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of the event `chunk.failed`."""
+        return {**self._asdict(), "reason": self.reason.value}
 
 
 class Dispatcher:
@@ -79,7 +116,6 @@ class Dispatcher:
         self.shard_health = ShardHealth(self.shard_queues, self._lock, events, self._pump_soon)
         self._is_pumping = False
         self._is_open = True
-        self._failing_processes = FailingProcesses(self._pool, events)
         self._delayed_pump = DelayedCall(call_soon, self.pump)
 
     # -- what arrives -----------------------------------------------------------------------------
@@ -288,7 +324,6 @@ class Dispatcher:
     def _succeeded(self, request: ChunkRequest, report: Report) -> None:
         with self._lock:
             self._pool.forget(request.number)
-            self._failing_processes.chunk_succeeded(report.pid)
             self._queue.chunk_ended(request, report.ran)
             self._queue.learn_size(report)
             self.shard_queues[request.shard].mark_answered()
@@ -307,7 +342,6 @@ class Dispatcher:
     def _failed(self, request: ChunkRequest, failure: ChunkFailure, ran: int = 0) -> None:
         """Record that a chunk failed as a whole. The sweep and the leases take care of its rows."""
         with self._lock:
-            self._failing_processes.chunk_failed(failure)
             self._pool.forget(request.number)
             self._queue.chunk_failed(request, failure.reason, ran)
         self._events.emit("chunk.failed", shard=request.shard, **failure.fields())

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -91,20 +89,6 @@ class Pool:
         )
         without_time_limits(result)
         return Sent(request, result, pids)
-
-    def end_process(self, pid: int) -> bool:
-        """End one of the pool's processes, which the pool then replaces.
-
-        Return False if the pool has no such process. The signal is SIGKILL, since a broken process
-        may be unable to end by itself.
-        """
-        if pid not in process_ids(self._celery_pool):
-            return False
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        return True
 
     def pid_of(self, number: int) -> int:
         """Return the process that has this chunk, or 0 if it is unknown."""

@@ -302,22 +302,6 @@ def test_the_task_of_a_dead_pool_process_runs_again_immediately(
 
 
 @pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
-def test_a_pool_process_that_fails_chunk_after_chunk_is_replaced(
-    deploy: Deploy, database: str
-) -> None:
-    d = deploy(database, self_sweep_s=5, lease_s=60)
-    worker = d.worker(concurrency=1)
-    breaks = d.schedule("test.recurse", body={"frames": 26})
-    wait_until(d.runs, 10, "the process to be broken")
-    broken = d.runs()[0][2]
-    others = [d.schedule(delay=n / 2) for n in range(10)]
-    d.wait_for([breaks, *others], deadline_s=30)
-    assert worker.log().count("process.replaced") == 1
-    assert f"pid={broken}" in worker.log()
-    assert {run[2] for run in d.runs()} - {broken}, "another process ran them"
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mysql", "sqlite"])
 def test_an_effect_committed_with_its_task_happens_once_despite_kills_at_any_step(
     deploy: Deploy, database: str
 ) -> None:

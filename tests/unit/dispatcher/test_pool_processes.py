@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +9,7 @@ import pytest
 from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 
-from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
-from delaytasks.worker import pool as pool_module
-from delaytasks.worker.chunk_failures import MAX_FAILED_CHUNKS
 from delaytasks.worker.pool import POOL_REST_S
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
@@ -56,64 +52,6 @@ def test_a_dead_process_does_not_mark_its_database_as_unavailable(hands: Hands) 
     wait_until(lambda: bench.pool.requests, 5, "the next chunk")
     assert bench.dispatcher.shard_health.info()[0]["is_up"]
     assert bench.events.counts["chunk.failed"] == 1
-
-
-class Processes:
-    """Simulate the process list of a pool, and record the processes that the dispatcher ends."""
-
-    def __init__(
-        self, bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, *pids: int
-    ) -> None:
-        self.ended: list[int] = []
-        bench.pool._pool = SimpleNamespace(_pool=[process_of(pid) for pid in pids])  # type: ignore[attr-defined]
-        monkeypatch.setattr(pool_module.os, "kill", lambda pid, number: self.ended.append(pid))  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("reason", list(FailureReason)[1:])
-@pytest.mark.parametrize("others_succeed", [False, True])
-def test_a_process_in_which_every_chunk_fails_is_replaced_unless_it_may_be_the_database(
-    bench: DispatcherHarness,
-    monkeypatch: pytest.MonkeyPatch,
-    hands: Hands,
-    reason: FailureReason,
-    others_succeed: bool,
-) -> None:
-    processes = Processes(bench, monkeypatch, 1, 2)
-    for _ in range(MAX_FAILED_CHUNKS):
-        assert processes.ended == []
-        hands.at += 60
-        bench.dispatcher.take(bench.entries(2))
-        bench.pool.end(Report(error="RecursionError: too deep", pid=1, reason=reason))
-        bench.pool.end(
-            Report(1, 1, 0.01, pid=2)
-            if others_succeed
-            else Report(error="away", reason=FailureReason.UNAVAILABLE)
-        )
-    is_proven = reason is FailureReason.UNKNOWN or others_succeed
-    assert processes.ended == ([1] if is_proven else [])
-
-
-def test_a_process_in_which_only_some_chunks_fail_is_kept(
-    bench: DispatcherHarness, monkeypatch: pytest.MonkeyPatch, hands: Hands
-) -> None:
-    processes = Processes(bench, monkeypatch, 1)
-    for number in range(3 * MAX_FAILED_CHUNKS):
-        hands.at += 60
-        bench.dispatcher.take(bench.entries(1))
-        bench.pool.end(
-            Report(error="RecursionError: too deep" if number % MAX_FAILED_CHUNKS else "", pid=1)
-        )
-    assert processes.ended == []
-
-
-def test_a_pool_in_the_process_of_the_worker_ends_no_process(
-    bench: DispatcherHarness, hands: Hands
-) -> None:
-    for _ in range(2 * MAX_FAILED_CHUNKS):
-        hands.at += 60
-        bench.dispatcher.take(bench.entries(1))
-        bench.pool.end(Report(error="RecursionError: too deep", pid=os.getpid()))
-    assert bench.events.counts["process.replaced"] == 0
 
 
 class Sent:
