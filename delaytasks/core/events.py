@@ -39,12 +39,12 @@ _EVENTS_OF_LEVELS = {
         "task.retry_scheduled task.raised_late task.expired result.dropped task.no_processor "
         "task.no_key task.no_time_limits task.timed_out task.recovered task.lease_lost "
         "task.interrupted message.refused content.unsafe timer.down timer.evicts timer.blocked "
-        "notices.down store.slow wheel.late sweep.self queue.unserved queue.refused "
+        "notices.down wheel.late sweep.self queue.unserved queue.refused "
         "queue.blocked policy.ignored worker.lost settle.waits recurring.missed "
         "celery_task.not_stored celery_task.not_published task.newer_body metrics.not_served"
     ),
     logging.INFO: (
-        "task.done task.brought_forward timer.up notices.up store.up store.quick "
+        "task.done task.brought_forward timer.up notices.up store.up "
         "queue.unblocked policy.changed recurring.changed recurring.overlapped"
     ),
 }

@@ -9,12 +9,6 @@ from delaytasks.core.events import Events
 
 #: A database that has not answered a question for this long counts as unavailable.
 DATABASE_ANSWER_S = 5.0
-#: One small write that takes longer is slow. Each chunk needs two of them, and each call that
-#: schedules needs at least one.
-SLOW_WRITE_S = 0.15
-#: A database is slow after this many slow writes in a row. A single one may have waited for a
-#: checkpoint or for a locked row.
-SLOW_WRITES = 2
 
 
 class DatabaseOutages:
@@ -79,23 +73,3 @@ class DatabaseContact:
     def seconds(self) -> float:
         now = monotonic()
         return 0.0 if now - self._answered_at > self._gap_s else now - self._since
-
-
-class DatabasePace:
-    """Reports when a database becomes slow and when it is quick again."""
-
-    def __init__(self, events: Events, shard: int) -> None:
-        self._events = events
-        self._shard = shard
-        self._slow_writes = 0
-        self._is_slow = False
-
-    def record(self, seconds: float) -> None:
-        """Record how long one small write took."""
-        self._slow_writes = self._slow_writes + 1 if seconds > SLOW_WRITE_S else 0
-        if self._slow_writes == SLOW_WRITES and not self._is_slow:
-            self._is_slow = True
-            self._events.emit("store.slow", seconds=round(seconds, 3), shard=self._shard)
-        elif not self._slow_writes and self._is_slow:
-            self._is_slow = False
-            self._events.emit("store.quick", shard=self._shard)

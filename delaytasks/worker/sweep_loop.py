@@ -19,7 +19,7 @@ from delaytasks.core.settings import SILENT_SWEEPS, Settings
 from delaytasks.core.text import DEFER_MAX_S
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.processors.registry import Registry
-from delaytasks.worker.database_health import DatabaseContact, DatabasePace
+from delaytasks.worker.database_health import DatabaseContact
 
 if TYPE_CHECKING:
     from delaytasks.routing.shard import Shard
@@ -73,7 +73,6 @@ class SweepLoop:
         self._must_forget = threading.Event()
         self._reported_at = self._checked_at = self._own_drains_at = float("-inf")
         self._started_at = monotonic()
-        self._pace = DatabasePace(events, shard.number)
         # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
         self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
         self._workers: set[tuple[str, object]] = set()
@@ -161,7 +160,7 @@ class SweepLoop:
         """Write this worker's row, and read which workers are alive."""
         store, settings = self._shard.store, self._settings
         reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
-        services, began = self._service_watch.times(reads_beat), monotonic()
+        services = self._service_watch.times(reads_beat)
         store.workers.report(
             self._hostname,
             self._processes.queues,
@@ -174,7 +173,6 @@ class SweepLoop:
         )
         self._reported_at = monotonic()
         self._contact.mark_answered()
-        self._pace.record(self._reported_at - began)
         workers = {(worker["name"], worker["started_at"]) for worker in store.workers.all()}
         if workers != self._workers:
             # A worker that begins, or that is left alone, may be the first one that knows a tag.

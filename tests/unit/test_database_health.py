@@ -1,4 +1,4 @@
-"""A worker tracks outages, uninterrupted contact and slow writes of its databases."""
+"""A worker tracks outages of, and uninterrupted contact with, its databases."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from delaytasks.core.events import Events
 from delaytasks.worker import database_health
 from delaytasks.worker.database_health import (
     DATABASE_ANSWER_S,
-    SLOW_WRITE_S,
     DatabaseContact,
     DatabaseOutages,
-    DatabasePace,
 )
 from delaytasks.worker.policy_loop import policy_loop
 
@@ -80,26 +78,3 @@ def test_a_gap_or_a_failure_restarts_the_contact(time: SimpleNamespace) -> None:
     contact.mark_answered()
     time.now += 1
     assert contact.seconds == 1
-
-
-def reported(*seconds: float) -> list[str]:
-    events, names = Events(), list[str]()
-    events.subscribe(lambda name, fields: names.append(f"{name} {fields['shard']}"))
-    pace = DatabasePace(events, 2)
-    for took in seconds:
-        pace.record(took)
-    return names
-
-
-def test_one_slow_write_is_not_reported() -> None:
-    assert reported(SLOW_WRITE_S * 10, 0, SLOW_WRITE_S * 10, 0) == []
-
-
-def test_each_change_of_pace_is_reported_once() -> None:
-    slow, quick = SLOW_WRITE_S * 2, SLOW_WRITE_S / 2
-    assert reported(slow, slow, slow, slow) == ["store.slow 2"]
-    assert reported(slow, slow, quick, quick, slow, slow) == [
-        "store.slow 2",
-        "store.quick 2",
-        "store.slow 2",
-    ]
