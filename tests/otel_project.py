@@ -1,4 +1,4 @@
-"""A project that OpenTelemetry instruments. Spans and metrics go into files."""
+"""A project that OpenTelemetry instruments. Spans go into a file."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from celery.signals import worker_ready
 from opentelemetry import trace
-from opentelemetry.metrics import set_meter_provider
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import (
-    MetricExporter,
-    MetricExportResult,
-    MetricsData,
-    PeriodicExportingMetricReader,
-)
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
 from delaytasks import DelayTask, Fail, processor
 from delaytasks.contrib import opentelemetry
-from tests.doc_pages import block_beginning
 
 FOLDER = "DELAYTASKS_TEST_TELEMETRY"
 
@@ -39,28 +29,11 @@ class SpanFile(SpanExporter):
         return SpanExportResult.SUCCESS
 
 
-class MetricFile(MetricExporter):
-    def export(
-        self, metrics_data: MetricsData, timeout_millis: float = 10_000, **_: Any
-    ) -> MetricExportResult:
-        write(f"metrics-{os.getpid()}", metrics_data.to_json(indent=None))
-        return MetricExportResult.SUCCESS
-
-    def force_flush(self, timeout_millis: float = 10_000) -> bool:
-        return True
-
-    def shutdown(self, timeout_millis: float = 30_000, **_: Any) -> None: ...
-
-
 if FOLDER in os.environ:
     spans = TracerProvider()
     spans.add_span_processor(SimpleSpanProcessor(SpanFile()))
-    metrics = MeterProvider([PeriodicExportingMetricReader(MetricFile(), 200)])
     continues_trace = "DELAYTASKS_TEST_CONTINUES_TRACE" in os.environ
-    opentelemetry.instrument(spans, metrics, continues_trace=continues_trace)
-    set_meter_provider(metrics)
-    documented = block_beginning("docs/tracing.md", "@worker_ready")
-    exec(documented.text, {"worker_ready": worker_ready, "opentelemetry": opentelemetry})
+    opentelemetry.instrument(spans, continues_trace=continues_trace)
 
 
 @processor("otel.works")
@@ -69,9 +42,9 @@ def works(body: dict[str, Any]) -> None:
         pass
 
 
-@processor("otel.prompt", on_time="1h")
-def begin_on_time(body: dict[str, Any]) -> None:
-    """Is on time on any machine."""
+@processor("otel.prompt")
+def end_soon(body: dict[str, Any]) -> None:
+    """Needs no provider of this module."""
 
 
 @processor("otel.async")

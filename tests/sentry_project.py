@@ -33,7 +33,7 @@ else:
         "http://key@127.0.0.1/1",
         transport=FileTransport,
         traces_sample_rate=1.0,
-        integrations=[DelayTasksIntegration(monitor_schedules=True)],
+        integrations=[DelayTasksIntegration()],
     )
 
 

@@ -50,7 +50,7 @@ def test_each_event_of_an_outcome_is_a_change_of_a_task() -> None:
 
 
 def test_opentelemetry_knows_the_state_of_each_move_that_ends_a_run() -> None:
-    from delaytasks.contrib.opentelemetry.instrumentation import OUTCOME_OF_STATE
+    from delaytasks.contrib.opentelemetry import OUTCOME_OF_STATE
 
     endings = (move.ending for move in MOVES.values())
     assert set(OUTCOME_OF_STATE) == {ending.celery_state for ending in endings if ending}

@@ -188,33 +188,6 @@ def test_the_run_continues_the_trace_of_the_scheduling_call(site: ReportingSite,
     assert site.deployment.schedule("sentry.quiet").meta == {}
 
 
-def test_a_recurring_schedule_checks_in_with_its_monitor(site: ReportingSite) -> None:
-    site.worker("prefork")
-    recurring = site.deployment.delays.recurring
-    recurring.set("Daily Report", "sentry.quiet", {}, cron="0 9 * * mon-fri", tz="Europe/Berlin")
-    recurring.set("broken", "sentry.returns_fail", {}, every="5m")
-    for name in ("Daily Report", "broken"):
-        recurring.run(name)
-    site.run("sentry.quiet")  # no schedule made this task
-    wait_until(lambda: len(site.items("check_in")) >= 4, 20, site.deployment.logs)
-    found: dict[str, list[Any]] = {}
-    for item in site.items("check_in"):
-        found.setdefault(item["monitor_slug"], []).append(item)
-    assert {slug: [item["status"] for item in items] for slug, items in found.items()} == {
-        "daily-report": ["in_progress", "ok"],
-        "broken": ["in_progress", "error"],
-    }
-    config = found["daily-report"][0]["monitor_config"]
-    assert config["schedule"] == {"type": "crontab", "value": "0 9 * * mon-fri"}
-    assert config["timezone"] == "Europe/Berlin"
-    assert found["broken"][0]["monitor_config"]["schedule"] == {
-        "type": "interval",
-        "value": 5,
-        "unit": "minute",
-    }
-    assert len({item["check_in_id"] for item in found["broken"]}) == 1
-
-
 @pools
 def test_without_the_integration_a_failure_is_reported_with_its_exception(
     site: ReportingSite, pool: str

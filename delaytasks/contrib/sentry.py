@@ -1,4 +1,7 @@
-"""The integration that `sentry_sdk.init` takes."""
+"""Reports failed tasks to Sentry, and continues traces from the scheduling call.
+
+Needs the extra `sentry`. See docs/tracing.md.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,17 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-import sentry_sdk
 from celery import current_app, signals
-from sentry_sdk.integrations import Integration
-from sentry_sdk.scope import add_global_event_processor
-from sentry_sdk.utils import event_from_exception
+
+from delaytasks.core.installed import needs_extra
+
+with needs_extra("sentry", "delaytasks.contrib.sentry"):
+    import sentry_sdk
+    from sentry_sdk.integrations import Integration
+    from sentry_sdk.scope import add_global_event_processor
+    from sentry_sdk.utils import event_from_exception
 
 from delaytasks.contrib.run_signals import RunReceivers
-from delaytasks.contrib.sentry.monitors import CheckIns
 from delaytasks.core.meta import MAX_VALUE_LENGTH
 from delaytasks.core.task import DelayTask
 from delaytasks.core.trace_meta import add_trace_source
@@ -22,33 +28,25 @@ from delaytasks.core.trace_meta import add_trace_source
 if TYPE_CHECKING:
     from sentry_sdk._types import Event, Hint
 
+__all__ = ["DelayTasksIntegration"]
+
 ORIGIN = "auto.queue.delaytasks"
 #: The pairs of meta that carry the trace.
 TRACE_HEADERS = ("sentry-trace", "baggage")
 
-#: What is to be closed after the run of this context, and its check-ins.
-_run: ContextVar[tuple[ExitStack, Any] | None] = ContextVar("delaytasks_sentry_run", default=None)
+#: What is to be closed after the run of this context.
+_run: ContextVar[ExitStack | None] = ContextVar("delaytasks_sentry_run", default=None)
 
 
 class DelayTasksIntegration(Integration):
     """Reports each failed task once, with its tag, id, key and attempt.
 
-    Parameters
-    ----------
-    monitor_schedules
-        Whether recurring schedules are monitored: Sentry gets a check-in when a task of a schedule
-        begins and when it has ended. Sentry can represent schedules with a cron expression of five
-        fields and with an interval of whole minutes.
-
     Examples
     --------
-    >>> sentry_sdk.init(dsn, integrations=[DelayTasksIntegration(monitor_schedules=True)])
+    >>> sentry_sdk.init(dsn, integrations=[DelayTasksIntegration()])
     """
 
     identifier = "delaytasks"
-
-    def __init__(self, monitor_schedules: bool = False) -> None:
-        self.check_ins = CheckIns() if monitor_schedules else None
 
     @staticmethod
     def setup_once() -> None:
@@ -60,9 +58,9 @@ class DelayTasksIntegration(Integration):
         signals.worker_process_shutdown.connect(_flush, weak=False)
 
 
-def _integration() -> DelayTasksIntegration | None:
-    """Return the integration of the current client, or None if it has none."""
-    return sentry_sdk.get_client().get_integration(DelayTasksIntegration)
+def _is_active() -> bool:
+    """Return whether the current client has the integration."""
+    return sentry_sdk.get_client().get_integration(DelayTasksIntegration) is not None
 
 
 # -- scheduling -----------------------------------------------------------------------------------
@@ -70,7 +68,7 @@ def _integration() -> DelayTasksIntegration | None:
 
 def _trace_of_call(tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
     """Return the trace of the caller for the meta of new tasks."""
-    if _integration() is None:
+    if not _is_active():
         return {}
     with sentry_sdk.start_span(op="queue.publish", name=tag, origin=ORIGIN) as span:
         span.set_data("messaging.system", "delaytasks")
@@ -88,10 +86,10 @@ def _trace_of_call(tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
 
 
 def _started(request: Any) -> None:
-    integration, stack = _integration(), ExitStack()
-    if integration is None:
+    if not _is_active():
         return
     task: DelayTask = request.delay_task
+    stack = ExitStack()
     scope = stack.enter_context(sentry_sdk.isolation_scope())
     scope.clear_breadcrumbs()
     _describe(scope, task)
@@ -106,15 +104,12 @@ def _started(request: Any) -> None:
         span.set_data("messaging.destination.name", task.queue)
         span.set_data("messaging.message.id", str(task.id))
         span.set_data("messaging.message.retry.count", task.attempts - 1)
-    begun = None if integration.check_ins is None else integration.check_ins.begin(task)
-    _run.set((stack, begun))
+    _run.set(stack)
 
 
 def _ended(request: Any, state: str, error: BaseException | None) -> None:
-    run, integration = _run.get(), _integration()
-    if run is None or integration is None:
+    if _run.get() is None or not _is_active():
         return
-    _, begun = run
     if state == "FAILURE" and error is not None:
         with sentry_sdk.new_scope() as scope:
             _describe(scope, request.delay_task)  # of a batch's task that is not the first one
@@ -122,15 +117,13 @@ def _ended(request: Any, state: str, error: BaseException | None) -> None:
     span = sentry_sdk.get_current_span()
     if span is not None:
         span.set_status("ok" if state == "SUCCESS" else "internal_error")
-    if begun is not None and integration.check_ins is not None:
-        integration.check_ins.end(begun, state)
 
 
 def _left(request: Any) -> None:
     run = _run.get()
     if run is not None:
         _run.set(None)
-        run[0].close()
+        run.close()
 
 
 def _describe(scope: sentry_sdk.Scope, task: DelayTask) -> None:
@@ -176,7 +169,7 @@ def _subscribe(**_: Any) -> None:
 
 
 def _report_worker_lost(name: str, fields: Mapping[str, Any]) -> None:
-    if name != "task.worker_lost" or _integration() is None:
+    if name != "task.worker_lost" or not _is_active():
         return
     task: DelayTask = fields["task"]
     with sentry_sdk.new_scope() as scope:

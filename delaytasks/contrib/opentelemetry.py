@@ -1,0 +1,186 @@
+"""Producer spans of scheduling calls and consumer spans of runs, for OpenTelemetry.
+
+Needs the extra `opentelemetry`. See docs/tracing.md. Metrics are those of Prometheus, which
+OpenTelemetry's collector scrapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+from delaytasks.core.installed import needs_extra
+
+with needs_extra("opentelemetry", "delaytasks.contrib.opentelemetry"):
+    from opentelemetry import context as otel_context
+    from opentelemetry import trace
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, TracerProvider
+    from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from delaytasks.contrib.run_signals import RunReceivers
+from delaytasks.core.meta import MAX_VALUE_LENGTH
+from delaytasks.core.task import DelayTask
+from delaytasks.core.trace_meta import add_trace_source, remove_trace_source
+
+__all__ = ["instrument", "uninstrument"]
+
+#: Scheduling creates the message, and a worker processes it.
+CREATE, PROCESS = "schedule", "process"
+#: The outcome of a run, by the state of a Celery task that ends in this way.
+OUTCOME_OF_STATE = {
+    "SUCCESS": "done",
+    "FAILURE": "failed",
+    "RETRY": "retried",
+    "REVOKED": "cancelled",
+}
+_TRACE_CONTEXT = TraceContextTextMapPropagator()
+
+
+def _attributes(tasks: Sequence[DelayTask], operation: str) -> Mapping[str, str | int]:
+    """Return the attributes of a span about one task or about several ones of a tag.
+
+    They follow OpenTelemetry's conventions for messaging. The body is left out, because it may be
+    confidential.
+    """
+    task = tasks[0]
+    found: dict[str, str | int] = {
+        "messaging.system": "delaytasks",
+        "messaging.operation.name": operation,
+        "messaging.operation.type": "create" if operation == CREATE else operation,
+        "messaging.destination.name": task.queue,
+        "delaytasks.tag": task.tag,
+    }
+    if len(tasks) > 1:
+        found["messaging.batch.message_count"] = len(tasks)
+        return found
+    found["messaging.message.id"] = str(task.id)
+    if task.key is not None:
+        found["delaytasks.key"] = task.key
+    if operation == PROCESS:
+        found["delaytasks.attempt"] = task.attempts
+    return found
+
+
+class _TracedRun(NamedTuple):
+    span: Span
+    token: Any
+
+
+class _Tracing:
+    """Creates the spans."""
+
+    def __init__(self, tracer_provider: TracerProvider | None, continues_trace: bool) -> None:
+        self._tracer = trace.get_tracer("delaytasks", tracer_provider=tracer_provider)
+        self._continues_trace = continues_trace
+        #: The run of each context.
+        self._run: ContextVar[_TracedRun | None] = ContextVar(
+            "delaytasks_opentelemetry", default=None
+        )
+        self.receivers = RunReceivers("opentelemetry", self.started, self.ended, self.left)
+
+    def scheduled(self, tag: str, tasks: Sequence[DelayTask]) -> Mapping[str, str]:
+        """Make the producer span of a call, and return its context for the meta of the tasks."""
+        with self._tracer.start_as_current_span(
+            f"{CREATE} {tag}", kind=SpanKind.PRODUCER, attributes=_attributes(tasks, CREATE)
+        ):
+            carrier: dict[str, str] = {}
+            _TRACE_CONTEXT.inject(carrier)
+        return {name: text for name, text in carrier.items() if len(text) <= MAX_VALUE_LENGTH}
+
+    def started(self, request: Any) -> None:
+        tasks: Sequence[DelayTask] = request.delay_tasks
+        contexts = [_TRACE_CONTEXT.extract(task.meta, Context()) for task in tasks]
+        creators = [trace.get_current_span(one).get_span_context() for one in contexts]
+        by_span = {creator.span_id: creator for creator in creators if creator.is_valid}
+        links = [Link(creator) for creator in by_span.values()]
+        is_child = self._continues_trace and len(links) == 1
+        # An empty context begins a new trace: that of the call may have ended days ago.
+        span = self._tracer.start_span(
+            f"{PROCESS} {tasks[0].tag}",
+            contexts[0] if is_child else Context(),
+            kind=SpanKind.CONSUMER,
+            links=() if is_child else links,
+            attributes=_attributes(tasks, PROCESS),
+        )
+        self._run.set(_TracedRun(span, otel_context.attach(trace.set_span_in_context(span))))
+
+    def ended(self, request: Any, state: str, error: BaseException | None) -> None:
+        run = self._run.get()
+        if run is None:
+            return
+        task: DelayTask = request.delay_task
+        if len(request.delay_tasks) == 1:
+            run.span.set_attribute("delaytasks.outcome", OUTCOME_OF_STATE[state])
+        if state in ("FAILURE", "RETRY") and error is not None:
+            run.span.record_exception(error, {"messaging.message.id": str(task.id)})
+        if state == "FAILURE":
+            run.span.set_status(Status(StatusCode.ERROR, str(error)))
+            run.span.set_attribute("error.type", type(error).__qualname__)
+
+    def left(self, _: Any) -> None:
+        run = self._run.get()
+        if run is not None:
+            self._run.set(None)
+            otel_context.detach(run.token)
+            run.span.end()
+
+
+_tracing: _Tracing | None = None
+
+
+def instrument(
+    tracer_provider: TracerProvider | None = None, *, continues_trace: bool = False
+) -> None:
+    """Make spans for all delayed tasks of this process from now on.
+
+    Call it in the processes that schedule tasks and in those of the workers' pools.
+
+    Parameters
+    ----------
+    tracer_provider
+        By default the global one.
+    continues_trace
+        Whether a run belongs to the trace of the call that has scheduled the task. By default each
+        run is a trace of its own with a link to the call, since days may be between them.
+
+    Examples
+    --------
+    >>> @worker_process_init.connect(weak=False)
+    ... def set_up(**_):
+    ...     trace.set_tracer_provider(provider())
+    ...     instrument()
+    """
+    global _tracing
+    uninstrument()
+    _tracing = _Tracing(tracer_provider, continues_trace)
+    add_trace_source(_tracing.scheduled)
+    _tracing.receivers.connect()
+
+
+def uninstrument() -> None:
+    """Make no more spans in this process.
+
+    Examples
+    --------
+    >>> uninstrument()
+    """
+    global _tracing
+    if _tracing is not None:
+        remove_trace_source(_tracing.scheduled)
+        _tracing.receivers.disconnect()
+        _tracing = None
+
+
+class DelayTasksInstrumentor:
+    """The class that the command `opentelemetry-instrument` finds by its entry point.
+
+    It has the methods of `BaseInstrumentor` that the command calls.
+    """
+
+    def instrument(self, tracer_provider: TracerProvider | None = None, **_: Any) -> None:
+        instrument(tracer_provider)
+
+    def uninstrument(self, **_: Any) -> None:
+        uninstrument()
