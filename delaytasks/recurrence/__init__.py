@@ -11,7 +11,7 @@ schedule is due. The modules:
 `definition`          checks the arguments of callers
 `schedule`            a schedule as callers read it
 `timing`              when a schedule is due: cron expressions, intervals and the sun
-`celery_schedules`    the timing of Celery's `crontab`, `schedule` and `solar`
+`celery_schedules`    the timing of Celery's `crontab` and `schedule`
 `occurrences`         which occurrences a schedule needs now: missed ones, overlaps, jitter
 `creation`            the stage of the sweep that writes the tasks
 `targets`             the tag and body of a schedule, which may be those of a Celery task

@@ -78,7 +78,7 @@ class Recurring:
         Parameters
         ----------
         cron
-            A cron expression, or an object of Celery: `crontab`, `schedule` or `solar`. Give
+            A cron expression, or an object of Celery: `crontab` or `schedule`. Give
             either `cron` or `every`.
         name
             The name of the schedule; by default the tag, or the name of the Celery task.
@@ -163,7 +163,7 @@ class Recurring:
             `apply_async`, or None.
         cron
             A cron expression of five fields, or of six with seconds first, or Celery's `crontab`,
-            `schedule` or `solar`. Give either `cron` or `every`.
+            or `schedule`. Give either `cron` or `every`.
         session
             A SQLAlchemy Session or Connection. The schedule becomes part of its transaction.
         actor

@@ -1,4 +1,4 @@
-"""The timing of Celery's schedules: `crontab`, `schedule` and `solar`."""
+"""The timing of Celery's schedules: `crontab` and `schedule`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Collection
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from celery.schedules import crontab, schedule, solar
+from celery.schedules import crontab, schedule
 from cronsim import CronSim, CronSimError
 
 from delaytasks.core.errors import InvalidTimingError
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.text import shown
-from delaytasks.recurrence.timing import CRONTAB, EVERY, MAX_INTERVAL_S, SOLAR
+from delaytasks.recurrence.timing import CRONTAB, EVERY, MAX_INTERVAL_S
 
 ALL_DAYS, ALL_WEEKDAYS = 31, 7
 
@@ -36,12 +36,10 @@ def timing_of(found: Any) -> FoundTiming:
         # django-celery-beat's subclass has a time zone of its own.
         tz = vars(found).get("tz")
         return FoundTiming(_crontab(found), None if tz is None else str(tz))
-    if isinstance(found, solar):
-        return FoundTiming(f"{SOLAR} {found.event} {float(found.lat)!r} {float(found.lon)!r}")
     if type(found) is schedule:  # a subclass computes its own times
         return FoundTiming(interval_text(found.run_every))
     raise InvalidTimingError(
-        f"{shown(found)} is no crontab, schedule or solar of Celery: its times are unknown"
+        f"{shown(found)} is no crontab or schedule of Celery, so only Celery's beat knows its times"
     )
 
 

@@ -1,4 +1,4 @@
-"""When a schedule is due: cron expressions, intervals, and positions of the sun.
+"""When a schedule is due: cron expressions and intervals.
 
 A timing is stored as text. `parse_timing` reads these forms:
 
@@ -7,7 +7,6 @@ A timing is stored as text. `parse_timing` reads these forms:
 `crontab 0 9 13 * 5`            the same, but the day of the month and the weekday must both match,
                                 as in Celery's `crontab`
 `every 300`                     every 300 seconds
-`solar sunset 52.5 13.4`        an event of Celery's `solar`, with latitude and longitude
 ==============================  ===================================================================
 """
 
@@ -18,7 +17,7 @@ from copy import copy
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 from zoneinfo import ZoneInfo
 
 from cronsim import CronSim, CronSimError
@@ -27,14 +26,14 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.errors import InvalidTimingError
 from delaytasks.core.text import shown
 
-ONE_SECOND, ONE_MINUTE, ONE_DAY = timedelta(seconds=1), timedelta(minutes=1), timedelta(days=1)
+ONE_SECOND, ONE_DAY = timedelta(seconds=1), timedelta(days=1)
 #: An expression that matches no day in this time never matches.
 MOST_YEARS = 50
 #: The longest interval, so that the next occurrence is always an instant that databases can store.
 MAX_INTERVAL_S = 366 * 86_400 * 10
 #: A start for the check of a timing.
 ANY_START = datetime(2000, 1, 1, tzinfo=UTC)
-CRONTAB, EVERY, SOLAR = "crontab", "every", "solar"
+CRONTAB, EVERY = "crontab", "every"
 
 
 class Timing(Protocol):
@@ -55,36 +54,6 @@ class Every:
             return self.start
         count = (instant - self.start) // self.interval + 1
         return self.start + count * self.interval
-
-
-@dataclass(frozen=True)
-class Solar:
-    """An event of the sun at a place, as Celery's `solar` computes it."""
-
-    event: str
-    latitude: float
-    longitude: float
-
-    def after(self, instant: datetime) -> datetime | None:
-        from celery.schedules import solar
-
-        try:
-            sun = solar(self.event, self.latitude, self.longitude)
-        except ImportError:
-            raise InvalidTimingError(
-                "a solar schedule needs the package ephem: pip install 'delaytasks[solar]'"
-            ) from None
-        except ValueError as error:
-            raise InvalidTimingError(f"solar: {error}") from None
-        found = self._first_after(sun, instant)
-        # Occurrences are whole seconds, so the event of `instant` itself may be a little later.
-        return found if found > instant else self._first_after(sun, instant + ONE_MINUTE)
-
-    @staticmethod
-    def _first_after(sun: Any, instant: datetime) -> datetime:
-        sun.nowfun = lambda: instant
-        found: datetime = instant + sun.remaining_estimate(instant)
-        return found.replace(microsecond=0)
 
 
 class Cron:
@@ -224,8 +193,6 @@ def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
         if start is None:
             raise InvalidTimingError(f"{shown(text)} has no start")
         return Every(_interval(rest), start)
-    if kind == SOLAR:
-        return _solar(rest)
     if kind == CRONTAB:
         return _crontab(rest, zone, start)
     return _cron(text, zone, start)
@@ -247,18 +214,6 @@ def _interval(text: str) -> timedelta:
             f"{shown(text)}"
         )
     return timedelta(seconds=int(text))
-
-
-def _solar(text: str) -> Solar:
-    try:
-        event, latitude, longitude = text.split()
-        made = Solar(event, float(latitude), float(longitude))
-    except ValueError:
-        raise InvalidTimingError(
-            f"a solar timing is an event, a latitude and a longitude, not {shown(text)}"
-        ) from None
-    made.after(ANY_START)  # raises the error of a wrong event or place
-    return made
 
 
 def _cron(

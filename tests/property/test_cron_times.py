@@ -233,14 +233,3 @@ def test_an_interval_has_the_next_multiple_after_its_start(
     assert found > instant
     assert (found - begin) % timedelta(seconds=seconds) == timedelta()
     assert found == begin or found - timedelta(seconds=seconds) <= instant
-
-
-def test_a_solar_event_is_the_one_of_celery() -> None:
-    pytest.importorskip("ephem")
-    timing = parse_timing("solar sunset 52.5 13.4", "UTC")
-    at = timing.after(read("2027-06-21T12:00Z"))
-    assert at is not None
-    assert read("2027-06-21T19:25Z") < at < read("2027-06-21T19:45Z")
-    following = timing.after(at)
-    assert following is not None
-    assert timedelta(hours=23) < following - at < timedelta(hours=25)

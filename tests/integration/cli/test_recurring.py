@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery.schedules import crontab, schedule, solar
+from celery.schedules import crontab, schedule
 from redis import Redis
 from sqlalchemy import update
 
@@ -131,7 +131,6 @@ BEAT = {
         "options": {"queue": "reports", "expires": 60},
     },
     "friday 13": {"task": "shop.poll", "schedule": crontab("0", "0", "5", "13", "*")},
-    "sun": {"task": "shop.poll", "schedule": solar("sunset", 52.5, 13.4)},
     "sweep": {"task": "delaytasks.sweep", "schedule": 5},
     "bad args": {"task": "shop.poll", "schedule": 30, "args": (object(),)},
     "fraction": {"task": "shop.poll", "schedule": 0.5},
@@ -154,7 +153,6 @@ def test_beats_schedule_is_imported_and_again_without_effect(shop: Project) -> N
         "interval": "every 60",
         "daily": "0 9 * * mon-fri",
         "friday 13": "crontab 0 0 13 * 5",
-        "sun": "solar sunset 52.5 13.4",
     }
     assert stored["delta"]["tag"] == "celery:shop.poll"
     assert stored["delta"]["body"] == {
@@ -166,7 +164,7 @@ def test_beats_schedule_is_imported_and_again_without_effect(shop: Project) -> N
     assert stored["daily"]["body"]["options"] == {"queue": "reports", "expires": 60}
     again = shop.json("recurring", "import", "beat")
     assert {entry["result"] for entry in again} == {"unchanged", "refused"}
-    assert "6 schedules are stored, and 2 refused" in shop("recurring", "import", "beat").stderr
+    assert "5 schedules are stored, and 2 refused" in shop("recurring", "import", "beat").stderr
 
 
 def test_redbeats_keys_are_imported(shop: Project, redis_url: str) -> None:
