@@ -77,9 +77,9 @@ def build_wiring(
     """
     settings = load_settings(celery_app.conf, os.environ, **arguments)
     if settings.has_structured_log:
-        from delaytasks.core.structured_log import StructuredLog
+        from delaytasks.core.structured_log import log_structured
 
-        events.use_log(StructuredLog())
+        events.use_log(log_structured)
     if not settings.database_url:
         tighten_data_folder(Path(settings.data_dir))
     cipher = Cipher(settings.encryption_keys) if settings.encryption_keys else None

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from delaytasks.core.event_sampling import Sampling
 from delaytasks.core.events import MOST_TRACEBACK_BYTES, level_of, log_record, logger
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import traceback_text
@@ -33,29 +32,15 @@ LONGEST_VALUE = 1000
 _NOT_WRITTEN = frozenset({"task", "began", "cause", "is_logged", "id", "meta"})
 
 
-class StructuredLog:
-    """Logs events with a document. While a process has very many of them, it samples tasks."""
-
-    def __init__(self) -> None:
-        self._sampling = Sampling()
-
-    def __call__(self, name: str, fields: Mapping[str, Any]) -> None:
-        level, is_change = level_of(name, fields), name in STATE_CHANGES
-        if is_change:
-            level = max(level, logging.INFO)
-        if not logger.isEnabledFor(level):
-            return
-        left_out: int | None = 0
-        if is_change and level == logging.INFO:
-            left_out = self._sampling.left_out(name, fields.get("id"))
-        if left_out is None:
-            return
-        document = document_of(fields)
-        if left_out:
-            document["left_out"] = left_out
+def log_structured(name: str, fields: Mapping[str, Any]) -> None:
+    """Log an event with a document."""
+    level = level_of(name, fields)
+    if name in STATE_CHANGES:
+        level = max(level, logging.INFO)
+    if logger.isEnabledFor(level):
         record = log_record(name, fields, level)
         setattr(record, EVENT, name)
-        setattr(record, FIELDS, document)
+        setattr(record, FIELDS, document_of(fields))
         logger.handle(record)
 
 

@@ -1,4 +1,4 @@
-"""Structured log lines have the fields of their tasks, and are sampled if they are very many."""
+"""Structured log lines have the fields of their tasks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ import pytest
 from celery import Celery, signals
 
 from delaytasks import DelayTask, DelayTasks, LogFormatter
-from delaytasks.core import event_sampling
-from delaytasks.core.event_sampling import MOST_LINES_PER_S, SAMPLED_ONE_OF, is_sampled
 from delaytasks.core.events import Events, logger
-from delaytasks.core.structured_log import StructuredLog
+from delaytasks.core.structured_log import log_structured
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 TASK = DelayTask(
@@ -43,7 +41,7 @@ class Lines(logging.Handler):
 @pytest.fixture
 def events() -> Events:
     made = Events()
-    made.use_log(StructuredLog())
+    made.use_log(log_structured)
     return made
 
 
@@ -133,34 +131,6 @@ def test_other_formatters_print_the_text_of_the_text_log(log: Lines, events: Eve
 def test_the_text_log_has_no_line_for_each_change(log: Lines) -> None:
     Events().emit("task.cancelled", **TASK.event_fields)
     assert log.lines == []
-
-
-def test_very_many_lines_are_sampled_by_task(
-    log: Lines, events: Events, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = [1000.0]
-    monkeypatch.setattr(event_sampling, "monotonic", lambda: now[0])
-    ids = range(1, 100 * SAMPLED_ONE_OF)
-    for id in ids:
-        for name in ("task.started", "task.done"):
-            events.emit(name, **DelayTask(id, "mail", "{}", NOON).event_fields)
-    logged = {name: [] for name in ("task.started", "task.done")}  # type: dict[str, list[int]]
-    for line in log.documents:
-        logged[line["event"]].append(int(line["id"]))
-    assert logged["task.started"] == logged["task.done"], "a task has all of its lines, or none"
-    first, rest = set(ids[:MOST_LINES_PER_S]), ids[MOST_LINES_PER_S:]
-    assert set(logged["task.done"]) == first | {id for id in rest if is_sampled(id)}
-    assert 50 < len(logged["task.done"]) - MOST_LINES_PER_S < 150
-    now[0] += 1
-    events.emit("task.done", **DelayTask(1, "mail", "{}", NOON).event_fields)
-    lines = [line for line in log.documents if line["event"] == "task.done"]
-    assert sum(1 + line.get("left_out", 0) for line in lines) == len(ids) + 1, "none is uncounted"
-
-
-def test_failures_are_never_sampled(log: Lines, events: Events) -> None:
-    for id in range(1, 3 * MOST_LINES_PER_S):
-        events.emit("task.failed", **DelayTask(id, "mail", "{}", NOON).event_fields, error="no")
-    assert len(log.lines) == 3 * MOST_LINES_PER_S - 1
 
 
 def test_the_loggers_of_a_worker_get_the_format_of_the_settings(tmp_path: Path) -> None:
