@@ -11,10 +11,29 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import URL, Connection, String, column, func, insert, inspect, select, table, text
+from sqlalchemy import (
+    DDL,
+    URL,
+    Connection,
+    String,
+    Table,
+    column,
+    func,
+    insert,
+    inspect,
+    select,
+    table,
+    text,
+)
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Dialect
-from sqlalchemy.schema import CreateIndex, CreateSchema, CreateTable
+from sqlalchemy.schema import (
+    CreateIndex,
+    CreateSchema,
+    CreateTable,
+    DropTable,
+    ExecutableDDLElement,
+)
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.settings import Settings
@@ -23,10 +42,10 @@ from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
 from delaytasks.storage.database_addresses import masked
 from delaytasks.storage.schema import Schema, build_schema
-from delaytasks.storage.task_table import STORAGE
 
 if TYPE_CHECKING:
     from alembic.config import Config
+    from alembic.operations import Operations
 
 #: A migration that waits for a lock blocks every statement behind it, so it gives up soon and is
 #: tried again.
@@ -132,19 +151,77 @@ def check_number(found: int | None, shard: int, url: URL) -> None:
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
     """Return the statements that make the tables, for frameworks with migrations of their own."""
-    storage = for_database(dialect, postgresql=STORAGE, mysql={}, sqlite={})
     made: Dialect = registry.load(dialect)()
-    tables, statements = build_schema(prefix, schema), list[str]()
-    for each in tables.metadata.sorted_tables:
-        statements.append(str(CreateTable(each).compile(dialect=made)).strip())
-        for index in sorted(each.indexes, key=lambda index: str(index.name)):
-            if _is_for(dialect, index):
-                statements.append(str(CreateIndex(index).compile(dialect=made)).strip())
+    return [
+        str(statement.compile(dialect=made)).strip()
+        for table in build_schema(prefix, schema).metadata.sorted_tables
+        for statement in (*_creations(table, made), *_index_creations(table, made))
+    ]
+
+
+def create_tables(op: Operations, prefix: str, schema: str | None) -> None:
+    """Make the tables and indexes that are missing; the first revision calls this.
+
+    MySQL commits each statement by itself, so a migration can stop half-way and is then repeated.
+    A task table can also be there because its owner made it (docs/install.md).
+    """
+    context = op.get_context()
+    for each in build_schema(prefix, schema).metadata.sorted_tables:
+        found = None if context.as_sql else inspect(op.get_bind())
+        has_indexes = set[str]()
+        if found is not None and found.has_table(each.name, schema):
+            _check_columns(each, {one["name"] for one in found.get_columns(each.name, schema)})
+            indexes = found.get_indexes(each.name, schema)
+            has_indexes = {str(index["name"]).lower() for index in indexes}
+        else:
+            for statement in _creations(each, context.dialect):
+                op.execute(statement)
+        for creation in _index_creations(each, context.dialect):
+            if str(creation.element.name).lower() not in has_indexes:
+                op.execute(creation)
+
+
+def drop_tables(op: Operations, prefix: str, schema: str | None) -> None:
+    """Drop the tables. A task table that has rows stays, and so it does if nobody can look."""
+    context, tables = op.get_context(), build_schema(prefix, schema)
+    for each in reversed(tables.metadata.sorted_tables):
+        if context.as_sql:
+            is_there, has_rows = True, each is tables.tasks
+        else:
+            bind = op.get_bind()
+            is_there = inspect(bind).has_table(each.name, schema)
+            first = select(tables.tasks.c.id).limit(1)
+            has_rows = is_there and each is tables.tasks and bool(bind.execute(first).first())
+        if is_there and not has_rows:
+            op.execute(DropTable(each))
+
+
+def _creations(table: Table, dialect: Dialect) -> Iterator[ExecutableDDLElement]:
+    yield CreateTable(table)
+    storage: dict[str, str] = for_database(
+        dialect.name, postgresql=table.info.get("storage", {}), mysql={}, sqlite={}
+    )
     if storage:
         options = ", ".join(f"{name} = {value}" for name, value in storage.items())
-        target = made.identifier_preparer.format_table(tables.tasks)
-        statements.append(f"ALTER TABLE {target} SET ({options})")
-    return statements
+        yield DDL(  # type: ignore[no-untyped-call]
+            f"ALTER TABLE {dialect.identifier_preparer.format_table(table)} SET ({options})"
+        )
+
+
+def _index_creations(table: Table, dialect: Dialect) -> Iterator[CreateIndex]:
+    for index in sorted(table.indexes, key=lambda index: str(index.name)):
+        if _is_for(dialect.name, index):
+            yield CreateIndex(index)
+
+
+def _check_columns(table: Table, found: set[str]) -> None:
+    missing = [column.name for column in table.c if column.name not in found]
+    if missing:
+        raise ConfigError(
+            f"{table.fullname} exists without the columns {', '.join(missing)}; if the table is "
+            "yours, add them (docs/install.md, You already have the table), otherwise give "
+            "delaytasks' tables a prefix (setting table_prefix)"
+        )
 
 
 #: The columns that cannot store every character.
@@ -253,8 +330,6 @@ def _is_for(dialect: str, item: Any) -> bool:
 
 
 def _number(connection: Connection, schema: Schema, shard: int) -> None:
-    if not inspect(connection).has_table(schema.shards.name, schema.shards.schema):
-        return  # this revision has no table of shards
     found = number_of(connection, schema)
     check_number(found, shard, connection.engine.url)
     if found is None:

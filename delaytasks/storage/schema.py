@@ -169,11 +169,9 @@ def _workers(tables: _TableMaker) -> Table:
         # When beat's last message arrived, or since when the worker has waited for the first one;
         # NULL if it reads none.
         Column("beat_at", UTCDateTime),
-        # When a sweep found that the worker no longer reports. It has no effect if `seen_at` is
-        # later: a worker of the previous release reports without changing this column.
+        # When a sweep found that the worker no longer reports; NULL again after a report.
         Column("lost_at", UTCDateTime),
-        # The processes that had a chunk at the last report, and the version of delaytasks; NULL if
-        # only workers of an earlier version have reported, which leave these columns as they are.
+        # The processes that had a chunk at the last report, and the version of delaytasks.
         Column("busy", Integer),
         Column("version", String(VERSION_LENGTH)),
         key=["name"],

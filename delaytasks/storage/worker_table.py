@@ -43,17 +43,11 @@ MAX_TAG_BYTES = 16_384
 
 
 def is_lost(w: Table) -> ColumnElement[bool]:
-    """Return the condition that a row is that of a lost worker.
-
-    A worker of the previous release leaves `lost_at` as it is when it reports.
-    """
-    condition: ColumnElement[bool] = w.c.lost_at > w.c.seen_at
-    return condition
+    return w.c.lost_at.is_not(None)
 
 
 def is_present(w: Table) -> ColumnElement[bool]:
-    """Return the opposite of `is_lost`."""
-    return or_(w.c.lost_at.is_(None), w.c.lost_at <= w.c.seen_at)
+    return w.c.lost_at.is_(None)
 
 
 class WorkerTable:

@@ -136,17 +136,6 @@ def test_a_worker_that_stops_in_order_leaves_no_row(store: Store) -> None:
     assert rows(store) == lost(store) == []
 
 
-def test_a_report_of_the_previous_release_ends_the_loss_too(store: Store) -> None:
-    """That release does not know the column, and only writes the time of the report."""
-    lose(store, "w1")
-    change(store, "w1", seen_at=0)
-    assert (present(store), lost(store)) == (["w1"], [])
-    change(store, "w1", seen_at=-100, lost_at=-5000)
-    assert store.workers.expire(SILENT_S) == ["w1"], "it was killed after that report"
-    assert store.workers.expire(SILENT_S) == []
-    assert lost(store) == ["w1"]
-
-
 def test_a_lost_worker_is_removed_if_the_clock_was_set_back(store: Store) -> None:
     lose(store, "w1")
     change(store, "w1", seen_at=5000, lost_at=5100)

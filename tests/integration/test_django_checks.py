@@ -110,7 +110,7 @@ def test_tables_that_are_missing_or_of_another_version_are_reported(
     database = wiring_of(make_project()).store.database
     assert "manage.py migrate" in found(databases=["checked"])["W003"]
     migrations.upgrade(database)
-    for revision, remedy in (("0001", "manage.py migrate"), ("9999", "or a newer one")):
+    for revision, remedy in (("0000", "manage.py migrate"), ("9999", "or a newer one")):
         with database.begin() as connection:
             table = migrations.version_table("")
             connection.execute(text(f"UPDATE {table} SET version_num = '{revision}'"))

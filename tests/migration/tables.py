@@ -20,53 +20,6 @@ from tests.conftest import settings_for
 UTC = timezone.utc
 PREFIX = "m_"
 TASKS = PREFIX + "yb_delay_task_message"
-MISSION = [
-    "id",
-    "tag",
-    "message_body",
-    "status",
-    "error_stack",
-    "version",
-    "ip_address",
-    "delay_time",
-]
-MISSION += ["expected_time", "execution_time", "create_time", "update_time"]
-#: An existing task table of another program: narrower types, NULLs allowed, times without zone or
-#: fraction.
-FOREIGN = {
-    "postgresql": """
-        CREATE TABLE {t} (
-            id serial PRIMARY KEY, tag text NOT NULL, message_body jsonb, status int DEFAULT 0,
-            error_stack varchar(4000), version int, ip_address bigint NOT NULL DEFAULT 0,
-            delay_time int,
-            expected_time timestamp,
-            execution_time timestamp, create_time timestamp DEFAULT now(), update_time timestamp,
-            note text)""",
-    "mysql": """
-        CREATE TABLE {t} (
-            id int NOT NULL AUTO_INCREMENT PRIMARY KEY, tag varchar(100) NOT NULL,
-            message_body text, status tinyint,
-            error_stack text, version int DEFAULT NULL,
-            ip_address int unsigned NOT NULL DEFAULT 0, delay_time int,
-            expected_time timestamp NULL, execution_time datetime,
-            create_time timestamp NOT NULL DEFAULT
-            CURRENT_TIMESTAMP ON UPDATE CURRENT_TIMESTAMP, update_time datetime, note text,
-            KEY {p}idx_expectedtime_status (expected_time)) ENGINE = MyISAM CHARSET = utf8mb3""",
-    "sqlite": """
-        CREATE TABLE {t} (
-            id integer PRIMARY KEY AUTOINCREMENT, tag text NOT NULL, message_body text,
-            status int, error_stack text,
-            version int, ip_address int NOT NULL DEFAULT 0, delay_time int, expected_time text,
-            execution_time text,
-            create_time text DEFAULT CURRENT_TIMESTAMP, update_time text, note text)""",
-}
-ROWS = [
-    # (id, status, version, delay_time, expected_time, create_time)
-    (1, 0, None, 60, None, "2026-01-02 03:04:05"),
-    (2, None, 4, None, "2026-01-02 03:04:06", "2026-01-02 03:04:05"),
-    (3, 1, 2, 10, "2026-01-02 03:04:15", "2026-01-02 03:04:05"),
-    (7, 3, 1, 10, "2026-01-02 03:04:15", "2026-01-02 03:04:05"),
-]
 
 
 def drop_tables(database: Database, schema: str | None) -> None:
@@ -74,31 +27,6 @@ def drop_tables(database: Database, schema: str | None) -> None:
         for name in inspect(connection).get_table_names(schema=schema):
             if name.startswith((PREFIX, "yb_", "f_")):
                 Table(name, MetaData(), schema=schema).drop(connection)
-
-
-def make_foreign(database: Database, rows: list[Any] = ROWS) -> None:
-    insert = text(
-        f"INSERT INTO {TASKS} (id, tag, message_body, status, version, delay_time, expected_time, "
-        "create_time, "
-        "update_time, note) VALUES (:id, 'mail', '{\"n\": 1}', :status, :version, :delay, "
-        ":expected, :created, "
-        ":created, 'mine')"
-    )
-    with database.begin() as connection:
-        connection.exec_driver_sql(
-            FOREIGN[database.url.get_backend_name()].format(t=TASKS, p=PREFIX)
-        )
-        if connection.dialect.name == "mysql":
-            connection.exec_driver_sql("SET time_zone = '+00:00'")
-        for row in rows:
-            values = dict(
-                zip(("id", "status", "version", "delay", "expected", "created"), row, strict=True)
-            )
-            connection.execute(insert, values)
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"SELECT setval('{TASKS}_id_seq', 20)")
-        if connection.dialect.name == "mysql":
-            connection.exec_driver_sql("SET time_zone = DEFAULT")
 
 
 def schema_differences(database: Database, prefix: str, schema: str | None) -> list[Any]:

@@ -45,7 +45,6 @@ _NAMES = {"postgresql", "mysql", "mariadb", "sqlite"}
 #: The modules that compare a name and cannot choose with `for_database`.
 _COMPARE = {
     "storage/database.py": "the URL of SQLite names no driver",
-    "storage/ddl.py": "a statement of a migration, which only PostgreSQL needs",
     "storage/simulated_time.py": "rewrites the statements of any engine of the process",
     "storage/sqlite_file.py": "is about SQLite only",
     "storage/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",

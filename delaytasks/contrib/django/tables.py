@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from django.db import migrations as django_migrations
 from django.db import transaction
 from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, insert
 from sqlalchemy.schema import CreateTable
@@ -29,16 +28,6 @@ def downgrade(_apps: Any, schema_editor: Any) -> None:
         _run_alembic(delays, migrations.downgrade, "base")
 
 
-class UpgradeTables(django_migrations.Migration):
-    """A migration that brings tables of an earlier version to this version."""
-
-    # Alembic uses another connection, so no lock may be held here.
-    atomic = False
-    operations = [
-        django_migrations.RunPython(upgrade, django_migrations.RunPython.noop, elidable=False)
-    ]
-
-
 def make(delays: DjangoDelays, schema_editor: Any) -> None:
     prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
     connection = schema_editor.connection
@@ -48,7 +37,7 @@ def make(delays: DjangoDelays, schema_editor: Any) -> None:
     with connection.cursor() as cursor:
         is_new = schema is None and ours.isdisjoint(connection.introspection.table_names(cursor))
     if not is_new:
-        # Alembic continues from the existing tables: it adopts a table, or refuses it.
+        # Alembic makes the tables and indexes that are missing.
         _run_alembic(delays, migrations.upgrade, "head")
         return
     with (
