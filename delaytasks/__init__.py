@@ -20,6 +20,7 @@ from delaytasks.core.structured_log import LogFormatter
 from delaytasks.core.task import DelayTask
 from delaytasks.core.touch_result import TouchResult
 from delaytasks.handles import Processor
+from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
     from delaytasks.recurrence.api import Recurring
@@ -45,6 +46,7 @@ __all__ = [
     "Processor",
     "Retry",
     "RetrySchedule",
+    "Shards",
     "Snooze",
     "Status",
     "TouchResult",

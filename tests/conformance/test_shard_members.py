@@ -1,36 +1,555 @@
-"""`Shards`: several databases as one, on SQLite files."""
+"""`Shards`: several databases as one, here SQLite files. tests/acceptance/test_shards.py has
+servers and workers."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import pytest
 from celery import Celery
 from sqlalchemy import create_engine
 
-from delaytasks import DelayTasks, Status
+from delaytasks import DelayTask, DelayTasks, NewTask, Shards, Status
+from delaytasks.core.errors import (
+    ConfigError,
+    DuplicateTaskError,
+    InvalidIdError,
+    InvalidQueryError,
+    InvalidScheduleError,
+    StoreUnavailableError,
+    TaskNotFoundError,
+    WaitTimeoutError,
+)
 from delaytasks.core.ids import shard_of
+from delaytasks.shards import CHUNK
 from delaytasks.testing import DelaysTester
 
 TAG = "order.close"
+Process = Callable[..., Shards]
 
 
-def member(folder: Path, number: int) -> DelayTasks:
+def member(folder: Path, number: int, **settings: Any) -> DelayTasks:
     """Return one of several `DelayTasks`, with a database of its own."""
-    url = f"sqlite:///{folder}/{number}.sqlite3"
-    app = Celery(f"shop-{number}", broker="memory://")
-    made = DelayTasks(app, url, shard=number, namespace=f"shop-{number}", strict_tags=False)
-    made.processor(TAG, keep_result=True)(lambda body: body)
-    engine = create_engine(url)
+    settings = {
+        "database_url": f"sqlite:///{folder}/{number}.sqlite3",
+        "shard": number,
+        "namespace": f"shop-{number}",
+        "timer": "direct",
+        **settings,
+    }
+    app = Celery(f"shop-{number}", broker="memory://", set_as_current=False)
+    return DelayTasks(app, **settings)
+
+
+def unavailable(folder: Path, number: int) -> DelayTasks:
+    return member(folder, number, database_url=f"postgresql://127.0.0.1:1/{number}")
+
+
+@pytest.fixture(scope="module")
+def empty_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite file with empty tables, of which each test gets copies."""
+    folder = tmp_path_factory.mktemp("empty")
+    engine, delays = create_engine(f"sqlite:///{folder}/0.sqlite3"), member(folder, 0)
     with engine.begin() as connection:
-        made.create_tables(connection)
+        delays.create_tables(connection)
+    delays.close()
     engine.dispose()
-    return made
+    return folder / "0.sqlite3"
 
 
-def test_new_ids_carry_the_number_of_the_setting_and_their_tasks_run(tmp_path: Path) -> None:
-    delays = member(tmp_path, 31)
+@pytest.fixture
+def process(tmp_path: Path, empty_file: Path) -> Iterator[Process]:
+    """Return the `Shards` of a new process that has the first `count` of four members."""
+    made: list[Shards] = []
+
+    def new(count: int = 3, newest: Any = "settled", down: int | None = None) -> Shards:
+        members = [
+            unavailable(tmp_path, number) if number == down else member(tmp_path, number)
+            for number in range(count)
+        ]
+        shards = Shards(members, newest=newest)
+        shards.processor(TAG, keep_result=True)(lambda body: body)
+        made.append(shards)
+        return shards
+
+    for number in range(4):
+        shutil.copy(empty_file, tmp_path / f"{number}.sqlite3")
+    yield new
+    for shards in made:
+        shards.close()
+
+
+@pytest.fixture
+def shards(process: Process) -> Shards:
+    return process()
+
+
+def key_at(shards: Shards, place: int) -> str:
+    """Return a key of the member at a place of the list."""
+    keys = (f"k{number}" for number in range(1000))
+    return next(key for key in keys if shards.member(TAG, key) is shards.members[place])
+
+
+def moving_key(process: Process) -> str:
+    """Return a key that moves from an older member to the third one when that is added."""
+    old, new = process(2), process(3)
+    keys = (f"k{number}" for number in range(1000))
+    return next(
+        key
+        for key in keys
+        if new.member(TAG, key) is new.members[2] and old.member(TAG, key) is old.members[0]
+    )
+
+
+def one_at_each(shards: Shards) -> list[DelayTask]:
+    return [shards.schedule_delay(TAG, {"n": 1}, 60) for _ in shards.members]
+
+
+def live(shards: Shards, key: str) -> list[DelayTask]:
+    tasks = (task for member in shards.members for task in member.find(tag=TAG, key=key))
+    return [task for task in tasks if not task.is_finished]
+
+
+def end(shards: Shards, task: DelayTask) -> None:
+    with DelaysTester(shards.member_of(task)) as tester:
+        tester.fast_forward("2d")
+    assert shards.get(task).status is Status.DONE
+
+
+# -- the setting ----------------------------------------------------------------------------------
+
+
+def test_new_ids_carry_the_number_of_the_setting_and_their_tasks_run(process: Process) -> None:
+    delays = process(4).members[3]
     with DelaysTester(delays) as tester:
         task = delays.schedule_delay(TAG, 7, 0, key="7")
-        assert shard_of(task.id) == shard_of(delays.new_id()) == 31
+        assert shard_of(task.id) == shard_of(delays.new_id()) == 3
         tester.run_due()
         assert delays.get(task.id).status is Status.DONE
+
+
+@pytest.mark.parametrize(
+    ("same", "what"),
+    [
+        ({"shard": 0}, "delaytasks_shard"),
+        ({"namespace": "shop-0"}, "delaytasks_namespace"),
+        ({"database_url": "sqlite:///{folder}/0.sqlite3"}, "database"),
+    ],
+)
+def test_members_must_not_share_a_number_a_namespace_or_a_database(
+    tmp_path: Path, same: dict[str, Any], what: str
+) -> None:
+    url = {key: str(value).format(folder=tmp_path) for key, value in same.items()}
+    twice = [member(tmp_path, 0), member(tmp_path, 1, **url)]
+    with pytest.raises(ConfigError, match=f"share a {what}: give each its own"):
+        Shards(twice)
+
+
+def test_a_table_prefix_makes_two_databases_of_one(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/0.sqlite3"
+    other = member(tmp_path, 1, database_url=url, table_prefix="b_")
+    assert Shards([member(tmp_path, 0), other]).members[1] is other
+
+
+def test_a_newest_member_needs_an_older_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two"):
+        Shards([member(tmp_path, 0)], newest="moving")
+    with pytest.raises(ConfigError, match="needs a member"):
+        Shards([])
+
+
+# -- routing --------------------------------------------------------------------------------------
+
+
+def test_tasks_without_a_key_go_to_each_member_in_turn(shards: Shards) -> None:
+    made = [shards.schedule_delay(TAG, None, 60) for _ in range(9)]
+    assert Counter(shard_of(task.id) for task in made) == {0: 3, 1: 3, 2: 3}
+    for task in made:
+        assert shards.members[shard_of(task.id)].get(task.id).id == task.id
+
+
+def test_every_process_sends_a_key_to_the_same_member(process: Process) -> None:
+    first, second = process(), process()
+    reversed_list = Shards(second.members[::-1])
+    places = Counter[int]()
+    for number in range(60):
+        task = first.schedule_delay(TAG, None, 60, key=f"k{number}")
+        places[shard_of(task.id)] += 1
+        for other in (second, reversed_list):
+            with pytest.raises(DuplicateTaskError):
+                other.schedule_at(TAG, None, task.expected_time, key=f"k{number}")
+        assert shard_of(first.new_id(TAG, f"k{number}")) == shard_of(task.id)
+    assert all(8 < places[number] < 32 for number in range(3)), places
+
+
+def test_calls_by_id_reach_the_member_of_the_id_and_no_other(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for task in one_at_each(shards):
+        for other in shards.members:
+            if other is not shards.member_of(task):
+                for method in ("get", "cancel", "reschedule", "touch", "rerun", "wait", "attempts"):
+                    monkeypatch.setattr(other, method, None)  # calling None would raise
+        assert shards.get(str(task.id)).body == {"n": 1}
+        assert shards.attempts(task) == []
+        assert shards.touch(task.id, 120).touched == [task.id]
+        assert shards.reschedule(task, delay=3600).expected_time > task.expected_time
+        with pytest.raises(WaitTimeoutError):
+            shards.wait(task, 0.01)
+        assert shards.cancel(task.id)
+        assert shards.touch(task.id, 120).gone == [task.id]
+        assert shards.wait(task.id).status is Status.CANCELLED
+        assert shards.rerun(task.id).status is Status.NOT_COMPLETE
+        assert not shards.get(task.id).is_finished
+        monkeypatch.undo()
+
+
+def test_calls_by_key_reach_the_member_of_the_key(shards: Shards) -> None:
+    for place in range(3):
+        key = key_at(shards, place)
+        task = shards.schedule_delay(TAG, None, 60, key=key)
+        assert shard_of(task.id) == place
+        assert shards.get(tag=TAG, key=key).id == task.id
+        assert shards.touch(tag=TAG, key=key, delay=120).touched == [key]
+        assert shards.reschedule(tag=TAG, key=key, delay=9).id == task.id
+        assert shards.cancel(tag=TAG, key=key).id == task.id
+        assert not shards.cancel(tag=TAG, key=key)
+
+
+def test_a_task_is_found_although_its_id_names_another_member(shards: Shards) -> None:
+    """Other programs write rows with ids that mean nothing here."""
+    for id in (17, shards.members[2].new_id()):
+        shards.members[1].schedule_delay(TAG, None, 60, id=id)
+        assert shards.get(id).id == id
+        assert shards.touch(id, 90).touched == [id]
+        assert shards.reschedule(id, 30).id == id
+        assert shards.cancel(id).id == id
+
+
+def test_a_task_that_nobody_has_is_not_found(shards: Shards) -> None:
+    id = shards.new_id()
+    assert shards.cancel(id).status is None
+    for call in (shards.get, shards.touch, shards.rerun, shards.attempts, shards.wait):
+        with pytest.raises(TaskNotFoundError, match=str(id)):
+            call(id, *[5] * (call == shards.touch))
+
+
+def test_a_call_names_one_task(shards: Shards) -> None:
+    for name in ({}, {"key": "7"}, {"task": 7, "tag": TAG, "key": "7"}):
+        with pytest.raises(InvalidScheduleError, match="name the task by its id, or by"):
+            shards.get(**name)
+
+
+def test_an_id_of_the_callers_own_selects_the_member(shards: Shards) -> None:
+    id = shards.members[2].new_id()
+    assert shards.schedule_delay(TAG, None, 60, id=id).id == id
+    assert shards.schedule_delay(TAG, None, 60, id=id).id == id
+    assert shards.members[2].get(id).id == id
+    with pytest.raises(InvalidIdError, match="no member has the shard number 9"):
+        shards.schedule_delay(TAG, None, 60, id=shards.members[0].new_id() | 9 << 17)
+
+
+def test_a_session_is_for_a_member(shards: Shards, tmp_path: Path) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path}/1.sqlite3")
+    key = key_at(shards, 1)
+    with engine.begin() as connection:
+        for call in (
+            lambda: shards.schedule_delay(TAG, None, 60, key=key, session=connection),
+            lambda: shards.find(session=connection),
+            lambda: shards.cancel(7, session=connection),
+        ):
+            with pytest.raises(InvalidScheduleError, match="session"):
+                call()
+        shards.member(TAG, key).schedule_delay(TAG, None, 60, key=key, session=connection)
+    assert shard_of(shards.get(tag=TAG, key=key).id) == 1
+    engine.dispose()
+
+
+def test_callbacks_and_messages_are_routed_like_other_tasks(shards: Shards) -> None:
+    for schedule in (shards.schedule_callback, shards.schedule_message):
+        to = "https://example.org/" if schedule == shards.schedule_callback else "invoices"
+        made = [schedule(to, {}, 60, key=f"k{number}") for number in range(9)]
+        assert len({shard_of(task.id) for task in made}) > 1
+        with pytest.raises(DuplicateTaskError):
+            schedule(to, {}, 60, key="k3")
+
+
+def test_many_tasks_go_to_their_members_in_batches(shards: Shards) -> None:
+    own = shards.members[1].new_id()
+    batches: list[int] = []
+
+    def tasks() -> Iterator[Any]:
+        yield NewTask(TAG, None, 60, id=own)
+        for number in range(11_000):
+            yield NewTask(TAG, None, 60, key=f"k{number}") if number < 30 else (TAG, None, 60)
+
+    done = shards.schedule_many(tasks(), on_batch=lambda batch: batches.append(len(batch)))
+    assert done == sum(batches) == 11_001
+    assert max(batches) <= 5000
+    assert shards.members[1].get(own).id == own
+    assert all(shards.get(tag=TAG, key=f"k{number}") for number in range(30))
+    # The batches without keys went to the members in turn.
+    assert all(len(member.find(limit=1000)) == 1000 for member in shards.members)
+
+
+def test_a_processor_is_registered_with_each_member(shards: Shards) -> None:
+    @shards.processor("mail.send", queue="mail", keep_result=True)
+    def send(body: Any) -> int:
+        return 2 * int(body)
+
+    assert send(3) == 6
+    for task in [shards.schedule_delay("mail.send", 4, 0) for _ in range(3)]:
+        assert task.queue == "mail"
+        with DelaysTester(shards.member_of(task)) as tester:
+            tester.run_due()
+        assert shards.get(task.id).result == 8
+
+
+# -- a member is unavailable ----------------------------------------------------------------------
+
+
+def test_tasks_without_a_key_avoid_a_member_that_is_unavailable(
+    process: Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards, tries = process(down=1), list[str]()
+    schedule = shards.members[1].schedule_delay
+
+    def counted(*args: Any, **options: Any) -> DelayTask:
+        tries.append("")
+        return schedule(*args, **options)
+
+    monkeypatch.setattr(shards.members[1], "schedule_delay", counted)
+    made = [shards.schedule_delay(TAG, None, 60) for _ in range(12)]
+    assert {shard_of(task.id) for task in made} == {0, 2}
+    assert len(tries) == 1
+    assert shards.schedule_many([(TAG, None, 60)] * 5) == 5
+    with pytest.raises(StoreUnavailableError):
+        shards.schedule_delay(TAG, None, 60, key=key_at(shards, 1))
+
+
+def test_a_search_has_the_tasks_of_the_others_and_goes_on_when_the_member_is_back(
+    process: Process,
+) -> None:
+    whole, down = process(), process(down=1)
+    ids = [whole.schedule_delay(TAG, None, 60 + n).id for n in range(9)]
+    page = down.find(limit=2)
+    assert page.missing == (1,)
+    assert [task.id for task in page] == [ids[0], ids[2]]
+    rest = whole.find(cursor=page.cursor)
+    assert {task.id for task in rest} == {*ids} - {ids[0], ids[2]}
+    assert down.cancel_many(tag=TAG).missing == (1,)
+    assert whole.cancel_many(tag=TAG).changed == 3
+
+
+def test_without_any_member_calls_fail(tmp_path: Path) -> None:
+    shards = Shards([unavailable(tmp_path, 0), unavailable(tmp_path, 1)])
+    for call in (
+        lambda: shards.schedule_delay(TAG, None, 60),
+        lambda: shards.find(),
+        lambda: shards.cancel_many(tag=TAG),
+    ):
+        with pytest.raises(StoreUnavailableError):
+            call()
+
+
+def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) -> None:
+    with pytest.raises(StoreUnavailableError, match=r"shards \[0, 2\] have done the call"):
+        process(down=1).each(lambda member: member.pause(tag=TAG))
+    policies = process().each(lambda member: member.policies(tag=TAG))
+    assert [bool(policies[number]) for number in range(3)] == [True, False, True]
+
+
+# -- merging --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("newest_first", [False, True])
+@pytest.mark.parametrize("limit", [1, 7, 250])
+def test_pages_of_all_members_have_each_task_once_and_in_order(
+    shards: Shards, newest_first: bool, limit: int
+) -> None:
+    now = shards.schedule_delay(TAG, None, 60).expected_time
+    new = [NewTask(TAG, None, at=now + timedelta(seconds=n % 30)) for n in range(240)]
+    for start in range(0, 240, 40):  # in turn
+        shards.schedule_many(new[start : start + 40])
+    found: list[DelayTask] = []
+    cursor = None
+    while True:
+        page = shards.find(tag=TAG, limit=limit, cursor=cursor, newest_first=newest_first)
+        found += page
+        assert len(page) <= limit
+        assert page.missing == ()
+        if (cursor := page.cursor) is None:
+            break
+    assert len({task.id for task in found}) == len(found) == 241
+    places = [(task.expected_time, task.id) for task in found]
+    assert places == sorted(places, reverse=newest_first)
+
+
+def test_a_search_holds_one_chunk_of_each_member(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in shards.members:
+        shards.schedule_many([(TAG, None, 60)] * 1000)
+    calls: list[int] = []
+    for each in shards.members:
+
+        def find(*, each_find: Any = each.find, **options: Any) -> Any:
+            calls.append(options["limit"])
+            return each_find(**options)
+
+        monkeypatch.setattr(each, "find", find)
+    assert len(shards.find(limit=50)) == 50
+    assert calls == [CHUNK] * 3
+    calls.clear()
+    assert len(shards.find(limit=1000)) == 1000
+    assert len(calls) <= 1000 / CHUNK + 3
+
+
+def test_a_wrong_cursor_or_limit_is_refused(shards: Shards) -> None:
+    for wrong in ({"limit": 0}, {"limit": 1001}, {"cursor": "nonsense"}, {"status": "GREEN"}):
+        with pytest.raises(InvalidQueryError):
+            shards.find(**wrong)
+
+
+def test_bulk_operations_add_the_members_up(shards: Shards) -> None:
+    for _ in shards.members:
+        shards.schedule_many([(TAG, None, 600)] * 4)
+    reports: list[int] = []
+    moved = shards.reschedule_many(
+        "1h", tag=TAG, actor="maria", on_progress=lambda result: reports.append(result.changed)
+    )
+    assert (moved.matched, moved.changed, moved.refused, moved.missing) == (12, 12, 0, ())
+    assert sum(reports) >= 12
+    assert shards.cancel_many(tag=TAG, dry_run=True).matched == 12
+    cancelled = shards.cancel_many(tag=TAG, actor="otto")
+    assert cancelled.changed == 12
+    assert len(cancelled.runs) == len(moved.runs) == 3
+    rerun = shards.rerun_many(tag=TAG, status="CANCELLED", actor="eva")
+    assert rerun.changed == 12
+    assert rerun.started >= cancelled.started
+    entries = shards.audit()
+    assert [entry.actor for entry in entries] == ["eva"] * 3 + ["otto"] * 3 + ["maria"] * 3
+    assert [entry.id for entry in shards.audit(limit=4)] == [entry.id for entry in entries[:4]]
+
+
+# -- adding a member ------------------------------------------------------------------------------
+
+
+def test_a_new_member_takes_keys_and_no_other_key_moves(process: Process) -> None:
+    three, four = process(3), process(4)
+    moved = 0
+    for number in range(400):
+        before, after = three.member(TAG, f"k{number}"), four.member(TAG, f"k{number}")
+        if after is four.members[3]:
+            moved += 1
+        else:
+            assert four.members.index(after) == three.members.index(before)
+    assert 60 < moved < 140
+
+
+def test_the_new_member_is_only_read_first(process: Process) -> None:
+    reading, key = process(3, "reading"), moving_key(process)
+    for _ in range(6):
+        assert shard_of(reading.schedule_delay(TAG, None, 60).id) != 2
+        assert shard_of(reading.new_id()) != 2
+    assert shard_of(reading.schedule_delay(TAG, None, 60, key=key).id) == 0
+    # A process that is one step ahead has scheduled at the new member.
+    ahead = process(3, "moving").schedule_delay(TAG, None, 60, key=f"{key}-2")
+    assert reading.get(tag=TAG, key=f"{key}-2").id == ahead.id
+    task = process(3, "moving").members[2].schedule_delay(TAG, None, 60)
+    assert reading.cancel(task.id)
+
+
+def test_a_key_stays_at_its_older_member_until_its_task_has_ended(process: Process) -> None:
+    key = moving_key(process)
+    old = process(2).schedule_delay(TAG, {"n": 1}, 60, key=key)
+    moving = process(3, "moving")
+    with pytest.raises(DuplicateTaskError):
+        moving.schedule_delay(TAG, None, 60, key=key)
+    replaced = moving.schedule_delay(TAG, {"n": 2}, 120, key=key, on_conflict="replace")
+    assert replaced.id == old.id
+    assert moving.touch(tag=TAG, key=key, delay=300).touched == [key]
+    assert [task.id for task in live(moving, key)] == [old.id]
+    assert [task.id for task in moving.misplaced()] == [old.id]
+    end(moving, replaced)
+    assert next(moving.misplaced(), None) is None
+    new = moving.schedule_delay(TAG, None, 60, key=key)
+    assert shard_of(new.id) == 2
+    settled = process(3)
+    assert settled.get(tag=TAG, key=key).id == new.id
+    assert settled.get(old.id).body == {"n": 2}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ((2, "settled"), (3, "reading")),
+        ((3, "reading"), (3, "moving")),
+        ((3, "moving"), (3, "settled")),
+    ],
+    ids=lambda step: step[1],
+)
+@pytest.mark.parametrize("on_conflict", ["keep", "replace"])
+def test_processes_of_neighbouring_steps_agree_on_the_task_of_a_key(
+    process: Process, steps: Any, on_conflict: Any
+) -> None:
+    one, other = (process(*step) for step in steps)
+    reader, places = process(3), set[int]()
+    for first, second, name in ((one, other, "a"), (other, one, "b")):
+        for key in (f"{name}{number}" for number in range(12)):
+            made = first.schedule_delay(TAG, None, 60, key=key)
+            again = second.schedule_delay(TAG, None, 90, key=key, on_conflict=on_conflict)
+            assert [task.id for task in live(reader, key)] == [again.id] == [made.id]
+            assert second.cancel(tag=TAG, key=key)
+            places.add(shard_of(made.id))
+    assert places >= {0, 1}
+
+
+# -- asyncio --------------------------------------------------------------------------------------
+
+
+def test_what_waits_has_an_asynchronous_twin() -> None:
+    without = {"member_of", "misplaced", "new_id", "processor", "wait"}
+    methods = {name for name, _ in inspect.getmembers(Shards, inspect.isfunction)}
+    waiting = {name for name in methods if name[0] != "_" and f"a{name}" in methods}
+    twins = {f"a{name}" for name in waiting}
+    assert {name for name in methods if name[0] != "_"} - waiting - twins == {*without, "await_"}
+
+
+def test_twins_call_the_right_members(shards: Shards) -> None:
+    async def work() -> None:
+        made = [await shards.aschedule_delay(TAG, n, 60) for n in range(3)]
+        assert [shard_of(task.id) for task in made] == [0, 1, 2]
+        assert (await shards.aget(made[1].id)).body == 1
+        assert await shards.atouch(made[1].id, 90)
+        assert (await shards.areschedule(made[1].id, delay=0)).id == made[1].id
+        assert await shards.acancel(made[2].id)
+        assert await shards.aattempts(made[2].id) == []
+        assert (await shards.arerun(made[2].id)).id == made[2].id
+        assert await shards.aschedule_many([(TAG, None, 60)] * 3) == 3
+        assert len(await shards.afind(tag=TAG)) == 6
+        assert (await shards.areschedule_many("1h", tag=TAG)).changed == 6
+        assert (await shards.acancel_many(tag=TAG)).changed == 6
+        assert (await shards.arerun_many(tag=TAG, status="CANCELLED")).changed == 6
+        assert len(await shards.aaudit()) == 9
+        assert await shards.aeach(lambda member: member.settings.shard) == {0: 0, 1: 1, 2: 2}
+        key = key_at(shards, 2)
+        assert await shards.amember(TAG, key) is shards.members[2]
+        task = await shards.aschedule_at(TAG, 5, made[0].expected_time, key=key)
+        waiting = asyncio.create_task(shards.await_(tag=TAG, key=key, timeout=30))
+        by_id = asyncio.create_task(shards.await_(task.id, 30))
+        assert await shards.acancel(tag=TAG, key=key)
+        assert (await by_id).status is Status.CANCELLED
+        assert (await waiting).id == task.id
+        with pytest.raises(TaskNotFoundError):
+            await shards.await_(shards.new_id(), 1)
+        await shards.aclose()
+
+    asyncio.run(work())

@@ -49,7 +49,7 @@ def _check(command: list[str]) -> None:
 #: The public names, without the errors.
 VALUES = """
 Attempt AuditEntry BulkResult Cancel CancelResult DelayTask DelayTasks Done Fail LEVELS LogFormatter
-NOTIFY NewTask Page Policy Processor Retry RetrySchedule Snooze Status TouchResult
+NOTIFY NewTask Page Policy Processor Retry RetrySchedule Shards Snooze Status TouchResult
 """.split()
 FUNCTIONS = """
 apply_async attempts audit cancel cancel_many clear_policy find get new_id pause policies

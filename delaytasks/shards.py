@@ -1,0 +1,546 @@
+"""`Shards`: several `DelayTasks` used as one, each with a database and a namespace of its own.
+
+Nothing below this class knows about it. It decides which member a call is for, and calls that
+member:
+
+- A new task with a key goes to the member that a hash of tag and key selects. A new task without a
+  key goes to each member in turn.
+- An id contains the number of the member that made it (`delaytasks_shard`), so a call that names a
+  task by its id asks this member first. Ids of other programs contain arbitrary numbers, so the
+  other members are asked if this member does not have the task.
+- `find`, bulk operations and the audit ask every member, and merge the answers.
+
+No row moves when a member is added at the end of the list. The parameter `newest` says which step
+of adding it has been reached, and decides where a key is looked up (docs/shards.md).
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import blake2b
+from operator import attrgetter, methodcaller
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
+
+from delaytasks.client import DelayTasks
+from delaytasks.core import errors
+from delaytasks.core.bulk import AuditEntry, BulkResult
+from delaytasks.core.callbacks import CALLBACK, MESSAGE
+from delaytasks.core.clock import monotonic
+from delaytasks.core.durations import Delay
+from delaytasks.core.ids import shard_of
+from delaytasks.core.inputs import check_page_limit
+from delaytasks.core.new_task import NewTask, new_task_of
+from delaytasks.core.page import Page
+from delaytasks.core.states import LIVE
+from delaytasks.core.task import DelayTask, id_of
+from delaytasks.twins import twin
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Name = int | str | DelayTask | None
+Step = Literal["reading", "moving", "settled"]
+#: A member that was unavailable gets no tasks without a key for this time, if others are available.
+REST_S = 5.0
+#: The rows of each member that a search holds in memory.
+CHUNK = 100
+COUNTS = ("matched", "changed", "refused")
+
+
+@dataclass(frozen=True, slots=True)
+class MergedPage(Page):
+    """A `Page` of the tasks of all members.
+
+    Attributes
+    ----------
+    missing
+        The numbers of the members that were unavailable. Their tasks are not in the page. The next
+        page has them if the members are available by then.
+
+    Examples
+    --------
+    >>> shards.find(status="FAILED").missing
+    (2,)
+    """
+
+    missing: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class MergedResult(BulkResult):
+    """A `BulkResult` with the sums of all members, the first start, and all audit entries.
+
+    Attributes
+    ----------
+    missing
+        The numbers of the members that were unavailable, or became unavailable before the end.
+
+    Examples
+    --------
+    >>> shards.cancel_many(tag="mail.send").missing
+    ()
+    """
+
+    missing: tuple[int, ...] = ()
+
+
+Method = Callable[Concatenate[DelayTasks, P], T]
+MethodOfShards = Callable[Concatenate["Shards", P], T]
+Down = dict[int, errors.StoreUnavailableError]
+
+# Each of the next functions makes a method of `Shards` from a method of `DelayTasks`, with the same
+# parameters.
+
+
+def _calling(method: Method[P, T], /, *args: Any, **options: Any) -> Callable[[DelayTasks], T]:
+    if options.get("session") is not None:
+        raise errors.InvalidScheduleError("with session=, call shards.member(tag, key) itself")
+    return methodcaller(method.__name__, *args, **options)
+
+
+def _for_new(method: Method[P, T], tag: str | None = None) -> MethodOfShards[P, T]:
+    """Schedule at the member for the task, or at any member."""
+
+    def call(self: Shards, /, *args: Any, **options: Any) -> Any:
+        name = tag or options.get("tag") or args[0]
+        members = self._members_for(name, options.get("key"), options.get("id"))
+        run = _calling(method, *args, **options)
+        return self._first_available(members or self._in_turn(), run)
+
+    return functools.wraps(method)(call)
+
+
+def _for_batches(method: Method[P, int]) -> MethodOfShards[P, int]:
+    """Schedule each batch at the members for its tasks. All tasks that may be anywhere go to one
+    member, so that they are one transaction."""
+
+    def call(self: Shards, /, tasks: Iterable[Any], **options: Any) -> int:
+        # Imported here: a process that only imports delaytasks does not need it.
+        from delaytasks.scheduling.producer import BULK
+
+        total, source = 0, map(new_task_of, tasks)
+        while batch := list(itertools.islice(source, BULK)):
+            parts: dict[tuple[DelayTasks, ...], list[NewTask]] = {}
+            anywhere = self._in_turn()
+            for new in batch:
+                members = self._members_for(new.tag, new.key, new.id) or anywhere
+                parts.setdefault(members, []).append(new)
+            for members, part in parts.items():
+                total += self._first_available(members, _calling(method, part, **options))
+        return total
+
+    return functools.wraps(method)(call)  # type: ignore[return-value]
+
+
+def _for_one(method: Method[P, T]) -> MethodOfShards[P, T]:
+    """Ask one member after the other until one has the task."""
+
+    def call(self: Shards, /, task: Any = None, *args: Any, **options: Any) -> Any:
+        ask = _calling(method, task, *args, **options)
+        return self._ask_in_turn(ask, task, options.get("tag"), options.get("key"))
+
+    return functools.wraps(method)(call)
+
+
+def _for_all(method: Method[P, BulkResult]) -> MethodOfShards[P, MergedResult]:
+    """Change the tasks of one member after the other, and add up the counts."""
+
+    def call(self: Shards, /, *args: Any, **options: Any) -> MergedResult:
+        found, down = self._ask_all(_calling(method, *args, **options))
+        if not found:
+            raise next(iter(down.values()))
+        matched, changed, refused = (sum(map(attrgetter(a), found.values())) for a in COUNTS)
+        started = min(result.started for result in found.values())
+        runs = tuple(run for result in found.values() for run in result.runs)
+        return MergedResult(matched, changed, refused, started, runs, tuple(down))
+
+    return functools.wraps(method)(call)
+
+
+def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
+    """Read a page of all members. Each member is read in chunks, as far as the page needs."""
+
+    def call(self: Shards, /, cursor: Any = None, limit: int = 100, **options: Any) -> MergedPage:
+        from delaytasks.storage.pages import make_cursor
+
+        check_page_limit(limit)
+        # A cursor has the position in each member. A member that was added since has none.
+        positions = dict(zip(self._by_number, (cursor or "").split("."), strict=False))
+        down: Down = {}
+
+        def rows(number: int, member: DelayTasks) -> Iterator[tuple[DelayTask, int]]:
+            try:
+                for task in _search(member, positions.get(number), **options):
+                    yield task, number
+            except errors.StoreUnavailableError as error:
+                down[number] = error
+
+        merged = heapq.merge(
+            *itertools.starmap(rows, self._by_number.items()),
+            key=lambda row: (row[0].expected_time, row[0].id),
+            reverse=options.get("newest_first", False),
+        )
+        taken = list(itertools.islice(merged, limit))
+        has_more = next(merged, None) is not None
+        if len(down) == len(self.members):
+            raise next(iter(down.values()))
+        positions |= {number: make_cursor(task) for task, number in taken}
+        after = ".".join(positions.get(number, "") for number in self._by_number)
+        return MergedPage([task for task, _ in taken], after if has_more else None, tuple(down))
+
+    return functools.wraps(method)(call)  # type: ignore[return-value]
+
+
+def _search(member: DelayTasks, cursor: str | None = None, **filters: Any) -> Iterator[DelayTask]:
+    """Yield the tasks of a member that match, and hold `CHUNK` of them in memory."""
+    while True:
+        page = _calling(DelayTasks.find, cursor=cursor or None, limit=CHUNK, **filters)(member)
+        yield from page
+        if (cursor := page.cursor) is None:
+            return
+
+
+class Shards:
+    """Several `DelayTasks` used as one.
+
+    The methods have the parameters, results and errors of the methods of `DelayTasks` with the
+    same names, except that `session` is refused. In a transaction of your own, call the member
+    whose database it is on. What waits has an asynchronous twin, such as `acancel` for `cancel`.
+
+    Parameters
+    ----------
+    members
+        The `DelayTasks`, a new one at the end. Each has a Celery app of its own, and a
+        `delaytasks_shard`, a namespace and a database that no other member has.
+    newest
+        What the last member is used for: `"reading"`, `"moving"`, or `"settled"`. A member is
+        added in these three steps, so that processes of two neighbouring steps can run
+        simultaneously. With `"reading"` it gets no new tasks. With `"moving"` it does, and a key
+        stays at its older member as long as a live task has it there. With `"settled"`, keys are
+        no longer looked up at older members.
+
+    Raises
+    ------
+    ConfigError
+        If two members have the same number, namespace or database.
+
+    Examples
+    --------
+    >>> shards = Shards([DelayTasks(app_0, url_0, shard=0, namespace="shop-0"),
+    ...                  DelayTasks(app_1, url_1, shard=1, namespace="shop-1")])
+    >>> task = shards.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+    >>> shards.cancel(task.id)
+    """
+
+    def __init__(self, members: Iterable[DelayTasks], *, newest: Step = "settled") -> None:
+        self.members: Sequence[DelayTasks] = tuple(members)
+        if len(self.members) < (1 if newest == "settled" else 2):
+            raise errors.ConfigError("Shards needs a member; with newest=reading or moving, two")
+        for what, fact in _DISTINCT.items():
+            if len({fact(member.settings) for member in self.members}) < len(self.members):
+                raise errors.ConfigError(f"members of Shards share a {what}: give each its own")
+        self._newest = newest
+        self._by_number = {member.settings.shard: member for member in self.members}
+        self._turns = itertools.count()
+        self._rests_until: dict[DelayTasks, float] = {}
+        self._run_async = self.members[0]._run_async  # its threads call the other members as well
+
+    # -- choose a member --------------------------------------------------------------------------
+
+    def member(self, tag: str, key: str) -> DelayTasks:
+        """Return the member that has the live task with a key, or else the one for new tasks.
+
+        Parameters
+        ----------
+        tag, key
+            The tag and key.
+
+        Returns
+        -------
+        DelayTasks
+            The member, for calls with `session=`.
+
+        Examples
+        --------
+        >>> member = shards.member("order.close", "7")
+        >>> member.schedule_delay("order.close", {"order": 7}, 1800, key="7", session=session)
+        """
+        place, *others = self._places(tag, key)
+        for other in others:
+            with suppress(errors.TaskNotFoundError):
+                other.get(tag=tag, key=key)
+                return other
+        return place
+
+    def member_of(self, task: int | str | DelayTask) -> DelayTasks:
+        """Return the member that made the id of a task.
+
+        Parameters
+        ----------
+        task
+            The id, or a task that was read.
+
+        Returns
+        -------
+        DelayTasks
+            The member.
+
+        Raises
+        ------
+        InvalidIdError
+            If no member has the number that the id contains.
+
+        Examples
+        --------
+        >>> shards.member_of(task).cancel(task, session=session)
+        """
+        number = shard_of(id_of(task))
+        if number not in self._by_number:
+            raise errors.InvalidIdError(f"no member has the shard number {number} of the id")
+        return self._by_number[number]
+
+    def each(self, call: Callable[[DelayTasks], T]) -> dict[int, T]:
+        """Call a function with every member, such as to pause a tag or to read statistics.
+
+        Parameters
+        ----------
+        call
+            A function of one `DelayTasks`.
+
+        Returns
+        -------
+        dict
+            The results by the numbers of the members.
+
+        Raises
+        ------
+        StoreUnavailableError
+            If a member is unavailable. The others were called, and the message names them.
+
+        Examples
+        --------
+        >>> shards.each(lambda member: member.pause(tag="mail.send"))
+        >>> shards.each(lambda member: member.statistics.totals(since="1h"))
+        """
+        results, down = self._ask_all(call)
+        if down:
+            error = next(iter(down.values()))
+            raise errors.StoreUnavailableError(f"{error} (shards {[*results]} have done the call)")
+        return results
+
+    amember, aeach = twin(member), twin(each)
+
+    # -- schedule ---------------------------------------------------------------------------------
+
+    schedule_delay = _for_new(DelayTasks.schedule_delay)
+    schedule_at = _for_new(DelayTasks.schedule_at)
+    schedule_callback = _for_new(DelayTasks.schedule_callback, CALLBACK)
+    schedule_message = _for_new(DelayTasks.schedule_message, MESSAGE)
+    aschedule_delay, aschedule_at = twin(schedule_delay), twin(schedule_at)
+    aschedule_callback, aschedule_message = twin(schedule_callback), twin(schedule_message)
+
+    def new_id(self, tag: str | None = None, key: str | None = None) -> int:
+        """Return an unused id of the member to which a new task goes. See `DelayTasks.new_id`.
+
+        Parameters
+        ----------
+        tag, key
+            The tag and key of the task, if it will have a key.
+
+        Examples
+        --------
+        >>> id = shards.new_id("order.close", "7")
+        """
+        members = self._members_for(tag or "", key, None) or self._in_turn()
+        return self._first_available(members, lambda member: member.new_id(tag, key))
+
+    # -- one task ---------------------------------------------------------------------------------
+
+    cancel = _for_one(DelayTasks.cancel)
+    reschedule = _for_one(DelayTasks.reschedule)
+    touch = _for_one(DelayTasks.touch)
+    rerun = _for_one(DelayTasks.rerun)
+    get = _for_one(DelayTasks.get)
+    attempts = _for_one(DelayTasks.attempts)
+    wait = _for_one(DelayTasks.wait)
+    acancel, areschedule, atouch = twin(cancel), twin(reschedule), twin(touch)
+    arerun, aget, aattempts = twin(rerun), twin(get), twin(attempts)
+
+    async def await_(
+        self, task: Name = None, timeout: Delay | None = None, **key: Any
+    ) -> DelayTask:
+        """Wait until a task has ended. This is the asynchronous twin of `wait`.
+
+        Examples
+        --------
+        >>> (await shards.await_(task, "30s")).result
+        """
+
+        def having(member: DelayTasks) -> DelayTasks:
+            member.get(task, **key)
+            return member
+
+        name = (task, key.get("tag"), key.get("key"))
+        member: DelayTasks = await self._run_async(self._ask_in_turn, having, *name)
+        return await member.await_(task, timeout, **key)
+
+    # -- many tasks -------------------------------------------------------------------------------
+
+    schedule_many = _for_batches(DelayTasks.schedule_many)
+    find = _merged(DelayTasks.find)
+    cancel_many = _for_all(DelayTasks.cancel_many)
+    reschedule_many = _for_all(DelayTasks.reschedule_many)
+    rerun_many = _for_all(DelayTasks.rerun_many)
+    acancel_many, areschedule_many = twin(cancel_many), twin(reschedule_many)
+    arerun_many, aschedule_many = twin(rerun_many), twin(schedule_many)
+
+    def audit(self, *, limit: int = 100) -> list[AuditEntry]:
+        """Read what bulk operations have done in all members. See `DelayTasks.audit`.
+
+        Examples
+        --------
+        >>> shards.audit(limit=1)[0].actor
+        'maria'
+        """
+        entries = self.each(lambda member: member.audit(limit=limit)).values()
+        merged = heapq.merge(*entries, key=attrgetter("id"), reverse=True)
+        return list(itertools.islice(merged, limit))
+
+    afind, aaudit = twin(find), twin(audit)
+
+    def misplaced(self) -> Iterator[DelayTask]:
+        """Find the live tasks whose keys now belong to another member, because one was added.
+
+        Yields
+        ------
+        DelayTask
+            A task. Without any, the last member is settled.
+
+        Examples
+        --------
+        >>> next(shards.misplaced(), None) is None
+        True
+        """
+        for member in self.members:
+            for task in _search(member, status=list(LIVE)):
+                if task.key and self._home(task.tag, task.key, self.members) is not member:
+                    yield task
+
+    # -- processors and connections ---------------------------------------------------------------
+
+    def processor(self, tag: str, **options: Any) -> Callable[[T], T]:
+        """Register the decorated function with every member. See `DelayTasks.processor`.
+
+        Returns
+        -------
+        callable
+            A decorator that returns the function itself.
+
+        Examples
+        --------
+        >>> @shards.processor("order.close", retries="15s 3m 10m")
+        ... def close_order(body): ...
+        """
+
+        def decorate(function: Any) -> Any:
+            for member in self.members:
+                member.processor(tag, **options)(function)
+            return function
+
+        return decorate
+
+    def close(self) -> None:
+        """Arm what waits to be armed, and close all connections. A later call opens them again.
+
+        Examples
+        --------
+        >>> shards.close()
+        """
+        for member in self.members:
+            member.close()
+
+    async def aclose(self) -> None:
+        """Close all connections. This is the asynchronous twin of `close`.
+
+        Examples
+        --------
+        >>> await shards.aclose()
+        """
+        for member in self.members:
+            await member.aclose()
+
+    # -- internal ---------------------------------------------------------------------------------
+
+    def _places(self, tag: str, key: str) -> list[DelayTasks]:
+        """Return the member for new tasks with a key, and the one that may still have a task."""
+        homes = [self._home(tag, key, self.members)]
+        if self._newest != "settled":
+            homes.append(self._home(tag, key, self.members[:-1]))
+        return list(dict.fromkeys(homes[::-1] if self._newest == "reading" else homes))
+
+    @staticmethod
+    def _home(tag: str, key: str, members: Sequence[DelayTasks]) -> DelayTasks:
+        """Select a member by rendezvous hashing: a new member takes keys from every other member,
+        and no key moves between the others."""
+        name = f"{tag}\0{key}".encode(errors="surrogatepass")
+
+        def weight(member: DelayTasks) -> bytes:
+            return blake2b(name, digest_size=8, salt=b"%d" % member.settings.shard).digest()
+
+        return max(members, key=weight)
+
+    def _members_for(self, tag: str, key: str | None, id: int | None) -> tuple[DelayTasks, ...]:
+        """Return the member that a new task goes to. Without any, it may go to all members."""
+        if key is not None:
+            return (self.member(tag, key),)
+        return () if id is None else (self.member_of(id),)
+
+    def _in_turn(self) -> tuple[DelayTasks, ...]:
+        """Return the next member, and then the others; those that were unavailable come last."""
+        members = self.members[:-1] if self._newest == "reading" else self.members
+        first, now = next(self._turns) % len(members), monotonic()
+        order = [*members[first:], *members[:first]]
+        return tuple(sorted(order, key=lambda member: self._rests_until.get(member, 0) > now))
+
+    def _first_available(self, members: Sequence[DelayTasks], call: Callable[[DelayTasks], T]) -> T:
+        for member in members[:-1]:
+            try:
+                return call(member)
+            except errors.StoreUnavailableError:
+                self._rests_until[member] = monotonic() + REST_S
+        return call(members[-1])
+
+    def _ask_in_turn(self, ask: Callable[[DelayTasks], T], task: Any, *name: Any) -> T:
+        """Ask the member that most likely has the task, and then the others."""
+        if None not in name:
+            members = self._places(*name)[::-1]
+        else:  # without any name, the first member raises the error
+            number = None if task is None else shard_of(id_of(task))
+            members = sorted(self.members, key=lambda member: member.settings.shard != number)
+        for member in members[:-1]:
+            with suppress(errors.TaskNotFoundError):
+                # `cancel` returns a result without a status instead of this error.
+                if getattr(result := ask(member), "status", "") is not None:
+                    return result
+        return ask(members[-1])
+
+    def _ask_all(self, ask: Callable[[DelayTasks], T]) -> tuple[dict[int, T], Down]:
+        results: dict[int, T] = {}
+        down: Down = {}
+        for number, member in self._by_number.items():
+            try:
+                results[number] = ask(member)
+            except errors.StoreUnavailableError as error:
+                down[number] = error
+        return results, down
+
+
+_DISTINCT: dict[str, Callable[[Any], object]] = {
+    "delaytasks_shard": lambda s: s.shard,
+    "delaytasks_namespace": lambda s: s.namespace,
+    "database": lambda s: (s.database_url or s.data_dir, s.table_prefix, s.table_schema),
+}
