@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import celery
 from celery import signals
+from celery.app import utils
+from celery.utils.log import get_logger
 
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.interception.send_task import intercept
-from delaytasks.worker.celery_compat.beat_log import quiet_beats
-from delaytasks.worker.celery_compat.celery_version import check_celery
-from delaytasks.worker.celery_compat.masked_settings import mask_settings
+from delaytasks.timers.eta import SWEEP
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
     from delaytasks.wiring import Wired
     from delaytasks.worker.processes import Processes
 
+logger = get_logger(__name__)
+
+
 ENTRY_POINTS = "delaytasks.processors"
+#: The oldest release of Celery that delaytasks supports and is tested with.
+OLDEST_CELERY = (5, 5)
+#: The newest release of Celery that delaytasks is tested with. A worker with a newer one logs a
+#: warning.
+NEWEST_TESTED_CELERY = (5, 7)
 
 
 def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
@@ -34,8 +46,8 @@ def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
     quiet_beats()
     mask_settings()
     celery_app.steps["worker"].add("delaytasks.worker.bootsteps:DelaysStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.celery_compat.message_guard:GuardStep")
-    celery_app.steps["consumer"].add("delaytasks.worker.celery_compat.reconnecting:ReconnectStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:GuardStep")
+    celery_app.steps["consumer"].add("delaytasks.worker.broker_connection:ReconnectStep")
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
@@ -81,3 +93,78 @@ def import_entry_points() -> None:
     """Import the processors of installed packages, which name them as entry points."""
     for point in metadata.entry_points(group=ENTRY_POINTS):
         point.load()
+
+
+class SweepsAtDebug(logging.Filter):
+    """Changes the level of `Scheduler: Sending due task … (delaytasks.sweep)` to DEBUG.
+
+    `celery.beat.Scheduler.apply_entry` logs this message at INFO. All other records stay as they
+    are.
+    """
+
+    def __init__(self, logger: logging.Logger) -> None:
+        super().__init__()
+        self._logger = logger
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if (
+            record.levelno != logging.INFO
+            or not isinstance(record.args, tuple)
+            or SWEEP not in record.args
+        ):
+            return True
+        record.levelno, record.levelname = logging.DEBUG, logging.getLevelName(logging.DEBUG)
+        return self._logger.isEnabledFor(logging.DEBUG)
+
+
+def quiet_beat(**_: Any) -> None:
+    logger = logging.getLogger("celery.beat")
+    if not any(isinstance(known, SweepsAtDebug) for known in logger.filters):
+        logger.addFilter(SweepsAtDebug(logger))
+
+
+def quiet_beats() -> None:
+    """Add the filter to a beat process and to a beat inside a worker (`celery worker -B`)."""
+    for starting in (signals.beat_init, signals.beat_embedded_init):
+        starting.connect(quiet_beat, weak=False, dispatch_uid="delaytasks.quiet_beat")
+
+
+def check_celery() -> None:
+    """Raise `ConfigError` if the installed Celery is older than `OLDEST_CELERY`.
+
+    If it is newer than `NEWEST_TESTED_CELERY`, each worker of this process logs a warning at start.
+    """
+    if tuple(celery.VERSION[:2]) < OLDEST_CELERY:
+        oldest = _shown(OLDEST_CELERY)
+        raise ConfigError(
+            f"Celery {celery.__version__} is installed, and delaytasks needs Celery {oldest} or "
+            f"newer; run: pip install --upgrade 'celery>={oldest}'"
+        )
+    signals.celeryd_after_setup.connect(
+        warn_of_untested_celery, weak=False, dispatch_uid="delaytasks.celery_version"
+    )
+
+
+def warn_of_untested_celery(**_: Any) -> None:
+    if tuple(celery.VERSION[:2]) > NEWEST_TESTED_CELERY:
+        newest = _shown(NEWEST_TESTED_CELERY)
+        logger.warning(
+            "delaytasks: Celery %s is installed, and the newest release that this version of "
+            "delaytasks was tested with is %s. delaytasks uses parts of Celery that may change "
+            "in any release. Upgrade delaytasks, or run: pip install 'celery~=%s.0'",
+            celery.__version__,
+            newest,
+            newest,
+        )
+
+
+def _shown(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def mask_settings() -> None:
+    """Extend Celery's pattern of hidden settings, for all apps of this process."""
+    known: re.Pattern[str] = utils.HIDDEN_SETTINGS
+    names = [PREFIX + name for name in secret_names() if not known.search(PREFIX + name)]
+    if names:
+        utils.HIDDEN_SETTINGS = re.compile("|".join([known.pattern, *names]), known.flags)

@@ -9,12 +9,15 @@ from celery import bootsteps
 from celery.utils.log import get_logger
 
 from delaytasks.core.text import one_line
+from delaytasks.worker.broker_connection import bound_connections
 from delaytasks.worker.building import build_runtime
-from delaytasks.worker.celery_compat.broker_outage import bound_connections
-from delaytasks.worker.celery_compat.consumed_queues import add_queues
-from delaytasks.worker.celery_compat.inspect_rows import show_rows
-from delaytasks.worker.celery_compat.stopping import end_chunks_on_cold_shutdown
-from delaytasks.worker.celery_compat.versions import let_threads_wake, obey_signals_without_output
+from delaytasks.worker.celery_patches import (
+    add_queues,
+    end_chunks_on_cold_shutdown,
+    let_threads_wake,
+    obey_signals_without_output,
+    show_rows,
+)
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import logical_queues

@@ -11,7 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.cancel_request import INTERRUPT
-from delaytasks.worker.celery_compat.pool_results import running_pids
+from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.requested_runs import SIGNAL
 
 if TYPE_CHECKING:

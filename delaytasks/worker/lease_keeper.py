@@ -18,7 +18,7 @@ from delaytasks.core.loop import Loop
 from delaytasks.core.settings import Settings
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.processors.registry import Registry
-from delaytasks.worker.celery_compat.pool_results import running_pids
+from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.worker_shares import serves
 
 if TYPE_CHECKING:

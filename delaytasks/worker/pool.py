@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 from celery.concurrency import solo
 
 from delaytasks.core.clock import monotonic
-from delaytasks.worker.celery_compat.pool_results import (
+from delaytasks.worker.celery_patches import (
     is_forgotten,
+    mark_busy,
     pids_with,
     process_ids,
     process_with,
     put_back,
     without_time_limits,
 )
-from delaytasks.worker.celery_compat.versions import mark_busy
 from delaytasks.worker.chunk_request import ChunkRequest, run_chunk
 
 #: After the pool did not take a chunk, it is sent none for this long.

@@ -21,8 +21,8 @@ from delaytasks.processors.registry import Registry
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.statistics.writer import StatisticsWriter, write_last
 from delaytasks.timers.timing_wheel import WheelThread
-from delaytasks.worker.celery_compat.last_read import stop_reading
-from delaytasks.worker.celery_compat.pool_results import running_pids
+from delaytasks.worker.broker_connection import stop_reading
+from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.processes import Processes, logical_queues

@@ -23,7 +23,7 @@ from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.wiring import Wired, use_direct_timer, wiring_of
 from delaytasks.worker.building import build_runtime
-from delaytasks.worker.celery_compat.pool_results import running_pids
+from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.time_limits import check_time_limits

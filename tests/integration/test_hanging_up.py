@@ -11,7 +11,7 @@ import pytest
 from kombu import Connection, Consumer, Queue
 from redis import Redis
 
-from delaytasks.worker.celery_compat.last_read import stop_reading
+from delaytasks.worker.broker_connection import stop_reading
 from tests.running import delete_keys
 from tests.waiting import wait_until
 

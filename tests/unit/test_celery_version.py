@@ -10,8 +10,8 @@ import celery
 import pytest
 from celery import signals
 
+from delaytasks.attachment import NEWEST_TESTED_CELERY, OLDEST_CELERY
 from delaytasks.core.errors import ConfigError
-from delaytasks.worker.celery_compat.versions import NEWEST_TESTED_CELERY, OLDEST_CELERY
 from tests.celery_shapes import Records
 from tests.recording import delays_on
 
@@ -51,7 +51,7 @@ def warnings_at_start(version: tuple[object, ...], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(celery, "VERSION", version)
     monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
     handler = Records()
-    logger = logging.getLogger("delaytasks.worker.celery_compat.celery_version")
+    logger = logging.getLogger("delaytasks.attachment")
     logger.addHandler(handler)
     try:
         delays_on("sqlite://").close()

@@ -12,7 +12,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.wiring import wiring_of
-from delaytasks.worker.celery_compat.consumed_queues import add_queues
+from delaytasks.worker.celery_patches import add_queues
 from delaytasks.worker.processes import logical_queues
 
 MAPPING = {

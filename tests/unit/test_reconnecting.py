@@ -19,8 +19,12 @@ from kombu.exceptions import OperationalError
 from kombu.simple import SimpleQueue
 from kombu.utils import functional
 
-from delaytasks.worker.celery_compat.broker_outage import call_in_background, turn_event_loop
-from delaytasks.worker.celery_compat.reconnecting import RECONNECT_PAUSE_S, ReconnectStep
+from delaytasks.worker.broker_connection import (
+    RECONNECT_PAUSE_S,
+    ReconnectStep,
+    call_in_background,
+    turn_event_loop,
+)
 from tests.redis_server import RedisServer
 from tests.waiting import wait_until
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from celery.apps import worker as celery_worker
 
-from delaytasks.worker.celery_compat import versions
+from delaytasks.worker import celery_patches as versions
 
 
 @pytest.mark.parametrize("celery", [(5, 5), (5, 6)])

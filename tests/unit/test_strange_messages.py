@@ -27,7 +27,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN, SWEEP
 from delaytasks.wiring import wiring_of
-from delaytasks.worker.celery_compat.message_guard import GuardStep
+from delaytasks.worker.broker_connection import GuardStep
 from tests.fuzzing import fuzz, json_like
 from tests.unit.runtime_harness import WorkerDouble, make_runtime
 

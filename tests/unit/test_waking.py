@@ -8,7 +8,7 @@ import threading
 import pytest
 from kombu.asynchronous import Hub
 
-from delaytasks.worker.celery_compat.versions import let_threads_wake
+from delaytasks.worker.celery_patches import let_threads_wake
 from tests.waiting import wait_until
 
 

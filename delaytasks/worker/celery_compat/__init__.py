@@ -1,1 +1,0 @@
-"""Everything that patches or works around Celery, kombu or billiard."""
