@@ -18,7 +18,7 @@ from sqlalchemy import Connection
 from delaytasks.core.settings import load_settings
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.database import Database, normalize_url
-from delaytasks.storage.migrations import comparison, exclusively, urls_of, version_table
+from delaytasks.storage.migrations import comparison, exclusively, url_of, version_table
 from delaytasks.storage.schema import build_schema
 
 config = context.config
@@ -35,7 +35,7 @@ settings = load_settings(
 )
 given: dict[str, Any] = {**context.get_x_argument(as_dictionary=True), **config.attributes}
 one: str | None = given.get("url") or config.get_main_option("sqlalchemy.url")
-urls = [one] if one else urls_of(settings)
+url = one or url_of(settings)
 prefix: str = given.get("prefix", settings.table_prefix)
 schema: str | None = given.get("schema", settings.table_schema) or None
 
@@ -80,7 +80,7 @@ def migrate(connection: Connection) -> None:
 
 if context.is_offline_mode():
     context.configure(
-        url=normalize_url(urls[0]),
+        url=normalize_url(url),
         literal_binds=True,
         dialect_opts={"paramstyle": "named"},
         **options,
@@ -90,10 +90,9 @@ if context.is_offline_mode():
 elif "connection" in given:
     migrate(given["connection"])
 else:
-    for url in urls:
-        database = Database(url)
-        if command_name not in ("current", "check"):
-            sqlite_file.create(database.url)
-        with database.begin() as mine:
-            migrate(mine)
-        database.dispose()
+    database = Database(url)
+    if command_name not in ("current", "check"):
+        sqlite_file.create(database.url)
+    with database.begin() as mine:
+        migrate(mine)
+    database.dispose()

@@ -12,8 +12,8 @@ from benchmarks import machine, redis_server
 from benchmarks.ours import app, delays
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, broker_url, redis_url
 from benchmarks.waiting import BenchError
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.eta import RUN
-from delaytasks.wiring import wiring_of
 
 IS_REDIS = redis_url() == broker_url()
 
@@ -96,7 +96,7 @@ def take_armed() -> list[int]:
     """Remove all messages of the eta timer that wait for a worker, and return their ids."""
     found: list[int] = []
     with app.connection_for_write() as connection:
-        queue: Any = wiring_of(delays).publisher.queue(delays.settings.default_queue)(
+        queue: Any = runtime_of(delays).publisher.queue(delays.settings.default_queue)(
             connection.default_channel
         )
         queue.declare()

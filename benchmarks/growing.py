@@ -1,4 +1,4 @@
-"""A deployment with the databases that BENCH_DATABASE_URLS lists, separated by blanks."""
+"""A deployment with the database of BENCH_DATABASE_URL."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import os
 
 from benchmarks import ours
 
-app, delays = ours.make("bench_growing", databases=os.environ["BENCH_DATABASE_URLS"].split())
+app, delays = ours.make("bench_growing", database=os.environ["BENCH_DATABASE_URL"])
 delays.processor(ours.WORK)(ours.work)

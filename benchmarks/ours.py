@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from celery import Celery
@@ -31,7 +30,7 @@ ABORT = "bench.abort"
 
 
 def make(
-    name: str, timer: str = "eta", databases: Sequence[str] = (), **settings: Any
+    name: str, timer: str = "eta", database: str = "", **settings: Any
 ) -> tuple[Celery, DelayTasks]:
     made = Celery(name, broker=broker_url(), set_as_current=False)
     # The same settings as in the project's celeryconfig.py. Only one Celery task uses the queue.
@@ -47,7 +46,7 @@ def make(
         settings |= {"timer": timer}
     found = DelayTasks(
         made,
-        [*databases] or database_url(),
+        database or database_url(),
         namespace=NAMESPACES[timer],
         table_prefix=TABLE_PREFIX,
         callback_allow="127.0.0.1",

@@ -14,7 +14,7 @@ from benchmarks.notes import Notes
 from benchmarks.processes import BenchmarkProcess
 from benchmarks.settings import BARE_QUEUE
 from benchmarks.waiting import BenchError, TooSlowError, instant, wait_until, wall
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 START_S = 60.0
 #: The tasks that new workers run before a measurement, to load code and open connections.
@@ -173,7 +173,7 @@ class Ours(Side):
     app_path = "benchmarks.ours:app"
 
     def connect(self) -> None:
-        wiring_of(self.delays).clock.now()
+        runtime_of(self.delays).clock.now()
 
     def schedule(self, due: float) -> None:
         self.delays.schedule_at(ours.TAG, {"due": due}, instant(due))

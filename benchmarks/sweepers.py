@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks import ours
 from benchmarks.processes import BenchmarkProcess
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: All rows of the table are near.
 HORIZON_S = 1200.0
@@ -39,12 +39,12 @@ def sweep_concurrently(partitions: int, folder: Path, deadline_s: float) -> floa
 def _main() -> None:
     partition, partitions = int(sys.argv[1]), int(sys.argv[2])
     app, delays = ours.make("bench_sweeper", sweep_partitions=partitions, horizon_s=HORIZON_S)
-    wiring_of(delays).clock.now()
+    runtime_of(delays).clock.now()
     app.connection_for_write().ensure_connection(max_retries=1)
     print("ready", flush=True)
     sys.stdin.readline()
     before = time.monotonic()
-    wiring_of(delays).sweeper.sweep(partition)
+    runtime_of(delays).sweeper.sweep(partition)
     print("swept", time.monotonic() - before, flush=True)
 
 

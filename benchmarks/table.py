@@ -37,19 +37,19 @@ from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
 from delaytasks.recurrence.definition import Definition
 from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import translate
 from delaytasks.storage.rows import NEW_COLUMNS
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
-from delaytasks.wiring import wiring_of
 
 #: Rows per statement: many, but few enough that an interrupt takes effect soon.
 FILL_STEP = 500_000
 
-_database = wiring_of(delays).store.database
-_t = wiring_of(delays).store.schema.tasks
+_database = runtime_of(delays).store.database
+_t = runtime_of(delays).store.schema.tasks
 _LIVE = _t.c.status.in_([int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.HELD)])
 
 
@@ -151,7 +151,7 @@ def own_inserts() -> Iterator[tuple[Session, dict[str, Callable[[], object]]]]:
 
 def drop() -> None:
     def work(connection: Connection) -> None:
-        wiring_of(delays).store.schema.metadata.drop_all(connection)
+        runtime_of(delays).store.schema.metadata.drop_all(connection)
         connection.execute(text(f"DROP TABLE IF EXISTS {migrations.version_table(TABLE_PREFIX)}"))
 
     _database.autocommitted(work)
@@ -159,7 +159,7 @@ def drop() -> None:
 
 def clear() -> None:
     """Delete all rows and reset the statistics, the hardest case for the planner."""
-    schema = wiring_of(delays).store.schema
+    schema = runtime_of(delays).store.schema
     tables = (_t, schema.keys, schema.waitlists, schema.recurring)
     if _database.can.copy:
         _execute(text(f"TRUNCATE {', '.join(table.name for table in tables)}"))
@@ -229,7 +229,7 @@ def indexed_at_the_end() -> Iterator[None]:
 
 def take_keys() -> str:
     """Give each waiting task its key as owner, and return one of the keys."""
-    keys = wiring_of(delays).store.schema.keys
+    keys = runtime_of(delays).store.schema.keys
     waits = _t.c.status == int(Status.NOT_COMPLETE)
     _execute(
         keys.insert().from_select(
@@ -255,8 +255,8 @@ def settle_down(name: str = _t.name) -> None:
 
 def fill_recurring(made: DelayTasks, timings: Iterable[tuple[str, str]]) -> None:
     """Store a recurring schedule for each cron expression and time zone."""
-    store, clock = wiring_of(made).store, wiring_of(made).clock
-    now, operations = clock.certain_now(), wiring_of(made).recurring()
+    store, clock = runtime_of(made).store, runtime_of(made).clock
+    now, operations = clock.certain_now(), runtime_of(made).recurring
     table = RecurringTable(store.database, store.schema)
     rows: list[dict[str, Any]] = []
     for number, (cron, tz) in enumerate(timings):
@@ -269,11 +269,11 @@ def fill_recurring(made: DelayTasks, timings: Iterable[tuple[str, str]]) -> None
 
 
 def forget_sweeps() -> None:
-    _execute(wiring_of(delays).store.schema.sweeps.delete())
+    _execute(runtime_of(delays).store.schema.sweeps.delete())
 
 
 def forget_policies() -> None:
-    _execute(wiring_of(delays).store.schema.policies.delete())
+    _execute(runtime_of(delays).store.schema.policies.delete())
 
 
 def work_off_bare(batch: int) -> float:
@@ -418,14 +418,14 @@ class PrivateDatabase(NamedTuple):
 
 
 @contextmanager
-def private(shard: int = 0) -> Iterator[PrivateDatabase]:
+def private() -> Iterator[PrivateDatabase]:
     """Create a database with tables, and drop it at the end."""
-    name = f"{TABLE_PREFIX}{os.getpid()}_{shard}"
+    name = f"{TABLE_PREFIX}{os.getpid()}"
     _execute(text(f"CREATE DATABASE {name}"))
     try:
         url = _database.url.set(database=name).render_as_string(hide_password=False)
         fresh = Database(url)
-        migrations.upgrade(fresh, TABLE_PREFIX, shard=shard)
+        migrations.upgrade(fresh, TABLE_PREFIX)
         fresh.autocommitted(
             lambda c: c.execute(text("VACUUM ANALYZE"))
         )  # otherwise autovacuum would run during the measurement

@@ -23,7 +23,7 @@ from chaos.project import now_us
 from chaos.system import SystemUnderTest
 from delaytasks.core.clock import from_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: The number of calls of each way in 100 calls.
 WAYS = {"countdown": 50, "eta": 20, "committed": 20, "rolled back": 10}
@@ -40,7 +40,7 @@ class CeleryLoad:
         self._system, self._tasks, self._rate = system, tasks, rate
         self._chance = random.Random(f"Celery tasks {seed}")
         self._delays = system.deployment.producer(system.producers_url)
-        wiring = wiring_of(self._delays)
+        wiring = runtime_of(self._delays)
         self._app = wiring.celery
         connection = self._app.connection_for_write()
         self._broker_errors = (

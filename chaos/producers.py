@@ -18,7 +18,7 @@ from chaos.system import SystemUnderTest
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 PRODUCERS = 3
 #: The number of calls of each way in 100 calls. "alone" uses a transaction of the store, the next
@@ -64,7 +64,9 @@ class ChaosProducer:
         )
         self._delays = system.deployment.producer(system.producers_url)
         # An application has its own engine. A connection is not kept for longer than a transaction.
-        self._engine = create_engine(wiring_of(self._delays).store.database.url, pool_pre_ping=True)
+        self._engine = create_engine(
+            runtime_of(self._delays).store.database.url, pool_pre_ping=True
+        )
         self._notes = Notebook(system.notes)
         self.count = 0
         self.is_running = True

@@ -12,10 +12,9 @@ from celery import _state
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import ConfigError
-from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Wiring
+    from delaytasks.runtime import Runtime
 
 _default: DelayTasks | None = None
 
@@ -82,19 +81,19 @@ def _current_app() -> Any:
 
 
 class _Default(DelayTasks):
-    """The methods of `DelayTasks` on the wiring of the default instance."""
+    """The methods of `DelayTasks` on the runtime of the default instance."""
 
     def __init__(self) -> None:
         """Make an object without state, registry and Celery app of its own."""
 
     @property
-    def _wiring(self) -> Wiring:
-        return wiring_of(default())
+    def _runtime(self) -> Runtime:
+        return default()._runtime
 
     @property
-    def _is_wired(self) -> bool:
+    def _is_made(self) -> bool:
         has_instance = _default is not None or "delaytasks.celery" in sys.modules
-        return has_instance and default()._is_wired
+        return has_instance and default()._is_made
 
 
 methods = _Default()
@@ -112,7 +111,6 @@ apply_async = methods.apply_async
 aapply_async = methods.aapply_async
 using = methods.using
 new_id = methods.new_id
-shard_for = methods.shard_for
 cancel = methods.cancel
 acancel = methods.acancel
 reschedule = methods.reschedule
@@ -209,7 +207,6 @@ __all__ = [
     "schedule_many",
     "schedule_message",
     "set_policy",
-    "shard_for",
     "touch",
     "touch_many",
     "using",

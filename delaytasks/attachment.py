@@ -19,7 +19,7 @@ from delaytasks.timers.eta import SWEEP
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Wired
+    from delaytasks.runtime import HasRuntime
     from delaytasks.worker.processes import Processes
 
 logger = get_logger(__name__)
@@ -33,7 +33,7 @@ OLDEST_CELERY = (5, 5)
 NEWEST_TESTED_CELERY = (5, 7)
 
 
-def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
+def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     check_celery()
     if getattr(celery_app, "delaytasks", None) is not None:
@@ -53,7 +53,7 @@ def attach(celery_app: Any, delays: Wired, processes: Processes) -> None:
         # Imported here: a process that only registers processors does not need it.
         from delaytasks.beat import add_sweeps
 
-        wiring = processes.wiring
+        wiring = processes.runtime
         add_sweeps(sender, wiring.settings, wiring.publisher)
 
     celery_app.on_after_finalize.connect(add_to_beat, weak=False)
@@ -77,7 +77,7 @@ class _Receivers:
 
     def format_log(self, logger: Any, **_: Any) -> None:
         """Let the handlers of a logger print documents, if the settings say so."""
-        settings = self._processes.wiring.settings
+        settings = self._processes.runtime.settings
         if settings.has_structured_log:
             from delaytasks.core.structured_log import LogFormatter
 

@@ -1,6 +1,6 @@
 """`DelayTasks`, the public API: schedule, look up, change and limit the tasks of one Celery app.
 
-Each method calls an object of the `Wiring` (`delaytasks/wiring.py`), which is made with the first
+Each method calls an object of the `Runtime` (`delaytasks/wiring.py`), which is made with the first
 call. This module is longer than 300 lines only because every method has a complete docstring.
 """
 
@@ -50,7 +50,6 @@ if TYPE_CHECKING:
     from delaytasks.core.new_task import ScheduleOptions, TaskOptions
     from delaytasks.core.outcomes import Outcome
     from delaytasks.core.settings import Settings
-    from delaytasks.environment import Environment
     from delaytasks.execution.runner import Runner
     from delaytasks.forecast.result import Forecast
     from delaytasks.handles import (
@@ -62,11 +61,10 @@ if TYPE_CHECKING:
     from delaytasks.maintenance.deploy_check import Finding
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
     from delaytasks.recurrence.api import Recurring
-    from delaytasks.routing.shard import ShardAddress
+    from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.statistics.api import Statistics
     from delaytasks.storage.borrowed_connections import ConnectionSource
     from delaytasks.twins import AsyncCalls
-    from delaytasks.wiring import ProcessorContext, Wiring
 
 
 class DelayTasks:
@@ -79,7 +77,7 @@ class DelayTasks:
     celery_app
         The Celery app that serves the tasks. A Celery app has at most one `DelayTasks`.
     database_url
-        The SQLAlchemy URL of the database, or a list of URLs of several databases (shards).
+        The SQLAlchemy URL of the database.
         Without it, the setting `delaytasks_database_url` or the variable
         `DELAYTASKS_DATABASE_URL` names the database, else an SQLite file is used.
     **settings
@@ -104,9 +102,7 @@ class DelayTasks:
     #: commands.
     _tables_remedy = TABLES_REMEDY
 
-    def __init__(
-        self, celery_app: Any, database_url: str | Sequence[str] | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, celery_app: Any, database_url: str | None = None, **settings: Any) -> None:
         if database_url is not None:
             settings["database_url"] = database_url
         self._arguments = hide_secrets(settings)
@@ -114,9 +110,9 @@ class DelayTasks:
         self._registry = Registry()
         self._events = Events()
         self._lock = threading.RLock()
-        self._made: Wiring | None = None
+        self._made: Runtime | None = None
         self._is_in_test = False
-        self._processes = Processes(lambda: self._wiring)
+        self._processes = Processes(lambda: self._runtime)
         self.processor(CALLBACK, retries=RETRY_SCHEDULE, schema=Callback)(self._call_back)
         self.processor(MESSAGE, retries=RETRY_SCHEDULE, schema=Message)(self._send_message)
         self.processor(ANY_CELERY_TASK, retries=RETRY_SCHEDULE, batch=MAX_BATCH)(
@@ -205,8 +201,8 @@ class DelayTasks:
         >>> delays.schedule_delay("order.close", {"order": 7}, 1800, key="7")
         """
         new = NewTask(tag, body, delay, **options)
-        w = self._wiring
-        return w.router.schedule(new, on_conflict, w.transactions.of(session))
+        w = self._runtime
+        return w.producer.schedule(new, on_conflict, w.transactions.of(session))
 
     aschedule_delay = twin(schedule_delay)
 
@@ -246,8 +242,8 @@ class DelayTasks:
         >>> delays.schedule_at("order.close", {"order": 7}, datetime(2027, 1, 1, tzinfo=UTC))
         """
         new = NewTask(tag, body, at=at, **options)
-        w = self._wiring
-        return w.router.schedule(new, on_conflict, w.transactions.of(session))
+        w = self._runtime
+        return w.producer.schedule(new, on_conflict, w.transactions.of(session))
 
     aschedule_at = twin(schedule_at)
 
@@ -288,8 +284,8 @@ class DelayTasks:
         >>> delays.schedule_many(("mail.send", {"to": user}, 60) for user in users)
         10000
         """
-        w, new = self._wiring, map(new_task_of, tasks)
-        return w.router.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
+        w, new = self._runtime, map(new_task_of, tasks)
+        return w.producer.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
 
     aschedule_many = twin(schedule_many)
 
@@ -336,7 +332,7 @@ class DelayTasks:
         --------
         >>> delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60)
         """
-        content = self._wiring.callbacks.http.content(url, body, headers)
+        content = self._runtime.callbacks.http.content(url, body, headers)
         return self.schedule_delay(CALLBACK, content, delay, **options)
 
     aschedule_callback = twin(schedule_callback)
@@ -387,56 +383,25 @@ class DelayTasks:
         --------
         >>> delays.schedule_message("invoices", {"order": 7}, 60)
         """
-        content = self._wiring.callbacks.queue.content(to, body, exchange, headers)
+        content = self._runtime.callbacks.queue.content(to, body, exchange, headers)
         return self.schedule_delay(MESSAGE, content, delay, **options)
 
     aschedule_message = twin(schedule_message)
 
-    def new_id(self, tag: str | None = None, key: str | None = None) -> int:
+    def new_id(self) -> int:
         """Return an unused id, to schedule a task whose id is known in advance.
-
-        Parameters
-        ----------
-        tag, key
-            The tag and key of the task, if it will have a key. With several databases the id must
-            name the shard of the key.
 
         Returns
         -------
         int
             The id.
 
-        Raises
-        ------
-        InvalidScheduleError
-            If only one of `tag` and `key` is given.
-
         Examples
         --------
         >>> id = delays.new_id()
         >>> delays.schedule_delay("order.close", {"order": 7}, 1800, id=id)
         """
-        return self._wiring.router.new_id(tag, key)
-
-    def shard_for(self, tag: str, key: str) -> ShardAddress:
-        """Return the database that the tasks of a key belong to.
-
-        Parameters
-        ----------
-        tag, key
-            The tag and key.
-
-        Returns
-        -------
-        ShardAddress
-            Its `url` is where a session must be open to schedule tasks with the key.
-
-        Examples
-        --------
-        >>> delays.shard_for("order.close", "7").number
-        0
-        """
-        return self._wiring.router.shard_for(tag, key).address
+        return self._runtime.new_id()
 
     # -- Celery tasks -----------------------------------------------------------------------------
 
@@ -480,7 +445,7 @@ class DelayTasks:
         --------
         >>> delays.apply_async(remind.s(order.id), countdown=3600, session=session)
         """
-        w = self._wiring
+        w = self._runtime
         # Without a session of its own, the call takes part in that of an outer `using`.
         joined = nullcontext() if session is None else w.transactions.using(session)
         with forced(w.celery), joined:
@@ -510,7 +475,7 @@ class DelayTasks:
         ...     session.add(order)
         ...     remind.apply_async((order.id,), countdown=3600)
         """
-        return self._wiring.transactions.using(session)
+        return self._runtime.transactions.using(session)
 
     # -- change one task --------------------------------------------------------------------------
 
@@ -567,7 +532,7 @@ class DelayTasks:
         >>> if not delays.cancel(tag="order.close", key="7"):
         ...     return "too late to pay"
         """
-        return self._wiring.single.cancel(
+        return self._runtime.single.cancel(
             task, tag, key, version, strict, request_of(running, terminate), session
         )
 
@@ -613,7 +578,7 @@ class DelayTasks:
         --------
         >>> delays.reschedule(tag="order.close", key="7", delay=3600)
         """
-        return self._wiring.single.reschedule(task, delay, at, tag, key, version, session)
+        return self._runtime.single.reschedule(task, delay, at, tag, key, version, session)
 
     areschedule = twin(reschedule)
 
@@ -652,7 +617,7 @@ class DelayTasks:
         >>> if not delays.touch(tag="device.offline", key="d-17", delay=90):
         ...     print("too late")
         """
-        return self._wiring.single.touch(task, delay, tag, key, session)
+        return self._runtime.single.touch(task, delay, tag, key, session)
 
     atouch = twin(touch)
 
@@ -708,7 +673,7 @@ class DelayTasks:
         >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90).gone
         ['d-18']
         """
-        single = self._wiring.single
+        single = self._runtime.single
         return single.touch_many(tasks, delay, tag, keys, session)
 
     if TYPE_CHECKING:  # the type of `twin` has no overloads
@@ -764,7 +729,7 @@ class DelayTasks:
         --------
         >>> delays.rerun(task.id, delay=60)
         """
-        return self._wiring.single.rerun(task, delay, version, session)
+        return self._runtime.single.rerun(task, delay, version, session)
 
     arerun = twin(rerun)
 
@@ -802,7 +767,7 @@ class DelayTasks:
         >>> delays.get(tag="order.close", key="7").status
         <Status.NOT_COMPLETE: 0>
         """
-        return self._wiring.lookup.get(task, tag, key, session)
+        return self._runtime.lookup.get(task, tag, key, session)
 
     aget = twin(get)
 
@@ -844,7 +809,7 @@ class DelayTasks:
         >>> delays.wait(task, "30s").result
         {'receipt': 7}
         """
-        return self._wiring.waiting.wait(task, timeout, tag, key)
+        return self._runtime.waiting.wait(task, timeout, tag, key)
 
     def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
         """Read the failed attempts of a task.
@@ -870,7 +835,7 @@ class DelayTasks:
         --------
         >>> [attempt.error for attempt in delays.attempts(task)]
         """
-        return self._wiring.lookup.attempts(task, session)
+        return self._runtime.lookup.attempts(task, session)
 
     aattempts = twin(attempts)
 
@@ -924,7 +889,7 @@ class DelayTasks:
         >>> for task in delays.find(tag="order.close", status=["FAILED", "CANCELLED"]):
         ...     print(task.id, task.error)
         """
-        return self._wiring.lookup.find(filters, cursor, limit, newest_first, session)
+        return self._runtime.lookup.find(filters, cursor, limit, newest_first, session)
 
     afind = twin(find)
 
@@ -970,7 +935,7 @@ class DelayTasks:
         >>> delays.cancel_many(tag="mail.send", key_prefix="eu-").changed
         1200
         """
-        return self._wiring.bulk.cancel(options)
+        return self._runtime.bulk.cancel(options)
 
     acancel_many = twin(cancel_many)
 
@@ -1019,7 +984,7 @@ class DelayTasks:
         >>> delays.reschedule_many(by=3600, tag="mail.send")
         >>> delays.reschedule_many(spread="10m", tag="mail.send", since=nine, until=ten)
         """
-        return self._wiring.bulk.reschedule(delay, at, by, spread, options)
+        return self._runtime.bulk.reschedule(delay, at, by, spread, options)
 
     areschedule_many = twin(reschedule_many)
 
@@ -1061,7 +1026,7 @@ class DelayTasks:
         >>> delays.rerun_many(tag="mail.send", since=yesterday)
         >>> delays.rerun_many(audit=cancelled.runs[0])
         """
-        return self._wiring.bulk.rerun(delay, audit, options)
+        return self._runtime.bulk.rerun(delay, audit, options)
 
     arerun_many = twin(rerun_many)
 
@@ -1083,7 +1048,7 @@ class DelayTasks:
         >>> delays.audit(limit=1)[0].actor
         'maria'
         """
-        return self._wiring.bulk.audit(limit)
+        return self._runtime.bulk.audit(limit)
 
     aaudit = twin(audit)
 
@@ -1107,7 +1072,7 @@ class DelayTasks:
         >>> [policy.name for policy in delays.policies() if policy.is_paused]
         ['mail.send']
         """
-        return self._wiring.policies.read(tag, queue)
+        return self._runtime.policies.read(tag, queue)
 
     apolicies = twin(policies)
 
@@ -1141,7 +1106,7 @@ class DelayTasks:
         --------
         >>> delays.pause(tag="mail.send")
         """
-        return self._wiring.policies.pause(tag, queue, actor)
+        return self._runtime.policies.pause(tag, queue, actor)
 
     apause = twin(pause)
 
@@ -1171,7 +1136,7 @@ class DelayTasks:
         --------
         >>> delays.resume(tag="mail.send")
         """
-        return self._wiring.policies.resume(tag, queue, actor)
+        return self._runtime.policies.resume(tag, queue, actor)
 
     aresume = twin(resume)
 
@@ -1219,7 +1184,7 @@ class DelayTasks:
         --------
         >>> delays.set_policy(tag="mail.send", concurrency=10, rate="100/s")
         """
-        policies = self._wiring.policies
+        policies = self._runtime.policies
         return policies.set_limits(tag, queue, concurrency, key_concurrency, rate, actor)
 
     aset_policy = twin(set_policy)
@@ -1248,7 +1213,7 @@ class DelayTasks:
         --------
         >>> delays.clear_policy(tag="mail.send")
         """
-        return self._wiring.policies.clear(tag, queue, actor)
+        return self._runtime.policies.clear(tag, queue, actor)
 
     aclear_policy = twin(clear_policy)
 
@@ -1267,9 +1232,7 @@ class DelayTasks:
 
         return Recurring(
             self._registry,
-            self._events,
-            lambda: self._celery.tasks,  # reading them would finalize the app
-            lambda: self._wiring.recurring(),
+            lambda: self._runtime,
             self._run_async,
         )
 
@@ -1286,7 +1249,7 @@ class DelayTasks:
         # Imported here: most processes read no statistics.
         from delaytasks.statistics.api import Statistics
 
-        return Statistics(lambda: self._wiring.shards, self._registry, self._run_async)
+        return Statistics(lambda: self._runtime.shards, self._registry, self._run_async)
 
     # -- forecast ---------------------------------------------------------------------------------
 
@@ -1346,7 +1309,7 @@ class DelayTasks:
         >>> forecast.worst.due, forecast.late_s, forecast.needed_workers
         (1200000, 840.0, 4)
         """
-        return self._wiring.forecasts().forecast(
+        return self._runtime.forecasts.forecast(
             days, tag, workers, processes, rate, target, step, max_age
         )
 
@@ -1469,7 +1432,7 @@ class DelayTasks:
         >>> for finding in delays.check():
         ...     print(finding.tag, finding.problem)
         """
-        return self._wiring.checks.findings()
+        return self._runtime.checks.findings()
 
     async def acheck(self) -> AsyncIterator[Finding]:
         """Find waiting tasks that this code cannot run. This is the asynchronous twin of `check`.
@@ -1484,15 +1447,13 @@ class DelayTasks:
         async for finding in calls.iterate(check):
             yield finding
 
-    def runner(self, shard: int = 0, sends_events: bool = False) -> Runner:
+    def runner(self, sends_events: bool = False) -> Runner:
         """Return the object that runs tasks in this process, for scripts.
 
         Tests use `delaytasks.testing.DelaysTester`.
 
         Parameters
         ----------
-        shard
-            The number of the database.
         sends_events
             Send Celery task events for each row.
 
@@ -1505,7 +1466,7 @@ class DelayTasks:
         --------
         >>> delays.runner().run_due("default", range(10), limit=100)
         """
-        return self._processes.runner(shard, sends_events)
+        return self._processes.runner(sends_events)
 
     @property
     def events(self) -> Events:
@@ -1515,12 +1476,7 @@ class DelayTasks:
     @property
     def settings(self) -> Settings:
         """The settings, read from the arguments, the Celery configuration and the environment."""
-        return self._wiring.settings
-
-    @property
-    def shards(self) -> Sequence[ShardAddress]:
-        """The databases, in the order of `delaytasks_database_url`."""
-        return [shard.address for shard in self._wiring.shards]
+        return self._runtime.settings
 
     def create_tables(self, connection: Any) -> None:
         """Create the tables that do not exist, without migrations: for tests.
@@ -1534,7 +1490,7 @@ class DelayTasks:
         --------
         >>> delays.create_tables(db.session.connection())
         """
-        self._wiring.store.schema.metadata.create_all(connection)
+        self._runtime.store.schema.metadata.create_all(connection)
 
     def close(self) -> None:
         """Arm what waits to be armed, and close all connections. A later call opens them again.
@@ -1577,8 +1533,8 @@ class DelayTasks:
         >>> (await delays.await_(task, "30s")).result
         {'receipt': 7}
         """
-        await self._async_calls()  # makes the wiring without blocking the event loop
-        return await self._wiring.waiting.wait_async(self._run_async, task, timeout, tag, key)
+        await self._async_calls()  # makes the runtime without blocking the event loop
+        return await self._runtime.waiting.wait_async(self._run_async, task, timeout, tag, key)
 
     # -- asyncio ----------------------------------------------------------------------------------
 
@@ -1587,35 +1543,34 @@ class DelayTasks:
         return await calls.run(method, *arguments, **options)
 
     async def _async_calls(self) -> AsyncCalls:
-        if not self._is_wired:
+        if not self._is_made:
             import asyncio
 
-            await asyncio.to_thread(lambda: self._wiring)  # imports modules and reads files
-        return self._wiring.async_calls
+            await asyncio.to_thread(lambda: self._runtime)  # imports modules and reads files
+        return self._runtime.async_calls
 
-    # -- wiring -----------------------------------------------------------------------------------
+    # -- parts ------------------------------------------------------------------------------------
 
     @property
-    def _is_wired(self) -> bool:
+    def _is_made(self) -> bool:
         return self._made is not None
 
     @property
-    def _wiring(self) -> Wiring:
+    def _runtime(self) -> Runtime:
         if self._made is None:
             with self._lock:
                 if self._made is None:
-                    self._made = self._make_wiring()
+                    made = self._make_runtime()
+                    made.check()
+                    self._made = made
         return self._made
 
-    def _make_wiring(self, environment: Environment | None = None, **settings: Any) -> Wiring:
-        """Make the objects; a test gives an environment and settings of its own."""
+    def _make_runtime(self, **settings: Any) -> Runtime:
+        """Return the objects behind this instance, with these settings too."""
         # Imported here: a process that only registers processors does not need it.
-        from delaytasks.composition import build_wiring
-        from delaytasks.environment import PRODUCTION
+        from delaytasks.runtime import Runtime
 
-        environment = environment or PRODUCTION
-
-        return build_wiring(
+        return Runtime(
             self._celery,
             {**self._arguments, **settings},
             self._registry,
@@ -1623,42 +1578,39 @@ class DelayTasks:
             self._database_now,
             self._ambient_transaction,
             self._processor_contexts(),
-            environment.in_framework or self._in_framework,
+            self._in_framework,
             self._tables_remedy,
-            environment,
         )
 
-    def _exchange_wiring(self, wiring: Wiring | None, is_in_test: bool) -> Wiring | None:
-        """Use this wiring from now on, and return the one before, which is not closed."""
+    def _exchange_runtime(self, runtime: Runtime | None, is_in_test: bool) -> Runtime | None:
+        """Use these objects from now on, and return those before, which are not closed."""
         with self._lock:
             self._is_in_test = is_in_test
-            before, self._made = self._made, wiring
+            before, self._made = self._made, runtime
             return before
 
-    def _rewire(self, **settings: Any) -> None:
+    def _renew_runtime(self, **settings: Any) -> None:
         with self._lock:
             self.close()
             self._made = None
             self._arguments.update(settings)
 
     def _call_back(self, callback: Callback, task: DelayTask) -> Outcome:
-        return self._wiring.callbacks.http(callback, task)
+        return self._runtime.callbacks.http(callback, task)
 
     def _send_message(self, message: Message, task: DelayTask) -> Outcome:
-        return self._wiring.callbacks.queue(message, task)
+        return self._runtime.callbacks.queue(message, task)
 
     def _publish_tasks(
         self, bodies: Sequence[Any], tasks: Sequence[DelayTask]
     ) -> Sequence[Outcome]:
-        return self._wiring.celery_tasks.publish(bodies, tasks)
+        return self._runtime.celery_tasks.publish(bodies, tasks)
 
     # The integrations with web frameworks override these.
 
     def _database_now(self, insists: bool) -> datetime:
-        """Read the time of the first database; `insists` repeats a failed statement."""
-        store = self._wiring.store
-        store.check_number_once(insists)
-        return store.tasks.now(insists)
+        """Read the time of the database; `insists` repeats a failed statement."""
+        return self._runtime.store.tasks.now(insists)
 
     def _ambient_transaction(self) -> Transaction | None:
         """Return the transaction of a call without `session=`."""

@@ -22,8 +22,7 @@ from delaytasks.core.cancel_request import request_of
 from delaytasks.core.durations import Delay
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.task import DelayTask
-from delaytasks.twins import RunsAsync, twin
-from delaytasks.wiring import Wired, wiring_of
+from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,6 +32,12 @@ if TYPE_CHECKING:
     from delaytasks.core.interfaces import OnConflict
     from delaytasks.core.new_task import TaskOptions
     from delaytasks.core.page import Page
+    from delaytasks.runtime import HasRuntime
+    from delaytasks.twins import RunsAsync
+
+    class HasTwins(HasRuntime, RunsAsync, Protocol):
+        """A `DelayTasks`, as its processors see it."""
+
 
 #: The body that callers schedule, and the object that a schema makes of it.
 Body = TypeVar("Body")
@@ -40,10 +45,6 @@ Converted = TypeVar("Converted")
 P = ParamSpec("P")
 Returned = TypeVar("Returned")
 Returned_co = TypeVar("Returned_co", covariant=True)
-
-
-class HasTwins(Wired, RunsAsync, Protocol):
-    """A `DelayTasks`, as its processors see it."""
 
 
 class Processor(Generic[Body, P, Returned_co]):
@@ -161,9 +162,9 @@ class Processor(Generic[Body, P, Returned_co]):
         >>> send_mail.schedule_many(({"to": user}, "1h") for user in users)
         10000
         """
-        w = wiring_of(self._delays)
+        w = self._delays._runtime
         new = (new_task_of((self.tag, *task))._replace(**options) for task in tasks)
-        return w.router.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
+        return w.producer.schedule_many(new, on_conflict, w.transactions.of(session), on_batch)
 
     aschedule_many = twin(schedule_many)
 
@@ -183,7 +184,7 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> close_order.cancel(key="7")
         """
-        single, request = wiring_of(self._delays).single, request_of(running, terminate)
+        single, request = self._delays._runtime.single, request_of(running, terminate)
         return single.cancel(None, self.tag, key, version, strict, request, session)
 
     acancel = twin(cancel)
@@ -203,7 +204,7 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> [task.id for task in close_order.find(status="FAILED")]
         """
-        lookup = wiring_of(self._delays).lookup
+        lookup = self._delays._runtime.lookup
         return lookup.find({**filters, "tag": self.tag}, cursor, limit, newest_first, session)
 
     afind = twin(find)
@@ -213,8 +214,8 @@ class Processor(Generic[Body, P, Returned_co]):
         return self._delays._run_async
 
     def _schedule(self, new: NewTask, on_conflict: OnConflict, session: Any) -> DelayTask:
-        w = wiring_of(self._delays)
-        return w.router.schedule(new, on_conflict, w.transactions.of(session))
+        w = self._delays._runtime
+        return w.producer.schedule(new, on_conflict, w.transactions.of(session))
 
 
 def _name(function: Callable[..., Any]) -> str:

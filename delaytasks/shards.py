@@ -356,7 +356,7 @@ class Shards:
         >>> id = shards.new_id("order.close", "7")
         """
         members = self._members_for(tag or "", key, None) or self._in_turn()
-        return self._first_available(members, lambda member: member.new_id(tag, key))
+        return self._first_available(members, lambda member: member.new_id())
 
     # -- one task ---------------------------------------------------------------------------------
 

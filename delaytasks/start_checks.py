@@ -1,23 +1,18 @@
-"""Checks of the configuration and of the databases, with a remedy in each error."""
+"""Checks of the configuration and of the database, with a remedy in each error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from delaytasks.beat import check_sweeps
 from delaytasks.core.encryption import names_of
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
-from delaytasks.core.events import Events
-from delaytasks.core.settings import Settings
 from delaytasks.core.text import shown
-from delaytasks.processors.registry import Registry
-from delaytasks.routing.shard import Shard
 
 if TYPE_CHECKING:
     from delaytasks.maintenance.deploy_check import Finding
-    from delaytasks.sharding.router import Router
-    from delaytasks.timers.redis import RedisTimer
+    from delaytasks.runtime import Runtime
 
 #: The default of kombu.
 REDIS_VISIBILITY_S = 3600.0
@@ -27,28 +22,23 @@ _REDIS_SCHEMES = ("redis", "unix:", "sentinel:")
 
 
 class StartChecks:
-    def __init__(
-        self,
-        celery_app: Any,
-        settings: Settings,
-        registry: Registry,
-        events: Events,
-        router: Router,
-        redis_timer: RedisTimer | None,
-    ) -> None:
-        self._celery = celery_app
-        self._settings = settings
-        self._registry = registry
-        self._events = events
-        self._router = router
-        self._redis_timer = redis_timer
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._celery = runtime.celery
+        self._settings = runtime.settings
+        self._events = runtime.events
 
     def check_ready(self) -> None:
-        """Check the settings, the timer and the databases."""
+        """Check the settings, the timer and the database."""
         self.check_settings()
-        if self._redis_timer is not None:
-            self._redis_timer.link.check()
-        self._check_databases()
+        redis_timer = self._runtime.redis_timer
+        if redis_timer is not None:
+            redis_timer.link.check()
+        try:
+            self._runtime.store.check()
+        except StoreUnavailableError as error:
+            # Not an error of the configuration: a worker waits until the database is back.
+            self._events.emit("store.down", error=str(error))
 
     def check_settings(self) -> None:
         """Check the settings without any connection."""
@@ -72,10 +62,10 @@ class StartChecks:
 
         settings = self._settings
         keys = names_of(settings.encryption_keys)
-        for shard in self._router.shards:
-            stats = Stats(shard.store.database, shard.store.schema)
-            untrusted = stats.strange(settings.max_delay_s, settings.lease_s)
-            yield from find_problems(stats.pending(), stats.bodies, self._registry, untrusted, keys)
+        stats = Stats(self._runtime.store.database, self._runtime.store.schema)
+        untrusted = stats.strange(settings.max_delay_s, settings.lease_s)
+        registry = self._runtime.registry
+        yield from find_problems(stats.pending(), stats.bodies, registry, untrusted, keys)
 
     def _check_visibility(self) -> None:
         """Compare the horizon with the time after which a broker delivers a message again.
@@ -100,16 +90,3 @@ class StartChecks:
                 f"visibility_timeout = {visible_s:g}: messages could be delivered twice; lower "
                 "the horizon, or raise visibility_timeout in broker_transport_options"
             )
-
-    def _check_databases(self) -> None:
-        stores = self._router.stores
-
-        def check(shard: Shard) -> None:
-            try:
-                stores[shard.number].check()
-            except StoreUnavailableError as error:
-                # Not an error of the configuration: a worker waits until the database is back.
-                self._events.emit("store.down", error=str(error), shard=shard.number)
-
-        for silent in self._router.each(check):
-            self._events.emit("store.down", error=f"{silent} does not answer", shard=silent.number)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
@@ -78,8 +78,8 @@ class AsyncCalls:
     threads
         The pool of threads. It has as many threads as an engine keeps connections, so that
         concurrent calls do not wait for a connection.
-    clocks
-        The clocks of all shards, which must not be read from a database on the event loop.
+    clock
+        The clock, which must not be read from the database on the event loop.
     in_framework
         Runs a call as a web framework requires, instead of `threads`.
     current_session
@@ -89,13 +89,13 @@ class AsyncCalls:
     def __init__(
         self,
         threads: ThreadPool,
-        clocks: Sequence[Clock],
+        clock: Clock,
         events: Events,
         in_framework: InFramework,
         current_session: Callable[[], Any],
     ) -> None:
         self._threads = threads
-        self._clocks = clocks
+        self._clock = clock
         self._events = events
         self._in_framework = in_framework
         self._current_session = current_session
@@ -113,8 +113,8 @@ class AsyncCalls:
             return await self._in_thread(call)
         from delaytasks.storage.async_sessions import run_in_session
 
-        if any(clock.is_due for clock in self._clocks):
-            await self._in_thread(self._measure)
+        if self._clock.is_due:
+            await self._in_thread(self._clock.certain_now)
         return await run_in_session(session, lambda session: call(session=session))
 
     async def iterate(
@@ -154,11 +154,6 @@ class AsyncCalls:
             await in_framework
         else:
             self._threads.submit(call).add_done_callback(self._report)
-
-    def _measure(self) -> None:
-        for clock in self._clocks:
-            if clock.is_due:
-                clock.certain_now()
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
         import asyncio

@@ -26,8 +26,8 @@ from click.testing import CliRunner
 from delaytasks import DelayTasks, Status, TaskNotFoundError
 from delaytasks.cli.context import Cli
 from delaytasks.cli.main import main
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 from tests.doc_pages import ROOT, SHELLS, Block, blocks, environment, files_test
 
 #: The beginnings of commands that serve, or need a broker, another database or a deployment.
@@ -76,7 +76,7 @@ class Commands:
 
     def __init__(self) -> None:
         self._delays = DelayTasks(Celery("rows", set_as_current=False))
-        migrations.upgrade(wiring_of(self._delays).store.database)
+        migrations.upgrade(runtime_of(self._delays).store.database)
         #: The output of the last command.
         self._output = ""
 

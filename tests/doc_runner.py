@@ -21,8 +21,8 @@ from celery import Celery
 
 from delaytasks.api import default
 from delaytasks.core.settings import load_settings
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 from tests.django_site import site_settings
 from tests.doc_pages import blocks
 
@@ -62,8 +62,7 @@ def run_page(page: Path) -> None:
 
 
 def make_tables(delays: Any = None) -> None:
-    for store in wiring_of(delays or default()).router.stores:
-        migrations.upgrade(store.database, shard=store.shard)
+    migrations.upgrade(runtime_of(delays or default()).store.database)
 
 
 def django_project(**settings: Any) -> Any:

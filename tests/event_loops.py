@@ -16,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.interfaces import Entry
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.recording import RecordingTimer
 
 #: The asynchronous driver for each driver of our own.
@@ -61,7 +61,7 @@ async def engine_at(url: str, driver: str | None = None) -> AsyncIterator[AsyncE
 def own_threads(delays: DelayTasks) -> set[int]:
     """Return the set to which each statement of our own connections adds its thread."""
     seen: set[int] = set()
-    for shard in wiring_of(delays).shards:
+    for shard in runtime_of(delays).shards:
         for engine in (shard.store.database.auto, shard.store.database.tx):
             event.listen(
                 engine, "before_cursor_execute", lambda *_: seen.add(threading.get_ident())

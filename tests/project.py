@@ -21,7 +21,7 @@ from sqlalchemy import text
 from delaytasks import DelayTask, Fail, processor
 from delaytasks.api import default
 from delaytasks.core.errors import LeaseLostError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.waiting import STACKS
 
 assert sys.__stderr__ is not None
@@ -36,7 +36,7 @@ def note(body: dict[str, Any], *words: object) -> None:
 
 @processor("test.note")
 def note_run(body: dict[str, Any], task: DelayTask) -> None:
-    late_us = (wiring_of(default()).clock.now() - task.expected_time).total_seconds() * 1e6
+    late_us = (runtime_of(default()).clock.now() - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
 
 
@@ -91,7 +91,7 @@ def credit(body: dict[str, Any], task: DelayTask) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     dies("before")
-    with wiring_of(default()).store.database.begin() as connection:
+    with runtime_of(default()).store.database.begin() as connection:
         connection.execute(
             text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id}
         )

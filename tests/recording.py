@@ -11,8 +11,7 @@ from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.interfaces import Entry
-from delaytasks.routing.shard import Shard
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import Runtime, runtime_of
 
 
 def new_key() -> str:
@@ -49,7 +48,7 @@ class RecordingTimer:
         return [entry.id for entry in self.armed]
 
 
-def delays_on(url: str | Sequence[str], **settings: Any) -> DelayTasks:
+def delays_on(url: str, **settings: Any) -> DelayTasks:
     """Return a `DelayTasks` with an in-memory broker."""
     app = Celery("test", broker="memory://", set_as_current=False)
     return DelayTasks(app, url, **settings)
@@ -58,14 +57,13 @@ def delays_on(url: str | Sequence[str], **settings: Any) -> DelayTasks:
 def record(delays: DelayTasks) -> RecordingTimer:
     """Replace the timer of `delays` by a recording one."""
     timer = RecordingTimer()
-    for shard in wiring_of(delays).shards:
-        shard.producer._timer = timer
+    runtime_of(delays).producer._timer = timer
     return timer
 
 
-def record_sweeps(shard: Shard, timer: RecordingTimer) -> None:
-    """Replace the timer of a shard's sweeps."""
-    sweeper: Any = shard.sweeper
+def record_sweeps(runtime: Runtime, timer: RecordingTimer) -> None:
+    """Replace the timer of the sweeps."""
+    sweeper: Any = runtime.sweeper
     for part in (sweeper, sweeper._drain_requests, sweeper._pauses):
         part._timer = timer
 
@@ -75,7 +73,7 @@ def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:
     there = delays.get(task)
     moved = (
         delays.reschedule(task.id, 0)
-        if there.expected_time > wiring_of(delays).clock.now()
+        if there.expected_time > runtime_of(delays).clock.now()
         else there
     )
     delays.runner().run([Entry(moved.id, moved.version, 0)])

@@ -29,7 +29,7 @@ class RedisTimerHarness:
         publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
         location = redis_location(url, None, options)
         self.timer = RedisTimer(
-            location, self.settings, EtaTimer(publisher, self.clock), [self.clock], self.events
+            location, self.settings, EtaTimer(publisher, self.clock), self.clock, self.events
         )
 
     def entry(self, id: int, in_ms: float = 0, **fields: Any) -> Entry:

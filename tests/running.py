@@ -19,10 +19,10 @@ import pytest
 import requests
 from celery import Celery
 from redis import Redis
-from sqlalchemy import insert, select
+from sqlalchemy import select
 
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.services import free_port
 from tests.waiting import STACKS, wait_until
 
@@ -62,7 +62,7 @@ class Deployment:
     def __init__(
         self,
         folder: Path,
-        database_url: str | Sequence[str],
+        database_url: str,
         broker_url: str,
         conf: dict[str, Any] | None = None,
         **settings: Any,
@@ -80,12 +80,9 @@ class Deployment:
         self.conf["task_default_queue"] = f"{name}.celery"
         self._database_url = database_url
         self.delays = self.producer()
-        self._stores = wiring_of(self.delays).router.stores
-        for store in self._stores:
-            with store.database.begin() as connection:
-                store.schema.metadata.create_all(connection)
-                connection.execute(insert(store.schema.shards).values(number=store.shard))
-        self.store = wiring_of(self.delays).store
+        self.store = runtime_of(self.delays).store
+        with self.store.database.begin() as connection:
+            self.store.schema.metadata.create_all(connection)
         self._processes: list[Process] = []
 
     def producer(self, database_url: str | None = None) -> DelayTasks:
@@ -284,18 +281,17 @@ class Deployment:
     def close(self) -> None:
         for process in self._processes:
             process.end()
-        wiring_of(self.delays).flush()  # later messages would stay in the broker
-        for store in self._stores:
-            with store.database.begin() as connection:
-                store.schema.metadata.drop_all(connection)
+        runtime_of(self.delays).flush()  # later messages would stay in the broker
+        with self.store.database.begin() as connection:
+            self.store.schema.metadata.drop_all(connection)
         if self.settings.get("timer") != "direct":
             self._delete_queues()
         self.delays.close()
 
     def _delete_queues(self) -> None:
-        with wiring_of(self.delays).celery.connection_for_write() as connection:
+        with runtime_of(self.delays).celery.connection_for_write() as connection:
             for name in {"default", "mail", "celery", self.delays.settings.default_queue}:
-                queue = wiring_of(self.delays).publisher.queue(name)(connection)
+                queue = runtime_of(self.delays).publisher.queue(name)(connection)
                 try:
                     queue.delete()
                     queue.exchange.delete()

@@ -17,8 +17,8 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.cleanup import PURGE_ROWS
 from delaytasks.maintenance.sweeper import RECOVER_ROWS
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.stats import Stats
-from delaytasks.wiring import wiring_of
 
 #: The numbers of waiting rows. The smallest comes first and is the base of the comparison.
 PENDING = (10_000, 1_000_000, 10_000_000)
@@ -66,7 +66,7 @@ def _measure(stage: CaseContext, pending: int) -> dict[str, float]:
 
 def _sweeps() -> list[Step]:
     """Return the queries of sweeps and of drains."""
-    wiring, settings = wiring_of(ours.delays), ours.delays.settings
+    wiring, settings = runtime_of(ours.delays), ours.delays.settings
     sweeps, claims = wiring.store.sweeps, wiring.store.claims("bench", None)
     now = wiring.clock.certain_now()
     until = now + timedelta(seconds=HOUR_S)
@@ -90,7 +90,7 @@ def _sweeps() -> list[Step]:
 
 def _searches(key: str) -> list[Step]:
     """Return the queries of the command line and of dashboards."""
-    delays, store = ours.delays, wiring_of(ours.delays).store
+    delays, store = ours.delays, runtime_of(ours.delays).store
 
     def page(**by: Any) -> int:
         return len(delays.find(**by, limit=PAGE).tasks)
@@ -108,7 +108,7 @@ def _searches(key: str) -> list[Step]:
 
 def _chunk() -> list[Step]:
     """Return the statements of one chunk, each of which needs the one before it."""
-    wiring = wiring_of(ours.delays)
+    wiring = runtime_of(ours.delays)
     tasks, claims = wiring.store.tasks, wiring.store.claims("bench", None)
     now = wiring.clock.certain_now()
     chunk: list[DelayTask] = []

@@ -17,7 +17,7 @@ from benchmarks import bare, brokers, ours, table
 from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from delaytasks import DelayTasks
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 BLOCK = 100
 BEYOND_S, WITHIN_S = 3600.0, 20.0
@@ -82,7 +82,7 @@ def _medians(
         with block():
             for name, call in calls.items():
                 took = [_timed(call) for _ in range(BLOCK)]
-                wiring_of(ours.delays).flush()
+                runtime_of(ours.delays).flush()
                 if number:
                     costs[name] += took
     return {name: statistics.median(took) for name, took in costs.items()}

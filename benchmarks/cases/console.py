@@ -29,9 +29,9 @@ from delaytasks.console.users import UserFile
 from delaytasks.console.viewers import Role
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.periods import DAY, DAY_OF_HOURS, HOUR, HOUR_OF_MINUTES
 from delaytasks.statistics.stored_counts import packed_counts
-from delaytasks.wiring import wiring_of
 
 #: The number of waiting rows, and how many finished rows there are for each of them.
 PENDING, QUICK_PENDING = 10_000_000, 100_000
@@ -89,7 +89,7 @@ def _fill(stage: CaseContext, pending: int) -> Examples:
         table.fill(FINISHED * pending, Status.DONE, -7 * DAY_S, -HOUR_S, is_keyed=True)
         table.fill(FAILED, Status.FAILED, -DAY_S, -HOUR_S)
         table.fill(pending, Status.NOT_COMPLETE, 2 * HOUR_S, 7 * DAY_S, is_keyed=True)
-    store = wiring_of(ours.delays).store
+    store = runtime_of(ours.delays).store
     database, tasks = store.database, store.schema.tasks
     is_failed = tasks.c.status == int(Status.FAILED)
     id = tasks.c.id.cast(tasks.c.message_body.type)
@@ -108,7 +108,7 @@ def _fill(stage: CaseContext, pending: int) -> Examples:
 
 def _fill_statistics() -> None:
     """Store what a deployment has that runs 20 tags all the time."""
-    store, now = wiring_of(ours.delays).store, wiring_of(ours.delays).clock.certain_now()
+    store, now = runtime_of(ours.delays).store, runtime_of(ours.delays).clock.certain_now()
     counts = RunCounts()
     for number in range(50):
         counts.add_run(0.002 * number, 0.1, None)

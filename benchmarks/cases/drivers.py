@@ -22,8 +22,8 @@ from delaytasks import NewTask
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 
 DRIVERS = ("psycopg", "psycopg2")
 CALLS, CHUNK, BULK = 200, 200, 5_000
@@ -74,7 +74,7 @@ def _compare(
 def _tasks(count: int) -> list[DelayTask]:
     """Return tasks that are due now and were not written yet."""
     new = (NewTask(ours.TAG, {"number": number}, 0) for number in range(count))
-    return wiring_of(ours.delays).shards[0].producer.build(new, "reject")
+    return runtime_of(ours.delays).producer.build(new, "reject")
 
 
 def _insert(store: Store) -> Callable[[], object]:

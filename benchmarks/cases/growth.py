@@ -1,12 +1,9 @@
-"""The gain of more processes and of a second database, for bursts of tasks that take no time or
-wait.
-"""
+"""The gain of more processes, for bursts of tasks that take no time or wait."""
 
 from __future__ import annotations
 
 import math
 import os
-from contextlib import ExitStack
 
 from benchmarks import brokers, ours, processes, table
 from benchmarks.machine import load
@@ -16,22 +13,21 @@ from benchmarks.stage import CaseContext
 from benchmarks.waiting import instant, sleep_until, wall
 
 PROCESSES = (1, 2, 4)
-DATABASES = (1, 2)
 #: The processor's duration in milliseconds, and the number of tasks that are due together.
 KINDS = ((0, 20_000), (5, 2_000), (20, 500))
-#: Tasks per call; each call uses one database.
+#: Tasks per call.
 BATCH_ROWS = 100
 DEADLINE_S = 240.0
 
 
 class Growing(Ours):
-    """delaytasks on several databases. Tasks are counted by their notes."""
+    """Tasks are counted by their notes."""
 
     app_path = "benchmarks.growing:app"
 
     def schedule_all(self, count: int, ms: float, due: float) -> None:
         task = ours.WORK, {"due": due, "seconds": ms / 1000}, instant(due)
-        for start in range(0, count, BATCH_ROWS):  # each batch goes to the next database
+        for start in range(0, count, BATCH_ROWS):
             self.delays.schedule_many([task] * min(BATCH_ROWS, count - start))
 
     def schedule(self, due: float) -> None:
@@ -44,23 +40,19 @@ def run(stage: CaseContext) -> None:
     if not table.can_fill():
         stage.say("growth: skipped, since it needs PostgreSQL")
         return
-    for databases in DATABASES:
-        with ExitStack() as held:
-            urls = [held.enter_context(table.private(number)).url for number in range(databases)]
-            os.environ["BENCH_DATABASE_URLS"] = " ".join(urls)
-            side = Growing(stage.ours.folder, stage.ours.notes)
-            side.app, side.delays = ours.make(f"bench_growing_{databases}", databases=urls)
-            for count in PROCESSES:
-                with side.serving(1, [*processes.POOL[:-1], str(count)]):
-                    for ms, tasks in KINDS:
-                        _burst(stage, side, databases, count, ms, stage.size(tasks, tasks // 5))
-                brokers.clear()
-            side.delays.close()
+    with table.private() as database:
+        os.environ["BENCH_DATABASE_URL"] = database.url
+        side = Growing(stage.ours.folder, stage.ours.notes)
+        side.app, side.delays = ours.make("bench_growing", database=database.url)
+        for count in PROCESSES:
+            with side.serving(1, [*processes.POOL[:-1], str(count)]):
+                for ms, tasks in KINDS:
+                    _burst(stage, side, count, ms, stage.size(tasks, tasks // 5))
+            brokers.clear()
+        side.delays.close()
 
 
-def _burst(
-    stage: CaseContext, side: Growing, databases: int, count: int, ms: float, tasks: int
-) -> None:
+def _burst(stage: CaseContext, side: Growing, count: int, ms: float, tasks: int) -> None:
     side.clear()
     meter, written = Meter(side), table.wal_bytes()
     due = wall() + stage.size(15, 8)
@@ -69,7 +61,7 @@ def _burst(
     side.wait_for(tasks, DEADLINE_S)
     per_s = tasks / (side.ended_at() - due)
     cost, written = meter.cost(tasks), (table.wal_bytes() - written) // tasks
-    what = f"{ms} ms: processes {count}, databases {databases}"
+    what = f"{ms} ms: processes {count}"
     stage.figure("growth", what, "drained/s").add(per_s)
     stage.figure("growth", f"{what}: WAL a task", "bytes").add(written)
     for whose, ms in (("worker", cost.worker_ms), ("database", cost.database_ms)):

@@ -16,7 +16,7 @@ from benchmarks.sides import Ours
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, sleep_until, wall
 from delaytasks import DelayTasks, NewTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 TIMEOUT_S, EVERY_S = 15.0, 5.0
 #: Connections whose heartbeats arrive together.
@@ -66,7 +66,7 @@ class HeartbeatConnections:
         return {batches[number % len(batches)].pop() for number in range(count)}
 
     def _touch(self, keys: list[str]) -> None:
-        now = wiring_of(self._delays).clock.now
+        now = runtime_of(self._delays).clock.now
         at, before, cpu_before = now(), time.perf_counter(), time.thread_time()
         missed = self._delays.touch_many(tag=ours.TAG, keys=keys, delay=TIMEOUT_S).gone
         self.cpu_s += time.thread_time() - cpu_before

@@ -17,7 +17,7 @@ from delaytasks import DelayTasks
 from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: Schedules for each task that is due in a minute: most of them are due daily.
 SCHEDULES_A_TASK = 100
@@ -95,7 +95,7 @@ def _timing(number: int, is_hourly: bool) -> tuple[str, str]:
 
 def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
     """Sweep at the usual pace. The first sweep arms a whole horizon, and is not measured."""
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     [shard] = wiring.shards
     schedules = RecurringTable(wiring.store.database, wiring.store.schema)
     creation = Creation(
@@ -120,4 +120,4 @@ def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
 
 
 def _made(delays: DelayTasks) -> int:
-    return wiring_of(delays).events.counts["recurring.created"]
+    return runtime_of(delays).events.counts["recurring.created"]

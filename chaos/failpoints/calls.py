@@ -25,9 +25,9 @@ from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
+from delaytasks.runtime import runtime_of
 from delaytasks.scheduling import producer
 from delaytasks.scheduling.task_builder import RowBatch
-from delaytasks.wiring import wiring_of
 
 RETRY_SCHEDULE_RUNS = 3
 RECURRING_TAG = "fail.recurring"
@@ -48,7 +48,7 @@ class FailpointCalls:
 
     def make(self, mix: Mix) -> None:
         if mix == "overdue backlog":
-            when = wiring_of(self._delays).clock.now() + timedelta(seconds=0.3)
+            when = runtime_of(self._delays).clock.now() + timedelta(seconds=0.3)
             for _ in range(12):
                 self._schedule("fail.note", None, self._chance.uniform(0.08, 0.16), at=when)
             return
@@ -93,7 +93,7 @@ class FailpointCalls:
 
     def _schedule_waiting(self) -> None:
         """Schedule tasks that are due together, so that some wait in the main process."""
-        due = wiring_of(self._delays).clock.now() + timedelta(seconds=0.3)
+        due = runtime_of(self._delays).clock.now() + timedelta(seconds=0.3)
         for _ in range(4):
             self._schedule("fail.note", None, self._chance.uniform(0.03, 0.06), at=due)
 
@@ -113,11 +113,11 @@ class FailpointCalls:
     def _insert(self) -> None:
         """Insert a row without arming it, as another program does."""
         id, body = self._delays.new_id(), json.dumps({"folder": self._folder, "s": 0, "fails": 0})
-        now = wiring_of(self._delays).clock.now()
+        now = runtime_of(self._delays).clock.now()
         task = DelayTask(id, "fail.note", body, now, create_time=now)
 
         def ask() -> DelayTask:
-            wiring_of(self._delays).store.tasks.insert(task)
+            runtime_of(self._delays).store.tasks.insert(task)
             return task
 
         self._call(id, "schedule", 1, ask)
@@ -126,7 +126,7 @@ class FailpointCalls:
         id, body = self._delays.new_id(), {"folder": self._folder, "s": 0, "fails": 0}
 
         def ask() -> Any:
-            with Session(wiring_of(self._delays).store.database.tx) as session, session.begin():
+            with Session(runtime_of(self._delays).store.database.tx) as session, session.begin():
                 return self._delays.schedule_delay("fail.note", body, delay, id=id, session=session)
 
         self._call(id, "schedule", 1, ask)
@@ -153,7 +153,7 @@ class FailpointCalls:
             record(made.plain, "unknown")
             return made
 
-        maker = wiring_of(self._delays).router.shards[0].producer
+        maker = runtime_of(self._delays).producer
         make = maker.make_batch
         many = [
             ("fail.note", body, self._chance.choice([0, self._chance.uniform(0, 0.8)]))
@@ -161,7 +161,10 @@ class FailpointCalls:
         ]
         with patch.object(producer, "BULK", BATCH_ROWS), patch.object(maker, "make_batch", batch):
             if is_in_session:
-                with Session(wiring_of(self._delays).store.database.tx) as session, session.begin():
+                with (
+                    Session(runtime_of(self._delays).store.database.tx) as session,
+                    session.begin(),
+                ):
                     self._delays.schedule_many(many, session=session, on_batch=written.extend)
                 record(written, "ok")
             else:
@@ -170,7 +173,7 @@ class FailpointCalls:
     def _recur(self) -> None:
         """Store a schedule with a single occurrence in the next hour."""
         time.sleep(self._chance.uniform(0, 0.6))  # so that several sweeps make the tasks
-        start = wiring_of(self._delays).clock.now() + timedelta(seconds=self._chance.uniform(1, 2))
+        start = runtime_of(self._delays).clock.now() + timedelta(seconds=self._chance.uniform(1, 2))
         name, body = f"s{now_us()}", {"folder": self._folder, "s": 0, "fails": 0}
         self._delays.recurring.set(name, RECURRING_TAG, body, every=RECURS_S, start=start)
 
@@ -186,7 +189,7 @@ class FailpointCalls:
             )
 
         note("unknown")
-        wiring_of(self._delays).celery.send_task(
+        runtime_of(self._delays).celery.send_task(
             NAME, task_id=str(id), countdown=delay + 0.01, durable_eta=True
         )
         note("ok")
@@ -195,7 +198,7 @@ class FailpointCalls:
     def _revoke(self, id: int) -> None:
         asked_us = now_us()
         self._notes.note(CallRecord(id, "revoke", "unknown", asked_us, asked_us))
-        wiring_of(self._delays).celery.control.revoke(str(id))
+        runtime_of(self._delays).celery.control.revoke(str(id))
         self._notes.note(CallRecord(id, "revoke", "ok", asked_us, now_us()))
 
     def _cancel(self, id: int) -> None:

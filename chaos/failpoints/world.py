@@ -27,7 +27,7 @@ from chaos.recorder import Recorder
 from chaos.rows import rows_of
 from delaytasks.core.clock import to_us
 from delaytasks.core.states import FINISHED, LIVE, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker.lease_keeper import is_there
 from tests.running import Deployment, Process
 
@@ -141,7 +141,7 @@ class FailpointDeployment:
             Orders(self._folder, is_producer=True)
             delays = self._deployment.producer()
             FailpointCalls(delays, self._folder / "notes", seed).make(failpoint.mix)
-            wiring_of(delays).flush()
+            runtime_of(delays).flush()
         except FailpointError:
             os._exit(0)  # as ordered; the answer of its last call is unknown
         except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishRecord
@@ -57,10 +57,15 @@ class SimulatedPublisher:
 
 def register(play: Play) -> None:
     """Let the workers of a play publish the messages of rows, as those of a Celery app do."""
-    app: Any = SimpleNamespace()
-    unused: Any = None
-    tasks = CeleryTasks(app, play.settings, unused, unused, unused, Events())
-    cast(Any, tasks).__dict__["_publisher"] = SimulatedPublisher(play)
+    runtime: Any = SimpleNamespace(
+        celery=None,
+        settings=play.settings,
+        transactions=None,
+        clock=None,
+        events=Events(),
+        message_publisher=SimulatedPublisher(play),
+    )
+    tasks = CeleryTasks(runtime)
     play.registry.processor(ANY_CELERY_TASK, batch=10)(tasks.publish)
 
 

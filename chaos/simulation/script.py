@@ -103,7 +103,7 @@ class Script:
             workers = self._alive()
             if workers and self._chance.random() < 0.9:
                 worker = self._chance.choice(workers)
-                worker.soon(lambda worker=worker: worker.runtime.sweep_loops.request(None))  # type: ignore[misc]
+                worker.soon(lambda worker=worker: worker.runtime.sweep_loop.request(None))  # type: ignore[misc]
 
     def _supervise(self) -> None:
         workers = self._workers
@@ -271,7 +271,7 @@ class Script:
         self._world.pause(seconds)
         broker.is_up = True
         for worker in self._alive():
-            worker.soon(worker.runtime.sweep_loops.forget_armed)
+            worker.soon(worker.runtime.sweep_loop.forget_armed)
 
     def _break_redis(self) -> None:
         """Empty Redis, or stop it and restart it with or without its data."""

@@ -149,7 +149,7 @@ class Play:
         eta = EtaTimer(self.publisher, clock)
         if self.redis is None:
             return eta
-        timer = RedisTimer(RedisLocation(("",)), self.settings, eta, [clock], events)
+        timer = RedisTimer(RedisLocation(("",)), self.settings, eta, clock, events)
         timer.link = Link(self.redis, self.settings.publish_limit_s, events)
         return timer
 

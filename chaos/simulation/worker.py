@@ -24,10 +24,9 @@ from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.processors.thread_slots import ThreadSlots
 from delaytasks.timers.eta import read_message
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.worker.building import build_runtime
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.runtime import WorkerRuntime
 from delaytasks.worker.shared_memory import OthersWait, Renewals
+from delaytasks.worker.worker_runtime import WorkerRuntime
 
 CHILDREN = 2
 #: The loops of a worker runtime that are simulated.
@@ -221,38 +220,8 @@ class SimulatedWorker(Host):
         self._hub = play.world.start(self, self._serve)
         self.children = [Child(self, play.new_pid()) for _ in range(CHILDREN)]
 
-    def _shard(self) -> Any:
-        play = self.play
-        sweeper = Sweeper(
-            play.settings,
-            play.sweeps,
-            play.seen,
-            self.clock,
-            self.timer,
-            self.events,
-            recurring=recurring_stage(play, self.clock, self.timer, self.events),
-        )
-        store = SimpleNamespace(
-            tasks=play.tasks,
-            sweeps=play.sweeps,
-            leases=play.leases,
-            workers=play.seen,
-            deferred_rows=play.deferred_rows,
-            due_schedules=play.due_schedules,
-        )
-        return SimpleNamespace(
-            number=0,
-            clock=self.clock,
-            sweeper=sweeper,
-            store=store,
-            policies=SimpleNamespace(stamp=0),
-            named=lambda what: what,
-            close=lambda: None,
-        )
-
     def _make_runtime(self) -> WorkerRuntime:
         play = self.play
-        shard = self._shard()
         processes: Any = SimpleNamespace(
             name=lambda pid: f"{self.name}/{pid}",
             queues=["default"],
@@ -262,26 +231,39 @@ class SimulatedWorker(Host):
             keeps_time_limits=True,
         )
         self.processes = processes
-        redis_timer = self.timer if isinstance(self.timer, RedisTimer) else None
-        wiring: Any = SimpleNamespace(
+        parts: Any = SimpleNamespace(
             settings=play.settings,
             events=self.events,
             registry=play.registry,
             clock=self.clock,
-            shards=[shard],
-            redis_timer=redis_timer,
+            sweeper=Sweeper(
+                play.settings,
+                play.sweeps,
+                play.seen,
+                self.clock,
+                self.timer,
+                self.events,
+                recurring=recurring_stage(play, self.clock, self.timer, self.events),
+            ),
+            store=SimpleNamespace(
+                tasks=play.tasks,
+                sweeps=play.sweeps,
+                leases=play.leases,
+                workers=play.seen,
+                deferred_rows=play.deferred_rows,
+                due_schedules=play.due_schedules,
+                close=lambda: None,
+            ),
+            policy_cache=SimpleNamespace(stamp=0),
+            redis_timer=self.timer if isinstance(self.timer, RedisTimer) else None,
             direct_timer=None,
             timer=self.timer,
-            producer_timer=self.timer,
-            queues=None,
-            recurring=None,  # no code declares schedules
             celery=SimpleNamespace(tasks={}),
             publisher=SimpleNamespace(send=lambda *_: True),  # only asked whether it answers
-            router=SimpleNamespace(shards=[shard], each=lambda work: work(shard)),
         )
         hub = SimpleNamespace(call_soon=self.soon)
-        return build_runtime(
-            wiring,
+        return WorkerRuntime(
+            parts,
             processes,
             SimpleNamespace(hub=hub, pool=self, consumer=None, hostname=self.name),
         )
@@ -317,7 +299,7 @@ class SimulatedWorker(Host):
         if asked.entries:
             self.runtime.dispatcher.receive(asked.entries)
         if asked.priorities is not None:
-            self.runtime.dispatcher.start_drain(message.queue, asked.priorities, asked.shard)
+            self.runtime.dispatcher.start_drain(message.queue, asked.priorities)
         self.play.hazards.pass_by("receive", "after")
 
     def _drive(self, loop: Loop) -> None:

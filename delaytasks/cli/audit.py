@@ -11,7 +11,7 @@ from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import show_from_now
 from delaytasks.core.text import some_values
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 _AUDIT_COLOURS = {"done": GOOD, "failed": BAD, "stopped": "yellow", "running": "cyan"}
 
@@ -34,7 +34,7 @@ def audit(cli: Cli, limit: int) -> None:
     if not entries:
         cli.note("No actions yet.")
         return
-    now = wiring_of(cli.delays).clock.now()
+    now = runtime_of(cli.delays).clock.now()
     print_table(
         (
             "id",

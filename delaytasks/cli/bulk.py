@@ -213,13 +213,9 @@ def _report(cli: Cli, result: BulkResult, sentence: str, state: str) -> None:
         "refused": result.refused,
         "state": state,
         "runs": [str(id) for id in result.runs],
-        "missing": result.missing,
     }
     cli.answer(document, sentence)
     if result.refused:
         moved = "they run or moved on, are locked, or another task has their key"
         why = "they run" if state == "dry run" else moved
         cli.note(f"left as they are: {count(result.refused, 'task')} ({why})")
-    cli.note_missing(result.missing)
-    if result.missing:
-        raise SystemExit(1)

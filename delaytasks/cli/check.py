@@ -9,7 +9,7 @@ import click
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import count, print_json, print_table, say
 from delaytasks.cli.waiting import print_warnings, warnings_of
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 _EXIT_CODES_OF_CHECK = (
     "Exit codes: 0 all would run; 1 some would not, or the database is unavailable; "
@@ -30,7 +30,7 @@ def check(cli: Cli) -> None:
     delaytasks check
     """
     cli.import_processors()
-    wiring_of(cli.delays).checks.check_settings()
+    runtime_of(cli.delays).checks.check_settings()
     found, warnings = (
         list(cli.delays.check()),
         list(map(cli.hints.rewrite, warnings_of(cli.delays))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,12 +20,11 @@ from delaytasks.cli.output import (
     print_json,
     say,
     sentence,
-    shards_text,
     task_json,
 )
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -87,24 +86,23 @@ class Cli:
                 "make one with DelayTasks(app) where the app is made"
             )
         self._ctx.call_on_close(found.close)
-        for store in wiring_of(found).router.stores:
-            store.database.expect_file()  # only `up` and `db upgrade` make one
+        runtime_of(found).store.database.expect_file()  # only `up` and `db upgrade` make one
         return found
 
     @property
-    def stores(self) -> Sequence[Store]:
-        """The stores of all databases, including those that have no shard number yet."""
-        return wiring_of(self.delays).router.stores
+    def store(self) -> Store:
+        return runtime_of(self.delays).store
 
     @property
     def database_url(self) -> str:
-        """The URLs of all databases, without passwords."""
-        return ", ".join(store.database.shown_url for store in self.stores)
+        """The URL of the database, without the password."""
+        return self.store.database.shown_url
 
-    def tables(self, store: Store) -> tuple[Database, str, str | None]:
-        """Return the database of a store, and the prefix and the schema of its tables."""
+    @property
+    def tables(self) -> tuple[Database, str, str | None]:
+        """The database, and the prefix and the schema of its tables."""
         settings = self.delays.settings
-        return store.database, settings.table_prefix, settings.table_schema or None
+        return self.store.database, settings.table_prefix, settings.table_schema or None
 
     def _delays_of_app(self) -> DelayTasks | None:
         return getattr(self.app, "delaytasks", None)
@@ -144,13 +142,13 @@ class Cli:
 
     def answer_task(self, task: DelayTask, done: str) -> None:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
-        self.answer(task_json(task), sentence(task, done, wiring_of(self.delays).clock.now()))
+        self.answer(task_json(task), sentence(task, done, runtime_of(self.delays).clock.now()))
 
     def explain(
         self, task: DelayTask | str | None, tag: str | None = None, key: str | None = None
     ) -> Explanation:
         """Explain why a task has not run, or how it ended. The key may be that of an ended task."""
-        explain = wiring_of(self.delays).explanations().of
+        explain = runtime_of(self.delays).explanations.of
         try:
             explanation = explain(task, tag, key)
         except TaskNotFoundError as error:
@@ -178,15 +176,11 @@ class Cli:
         if not self.is_json:
             click.secho(text, fg="yellow", err=True)
 
-    def note_missing(self, shards: Sequence[int]) -> None:
-        if shards:
-            self.note(f"Not all tasks: {shards_text(shards)} cannot be reached.")
-
     def note_broker_away(self) -> None:
         """Print a note if the broker does not answer. JSON documents have no notes."""
         if self.is_json:
             return
-        wiring = wiring_of(self.delays)
+        wiring = runtime_of(self.delays)
         wiring.flush()
         wait_for_unfinished()  # the connection to a distant broker may still be in progress
         if not wiring.timer.is_up:

@@ -9,7 +9,6 @@ import click
 
 from delaytasks.cli.context import Cli, Group, pass_cli
 from delaytasks.cli.output import print_json, say
-from delaytasks.cli.shards import shards
 from delaytasks.storage import migrations, sqlite_file
 
 OTHER_DATABASE = (
@@ -19,7 +18,7 @@ OTHER_DATABASE = (
 )
 
 
-@click.group(cls=Group, commands=[shards])
+@click.group(cls=Group)
 def db() -> None:
     """Make and change the tables.
 
@@ -32,7 +31,7 @@ def db() -> None:
 @click.argument("revision", default="head")
 @pass_cli
 def upgrade(cli: Cli, revision: str) -> None:
-    """Make the tables, or bring them to this version (or to REVISION), in each database.
+    """Make the tables, or bring them to this version (or to REVISION).
 
     Rows stay.
 
@@ -59,8 +58,7 @@ def downgrade(cli: Cli, revision: str, yes: bool) -> None:
     cli.require_terminal(yes, "A downgrade may drop columns and tables; use --yes.")
     url = cli.database_url
     cli.confirm(yes, f"Downgrade {url} by {revision}? Columns and tables may be dropped")
-    for store in cli.stores:
-        migrations.downgrade(*cli.tables(store), revision)
+    migrations.downgrade(*cli.tables, revision)
     _report(cli, "downgraded")
 
 
@@ -79,16 +77,14 @@ def current(cli: Cli, check: bool) -> None:
 
 
 def upgrade_all(cli: Cli, revision: str = "head") -> None:
-    """Upgrade each database. Of several, each stores its shard number."""
-    for store in cli.stores:
-        migrations.upgrade(*cli.tables(store), revision, store.shard)
+    migrations.upgrade(*cli.tables, revision)
 
 
 def _is_for_own_app(cli: Cli) -> bool:
     """Return False if the user may not have meant the default database, which is new."""
     if cli.app_origin != "default" or cli.delays.settings.database_url:
         return True
-    is_new = any(sqlite_file.is_missing(store.database.url) for store in cli.stores)
+    is_new = sqlite_file.is_missing(cli.store.database.url)
     return not is_new and not Path("manage.py").exists()
 
 
@@ -99,27 +95,24 @@ def _report(cli: Cli, done: str) -> None:
 
 
 def _print_current(cli: Cli) -> bool:
-    """Print the revisions; return whether all databases have this version's."""
-    head = migrations.head()
-    revisions = [migrations.current(*cli.tables(store)) for store in cli.stores]
-    is_current = all(revision == head for revision in revisions)
+    """Print the revision; return whether it is this version's."""
+    head, revision = migrations.head(), migrations.current(*cli.tables)
+    is_current = revision == head
     if cli.is_json:
         print_json(
             {
                 "database": cli.database_url,
-                "revision": revisions[0] if len(revisions) == 1 else revisions,
+                "revision": revision,
                 "head": head,
                 "is_current": is_current,
             }
         )
         return is_current
-    for store, revision in zip(cli.stores, revisions, strict=True):
-        where = f"shard {store.shard}: " if len(revisions) > 1 else ""
-        remedy = f"run: {cli.command} db upgrade"
-        if revision is None:
-            say(f"{where}no revision yet (this version has {head}); {remedy}")
-        elif revision == head:
-            say(f"{where}revision {revision}, which is this version's")
-        else:
-            say(f"{where}revision {revision}, this version has {head}; {remedy}")
+    remedy = f"run: {cli.command} db upgrade"
+    if revision is None:
+        say(f"no revision yet (this version has {head}); {remedy}")
+    elif is_current:
+        say(f"revision {revision}, which is this version's")
+    else:
+        say(f"revision {revision}, this version has {head}; {remedy}")
     return is_current

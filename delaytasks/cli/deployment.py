@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.recent_failures import recent_failures
 from delaytasks.timers.broker_status import broker_error
-from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
@@ -21,7 +21,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     StoreError
         If no database answers.
     """
-    wiring, settings = wiring_of(delays), delays.settings
+    wiring, settings = runtime_of(delays), delays.settings
     uses_broker, error = wiring.direct_timer is None, None
     if uses_broker:
         queue = wiring.publisher.queue(settings.default_queue)

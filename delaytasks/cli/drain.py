@@ -23,9 +23,9 @@ from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
-from delaytasks.routing.shard import Shard
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.wiring import wiring_of
+from delaytasks.storage.store import Store
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _serve(cli: Cli, queues: tuple[str, ...], processes: int | None) -> None:
 
 
 class DrainCommand:
-    """Runs the overdue tasks of each shard, and counts the outcomes."""
+    """Runs the overdue tasks, and counts the outcomes."""
 
     def __init__(
         self, delays: DelayTasks, queues: tuple[str, ...], limit: int | None, processes: int | None
@@ -119,6 +119,7 @@ class DrainCommand:
             row_budget=limit,
         )
         self._delays = delays
+        self._runtime = runtime_of(delays)
         self._queues = frozenset(queues)
         self._dispatcher = self._alone.runtime.dispatcher
         self._began_at = monotonic()
@@ -163,35 +164,32 @@ class DrainCommand:
     # -- overdue tasks ----------------------------------------------------------------------------
 
     def _passes(self) -> Iterator[bool]:
-        """Dispatch the overdue tasks of each shard, until a pass claims none."""
-        total = 0
-        for shard in wiring_of(self._delays).shards:
-            try:
-                total += overdue(shard)
-                self._show(total=total)
-                self._recover(shard)
-                while self._dispatch(shard):
-                    claimed = self._claimed
-                    yield True
-                    if self._errors > MOST_ERRORS:
-                        raise StoreError(self._error)
-                    if self._claimed == claimed:
-                        break
-            except StoreError as error:  # go on with the tasks of the other shards
-                self._down = error
+        """Dispatch the overdue tasks, until a pass claims none."""
+        try:
+            self._show(total=overdue(self._runtime.store))
+            self._recover()
+            while self._dispatch():
+                claimed = self._claimed
+                yield True
+                if self._errors > MOST_ERRORS:
+                    raise StoreError(self._error)
+                if self._claimed == claimed:
+                    break
+        except StoreError as error:
+            self._down = error
 
-    def _recover(self, shard: Shard) -> None:
-        sweeps, most = shard.store.sweeps, self._delays.settings.max_lost_leases
+    def _recover(self) -> None:
+        sweeps, most = self._runtime.store.sweeps, self._delays.settings.max_lost_leases
         while (recovered := sweeps.recover(most, RECOVER_STEP)).total:
             emit_recovered(self._delays.events, recovered)
 
-    def _dispatch(self, shard: Shard) -> bool:
+    def _dispatch(self) -> bool:
         by_queue: dict[str, list[int]] = {}
-        for level in shard.store.sweeps.levels(0):
+        for level in self._runtime.store.sweeps.levels(0):
             if not self._queues or level.queue in self._queues:
                 by_queue.setdefault(level.queue, []).append(level.priority)
         for queue, priorities in by_queue.items():
-            self._dispatcher.start_drain(queue, priorities, shard.number)
+            self._dispatcher.start_drain(queue, priorities)
         return bool(by_queue)
 
     # -- outcomes ---------------------------------------------------------------------------------
@@ -218,8 +216,8 @@ class DrainCommand:
             self._process_lost_at = monotonic()
 
 
-def overdue(shard: Shard) -> int:
-    return OverdueRows(shard.store.database, shard.store.schema).count(0).tasks
+def overdue(store: Store) -> int:
+    return OverdueRows(store.database, store.schema).count(0).tasks
 
 
 def _text(found: dict[str, Any]) -> str:

@@ -13,17 +13,17 @@ import time
 
 from delaytasks.celery import app, delays
 from delaytasks.embedded.broker import FILES_NOTE, begin, broker_of
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 
 
 def main() -> None:
     settings = delays.settings
     if not settings.database_url:
         migrations.upgrade(
-            wiring_of(delays).store.database, settings.table_prefix, settings.table_schema or None
+            runtime_of(delays).store.database, settings.table_prefix, settings.table_schema or None
         )
-        say(f"the database is {wiring_of(delays).store.database.url}")
+        say(f"the database is {runtime_of(delays).store.database.url}")
     if app.conf.broker_url == broker_of(settings.data_dir).url:
         run_broker(settings.data_dir)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -12,7 +12,7 @@ from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import print_json, say
 from delaytasks.core.errors import ConfigError
 from delaytasks.metrics.files import NAMES, read_file
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ def exporter(cli: Cli, host: str, port: int, printed: str | None) -> None:
         cli.import_processors()  # a forecast asks how many tasks a process runs concurrently
     except Exception:
         logger.exception("the forecast does not know the processors; all other metrics are served")
-    source, stopping = DatabaseMetrics(wiring_of(cli.delays)), threading.Event()
+    source, stopping = DatabaseMetrics(runtime_of(cli.delays)), threading.Event()
     try:
         server = serve(host, port, source)
     except OSError as error:

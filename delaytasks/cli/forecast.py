@@ -78,7 +78,6 @@ def forecast(
     _print(found, shows_all)
     for note in found.notes:
         cli.note(note)
-    cli.note_missing(found.missing)
 
 
 def _print(found: Forecast, shows_all: bool) -> None:

@@ -12,8 +12,8 @@ from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import DURATION
 from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.broker_status import broker_error
-from delaytasks.wiring import wiring_of
 
 _EXIT_CODES_OF_HEALTH = "Exit codes: 0 healthy; 1 not healthy; 2 wrong usage or settings."
 
@@ -70,7 +70,7 @@ def health(
     and the console have URLs for probes instead.
     """
     _check_options(component, live, name, max_overdue, max_sweep_age)
-    wiring = wiring_of(cli.delays)
+    wiring = runtime_of(cli.delays)
     settings = wiring.settings
     question = HealthQuestion(
         component,

@@ -30,7 +30,7 @@ from delaytasks.cli.pairs import pairs_or
 from delaytasks.cli.times import show_from_now
 from delaytasks.core.states import moves_from
 from delaytasks.core.task import DelayTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 # -- list -----------------------------------------------------------------------------------------
 
@@ -61,13 +61,12 @@ def list_(cli: Cli, oldest_first: bool, limit: int, cursor: str | None, **filter
     page = cli.delays.find(**given, limit=limit, cursor=cursor, newest_first=not oldest_first)
     if cli.is_json:
         tasks = [task_json(task) for task in page]
-        print_json({"tasks": tasks, "cursor": page.cursor, "missing": page.missing})
+        print_json({"tasks": tasks, "cursor": page.cursor})
         return
-    cli.note_missing(page.missing)
     if not page.tasks:
         cli.note("No tasks.")
         return
-    now = wiring_of(cli.delays).clock.now()
+    now = runtime_of(cli.delays).clock.now()
     print_table(
         ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error"),
         [_row(task, now) for task in page],
@@ -135,7 +134,7 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
         reasons = explanation.as_json()["reasons"]
         print_json({**document, "moves": moves, "why": reasons, "failed_attempts": failed_attempts})
         return
-    now = wiring_of(cli.delays).clock.now()
+    now = runtime_of(cli.delays).clock.now()
     shown: list[tuple[str, Cell]] = [("id", str(task.id)), ("status", coloured(task.status))]
     for name, value in document.items():
         if name not in ("id", "status", "body", "error"):

@@ -16,7 +16,6 @@ from delaytasks.cli.output import (
     print_json,
     print_table,
     say,
-    shards_text,
 )
 from delaytasks.core.errors import InvalidPolicyError
 from delaytasks.core.policies import Policy
@@ -107,8 +106,6 @@ def list_(cli: Cli, limit: int, page: int) -> None:
         folded="name actor",
         extra="since",
     )
-    for each in found:
-        _note_missing(cli, each)
     if next_page is not None:
         cli.note(f"{len(found):,} of {len(known):,} policies; the next ones: --page {next_page}")
 
@@ -174,7 +171,6 @@ def _report(cli: Cli, changed: Policy) -> None:
     say(f"{policy.kind} {cell(policy.name)} is {state}; {held}")
     if policy.has_limits:
         say(f"limits: {_limits(policy)}; running: {count(policy.running or 0, 'task')}")
-    _note_missing(cli, policy)
 
 
 def _is_unapplied(policy: Policy) -> bool:
@@ -190,12 +186,6 @@ def _limits(policy: Policy) -> str:
         "begin": policy.rate_text,
     }
     return ", ".join(f"{value} {name}" for name, value in limits.items() if value is not None)
-
-
-def _note_missing(cli: Cli, policy: Policy) -> None:
-    if policy.missing:
-        where = shards_text(policy.missing)
-        cli.note(f"Unknown or different in {where}: repeat it when all databases are back.")
 
 
 def _row(policy: Policy) -> list[Cell]:

@@ -19,7 +19,7 @@ from delaytasks.recurrence.definition import preview
 from delaytasks.recurrence.imports import SOURCES, import_entries
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.recurrence.timing import zone_of
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 _actor_option = click.option("--actor", metavar="NAME", help="Who does it [you on this host].")
 _name = click.argument("name")
@@ -69,7 +69,7 @@ def list_(cli: Cli, limit: int, **filters: str | None) -> None:
     if not found:
         cli.note("No recurring schedules.")
         return
-    now = wiring_of(cli.delays).clock.certain_now()
+    now = runtime_of(cli.delays).clock.certain_now()
     print_table(
         "name,tag,timing,zone,next occurrence,tasks until,last task,declared".split(","),
         [_row(schedule, now) for schedule in found],
@@ -203,12 +203,12 @@ def next_(
     """
     if (name is None) == (cron is None and every is None):
         raise click.UsageError("give the name of a schedule, or --cron or --every")
-    since = after or wiring_of(cli.delays).clock.certain_now()
+    since = after or runtime_of(cli.delays).clock.certain_now()
     if name is not None:
         schedule = cli.delays.recurring.get(name)
         zone, found = schedule.tz, schedule.next(most, since)
     else:
-        zone = tz or wiring_of(cli.delays).recurring().default_tz
+        zone = tz or runtime_of(cli.delays).recurring.default_tz
         found = preview(cron, {"every": every, "tz": zone}, since, most)
     if cli.is_json:
         print_json([show_instant(at) for at in found])
@@ -229,7 +229,7 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
     delaytasks recurring import redbeat
     """
     cli.import_processors()
-    operations = wiring_of(cli.delays).recurring()
+    operations = runtime_of(cli.delays).recurring
     found = [*import_entries(SOURCES[source](cli.app), operations, dry_run)]
     if cli.is_json:
         print_json([entry._asdict() for entry in found])

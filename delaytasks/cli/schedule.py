@@ -30,7 +30,7 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.task import DelayTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -130,7 +130,7 @@ def schedule(
     else:
         task = delays.schedule_at(tag, content, cast(datetime, at), **options)
     cli.answer_task(task, "scheduled")
-    meant = wiring_of(delays).registry.meant_by(task.tag)
+    meant = runtime_of(delays).registry.meant_by(task.tag)
     if meant is not None:
         cli.note(
             f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? "
@@ -226,7 +226,7 @@ class _Lines:
                 # The producer checks a whole batch before it writes: find the wrong task.
                 for number, new in self._waiting:
                     try:
-                        wiring_of(delays).producer.build([new], on_conflict)
+                        runtime_of(delays).producer.build([new], on_conflict)
                     except InvalidInputError:
                         _at_line(number, error)
                         break

@@ -20,10 +20,10 @@ from delaytasks.core.states import Status
 from delaytasks.operations.overdue import ExplainedGroup
 from delaytasks.operations.state import DatabaseState, DeploymentState, SweepState
 from delaytasks.operations.verdict import verdict_of
-from delaytasks.routing.shard import Shard
+from delaytasks.runtime import Runtime as Shard
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.on_time import gather_on_time
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 
 #: Policies in the document. `policy list` lists all of them.
 POLICIES = 100
@@ -42,7 +42,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         "late": [_late(cli, group) for group in state.late],
         "overdue": _overdue(state),
         "expired_leases": state.expired_leases,
-        "on_time": gather_on_time(delays.statistics, wiring_of(delays).registry),
+        "on_time": gather_on_time(delays.statistics, runtime_of(delays).registry),
         "workers": workers,
         "lost_workers": [
             {**worker.as_json(), "lost_s": _age_s(state.now, worker.lost_at)}
@@ -59,7 +59,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         "timer": _timer(delays, workers, broker),
         "databases": [
             _database(cli, shard, database)
-            for shard, database in zip(wiring_of(delays).shards, state.databases, strict=True)
+            for shard, database in zip(runtime_of(delays).shards, state.databases, strict=True)
         ],
         "versions": {
             **{
@@ -88,8 +88,8 @@ def _database(cli: Cli, shard: Shard, state: DatabaseState) -> dict[str, Any]:
     }
     if state.error is None:
         try:
-            document["revision"] = migrations.current(*cli.tables(shard.store))
-            document["replication"] = replication_of(shard)
+            document["revision"] = migrations.current(*cli.tables)
+            document["replication"] = replication_of(shard.store)
         except StoreError as error:
             document["error"] = str(error)
     return document
@@ -150,7 +150,7 @@ def _broker(delays: DelayTasks, state: DeploymentState) -> dict[str, Any]:
     """Return the URL of the broker, and whether it answers."""
     error, uses_broker = state.services.broker_error, state.services.uses_broker
     is_up = error is None if uses_broker else None  # without a broker, nothing was asked
-    return {"url": broker_url(wiring_of(delays).celery), "is_up": is_up, "error": error}
+    return {"url": broker_url(runtime_of(delays).celery), "is_up": is_up, "error": error}
 
 
 def _timer(
@@ -159,7 +159,7 @@ def _timer(
     """Return the timer. For `redis`, it counts the tasks of each queue that wait or were taken."""
     if not delays.settings.uses_broker:
         return {"name": "direct", "url": None, "is_up": True, "queues": {}}
-    name, timer = delays.settings.timer, wiring_of(delays).redis_timer
+    name, timer = delays.settings.timer, runtime_of(delays).redis_timer
     if timer is None:
         return {"name": name, "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
     served = {queue for worker in workers for queue in worker["queues"]}

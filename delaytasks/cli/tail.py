@@ -12,7 +12,7 @@ import click
 
 from delaytasks.cli.bulk import FILTERS
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.output import cell, coloured, say, shards_text
+from delaytasks.cli.output import cell, coloured, say
 from delaytasks.cli.pairs import pairs_or
 from delaytasks.cli.times import DURATION
 from delaytasks.core.clock import monotonic
@@ -23,7 +23,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import last_line, one_line
 from delaytasks.core.why_waiting import deferral_of
 from delaytasks.operations.following import Follower, FollowStep, changed_at
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: Filters of this command. Times are left out, since it shows what happens now.
 _TAIL_FILTERS = "tag queue key_prefix status meta".split()
@@ -66,7 +66,7 @@ def tail(cli: Cli, lines: int, every: timedelta, for_: timedelta | None, **filte
     delaytasks tail --meta tenant=acme --json
     """
     given = {name: pairs_or(value) for name, value in filters.items() if value}
-    follower = Follower(wiring_of(cli.delays).shards, filter_of(given))
+    follower = Follower(cli.store, filter_of(given))
     ends_at = None if for_ is None else monotonic() + for_.total_seconds()
     try:
         step = follower.read()
@@ -79,8 +79,7 @@ def tail(cli: Cli, lines: int, every: timedelta, for_: timedelta | None, **filte
 class _Printer:
     def __init__(self, cli: Cli) -> None:
         self._cli = cli
-        self._clock = wiring_of(cli.delays).clock
-        self._down: set[int] = set()
+        self._clock = runtime_of(cli.delays).clock
         self._is_incomplete = False
 
     def print_until(
@@ -95,9 +94,6 @@ class _Printer:
             step = follower.read()
 
     def _print(self, step: FollowStep) -> None:
-        if new := set(step.down) - self._down:
-            self._cli.note(f"{shards_text(sorted(new))}: {step.down[min(new)]}")
-        self._down = set(step.down)
         for task in step.tasks:
             if self._cli.is_json:
                 click.echo(json.dumps(document_of(task)))

@@ -15,7 +15,7 @@ from delaytasks.cli.output import count, say, sentence, task_json
 from delaytasks.cli.times import DURATION, INSTANT, SHIFT, at_option, delay_option
 from delaytasks.core.ids import check_id
 from delaytasks.core.task import DelayTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 _ids = click.argument("ids", nargs=-1, metavar="[ID]...")
 _key = click.option("--key", help="With --tag: the one task that has this key.")
@@ -206,7 +206,7 @@ def rerun(
     def rerun_one(id: int) -> None:
         started.append(delays.rerun(id, delay or 0))
         if not cli.is_json:
-            say(sentence(started[-1], "rerun", wiring_of(delays).clock.now()))
+            say(sentence(started[-1], "rerun", runtime_of(delays).clock.now()))
 
     move_each(cli, ids, rerun_one, lambda: {"rerun": [task_json(task) for task in started]})
     cli.note_broker_away()

@@ -19,7 +19,7 @@ from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.registered_worker import LostWorker, RegisteredWorker
 from delaytasks.operations.live import LiveGroup, LiveSnapshot, snapshot
 from delaytasks.operations.verdict import Verdict, verdict_of
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -93,7 +93,7 @@ def top(cli: Cli, every: timedelta, once: bool, for_: timedelta | None) -> None:
     verdicts = RecentVerdict(cli.delays)
 
     def read() -> LiveView:
-        found = snapshot(wiring_of(cli.delays).shards, cli.delays.settings)
+        found = snapshot(runtime_of(cli.delays).shards, cli.delays.settings)
         return LiveView(found, verdicts.get())
 
     if cli.is_json:

@@ -22,7 +22,7 @@ from delaytasks.core.masking import mask_url
 from delaytasks.core.private_files import make_folder
 from delaytasks.embedded.broker import FILES_NOTE, begin, broker_of, leave
 from delaytasks.embedded.server import answers
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 FLOWER_PORT = 5555
 #: The time that a worker may take to finish its running tasks when it is stopped.
@@ -103,8 +103,7 @@ def up(
         supervisor.log.say(broker, "yellow")
     if os.geteuid() == 0:
         supervisor.log.say("running as root; a separate user is safer", "yellow")
-    for store in cli.stores:
-        store.close()  # the children make their own connections
+    cli.store.close()  # the children make their own connections
 
     def announce() -> None:
         for name, text in _what_to_open(cli, broker, console_port, flower_port):
@@ -198,7 +197,7 @@ def _what_to_open(
         yield "console", "install it: pip install 'delaytasks[console]'"
     yield "watch", f"http://127.0.0.1:{flower_port} (Flower)" if flower_port else flower
     tags = sorted(
-        p.tag for p in wiring_of(cli.delays).registry if not p.tag.startswith("delaytasks.")
+        p.tag for p in runtime_of(cli.delays).registry if not p.tag.startswith("delaytasks.")
     )
     if not tags:
         yield (

@@ -16,7 +16,7 @@ from delaytasks.console.requests import safe_next, state, viewer
 from delaytasks.console.task_filters import number_of
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import DelayTaskError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)
 #: The statuses of a refused action. The form of a request that is too large (413) cannot be read.
@@ -59,7 +59,9 @@ def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> No
     logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
     try:
         task = number_of(str(what.get("id", "")))
-        wiring_of(state().delays).bulk.record(action, what, actor, is_refused=is_refused, task=task)
+        runtime_of(state().delays).bulk.record(
+            action, what, actor, is_refused=is_refused, task=task
+        )
     except DelayTaskError:
         # The action itself may be done, and the log has it.
         logger.exception("console: the audit entry of %s could not be written", action)

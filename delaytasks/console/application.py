@@ -31,7 +31,7 @@ from delaytasks.console.shown import install_filters, zone_label
 from delaytasks.console.viewers import Access, Role
 from delaytasks.operations.health import HealthChecks
 from delaytasks.operations.probes import Probes
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)
 #: Bytes that one request may contain.
@@ -103,7 +103,7 @@ def make_console(
         pages_recurring,
     ):
         pages.install(app)
-    Probes(lambda: HealthChecks(wiring_of(delays).shards, delays.settings)).add_to(app)
+    Probes(lambda: HealthChecks(runtime_of(delays).shards, delays.settings)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)
     app.register_error_handler(HTTPException, _http_error)

@@ -11,7 +11,7 @@ from delaytasks.console.queries import MOST_DUE, ConsoleQueries, QueueCounts
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.registered_worker import RegisteredWorker
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: The bars of the histogram of due times, and the time of each.
 BARS, BAR = 30, timedelta(minutes=1)
@@ -29,7 +29,7 @@ class DueSoon:
 def count_due(delays: DelayTasks, now: datetime) -> DueSoon:
     """Count what is due soon in the databases that answer."""
     counts, is_cut = [0] * BARS, False
-    for shard in wiring_of(delays).shards:
+    for shard in runtime_of(delays).shards:
         try:
             due = ConsoleQueries(shard.store).due_between(now, now + BARS * BAR)
         except StoreError:
@@ -44,7 +44,7 @@ def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> lis
     """Return the queues that have live tasks, workers or a pause."""
     served = {queue for worker in workers for queue in worker.queues if queue != ALL_QUEUES}
     found: dict[str, QueueCounts] = {}
-    for shard in wiring_of(delays).shards:
+    for shard in runtime_of(delays).shards:
         for each in ConsoleQueries(shard.store).queues(
             sorted({delays.settings.default_queue, *served}), delays.settings.grace_s
         ):

@@ -13,7 +13,7 @@ from delaytasks.console.tag_runs import read_tags
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.run_counts import OTHER_TAGS
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: The most names of each kind, and the seconds for which all viewers see the same ones.
 MOST_SUGGESTED, KNOWN_S = 200, 60.0
@@ -39,8 +39,8 @@ def known_names() -> KnownNames:
 def _read(delays: DelayTasks) -> KnownNames:
     """Read the names. Those of a database that does not answer are left out."""
     tags, queues = dict[str, None](), {delays.settings.default_queue: None}
-    now = wiring_of(delays).clock.now()
-    for shard in wiring_of(delays).shards:
+    now = runtime_of(delays).clock.now()
+    for shard in runtime_of(delays).shards:
         with suppress(StoreError):
             for policy in shard.store.policies.read():
                 (tags if policy.kind == "tag" else queues)[policy.name] = None

@@ -21,7 +21,7 @@ from delaytasks.core.errors import InvalidInputError, InvalidQueryError, SearchT
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.operations.error_search import error_filter, error_matcher
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 
 class BulkAction(NamedTuple):
@@ -63,7 +63,7 @@ def install(app: Flask) -> None:
 
 def _query(given: Any) -> TaskQuery:
     """Return the filters of a bulk action; raise `InvalidQueryError` if there are none."""
-    query = query_of(given, wiring_of(state().delays).clock.now(), viewer_zone())
+    query = query_of(given, runtime_of(state().delays).clock.now(), viewer_zone())
     if not query.has_filters:
         raise InvalidQueryError(
             "select some tasks or choose a filter first, so that not all tasks are changed"
@@ -111,7 +111,7 @@ def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]
     A bounded number of tasks is read, also if only few of them have the error text.
     """
     matches = error_matcher(query.error) if query.error else (lambda error: True)
-    count, read, cursor, examples, lacks_some = 0, 0, None, list[DelayTask](), False
+    count, read, cursor, examples = 0, 0, None, list[DelayTask]()
     searched = {**query.filters, "status": _statuses(action, query)}
     searches = Searches(state().delays)
     while read < MOST_MATCHES_COUNTED:
@@ -124,9 +124,8 @@ def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]
         found = [task for task in page if matches(task.error or "")]
         count, read, cursor = count + len(found), read + len(page), page.cursor
         examples = (examples + found)[:EXAMPLE_TASKS]
-        lacks_some = lacks_some or bool(page.missing)
         if cursor is None:
-            return count, lacks_some, examples
+            return count, False, examples
     return count, True, examples
 
 
@@ -149,7 +148,7 @@ def bulk() -> str:
         examples=examples,
         kept=kept,
         selected=len(set(query.filters.get("ids", ()))),
-        now=wiring_of(state().delays).clock.now(),
+        now=runtime_of(state().delays).clock.now(),
     )
 
 
@@ -224,7 +223,7 @@ def stop_bulk(id: str) -> Response:
 
 @requires(Role.VIEW)
 def audit() -> str:
-    wiring, before = wiring_of(state().delays), number_of(request.args.get("before", ""))
+    wiring, before = runtime_of(state().delays), number_of(request.args.get("before", ""))
     entries = state().cache.get(
         ("audit", before), 2.0, lambda: wiring.bulk.audit(AUDIT_ENTRIES + 1, before)
     )

@@ -21,8 +21,8 @@ from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.problems import Problem
 from delaytasks.operations.state import DeploymentState
 from delaytasks.operations.verdict import verdict_of
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.on_time import gather_on_time
-from delaytasks.wiring import wiring_of
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
@@ -83,7 +83,7 @@ def _ahead(found: DeploymentState) -> list[Problem]:
 
 
 def _on_time(delays: DelayTasks) -> list[dict[str, Any]]:
-    return gather_on_time(delays.statistics, wiring_of(delays).registry)
+    return gather_on_time(delays.statistics, runtime_of(delays).registry)
 
 
 @requires(Role.VIEW)

@@ -21,7 +21,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.recurrence.definition import options_of, timing_options
 from delaytasks.recurrence.schedule import RecurringSchedule
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 SCHEDULES_PER_PAGE = 100
 #: Occurrences that are shown of each schedule.
@@ -42,7 +42,7 @@ def install(app: Flask) -> None:
 @requires(Role.VIEW)
 def recurring() -> str:
     delays = state().delays
-    now = wiring_of(delays).clock.now()
+    now = runtime_of(delays).clock.now()
     after, prefix = request.args.get("after") or None, request.args.get("prefix") or None
     found = delays.recurring.list(prefix=prefix, after=after, limit=SCHEDULES_PER_PAGE)
     name = request.args.get("name", "").strip()

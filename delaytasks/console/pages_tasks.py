@@ -27,7 +27,7 @@ from delaytasks.core.page import Page
 from delaytasks.core.reasons import Reason
 from delaytasks.core.states import Status, moves_from
 from delaytasks.core.trace_meta import trace_id_of
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 
 def install(app: Flask) -> None:
@@ -43,7 +43,7 @@ def tasks() -> str | Response:
     given = request.args.get("id", "").strip()
     if number_of(given) is not None:
         return redirect(url_for("task", id=given), 303)
-    delays, now = state().delays, wiring_of(state().delays).clock.now()
+    delays, now = state().delays, runtime_of(state().delays).clock.now()
     problem, page, searched = None, Page([], None), 0
     query = query_of(request.args.__class__(), now, viewer_zone())
     try:
@@ -71,10 +71,10 @@ def tasks() -> str | Response:
 def task(id: str) -> str:
     delays = state().delays
     found = delays.get(check_id(id))
-    explanation = wiring_of(delays).explanations().of(found)
+    explanation = runtime_of(delays).explanations.of(found)
     # The explanation reads the task again. The page shows the row that the reasons are about.
     found, reasons = explanation.task or found, explanation.reasons
-    now = wiring_of(delays).clock.now()
+    now = runtime_of(delays).clock.now()
     attempts = delays.attempts(found)
     schedules = (reason.facts["name"] for reason in reasons if reason.code == "recurring")
     # The trace is a part of the meta, which the role may not show.
@@ -109,7 +109,7 @@ def _on_task(name: str, id: str, do: Any, **more: Any) -> Response:
 
 def _time_of_day() -> str:
     """Return the time for a notice, which stays on a page that follows the task."""
-    now = wiring_of(state().delays).clock.now()
+    now = runtime_of(state().delays).clock.now()
     return f"{now.astimezone(viewer_zone()):%H:%M:%S %Z}"
 
 
@@ -156,7 +156,7 @@ def reschedule_task(id: str) -> Response:
         try:
             moved = delays.reschedule(number, parse_duration(text), version=_version())
         except InvalidDelayError:
-            at = instant_of(text, wiring_of(delays).clock.now(), viewer_zone())
+            at = instant_of(text, runtime_of(delays).clock.now(), viewer_zone())
             moved = delays.reschedule(number, at=at, version=_version())
         due = f"{moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
         return f"The task was rescheduled at {_time_of_day()}, to {due}."

@@ -21,9 +21,9 @@ from delaytasks.console.viewers import Access, Role, Viewer
 from delaytasks.core.latest import Latest
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.recent_failures import recent_failures
 from delaytasks.timers.broker_link import bounded_connection
-from delaytasks.wiring import wiring_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Seconds for which all viewers see the same numbers, and the same answer of the broker.
@@ -81,10 +81,10 @@ class ConsoleState:
         return replace(found, services=found.services._replace(broker_error=error))
 
     def _read_state(self) -> DeploymentState:
-        delays, wiring = self.delays, wiring_of(self.delays)
+        delays, wiring = self.delays, runtime_of(self.delays)
         services = ServicesState(delays.settings.timer, wiring.direct_timer is None)
         return read_state(
-            wiring_of(delays).shards,
+            runtime_of(delays).shards,
             delays.settings,
             wiring.policies.read_all,
             recent_failures,
@@ -96,7 +96,7 @@ class ConsoleState:
     def _broker_error(self) -> str | None:
         limit_s = self.delays.settings.publish_limit_s
         try:
-            with bounded_connection(wiring_of(self.delays).celery, limit_s):
+            with bounded_connection(runtime_of(self.delays).celery, limit_s):
                 return None
         except Exception as error:  # each transport has its own errors, and the page shows them
             return f"{type(error).__name__}: {error}"
@@ -178,7 +178,7 @@ def _is_login_over() -> bool:
 
 def now_s() -> float:
     """Return seconds since 1970, by the clock that all processes share."""
-    return wiring_of(state().delays).clock.now().timestamp()
+    return runtime_of(state().delays).clock.now().timestamp()
 
 
 def _without_viewer() -> AnyResponse:

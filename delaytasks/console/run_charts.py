@@ -16,6 +16,7 @@ from delaytasks.console.counts import BAR, DueSoon
 from delaytasks.console.requests import state
 from delaytasks.core.durations import parse_duration, show_measured
 from delaytasks.core.errors import StoreError
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import (
     Series,
     duration_chart,
@@ -25,7 +26,6 @@ from delaytasks.statistics.charts import (
 )
 from delaytasks.statistics.reading import count_rows
 from delaytasks.statistics.results import RunTotals, SeriesPoint
-from delaytasks.wiring import wiring_of
 
 
 class ChartPeriod(NamedTuple):
@@ -127,7 +127,7 @@ def _read_all(name: str) -> PeriodRuns:
 
 def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     """Return the tags with the most runs in the last week; None if all tags can be read."""
-    wiring = wiring_of(state().delays)
+    wiring = runtime_of(state().delays)
     now, shards = wiring.clock.now(), wiring.shards
     since = now - parse_duration(period.since)
     if count_rows(shards, since, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:

@@ -8,7 +8,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.filters import Filters
 from delaytasks.core.page import Page
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: Seconds after which a search ends.
 SEARCH_S = 5.0
@@ -20,7 +20,7 @@ class Searches:
     """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
 
     def __init__(self, delays: DelayTasks) -> None:
-        self._lookup = wiring_of(delays).lookup
+        self._lookup = runtime_of(delays).lookup
         self._began = monotonic()
 
     def find(

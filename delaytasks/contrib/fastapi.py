@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 
 from delaytasks.client import DelayTasks
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from delaytasks.console.viewers import Viewer
@@ -46,7 +46,7 @@ def delays_lifespan(delays: DelayTasks, lifespan: Lifespan | None = None) -> Lif
 
     @asynccontextmanager
     async def opened(app: Any) -> AsyncIterator[Any]:
-        wiring_of(delays)
+        runtime_of(delays)
         try:
             if lifespan is None:
                 yield None

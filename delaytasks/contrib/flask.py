@@ -28,12 +28,11 @@ from delaytasks.core.masking import Secret
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import count
+from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.transactions import _PENDING, transaction_of
-from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.core.settings import Settings
-    from delaytasks.environment import Environment
     from delaytasks.webhooks import Received
 
 
@@ -107,7 +106,7 @@ class FlaskDelays(DelayTasks):
                 f"app.config['DELAYTASKS'] is a dict of settings, not {type(options).__name__}"
             )
         with self._lock:
-            self._rewire()
+            self._renew_runtime()
             self._flask = app
             self._arguments = dict(options)
             celery_app = self._given_celery or app.extensions.get("celery") or _make_celery(app)
@@ -117,16 +116,16 @@ class FlaskDelays(DelayTasks):
                 self._celery = celery_app
                 attach(celery_app, self, self._processes)
         app.teardown_appcontext(_warn_of_uncommitted)
-        wiring_of(self)  # raises the errors of wrong settings
+        runtime_of(self)  # raises the errors of wrong settings
 
-    def _make_wiring(self, environment: Environment | None = None, **changes: Any) -> Wiring:
+    def _make_runtime(self, **changes: Any) -> Runtime:
         if self._flask is None:
             raise ConfigError("FlaskDelays has no app yet: call init_app(app)")
         settings: Settings = load_settings(self._celery.conf, os.environ, **self._arguments)
         url = None if settings.database_url else _url_of(self._flask)
         if url is not None:
             self._arguments["database_url"] = Secret(url.render_as_string(hide_password=False))
-        return super()._make_wiring(environment, **changes)
+        return super()._make_runtime(**changes)
 
     def _ambient_transaction(self) -> Transaction | None:
         """Return the request's transaction if it is on the database of the tables."""
@@ -135,11 +134,11 @@ class FlaskDelays(DelayTasks):
         url = _session_url()
         if url is None:
             return None
-        for store in wiring_of(self).router.stores:
-            if store.database.may_be_at(url):
-                session = current_app.extensions["sqlalchemy"].session
-                return transaction_of(session, store.database.remedy_at)
-        return None
+        database = runtime_of(self).store.database
+        if not database.may_be_at(url):
+            return None
+        session = current_app.extensions["sqlalchemy"].session
+        return transaction_of(session, database.remedy_at)
 
     def _in_framework(self, call: Callable[[], Any]) -> Awaitable[Any] | None:
         """Run the call in the thread of the request, if it may use `db.session`.

@@ -79,9 +79,7 @@ class BulkResult:
     started
         The start of the operation, by the clock of the database.
     runs
-        The ids of the audit entries, one for each database. Empty after a dry run.
-    missing
-        The numbers of the shards that could not be reached, or became unreachable before the end.
+        The ids of the audit entries. Empty after a dry run.
 
     Examples
     --------
@@ -95,7 +93,6 @@ class BulkResult:
     refused: int
     started: datetime
     runs: tuple[int, ...] = ()
-    missing: tuple[int, ...] = ()
 
 
 #: Is called with the counts so far.
@@ -123,8 +120,6 @@ class AuditEntry:
         The start, the last step and the end, by the clock of the database.
     matched, changed, refused
         The counts of `BulkResult`.
-    shard
-        The number of the database.
 
     Examples
     --------
@@ -143,7 +138,6 @@ class AuditEntry:
     matched: int
     changed: int
     refused: int
-    shard: int = 0
 
     def as_json(self) -> dict[str, Any]:
         shown = {

@@ -6,7 +6,7 @@ DelayTaskError
 │   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
 │   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
 │   ├── InvalidMetaError, InvalidQueryError, InvalidRetryScheduleError, InvalidPolicyError
-│   ├── InvalidTimingError, ShardMismatchError
+│   ├── InvalidTimingError
 │   ├── ForbiddenURLError, InvalidHeaderError
 │   └── UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
@@ -43,10 +43,9 @@ __all__ = [
     "InvalidQueryError", "InvalidQueueError", "InvalidRetryScheduleError", "InvalidScheduleError",
     "InvalidSignatureError", "InvalidStatusError", "InvalidTagError", "InvalidTimingError",
     "LeaseLostError", "NaiveDatetimeError", "NotRunningError", "OutcomeUnknownError",
-    "RecurringNotFoundError", "SearchTimeoutError", "SessionUnusableError", "ShardMismatchError",
-    "StaleVersionError", "StoreError", "StoreUnavailableError", "TaskCancelledError",
-    "TaskFailedError", "TaskNotFoundError", "TaskStateError", "UnknownTagError",
-    "WaitTimeoutError",
+    "RecurringNotFoundError", "SearchTimeoutError", "SessionUnusableError", "StaleVersionError",
+    "StoreError", "StoreUnavailableError", "TaskCancelledError", "TaskFailedError",
+    "TaskNotFoundError", "TaskStateError", "UnknownTagError", "WaitTimeoutError",
 ]  # fmt: skip
 
 
@@ -99,7 +98,7 @@ class InvalidQueueError(InvalidInputError):
 
 
 class InvalidIdError(InvalidInputError):
-    """A task id is not an integer from 1 to 2^63 - 1, or names a shard that does not exist."""
+    """A task id is not an integer from 1 to 2^63 - 1."""
 
 
 class InvalidPriorityError(InvalidInputError):
@@ -120,13 +119,6 @@ class InvalidRetryScheduleError(InvalidInputError):
 
 class InvalidPolicyError(InvalidInputError):
     """A limit or a rate is invalid, or the call names neither a tag nor a queue, or both."""
-
-
-class ShardMismatchError(InvalidInputError):
-    """The session, the id and the key of one call belong to different databases.
-
-    Use the session of the database to which the id or the key belongs.
-    """
 
 
 class ForbiddenURLError(InvalidInputError):
@@ -222,8 +214,6 @@ class StoreUnavailableError(StoreError):
 
     Attributes
     ----------
-    shard
-        With several databases: the number of the database.
     is_locked
         The database answers, but an open transaction has locked the rows.
     is_unable
@@ -233,12 +223,10 @@ class StoreUnavailableError(StoreError):
     def __init__(
         self,
         message: str,
-        shard: int | None = None,
         is_locked: bool = False,
         is_unable: bool = False,
     ) -> None:
         super().__init__(message)
-        self.shard = shard
         self.is_locked = is_locked
         self.is_unable = is_unable
 

@@ -59,9 +59,9 @@ class Events:
         self._subscribers: list[Subscriber] = [Repeats(log_event)]
         #: The text of the last error, by loop and stage.
         self._last_errors: dict[tuple[str, str], str] = {}
-        #: The shards, loops and stages whose last attempt found a database that answers, but cannot
-        #: execute statements.
-        self._unable: set[tuple[int | None, str, str]] = set()
+        #: The loops and stages whose last attempt found a database that answers, but cannot execute
+        #: statements.
+        self._unable: set[tuple[str, str]] = set()
 
     def subscribe(self, subscriber: Subscriber) -> None:
         self._subscribers.append(subscriber)
@@ -94,9 +94,7 @@ class Events:
         except Exception as error:
             self.failed(loop, error, stage)
             return False
-        for each in list(self._unable):
-            if each[1:] == (loop, stage):
-                self._unable.discard(each)
+        self._unable.discard((loop, stage))
         return True
 
     def failed(self, loop: str, error: BaseException, stage: str = "") -> None:
@@ -130,9 +128,8 @@ class Events:
         """
         if not (isinstance(error, StoreUnavailableError) and error.is_unable):
             return False
-        subject = error.shard, loop, stage
-        others = any(shard == error.shard for shard, _, _ in list(self._unable))
-        is_reported = others and not (subject in self._unable and is_new)
+        subject = loop, stage
+        is_reported = bool(self._unable) and not (subject in self._unable and is_new)
         self._unable.add(subject)
         return is_reported
 

@@ -8,7 +8,6 @@ from datetime import datetime, timedelta
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.spread import Spread
 from delaytasks.core.states import MOVES, Ending, SettlingMove, Status
@@ -50,20 +49,6 @@ def by_queue(entries: Iterable[Entry]) -> dict[str, list[Entry]]:
         if entry.id > 0 and entry.version >= 0 and entry.due_us >= 0:
             queues.setdefault(entry.queue, []).append(entry)
     return {queue: found for queue, found in queues.items() if is_queue(queue)}
-
-
-def by_shard(entries: Sequence[Entry], shards: int) -> dict[int, Sequence[Entry]]:
-    """Return the entries of each shard.
-
-    Entries of a shard that this process does not know yet are left out.
-    """
-    if shards == 1:
-        return {0: entries} if entries else {}
-    parts: dict[int, list[Entry]] = {}
-    for entry in entries:
-        if (shard := shard_of(entry.id)) < shards:
-            parts.setdefault(shard, []).append(entry)
-    return dict(parts)
 
 
 class UnclaimedRow(NamedTuple):
@@ -290,7 +275,7 @@ class Timer(Protocol):
         """
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
         """Ask workers to drain `queue`. Return False if no message could be sent."""
         ...

@@ -18,8 +18,6 @@ class Page:
         The tasks.
     cursor
         The argument of `find` for the next page; None on the last page.
-    missing
-        The numbers of the shards that could not be reached. Their tasks are not in the page.
 
     Examples
     --------
@@ -30,7 +28,6 @@ class Page:
 
     tasks: list[DelayTask]
     cursor: str | None
-    missing: tuple[int, ...] = ()
 
     def __iter__(self) -> Any:
         return iter(self.tasks)

@@ -59,8 +59,6 @@ class Policy:
         The numbers of HELD and RUNNING tasks, if they were counted.
     held_since
         The due time of the HELD task that was due first, if they were counted.
-    missing
-        The numbers of the shards that have another policy or could not be reached.
 
     Examples
     --------
@@ -82,7 +80,6 @@ class Policy:
     updated_by: str | None = None
     held: int | None = None
     running: int | None = None
-    missing: tuple[int, ...] = ()
     held_since: datetime | None = None
 
     @property
@@ -141,7 +138,6 @@ class Policy:
             "version": self.version,
             "update_time": self.update_time and self.update_time.isoformat(),
             "updated_by": self.updated_by,
-            "missing": list(self.missing),
         }
 
 

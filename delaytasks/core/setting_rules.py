@@ -28,7 +28,6 @@ QUEUES = Rule(
     "queues have letters, digits, '_', '.' and '-' only", lambda v: all(map(is_queue, v.values()))
 )
 IDENTIFIER = Rule("has letters, digits and '_' only", lambda v: bool(_IDENTIFIER.fullmatch(v)))
-SHARDS = Rule(f"has at most {MAX_SHARDS} shards", lambda v: len(v) <= MAX_SHARDS)
 SLOT_COUNT = Rule("is a power of two, at most 1024", lambda v: v in {1 << n for n in range(11)})
 KEYS = Rule(
     "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them",

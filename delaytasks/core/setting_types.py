@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-_BLANKS = re.compile(r"\s+")
-#: Separates URLs. A URL may contain blanks itself.
-_NEXT_URL = re.compile(r"\s+(?=[\w+]+://)")
 _BOOLS = {
     **dict.fromkeys(("true", "1", "yes", "on"), True),
     **dict.fromkeys(("false", "0", "no", "off"), False),
@@ -43,8 +39,7 @@ def _text(name: str, value: Any) -> str:
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
-        separator = _NEXT_URL if name == "database_url" else _BLANKS
-        return tuple(separator.split(value.strip())) if value.strip() else ()
+        return tuple(value.split())
     is_list = isinstance(value, (list, tuple))
     return tuple(_checked(is_list and all(isinstance(v, str) and v for v in value), value))
 

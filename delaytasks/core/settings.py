@@ -35,14 +35,8 @@ def _setting(default: Any, about: str, rule: rules.Rule | None = None, secret: b
 class Settings:
     """The settings of one `DelayTasks`. Durations are in seconds and end in `_s`."""
 
-    database_url: tuple[str, ...] = _setting(
-        (),
-        "SQLAlchemy URL, or a list of URLs, one for each shard; empty: SQLite in data_dir",
-        rules.SHARDS,
-        secret=True,
-    )
-    shards_before: int | None = _setting(
-        None, "while a shard is being added: the previous number of shards"
+    database_url: str = _setting(
+        "", "SQLAlchemy URL of the database; empty: SQLite in data_dir", secret=True
     )
     shard: int = _setting(
         0, "number that new ids carry; each member of Shards has a number of its own", rules.SHARD
@@ -281,11 +275,6 @@ def secret_names() -> list[str]:
 
 _RULES_WITH_ZERO = (rules.NOT_NEGATIVE, rules.SHARD)
 _RULES_FOR_PAIRS: list[tuple[str, Callable[[Any], bool], str]] = [
-    (
-        "shards_before",
-        lambda s: s.shards_before < len(s.database_url),
-        "is below the number of shards in delaytasks_database_url, or none",
-    ),
     (
         "lease_s",
         lambda s: s.lease_s >= 4 * s.chunk_time_budget_s,  # rows claimed ahead wait for two

@@ -72,8 +72,6 @@ class DelayTask:
         The traceback of the last failed attempt, or the reason of the status.
     result_json
         The result as it is stored. `result` decodes it.
-    shard
-        The number of the database in `delaytasks_database_url`.
 
     Examples
     --------
@@ -107,7 +105,6 @@ class DelayTask:
     ip: int | None = None
     error: str | None = None
     result_json: str | None = None
-    shard: int = 0
 
     @property
     def due(self) -> datetime:

@@ -15,6 +15,8 @@ from delaytasks.core.forks import reset_in_child
 from delaytasks.durable_eta.confirms import Confirms
 from delaytasks.durable_eta.stored_message import StoredMessage, queue_of
 
+#: The time limit for each step of publishing.
+PUBLISH_LIMIT_S = 5.0
 #: The exception for each message in its order, or None if the broker has it.
 Results = list[Exception | None]
 

@@ -10,7 +10,7 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.statistics.reading import StepRange, run_counts
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime as Shard
 
 #: The time before now whose runs count, and the runs that a mean needs.
 MEASURED, LEAST_MEASURED_RUNS = "7d", 10

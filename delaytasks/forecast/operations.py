@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,6 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.durations import Delay
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.inputs import check_wait
-from delaytasks.core.settings import Settings
 from delaytasks.forecast.combining import ShardForecastInput, combined
 from delaytasks.forecast.due_counts import DueCounts
 from delaytasks.forecast.measured import measured_durations
@@ -20,43 +19,22 @@ from delaytasks.forecast.queries import DueTable
 from delaytasks.forecast.question import DAY_S, Question, checked
 from delaytasks.forecast.rates import Rates
 from delaytasks.forecast.result import Forecast
-from delaytasks.processors.registry import Registry
 
 if TYPE_CHECKING:
-    from delaytasks.recurrence.operations import RecurringOperations
-    from delaytasks.routing.shard import Shard
-    from delaytasks.sharding.router import Router
+    from delaytasks.runtime import Runtime
+    from delaytasks.runtime import Runtime as Shard
 
 #: Forecasts that are kept, for callers that accept an older one.
 KEPT = 16
 
 
 class ForecastOperations:
-    """Makes the forecasts of a `DelayTasks`.
-
-    Parameters
-    ----------
-    settings, registry, router
-        Those of the `DelayTasks`.
-    recurring
-        Returns the operations of recurring schedules. It imports their package.
-    processes
-        The number of processes of a worker, if none is alive and the caller gives no number.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        router: Router,
-        recurring: Callable[[], RecurringOperations],
-        processes: int | None,
-    ) -> None:
-        self._settings = settings
-        self._registry = registry
-        self._router = router
-        self._recurring = recurring
-        self._processes = processes
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._settings = runtime.settings
+        self._registry = runtime.registry
+        #: The number of processes of a worker, if none is alive and the caller gives no number.
+        self._processes = runtime.celery.conf.worker_concurrency
         self._lock = threading.Lock()
         self._kept: dict[Hashable, tuple[float, Forecast]] = {}
 
@@ -95,7 +73,7 @@ class ForecastOperations:
         now = self._now()
         until = now + timedelta(days=question.days)
         found, missing = self._ask(now, until)
-        shards = [each for each in self._router.shards if each.number not in missing]
+        shards = [each for each in self._runtime.shards if each.number not in missing]
         processes = self._processes or os.cpu_count() or 1
         return combined(
             question,
@@ -109,7 +87,7 @@ class ForecastOperations:
 
     def _now(self) -> datetime:
         """Return the time of the first database that can be reached."""
-        *others, last = self._router.shards
+        *others, last = self._runtime.shards
         for shard in others:
             try:
                 return shard.clock.certain_now()
@@ -123,12 +101,12 @@ class ForecastOperations:
         """Return what the databases have, and the numbers of those that cannot be reached."""
         found: list[ShardForecastInput] = []
         missing: list[int] = []
-        for shard in self._router.shards:
+        for shard in self._runtime.shards:
             try:
                 found.append(self._read(shard, now, until))
             except StoreUnavailableError:
                 missing.append(shard.number)
-                if len(missing) == len(self._router.shards):
+                if len(missing) == len(self._runtime.shards):
                     raise
         return found, tuple(missing)
 
@@ -138,7 +116,7 @@ class ForecastOperations:
         if store.due_schedules.exist((until - now).total_seconds()):
             from delaytasks.forecast.recurring_counts import recurring_counts
 
-            more = recurring_counts(self._recurring().lookup.table(shard), now, until)
+            more = recurring_counts(self._runtime.recurring.table, now, until)
             due = DueCounts([*due.counts, *more.counts], due.is_estimate or more.is_estimate)
         workers = store.workers.registered(now, self._settings.silent_s)
         alive = {worker.name: worker for worker in workers if worker.is_alive}

@@ -19,7 +19,7 @@ from delaytasks.http_api.requests import Gate, Route
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.operations.health import HealthChecks
 from delaytasks.operations.probes import Probes
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: Bytes of the longest request, and the requests of a key in a second, by default.
 MOST_REQUEST_BYTES, REQUESTS_PER_S = 4 * 1024 * 1024, 100.0
@@ -66,7 +66,7 @@ def make_api(
     for route in ROUTES:
         _add(app, gate, route)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
-    Probes(lambda: HealthChecks(wiring_of(delays).shards, delays.settings)).add_to(app)
+    Probes(lambda: HealthChecks(runtime_of(delays).shards, delays.settings)).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(requests.RefusedRequestError, requests.refused)
     app.register_error_handler(DelayTaskError, requests.failed)

@@ -33,7 +33,7 @@ from delaytasks.http_api.requests import (
     tags_of_visible_task,
 )
 from delaytasks.http_api.schemas import InvalidRequestError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: The keys of tasks that were scheduled with an Idempotency-Key. No request may name such a key,
 #: because its task would answer requests of another caller.
@@ -49,7 +49,7 @@ def schedule_task(request: ApiRequest) -> Reply:
 def schedule_callback(request: ApiRequest) -> Reply:
     options = dict(request.body)
     url, body, headers = options.pop("url"), options.pop("body", None), options.pop("headers", None)
-    content = wiring_of(request.delays).callbacks.http.content(url, body, headers)
+    content = runtime_of(request.delays).callbacks.http.content(url, body, headers)
     return _scheduled(request, *_task_of({**options, "tag": CALLBACK, "body": content}))
 
 
@@ -87,10 +87,10 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayTask:
     caller = json.dumps([request.key.name, request.idempotency_key])
     digest = hashlib.sha256(caller.encode(errors="surrogatepass")).hexdigest()
     new = new._replace(key=IDEMPOTENCY_START + digest[:32])
-    wiring = wiring_of(request.delays)
+    wiring = runtime_of(request.delays)
 
     def insert(on: Any) -> DelayTask:
-        task = wiring.router.schedule(new, "keep", wiring.transactions.of(on))
+        task = wiring.producer.schedule(new, "keep", wiring.transactions.of(on))
         # A row keeps its key when it ends, but no unique key prevents this insert then. The look
         # comes after the insert, because from then on the key of this row prevents others.
         found = request.delays.find(tag=new.tag, key=new.key, limit=2, session=on)
@@ -100,7 +100,7 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayTask:
         return task
 
     try:
-        task = wiring.router.shard_for(new.tag, str(new.key)).store.database.transaction(insert)
+        task = wiring.store.database.transaction(insert)
     except _ScheduledBeforeError as before:
         task = before.task
     except SessionUnusableError:
@@ -118,8 +118,8 @@ def _schedule_once(request: ApiRequest, new: NewTask) -> DelayTask:
 
 def _scheduled(request: ApiRequest, new: NewTask, on_conflict: OnConflict) -> Reply:
     if request.idempotency_key is None:
-        wiring = wiring_of(request.delays)
-        return task_json(wiring.router.schedule(new, on_conflict, wiring.transactions.of(None)))
+        wiring = runtime_of(request.delays)
+        return task_json(wiring.producer.schedule(new, on_conflict, wiring.transactions.of(None)))
     if new.key is not None:
         raise InvalidRequestError(
             "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "
@@ -141,8 +141,7 @@ def find_tasks(request: ApiRequest) -> Reply:
     if "meta" in filters:
         filters["meta"] = dict(pair.split("=", 1) for pair in filters["meta"])
     page = request.delays.find(**filters)
-    document = {"tasks": [task_json(task) for task in page], "cursor": page.cursor}
-    return {**document, "missing_shards": list(page.missing)}
+    return {"tasks": [task_json(task) for task in page], "cursor": page.cursor}
 
 
 def get_task(request: ApiRequest) -> Reply:

@@ -222,7 +222,6 @@ COMPONENTS: dict[str, dict[str, Any]] = {
         {
             "tasks": {"type": "array", "items": _TASK},
             "cursor": TEXT_OR_NULL,
-            "missing_shards": {"type": "array", "items": COUNT},
         }
     ),
     "Attempts": _open(

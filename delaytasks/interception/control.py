@@ -9,7 +9,6 @@ from celery.app.control import Control
 from celery.utils.functional import maybe_list
 
 from delaytasks.operations.revocations import Revocations
-from delaytasks.wiring import wiring_of
 
 
 class RevokesRows:
@@ -19,7 +18,8 @@ class RevokesRows:
 
     @property
     def _revocations(self) -> Revocations:
-        return wiring_of(self.app.delaytasks).revocations
+        revocations: Revocations = self.app.delaytasks._runtime.revocations
+        return revocations
 
     def broadcast(
         self, command: str, arguments: Mapping[str, Any] | None = None, *args: Any, **options: Any

@@ -7,12 +7,14 @@ setting `durable_eta`, and for calls without a delay, it does what it did before
 from __future__ import annotations
 
 from functools import update_wrapper
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery.utils.imports import symbol_by_name
 
 from delaytasks.core.celery_calls import CeleryCall, is_forced
-from delaytasks.wiring import Wired, wiring_of
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import HasRuntime
 
 CONTROL = "celery.app.control:Control"
 
@@ -20,7 +22,7 @@ CONTROL = "celery.app.control:Control"
 class DurableSendTask:
     """Takes the place of `send_task` of one Celery app."""
 
-    def __init__(self, app: Any, delays: Wired) -> None:
+    def __init__(self, app: Any, delays: HasRuntime) -> None:
         self._app = app
         self._delays = delays
         self._send = app.send_task
@@ -43,13 +45,13 @@ class DurableSendTask:
         call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
         if countdown or eta or is_forced(self._app):
             task = options.get("task_type") or self._app.tasks.get(name)
-            tasks = wiring_of(self._delays).celery_tasks
+            tasks = self._delays._runtime.celery_tasks
             if tasks.is_durable(call, task, durable_eta):
                 return tasks.send(self._send, call, *more, **options)
         return self._send(*call, *more, **options)
 
 
-def intercept(app: Any, delays: Wired) -> None:
+def intercept(app: Any, delays: HasRuntime) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
     app.send_task = DurableSendTask(app, delays)
     if app.control_cls == CONTROL:

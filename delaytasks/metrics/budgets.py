@@ -10,7 +10,7 @@ from delaytasks.statistics.reading import StepRange, counts_by_tag
 from delaytasks.statistics.results import OnTime
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Wiring
+    from delaytasks.runtime import Runtime
 
 #: The budget is that of the alert `DelayTasksOnTimeBudgetBurns`.
 BUDGET_PERIOD, TARGET = "30d", 0.99
@@ -18,13 +18,13 @@ BUDGET_PERIOD, TARGET = "30d", 0.99
 TAGS_PERIOD = "1d"
 
 
-def read_budgets(wiring: Wiring) -> list[OnTime]:
+def read_budgets(wiring: Runtime) -> list[OnTime]:
     """Return the counts of the budget's period for each tag that had some lately."""
     lately = _on_time(wiring, TAGS_PERIOD, None)
     return _on_time(wiring, BUDGET_PERIOD, [one.tag for one in lately]) if lately else []
 
 
-def _on_time(wiring: Wiring, period: str, tags: Sequence[str] | None) -> list[OnTime]:
+def _on_time(wiring: Runtime, period: str, tags: Sequence[str] | None) -> list[OnTime]:
     steps = StepRange.of(wiring.clock.now(), period, None, "1m", is_series=False)
     return [
         OnTime(tag, None, counts.on_time, counts.late, TARGET)

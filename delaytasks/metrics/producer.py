@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.metrics.families import Family, Sample
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Wired
+    from delaytasks.runtime import HasRuntime
 
 
 class ProducerMetrics:
@@ -36,8 +36,8 @@ class ProducerMetrics:
         self._counts: Counter[str] = Counter()
 
     @classmethod
-    def of(cls, delays: Wired) -> ProducerMetrics:
-        wiring = wiring_of(delays)
+    def of(cls, delays: HasRuntime) -> ProducerMetrics:
+        wiring = runtime_of(delays)
         metrics = cls(wiring.settings.statistics_tags)
         wiring.events.subscribe(metrics)
         return metrics

@@ -26,7 +26,7 @@ except ImportError as missing:
     ) from missing
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Wired
+    from delaytasks.runtime import HasRuntime
 
 WSGIApp = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -77,7 +77,7 @@ def registry_of(*sources: Source) -> CollectorRegistry:
     return registry
 
 
-def exporter_app(delays: Wired) -> WSGIApp:
+def exporter_app(delays: HasRuntime) -> WSGIApp:
     """Return a WSGI application that answers with the metrics of the databases.
 
     Parameters
@@ -100,9 +100,9 @@ def exporter_app(delays: Wired) -> WSGIApp:
     >>> application = DispatcherMiddleware(site, {"/metrics": exporter_app(delays)})
     """
     from delaytasks.metrics.snapshot import DatabaseMetrics
-    from delaytasks.wiring import wiring_of
+    from delaytasks.runtime import runtime_of
 
-    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(wiring_of(delays))))
+    app: WSGIApp = make_wsgi_app(registry_of(DatabaseMetrics(runtime_of(delays))))
     return app
 
 

@@ -27,7 +27,7 @@ from delaytasks.operations.state import ShardState, read_shard
 from delaytasks.timers.broker_status import broker_error
 
 if TYPE_CHECKING:
-    from delaytasks.wiring import Wiring
+    from delaytasks.runtime import Runtime
 
 #: The values are read again after this time, and after their reading's duration times
 #: `REST_SHARE`: with millions of overdue rows the queries take seconds. The latter is at most
@@ -48,10 +48,10 @@ class DatabaseMetrics:
         The shortest time between two readings.
     """
 
-    def __init__(self, wiring: Wiring, rest_s: float = REST_S) -> None:
+    def __init__(self, wiring: Runtime, rest_s: float = REST_S) -> None:
         self._wiring = wiring
         self._rest_s = rest_s
-        self._forecast = Latest("forecast", lambda: wiring.forecasts().of_next_week())
+        self._forecast = Latest("forecast", lambda: wiring.forecasts.of_next_week())
         self._budgets = Latest("error budgets", lambda: read_budgets(wiring))
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()

@@ -1,4 +1,4 @@
-"""Cancels, reschedules or reruns many tasks of one database in small steps."""
+"""Cancels, reschedules or reruns many tasks in small steps."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 
 from delaytasks.core.bulk import AuditEntry, BulkFilter, BulkResult
 from delaytasks.core.errors import StoreUnavailableError, TaskStateError
-from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, To
 from delaytasks.core.spread import Spread
 from delaytasks.core.task import DelayTask
-from delaytasks.routing.shard import Shard
 from delaytasks.storage.bulk import due_of
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 #: Rows in one transaction: few enough that locks on them are short.
 BULK_ROWS = 500
@@ -25,20 +27,20 @@ EVENTS = {"cancel": "task.cancelled", "reschedule": "task.rescheduled", "rerun":
 
 
 class BulkRun:
-    """One bulk operation in one database."""
+    """One bulk operation."""
 
     def __init__(
         self,
-        shard: Shard,
+        runtime: Runtime,
         which: BulkFilter,
         to: To,
-        events: Events,
         cancelled: AuditEntry | None = None,
     ) -> None:
         """With `cancelled`, the tasks are those that this operation has cancelled."""
-        self._shard = shard
-        self._store = shard.store.bulk
-        self._events = events
+        self._tasks = runtime.store.tasks
+        self._store = runtime.store.bulk
+        self._producer = runtime.producer
+        self._events = runtime.events
         self._to = to
         self._ids, self._versions = array("q"), array("q")
         self._id: int | None = None
@@ -154,26 +156,22 @@ class BulkRun:
 
     def _update_timer(self, moved: Sequence[Entry]) -> None:
         if moved and self._which.move == "cancel":
-            self._shard.producer.disarm_entries(moved)
+            self._producer.disarm_entries(moved)
         elif moved:
-            self._shard.producer.arm_entries(moved)
+            self._producer.arm_entries(moved)
 
     def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
-        """Rerun tasks with a key one by one; another database may decide about the key."""
+        """Rerun tasks with a key one by one; since another task may have the key."""
         rerun: list[DelayTask] = []
         for id, version, due in keyed:
             try:
                 new_due = due_of(id, due, self._to, self.started) or due
-                rerun.append(self._shard.rerun(id, new_due, version))
+                rerun.append(self._tasks.rerun(id, new_due, version))
             except TaskStateError:  # another task has the key, or this task has changed
                 self._refused += 1
-            except StoreUnavailableError as error:
-                if error.shard in (None, self._shard.number):
-                    raise
-                self._refused += 1  # the shard that decides about the key is down
         self._changed += len(rerun)
         if rerun:
-            self._shard.producer.arm(rerun)
+            self._producer.arm(rerun)
             self._events.emit(EVENTS["rerun"], count=len(rerun))
 
 

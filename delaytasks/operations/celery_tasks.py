@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery.app.task import extract_exec_options
@@ -15,23 +15,15 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 
 from delaytasks.core.celery_calls import CeleryCall, called_task, is_forced
-from delaytasks.core.clock import Clock
 from delaytasks.core.errors import BodyRefusedError, BodyTooLargeError, ConfigError, DelayTaskError
-from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Transaction
 from delaytasks.core.outcomes import Done, Fail, Outcome, Retry, Snooze
-from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.operations.transactions import CallerTransactions
-from delaytasks.timers.broker_link import REFUSES_ALL_WRITES, bounded_connection
 
 if TYPE_CHECKING:
-    from delaytasks.durable_eta.publisher import MessagePublisher
     from delaytasks.durable_eta.stored_message import StoredMessage
-    from delaytasks.sharding.router import Router
+    from delaytasks.runtime import Runtime
 
-#: The time limit for each step of publishing.
-PUBLISH_LIMIT_S = 5.0
 #: Messages that the broker has not confirmed are published again after this time.
 OUTAGE_S = 5.0
 
@@ -39,24 +31,13 @@ Send = Callable[..., Any]
 
 
 class CeleryTasks:
-    def __init__(
-        self,
-        celery_app: Any,
-        settings: Settings,
-        router: Router,
-        transactions: CallerTransactions,
-        clock: Clock,
-        events: Events,
-        publisher: Any = None,
-    ) -> None:
-        """`publisher` takes the place of the broker, for tests."""
-        self._app = celery_app
-        self._settings = settings
-        self._router = router
-        self._transactions = transactions
-        self._clock = clock
-        self._events = events
-        self._own_publisher = publisher
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._app = runtime.celery
+        self._settings = runtime.settings
+        self._transactions = runtime.transactions
+        self._clock = runtime.clock
+        self._events = runtime.events
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -117,7 +98,7 @@ class CeleryTasks:
             delay = max(call.countdown or 0, 0)
         new = new_task(call.name, str(call.task_id), message, delay, when)
         try:
-            self._router.schedule(new, "take", transaction)
+            self._runtime.producer.schedule(new, "take", transaction)
         except BodyTooLargeError:
             raise BodyTooLargeError(
                 f"the message of the Celery task {call.name} is more than "
@@ -167,7 +148,9 @@ class CeleryTasks:
             else:
                 numbers.append(number)
         outage = None
-        for number, reason in zip(numbers, self._publisher.publish(messages), strict=True):
+        for number, reason in zip(
+            numbers, self._runtime.message_publisher.publish(messages), strict=True
+        ):
             if isinstance(reason, NotConfirmedError):
                 outcomes[number], outage = Snooze(OUTAGE_S), reason
             elif reason is not None:
@@ -213,25 +196,6 @@ class CeleryTasks:
         own = extract_exec_options(task)
         given = {option: value for option, value in own.items() if value is not None}
         return {"ignore_result": task.ignore_result, **given}
-
-    @cached_property
-    def _publisher(self) -> MessagePublisher:
-        if self._own_publisher is not None:
-            return self._own_publisher  # type: ignore[no-any-return]
-        from delaytasks.durable_eta.publisher import MessagePublisher
-
-        # The publisher waits for the confirmations of many messages together.
-        connect = partial(
-            bounded_connection, self._app, PUBLISH_LIMIT_S, read_timeout=PUBLISH_LIMIT_S,
-            confirm_publish=False,
-        )  # fmt: skip
-        return MessagePublisher(
-            self._app, connect, PUBLISH_LIMIT_S, self._clock.now, REFUSES_ALL_WRITES
-        )
-
-    def close(self) -> None:
-        if "_publisher" in self.__dict__:  # otherwise nothing was published
-            self._publisher.close()
 
 
 class _NoTaskSentEvents:

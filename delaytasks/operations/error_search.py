@@ -41,7 +41,6 @@ def find_by_error(
     """
     filters = {"status": [Status.FAILED], **filters}
     found: list[DelayTask] = []
-    missing: tuple[int, ...] = ()
     searched, matches = 0, error_matcher(text)
     for _ in range(SEARCHED_PAGES):
         try:
@@ -50,11 +49,11 @@ def find_by_error(
             if not searched:
                 raise
             break  # the next page continues at the cursor
-        searched, cursor, missing = searched + len(page), page.cursor, page.missing
+        searched, cursor = searched + len(page), page.cursor
         found += (task for task in page if matches(task.error or ""))
         if cursor is None or len(found) >= enough:
             break
-    return Page(found, cursor, missing), searched
+    return Page(found, cursor), searched
 
 
 def error_filter(text: str) -> str:

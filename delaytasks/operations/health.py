@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.bounded_calls import all_within
 from delaytasks.core.durations import show_duration
@@ -20,11 +20,13 @@ from delaytasks.core.registered_worker import (
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import some_values
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
-from delaytasks.routing.shard import Shard
 from delaytasks.storage import migrations
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats, Swept
 from delaytasks.storage.store import Store
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime as Shard
 
 
 class HealthQuestion(NamedTuple):

@@ -6,16 +6,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.registered_worker import LostWorker, RegisteredWorker, lost_everywhere
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.routing.shard import Shard
 from delaytasks.storage.live_rows import Live, LiveRow, LiveRows
 from delaytasks.storage.stats import Stats
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime as Shard
 
 
 @dataclass

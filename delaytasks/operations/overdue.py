@@ -8,8 +8,8 @@ from typing import NamedTuple
 from delaytasks.core.reasons import Reason
 from delaytasks.core.settings import Settings
 from delaytasks.core.why_late import why_late
-from delaytasks.routing.shard import Shard
 from delaytasks.storage.overdue_rows import OverdueRows
+from delaytasks.storage.store import Store
 
 #: The groups with the most tasks.
 MAX_EXPLAINED_GROUPS = 20
@@ -20,7 +20,6 @@ _EXPECTED_CODES = ("due", "limit", "paused")
 class ExplainedGroup(NamedTuple):
     """Overdue tasks of one queue and tag, and the reason why they have not begun."""
 
-    shard: int
     queue: str
     tag: str
     tasks: int
@@ -36,10 +35,9 @@ class ExplainedGroup(NamedTuple):
 
 
 def explain_overdue(
-    shard: Shard, settings: Settings, limit: int = MAX_EXPLAINED_GROUPS
+    store: Store, settings: Settings, limit: int = MAX_EXPLAINED_GROUPS
 ) -> list[ExplainedGroup]:
     """Return up to `limit` groups of overdue tasks, those with the most tasks first."""
-    store = shard.store
     groups = OverdueRows(store.database, store.schema).groups(settings.grace_s, limit)
     if not groups:
         return []
@@ -47,7 +45,6 @@ def explain_overdue(
     workers = store.workers.registered(now, settings.silent_s)
     return [
         ExplainedGroup(
-            shard.number,
             group.queue,
             group.tag,
             group.tasks,

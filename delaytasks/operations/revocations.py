@@ -11,14 +11,12 @@ from delaytasks.core.celery_calls import called_task
 from delaytasks.core.celery_tags import celery_key
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.ids import MAX_ID
-from delaytasks.core.interfaces import CallerConnection, Transaction, connection_of
+from delaytasks.core.interfaces import Transaction, connection_of
 from delaytasks.core.task import DelayTask
-from delaytasks.operations.single_tasks import SingleTasks
-from delaytasks.operations.transactions import CallerTransactions
 
 if TYPE_CHECKING:
     from delaytasks.durable_eta.stored_message import StoredMessage
-    from delaytasks.sharding.router import Router
+    from delaytasks.runtime import Runtime
 
 #: The rows that `revoke_by_stamped_headers` reads in one statement.
 STAMPS_PAGE = 500
@@ -26,17 +24,11 @@ _ID = re.compile(r"[0-9]{1,19}")
 
 
 class Revocations:
-    def __init__(
-        self,
-        celery_app: Any,
-        router: Router,
-        transactions: CallerTransactions,
-        single: SingleTasks,
-    ) -> None:
-        self._app = celery_app
-        self._router = router
-        self._transactions = transactions
-        self._single = single
+    def __init__(self, runtime: Runtime) -> None:
+        self._app = runtime.celery
+        self._rows = runtime.store.celery_rows
+        self._transactions = runtime.transactions
+        self._single = runtime.single
 
     def revoke(self, task_ids: Iterable[str]) -> None:
         """Cancel the waiting rows of these Celery tasks, and store the state REVOKED of each.
@@ -49,12 +41,10 @@ class Revocations:
         # The id of a recurring Celery task is the id of its row.
         ids = [int(name) for name in names if _ID.fullmatch(name) and int(name) <= MAX_ID]
         with self._transactions.guard(None) as transaction:
-            on = self._connection(transaction)
-            for shard in self._router.shards:
-                rows = shard.store.celery_rows
-                self._cancel(rows.live(keys, on), transaction)
-                recurring = (row for row in rows.live_of_ids(ids, on) if self._called_task(row))
-                self._cancel(recurring, transaction)
+            on = connection_of(transaction)
+            self._cancel(self._rows.live(keys, on), transaction)
+            recurring = (row for row in self._rows.live_of_ids(ids, on) if self._called_task(row))
+            self._cancel(recurring, transaction)
 
     def revoke_by_stamped_headers(self, headers: Mapping[str, Any] | Iterable[str]) -> None:
         """Cancel the waiting rows of Celery tasks with one of these stamps.
@@ -65,17 +55,13 @@ class Revocations:
 
         stamps = stamps_of(headers)
         with self._transactions.guard(None) as transaction:
-            on = self._connection(transaction)
-            for shard in self._router.shards:
-                rows = shard.store.celery_rows
-                page = rows.page(0, STAMPS_PAGE, on)
-                while page:
-                    read = ((task, self._readable(task)) for task in page)
-                    named = [
-                        task for task, message in read if message and has_stamp(message, stamps)
-                    ]
-                    self._cancel(named, transaction)
-                    page = rows.page(page[-1].id, STAMPS_PAGE, on)
+            on = connection_of(transaction)
+            page = self._rows.page(0, STAMPS_PAGE, on)
+            while page:
+                read = ((task, self._readable(task)) for task in page)
+                named = [task for task, message in read if message and has_stamp(message, stamps)]
+                self._cancel(named, transaction)
+                page = self._rows.page(page[-1].id, STAMPS_PAGE, on)
 
     def _cancel(self, live: Iterable[DelayTask], transaction: Transaction | None) -> None:
         cancelled = [
@@ -112,7 +98,3 @@ class Revocations:
             return called_task(task.body)
         except (DelayTaskError, ValueError):
             return None
-
-    def _connection(self, transaction: Transaction | None) -> CallerConnection | None:
-        """Return the caller's connection, which sees its own rows, if there is one database."""
-        return connection_of(transaction) if len(self._router.shards) == 1 else None

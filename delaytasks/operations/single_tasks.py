@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidScheduleError, TaskStateError
-from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_key, check_tag
+from delaytasks.core.interfaces import connection_of
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.text import shown
 from delaytasks.core.touch_result import TouchResult
-from delaytasks.operations.transactions import CallerTransactions
-from delaytasks.routing.named_task import NamedTask, id_or_task, name_of
+from delaytasks.operations.lookup import find_id, id_or_task, name_of
 
 if TYPE_CHECKING:
-    from delaytasks.sharding.router import Router
+    from delaytasks.runtime import Runtime
+    from delaytasks.scheduling.producer import Producer
 
 
 class SingleTasks:
-    def __init__(self, router: Router, transactions: CallerTransactions, events: Events) -> None:
-        self._router = router
-        self._transactions = transactions
-        self._events = events
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._store = runtime.store
+        self._transactions = runtime.transactions
+        self._events = runtime.events
 
     def cancel(
         self,
@@ -39,23 +39,24 @@ class SingleTasks:
         request: int | None,
         session: Any,
     ) -> CancelResult:
+        name = name_of(task, tag, key)
         try:
-            with self._named(task, tag, key, session) as named:
-                shard, cancelled = named.move(
-                    lambda shard, on: shard.store.tasks.cancel(named.id, version, on, request)
-                )
+            with self._transactions.guard(session) as transaction:
+                on = connection_of(transaction)
+                id = find_id(self._store, name, on)
+                cancelled = self._store.tasks.cancel(id, version, on, request)
         except TaskStateError as error:
             refused = CancelResult.of_refusal(error)
             if strict or refused is None:
                 raise
             return refused
         if cancelled is None:
-            return CancelResult.cancelled_before(named.id)
+            return CancelResult.cancelled_before(id)
         if cancelled.status is Status.RUNNING:
             self._events.emit("task.cancel_requested", **cancelled.event_fields)
             return CancelResult.requested(cancelled)
         self._events.emit("task.cancelled", **cancelled.event_fields)
-        shard.producer.disarm_after_commit(cancelled, named.transaction)
+        self._producer.disarm_after_commit(cancelled, transaction)
         return CancelResult.cancelled(cancelled)
 
     def reschedule(
@@ -68,23 +69,23 @@ class SingleTasks:
         version: int | None,
         session: Any,
     ) -> DelayTask:
-        with self._named(task, tag, key, session) as named:
-            shard, moved = named.move(
-                lambda shard, on: shard.store.tasks.reschedule(
-                    named.id, shard.producer.due_of(delay, at), version, on
-                )
-            )
+        name = name_of(task, tag, key)
+        with self._transactions.guard(session) as transaction:
+            on = connection_of(transaction)
+            id, due = find_id(self._store, name, on), self._producer.due_of(delay, at)
+            moved = self._store.tasks.reschedule(id, due, version, on)
         self._events.emit("task.rescheduled", **moved.event_fields)
-        shard.producer.arm_after_commit([moved], named.transaction)
+        self._producer.arm_after_commit([moved], transaction)
         return moved
 
     def rerun(self, task: object, delay: Delay, version: int | None, session: Any) -> DelayTask:
-        with self._named(task, None, None, session) as named:
-            shard, moved = named.move(
-                lambda shard, on: shard.rerun(named.id, shard.producer.due_of(delay), version, on)
-            )
+        name = name_of(task, None, None)
+        with self._transactions.guard(session) as transaction:
+            on = connection_of(transaction)
+            id, due = find_id(self._store, name, on), self._producer.due_of(delay)
+            moved = self._store.tasks.rerun(id, due, version, on)
         self._events.emit("task.rerun", **moved.event_fields)
-        shard.producer.arm_after_commit([moved], named.transaction)
+        self._producer.arm_after_commit([moved], transaction)
         return moved
 
     def touch(
@@ -97,7 +98,11 @@ class SingleTasks:
     ) -> TouchResult[int] | TouchResult[str]:
         name = name_of(task, tag, key)
         with self._transactions.guard(session) as transaction:
-            waits = self._router.touch(name, delay, transaction)
+            due, on = self._producer.due_of(delay), connection_of(transaction)
+            if isinstance(name, tuple):
+                waits = self._store.touches.touch_key(*name, due, on)
+            else:
+                waits = self._store.touches.touch(id_of(name), due, on)
         if isinstance(name, tuple):
             return TouchResult.of([name[1]], {name[1]} if waits else set())
         return TouchResult.of([id_of(name)], {id_of(name)} if waits else set())
@@ -113,22 +118,20 @@ class SingleTasks:
         if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
             raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
         with self._transactions.guard(session) as transaction:
+            on, touches = connection_of(transaction), self._store.touches
             if keys is None:
-                names = [id_or_task(task) for task in _listed(tasks)]
-                waiting = self._router.touch_many(names, delay, transaction)
-                return TouchResult.of(map(id_of, names), waiting)
+                ids = [id_of(id_or_task(task)) for task in _listed(tasks)]
+                return TouchResult.of(
+                    ids, touches.touch_many(ids, self._producer.due_of(delay), on)
+                )
             wanted = [check_key(key) for key in _listed(keys)]
-            touched = self._router.touch_keys(check_tag(tag), wanted, delay, transaction)
-            return TouchResult.of(wanted, touched)
+            ids_of_keys = touches.ids_of_keys(check_tag(tag), wanted, on)
+            touched = touches.touch_many(ids_of_keys.values(), self._producer.due_of(delay), on)
+            return TouchResult.of(wanted, {key for key, id in ids_of_keys.items() if id in touched})
 
-    @contextmanager
-    def _named(
-        self, task: object, tag: str | None, key: str | None, session: Any
-    ) -> Iterator[NamedTask]:
-        """Yield the task that a call names, inside the call's transaction."""
-        name = name_of(task, tag, key)
-        with self._transactions.guard(session) as transaction:
-            yield self._router.named(name, transaction)
+    @property
+    def _producer(self) -> Producer:
+        return self._runtime.producer
 
 
 def _listed(items: Any) -> Iterable[Any]:

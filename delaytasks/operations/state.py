@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
@@ -27,10 +27,12 @@ from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS, ExplainedGroup, explain_overdue
 from delaytasks.operations.policies import CountedPolicies
-from delaytasks.routing.shard import Shard
 from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows, rows_of
 from delaytasks.storage.overdue_rows import OverdueCount, OverdueRows
 from delaytasks.storage.stats import MAX_COUNTED, Count, Stats
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime as Shard
 
 
 class SweepState(NamedTuple):
@@ -206,8 +208,8 @@ def read_state(
     try:
         policies, held = read_policies()
     except StoreError:
-        policies, held = [], {}  # no database answers, and each one's error is known
-    found = [_with_count(one, Status.HELD, held.get(one.shard)) for one in found]
+        policies, held = [], None  # the database does not answer, and its error is known
+    found = [_with_count(one, Status.HELD, held) for one in found]
     workers = {worker.name: worker for one in found for worker in one.workers}
     answering = [shard for shard, each in zip(shards, databases, strict=True) if each.error is None]
     return DeploymentState(
@@ -260,7 +262,7 @@ def read_shard(
     stats, now = Stats(store.database, store.schema), store.tasks.now()
     counts = stats.counts(most_counted)
     overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
-    late = explain_overdue(shard, settings) if overdue.tasks else []
+    late = explain_overdue(store, settings) if overdue.tasks else []
     if overdue.tasks and len(late) < MAX_EXPLAINED_GROUPS:  # these are all overdue tasks
         oldest = min((group.oldest for group in late), default=None)
         overdue = OverdueCount(sum(group.tasks for group in late), oldest)

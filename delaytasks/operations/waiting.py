@@ -14,11 +14,10 @@ from delaytasks.core.inputs import check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.routing.named_task import name_of
+from delaytasks.operations.lookup import find_id, name_of
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
-    from delaytasks.sharding.router import Router
+    from delaytasks.storage.store import Store
 
 #: The first and the longest time between two reads of the row.
 FIRST_S, LONGEST_S = 0.02, 0.5
@@ -28,19 +27,20 @@ RunAsync = Callable[..., Awaitable[Any]]
 
 
 class Waiting:
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, store: Store) -> None:
+        self._tasks = store.tasks
+        self._store = store
 
     def wait(
         self, task: object, timeout: Delay | None, tag: str | None, key: str | None
     ) -> DelayTask:
         """Return the task when it has ended. Each read is a transaction of its own."""
         limit, pause_s = _Limit(timeout), FIRST_S
-        shard, found = self._find(task, tag, key)
+        found = self._find(task, tag, key)
         while not found.is_finished:
             time.sleep(limit.within(pause_s, found))
             pause_s = min(pause_s * GROWTH, LONGEST_S)
-            found = shard.store.tasks.read(found.id)
+            found = self._tasks.read(found.id)
         return found
 
     async def wait_async(
@@ -59,17 +59,15 @@ class Waiting:
         import asyncio
 
         limit, pause_s = _Limit(timeout), FIRST_S
-        found: DelayTask
-        shard, found = await run_async(self._find, task, tag, key)
+        found: DelayTask = await run_async(self._find, task, tag, key)
         while not found.is_finished:
             await asyncio.sleep(limit.within(pause_s, found))
             pause_s = min(pause_s * GROWTH, LONGEST_S)
-            found = await run_async(shard.store.tasks.read, found.id)
+            found = await run_async(self._tasks.read, found.id)
         return found
 
-    def _find(self, task: object, tag: str | None, key: str | None) -> tuple[Shard, DelayTask]:
-        named = self._router.named(name_of(task, tag, key), None)
-        return named.read(lambda at, on: (at, at.store.tasks.read(named.id, on)))
+    def _find(self, task: object, tag: str | None, key: str | None) -> DelayTask:
+        return self._tasks.read(find_id(self._store, name_of(task, tag, key), None))
 
 
 class _Limit:

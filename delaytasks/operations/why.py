@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.reasons import Explanation, Reason, TransportFacts
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.why import why
-from delaytasks.routing.named_task import TaskReference, name_of
+from delaytasks.operations.lookup import TaskReference, find_id, name_of
 from delaytasks.storage.facts import FactReader
 from delaytasks.timers.broker_status import broker_error
 
 if TYPE_CHECKING:
-    from delaytasks.core.settings import Settings
-    from delaytasks.sharding.router import Router
-    from delaytasks.timers.publisher import Publisher
-    from delaytasks.timers.redis import RedisTimer
+    from delaytasks.runtime import Runtime
 
 
 class Explanations:
     """Gathers the facts about a task from its database, the broker and the timer."""
 
-    def __init__(
-        self,
-        celery_app: Any,
-        settings: Settings,
-        router: Router,
-        publisher: Publisher,
-        redis_timer: RedisTimer | None,
-    ) -> None:
-        self._celery = celery_app
-        self._settings = settings
-        self._router = router
-        self._publisher = publisher
-        self._redis_timer = redis_timer
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._settings = runtime.settings
 
     def of(self, task: object, tag: str | None = None, key: str | None = None) -> Explanation:
         """Explain a task that is named by its id, by an earlier read, or by its tag and key.
@@ -49,9 +36,9 @@ class Explanations:
         """
         name = name_of(task, tag, key)
         try:
-            named = self._router.named(name, None)
-            shard, found = named.read(lambda at, on: (at, at.store.tasks.read(named.id, on)))
-            facts = FactReader(shard.store, self._settings).of(found, self._transport(found))
+            store = self._runtime.store
+            found = store.tasks.read(find_id(store, name, None))
+            facts = FactReader(store, self._settings).of(found, self._transport(found))
         except StoreUnavailableError as error:
             return Explanation(_id_in(name), None, [_unreachable(error)])
         return Explanation(found.id, found, why(facts))
@@ -60,19 +47,20 @@ class Explanations:
         """Ask broker and timer, if the task waits for them now."""
         if not self._settings.uses_broker or not self._is_due_soon(task):
             return TransportFacts()
-        queue = self._publisher.queue(task.queue)
-        error = broker_error(self._celery, queue, self._settings.publish_limit_s)
+        queue = self._runtime.publisher.queue(task.queue)
+        error = broker_error(self._runtime.celery, queue, self._settings.publish_limit_s)
         return TransportFacts(error, self._timer_error(task.queue))
 
     def _is_due_soon(self, task: DelayTask) -> bool:
         if task.status is not Status.NOT_COMPLETE:
             return False
-        horizon_s, clock = self._settings.horizon_s, self._router.shards[0].clock
+        horizon_s, clock = self._settings.horizon_s, self._runtime.clock
         wait_s = (task.expected_time - clock.now()).total_seconds()
         return horizon_s is None or wait_s <= horizon_s
 
     def _timer_error(self, queue: str) -> str | None:
-        if self._redis_timer is None or self._redis_timer.counts([queue]) is not None:
+        redis_timer = self._runtime.redis_timer
+        if redis_timer is None or redis_timer.counts([queue]) is not None:
             return None
         return f"no answer within {self._settings.publish_limit_s:g} s"
 
@@ -82,10 +70,9 @@ def _id_in(name: TaskReference) -> int | None:
 
 
 def _unreachable(error: StoreUnavailableError) -> Reason:
-    where = "The database" if error.shard is None else f"The database of shard {error.shard}"
     return Reason(
         "unreachable",
-        f"{where} cannot be read, so the task waits at least until it can: {error}.",
+        f"The database cannot be read, so the task waits at least until it can: {error}.",
         "Bring the database back; workers continue by themselves.",
-        {"shard": error.shard, "error": str(error)},
+        {"error": str(error)},
     )

@@ -5,14 +5,13 @@ This module is longer than 300 lines only because every method has a complete do
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_schedule_name
 from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.declarations import follow
@@ -24,8 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.core.task import DelayTask
-    from delaytasks.recurrence.operations import RecurringOperations
     from delaytasks.recurrence.schedule import RecurringSchedule
+    from delaytasks.runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -48,15 +47,11 @@ class Recurring:
     def __init__(
         self,
         registry: Registry,
-        events: Events,
-        celery_tasks: Callable[[], Container[str]],
-        operations: Callable[[], RecurringOperations],
+        get_runtime: Callable[[], Runtime],
         run_async: Callable[..., Awaitable[Any]],
     ) -> None:
         self._registry = registry
-        self._events = events
-        self._celery_tasks = celery_tasks
-        self._operations = operations
+        self._get_runtime = get_runtime
         self._run_async = run_async
 
     # -- in code ----------------------------------------------------------------------------------
@@ -130,7 +125,7 @@ class Recurring:
         --------
         >>> delays.recurring.follow_code()
         """
-        follow(self._operations(), self._registry, self._celery_tasks(), self._events)
+        follow(self._get_runtime())
 
     afollow_code = twin(follow_code)
 
@@ -210,7 +205,7 @@ class Recurring:
         ...     "report-acme", "report.send", {"tenant": "acme"}, cron="0 9 * * *", tz="Asia/Tokyo"
         ... )
         """
-        operations = self._operations()
+        operations = self._get_runtime().recurring
         new = operations.checked(self._definition(tag, name, body, cron, options))
         return operations.put(new, session, actor)
 
@@ -245,7 +240,7 @@ class Recurring:
         --------
         >>> delays.recurring.remove("report-acme")
         """
-        return self._operations().remove(name, session, actor)
+        return self._get_runtime().recurring.remove(name, session, actor)
 
     aremove = twin(remove)
 
@@ -276,7 +271,7 @@ class Recurring:
         >>> delays.recurring.pause("report-acme").is_paused
         True
         """
-        return self._operations().pause(name, session, actor)
+        return self._get_runtime().recurring.pause(name, session, actor)
 
     apause = twin(pause)
 
@@ -305,7 +300,7 @@ class Recurring:
         >>> delays.recurring.resume("report-acme").next_at
         datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)
         """
-        return self._operations().resume(name, session, actor)
+        return self._get_runtime().recurring.resume(name, session, actor)
 
     aresume = twin(resume)
 
@@ -334,7 +329,7 @@ class Recurring:
         >>> delays.recurring.run("report-acme").key
         'report-acme@2026-11-24T20:15:00.123Z'
         """
-        return self._operations().run(name, session)
+        return self._get_runtime().recurring.run(name, session)
 
     arun = twin(run)
 
@@ -363,7 +358,7 @@ class Recurring:
         >>> delays.recurring.get("report-acme").tz
         'Asia/Tokyo'
         """
-        return self._operations().lookup.get(name)
+        return self._get_runtime().recurring.get(name)
 
     aget = twin(get)
 
@@ -396,7 +391,7 @@ class Recurring:
         >>> [schedule.name for schedule in delays.recurring.list(tag="report.send")]
         ['report-acme', 'report-initech']
         """
-        return self._operations().lookup.list(tag, prefix, after, limit)
+        return self._get_runtime().recurring.list(tag, prefix, after, limit)
 
     alist = twin(list)
 
@@ -429,7 +424,7 @@ class Recurring:
         >>> delays.recurring.next("report-acme", 1)
         [datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)]
         """
-        return self._operations().lookup.next(name, count, after)
+        return self._get_runtime().recurring.next(name, count, after)
 
     anext = twin(next)
 

@@ -176,5 +176,4 @@ def task_of(
         meta_json=meta_json,
         concurrency_key=schedule.concurrency_key,
         create_time=now,
-        shard=schedule.shard,
     )

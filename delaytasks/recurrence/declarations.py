@@ -10,35 +10,33 @@ from __future__ import annotations
 
 from collections.abc import Container, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from delaytasks.core.errors import ConfigError, RecurringNotFoundError
-from delaytasks.core.events import Events
 from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.definition import Definition
 from delaytasks.recurrence.operations import RecurringOperations
 from delaytasks.recurrence.schedule import RecurringSchedule, is_same_definition
 from delaytasks.recurrence.targets import is_known
 
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
-def follow(
-    operations: RecurringOperations,
-    registry: Registry,
-    celery_tasks: Container[str],
-    events: Events,
-) -> None:
+
+def follow(runtime: Runtime) -> None:
     """Make the declared schedules in the table those of this process.
 
-    A declaration that cannot be stored is reported and stops no other one. `celery_tasks` contains
-    the names of the Celery tasks of this process.
+    A declaration that cannot be stored is reported and stops no other one.
     """
+    operations, registry, events = runtime.recurring, runtime.registry, runtime.events
     declared = _by_name([make() for make in registry.schedules])
-    known = {schedule.name: schedule for schedule in operations.lookup.declared()}
+    known = {schedule.name: schedule for schedule in operations.table.declared()}
     for definition in declared.values():
         store = partial(_store, operations, definition, known.get(definition.name))
         events.attempt("recurring", definition.name, store)
     for schedule in known.values():
         if schedule.name not in declared:
-            remove = partial(_remove, operations, schedule, registry, celery_tasks)
+            remove = partial(_remove, operations, schedule, registry, runtime.celery.tasks)
             events.attempt("recurring", schedule.name, remove)
 
 

@@ -1,4 +1,4 @@
-"""Stores and changes recurring schedules, each in the database that has it."""
+"""Stores, changes and finds recurring schedules."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import (
     InvalidScheduleError,
     InvalidTimingError,
-    ShardMismatchError,
+    RecurringNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.events import Events
-from delaytasks.core.inputs import check_schedule_name
-from delaytasks.core.interfaces import CallerConnection, Transaction
+from delaytasks.core.inputs import check_page_limit, check_schedule_name, check_tag
+from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.new_task import NewTask
 from delaytasks.core.task import DelayTask
 from delaytasks.recurrence.creation import task_of
 from delaytasks.recurrence.definition import Definition, started
-from delaytasks.recurrence.lookup import RecurringLookup
+from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.recurrence.schedule import (
     DEFINED,
     RecurringSchedule,
@@ -31,8 +30,7 @@ from delaytasks.recurrence.schedule import (
 )
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
-    from delaytasks.sharding.router import Router
+    from delaytasks.runtime import Runtime
 
 
 class Change(NamedTuple):
@@ -44,53 +42,55 @@ class Change(NamedTuple):
     cancelled: Sequence[DelayTask] = ()
 
 
-#: Changes a locked schedule on a connection of its shard.
-ChangeKnown = Callable[["Shard", Any, RecurringSchedule, datetime], Change]
+#: Changes a locked schedule on a connection.
+ChangeKnown = Callable[[Any, RecurringSchedule, datetime], Change]
 
 
 class RecurringOperations:
-    """The schedules of all databases.
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._store = runtime.store
+        self._clock = runtime.clock
+        self._producer = runtime.producer
+        self._transaction_of = runtime.transactions.of
+        self._events = runtime.events
+        #: The time zone of cron expressions without one.
+        self.default_tz = str(runtime.celery.conf.timezone or "UTC")
+        self.table = RecurringTable(self._store.database, self._store.schema)
 
-    Parameters
-    ----------
-    router
-        The databases.
-    transaction_of
-        Returns the transaction of the object that a caller passed as `session=`.
-    events
-        Receives `recurring.changed`.
-    default_tz
-        The time zone of cron expressions without one.
-    """
+    # -- find -------------------------------------------------------------------------------------
 
-    def __init__(
-        self,
-        router: Router,
-        transaction_of: Callable[[Any], Transaction | None],
-        events: Events,
-        default_tz: str,
-    ) -> None:
-        self._router = router
-        self._transaction_of = transaction_of
-        self._events = events
-        self.default_tz = default_tz
-        self.lookup = RecurringLookup(router)
+    def get(self, name: str) -> RecurringSchedule:
+        found = self.table.find(check_schedule_name(name))
+        if found is None:
+            raise RecurringNotFoundError(
+                f"there is no recurring schedule {name!r}; `delaytasks recurring list` shows all"
+            )
+        return found
+
+    def list(
+        self, tag: str | None, prefix: str | None, after: str | None, limit: int
+    ) -> list[RecurringSchedule]:
+        check_page_limit(limit)
+        return self.table.page(None if tag is None else check_tag(tag), prefix, after, limit)
+
+    def next(self, name: str, count: int, after: datetime | None) -> Sequence[datetime]:
+        return self.get(name).next(count, after or self._clock.certain_now())
 
     # -- define -----------------------------------------------------------------------------------
 
     def comparison(self, new: RecurringSchedule) -> str:
         """Return whether `put` would have "added" or "changed" the schedule, or "unchanged"."""
-        _, known = self.lookup.locate(new.name)
+        known = self.table.find(new.name)
         if known is None:
             return "added"
         return "unchanged" if is_same_definition(known, new) else "changed"
 
     def checked(self, definition: Definition) -> RecurringSchedule:
         """Return the schedule of a definition; write nothing."""
-        producer = self._router.shards[0].producer
 
         def build(new: NewTask) -> DelayTask:
-            [task] = producer.build([new], "reject")
+            [task] = self._producer.build([new], "reject")
             return task
 
         return definition.checked(build, self.default_tz)
@@ -108,13 +108,13 @@ class RecurringOperations:
         A pause remains; `is_paused` is for a schedule that is new. Tasks of the replaced definition
         that wait for later occurrences are cancelled.
         """
-        shard, _ = self.lookup.locate(new.name)
-        table, who = self.lookup.table(shard), actor_of(actor)
+        table, who = self.table, actor_of(actor)
 
         def work(on: Any, now: datetime) -> Change:
             known = table.find(new.name, on, locks=True)
             if known is None:
-                made = _first(replace(new, is_paused=is_paused), shard, now, who, is_declared)
+                id = self._runtime.new_id()
+                made = _first(replace(new, is_paused=is_paused), id, now, who, is_declared)
                 if table.insert(on, made):
                     return Change(made, "added")
                 known = table.lock(on, new.name)
@@ -125,7 +125,7 @@ class RecurringOperations:
                 )
             if is_same_definition(known, new) and known.is_declared == is_declared:
                 return Change(known)
-            cancelled = self._cancel_waiting(on, shard, known, now)
+            cancelled = self._cancel_waiting(on, known, now)
             changes = _changes(known, new, now) | {
                 "is_declared": is_declared,
                 "update_time": now,
@@ -135,39 +135,39 @@ class RecurringOperations:
                 changes["next_at"] = _next_at(known, changes, now)
             return Change(table.update(on, known, changes), "changed", cancelled)
 
-        return self._change(shard, work, session, who)
+        return self._change(work, session, who)
 
     # -- change -----------------------------------------------------------------------------------
 
     def pause(self, name: str, session: Any, actor: str | None) -> RecurringSchedule:
         """Make no more tasks, and cancel the waiting tasks of later occurrences."""
 
-        def work(shard: Shard, on: Any, known: RecurringSchedule, now: datetime) -> Change:
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
             if known.is_paused:
                 return Change(known)
-            cancelled = self._cancel_waiting(on, shard, known, now)
+            cancelled = self._cancel_waiting(on, known, now)
             changes = {"is_paused": True, "next_at": None}
-            return Change(self.lookup.table(shard).update(on, known, changes), "paused", cancelled)
+            return Change(self.table.update(on, known, changes), "paused", cancelled)
 
         return self._change_known(name, work, session, actor)
 
     def resume(self, name: str, session: Any, actor: str | None) -> RecurringSchedule:
         """Continue with the next occurrence. Occurrences during the pause were not missed."""
 
-        def work(shard: Shard, on: Any, known: RecurringSchedule, now: datetime) -> Change:
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
             if not known.is_paused:
                 return Change(known)
             changes = {"is_paused": False, "next_at": known.parsed().after(now)}
-            return Change(self.lookup.table(shard).update(on, known, changes), "resumed")
+            return Change(self.table.update(on, known, changes), "resumed")
 
         return self._change_known(name, work, session, actor)
 
     def remove(self, name: str, session: Any, actor: str | None) -> RecurringSchedule:
         """Delete the schedule, and cancel the waiting tasks of later occurrences."""
 
-        def work(shard: Shard, on: Any, known: RecurringSchedule, now: datetime) -> Change:
-            cancelled = self._cancel_waiting(on, shard, known, now)
-            self.lookup.table(shard).delete(on, known)
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+            cancelled = self._cancel_waiting(on, known, now)
+            self.table.delete(on, known)
             return Change(known, "removed", cancelled)
 
         return self._change_known(name, work, session, actor)
@@ -179,22 +179,21 @@ class RecurringOperations:
         """
         made: list[DelayTask] = []
 
-        def work(shard: Shard, on: Any, known: RecurringSchedule, now: datetime) -> Change:
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
             at = now.replace(microsecond=now.microsecond // 1000 * 1000)
-            task = task_of(known, at, at, shard.new_id(), now)
+            task = task_of(known, at, at, self._runtime.new_id(), now)
             made[:] = [task]  # a transaction may be tried again
-            table, cancelled = self.lookup.table(shard), list[DelayTask]()
+            table, cancelled = self.table, list[DelayTask]()
             changes: dict[str, Any] = {"last_task_id": task.id}
             if known.overlap == "skip" and not known.is_paused:
-                cancelled += self._cancel_waiting(on, shard, known, now)
+                cancelled += self._cancel_waiting(on, known, now)
                 changes["next_at"] = known.parsed().after(now)
             table.write(on, made)
             return Change(table.update(on, known, changes), "run", cancelled)
 
-        shard, _ = self.lookup.locate(check_schedule_name(name))
         self._change_known(name, work, session, None)
         self._events.emit("task.scheduled", id=made[0].id, tag=made[0].tag)
-        shard.producer.arm_after_commit(made, self._transaction_of(session))
+        self._producer.arm_after_commit(made, self._transaction_of(session))
         return made[0]
 
     # -- internals --------------------------------------------------------------------------------
@@ -206,36 +205,30 @@ class RecurringOperations:
         session: Any,
         actor: str | None,
     ) -> RecurringSchedule:
-        shard, _ = self.lookup.locate(check_schedule_name(name))
+        check_schedule_name(name)
 
         def change(on: Any, now: datetime) -> Change:
-            return work(shard, on, self.lookup.table(shard).lock(on, name), now)
+            return work(on, self.table.lock(on, name), now)
 
-        return self._change(shard, change, session, actor_of(actor))
+        return self._change(change, session, actor_of(actor))
 
     def _change(
-        self, shard: Shard, work: Callable[[Any, datetime], Change], session: Any, who: str
+        self, work: Callable[[Any, datetime], Change], session: Any, who: str
     ) -> RecurringSchedule:
         """Run `work` in the caller's transaction, or in one of our own."""
-        transaction, now = self._transaction_of(session), shard.clock.certain_now()
-        own = self._router.session_shard(transaction)
-        if own not in (None, shard.number):
-            raise ShardMismatchError(
-                f"the recurring schedule is in shard {shard.number}, and the session is on shard "
-                f"{own}; open a session on that database, or call without session="
-            )
+        transaction, now = self._transaction_of(session), self._clock.certain_now()
         with transaction.guard() if transaction is not None else nullcontext() as on:
-            change = self.lookup.table(shard).transaction(lambda c: work(c, now), on)
+            change = self.table.transaction(lambda c: work(c, now), on)
         if change.action:
             name = change.schedule.name
             self._events.emit("recurring.changed", schedule=name, change=change.action, actor=who)
         for task in change.cancelled:
             self._events.emit("task.cancelled", id=task.id, tag=task.tag)
-            shard.producer.disarm_after_commit(task, transaction)
+            self._producer.disarm_after_commit(task, transaction)
         return change.schedule
 
     def _cancel_waiting(
-        self, on: CallerConnection, shard: Shard, known: RecurringSchedule, now: datetime
+        self, on: CallerConnection, known: RecurringSchedule, now: datetime
     ) -> Sequence[DelayTask]:
         """Cancel the tasks that sweeps have made ahead and that wait for their due times."""
         if known.last_at is None:
@@ -245,9 +238,9 @@ class RecurringOperations:
         except InvalidTimingError:
             return []  # another program wrote the timing, and no sweep made tasks of it
         cancelled: list[DelayTask] = []
-        for id in self.lookup.table(shard).ids_of_keys(on, known.tag, keys):
+        for id in self.table.ids_of_keys(on, known.tag, keys):
             try:
-                task = shard.store.tasks.cancel(id, on=on)
+                task = self._store.tasks.cancel(id, on=on)
             except TaskStateError:
                 continue  # the task runs
             cancelled += [] if task is None else [task]
@@ -255,7 +248,7 @@ class RecurringOperations:
 
 
 def _first(
-    new: RecurringSchedule, shard: Shard, now: datetime, who: str, is_declared: bool
+    new: RecurringSchedule, id: int, now: datetime, who: str, is_declared: bool
 ) -> RecurringSchedule:
     """Return a new schedule as it is stored."""
     made = replace(
@@ -265,8 +258,7 @@ def _first(
         create_time=now,
         update_time=now,
         updated_by=who,
-        id=shard.new_id(),
-        shard=shard.number,
+        id=id,
     )
     return made if made.is_paused else replace(made, next_at=made.parsed().after(now))
 

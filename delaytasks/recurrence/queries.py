@@ -238,8 +238,7 @@ class RecurringTable:
     def _schedule_of(self, row: Any) -> RecurringSchedule:
         values = list(row)
         values[2] = self._read(values[2], row.id, row.tag)
-        # mypy fears that a row has another value for `shard`.
-        return RecurringSchedule(*values, shard=self._schema.shard)  # type: ignore[misc]
+        return RecurringSchedule(*values)
 
     def values(self, schedule: RecurringSchedule) -> dict[str, Any]:
         """Return the row of a schedule by column."""

@@ -60,8 +60,8 @@ COMMIT_US = 50_000
 #: Rows in one batch of `schedule_many`.
 BULK = 5000
 ID_TRIES = 5
-#: Notifies workers of a shard's entries when a transaction is committed.
-Notify = Callable[[Sequence[Entry], int, CallerConnection], None]
+#: Notifies workers of entries when a transaction is committed.
+Notify = Callable[[Sequence[Entry], CallerConnection], None]
 #: Is called with the tasks of each batch that was written.
 OnBatch = Callable[[Sequence[DelayTask]], None]
 
@@ -77,7 +77,6 @@ class Producer:
         registry: Registry,
         queues: QueueRouting,
         events: Events,
-        shard: int = 0,
         notify: Notify | None = None,
     ) -> None:
         self._settings = settings
@@ -86,9 +85,8 @@ class Producer:
         self._make_id = make_id
         self._timer = timer
         self._events = events
-        self._shard = shard
         self._notify = notify
-        self._builder = TaskBuilder(settings, make_id, registry, queues, shard)
+        self._builder = TaskBuilder(settings, make_id, registry, queues)
 
     # -- one --------------------------------------------------------------------------------------
 
@@ -227,7 +225,7 @@ class Producer:
             self.arm(tasks)
         elif self._notify is not None and not transaction.stands_alone:
             with transaction.guard() as on:
-                self._notify([Entry.of(task) for task in tasks], self._shard, on)
+                self._notify([Entry.of(task) for task in tasks], on)
         elif kept := _to_arm(tasks, self._near_until_us(TRANSACTION_US)):
             transaction.after_commit(kept, self.arm)
 

@@ -77,13 +77,11 @@ class TaskBuilder:
         make_id: Callable[[], int],
         registry: Registry,
         queues: QueueRouting,
-        shard: int,
     ) -> None:
         self._settings = settings
         self._make_id = make_id
         self._registry = registry
         self._queues = queues
-        self._shard = shard
 
     def many(
         self, asked: Iterable[NewTask], on_conflict: OnConflict, now: datetime
@@ -147,7 +145,6 @@ class TaskBuilder:
             else check_concurrency_key(concurrency_key),
             create_time=cache.now,
             meta_json=None if new.meta is None else encode_meta(new.meta),
-            shard=self._shard,
         )
 
     @staticmethod

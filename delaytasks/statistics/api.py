@@ -26,7 +26,7 @@ from delaytasks.twins import twin
 if TYPE_CHECKING:
     from delaytasks.core.clock import Clock
     from delaytasks.processors.registry import Registry
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime as Shard
 
 
 class Statistics:

@@ -25,7 +25,7 @@ from delaytasks.statistics.periods import (
 from delaytasks.statistics.queries import StatisticsTable
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime as Shard
 
 #: The most steps of one series.
 MAX_SERIES_STEPS = 10_000

@@ -12,7 +12,7 @@ from delaytasks.core.failure_group import CountedFailures, recent_hours
 from delaytasks.statistics.reading import StepRange, failure_groups, run_counts
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime as Shard
 
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100

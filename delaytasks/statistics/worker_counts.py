@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.error_patterns import error_pattern
-from delaytasks.core.ids import shard_of
 from delaytasks.core.run_counts import (
     OTHER_TAGS,
     WORKER_LOST,
@@ -76,26 +74,26 @@ class WorkerCounts:
     thread for each database writes the counts, and an endpoint for metrics reads `totals`.
     """
 
-    def __init__(self, clocks: Sequence[Clock], max_tags: int) -> None:
-        self._clocks = clocks
+    def __init__(self, clock: Clock, max_tags: int) -> None:
+        self._clock = clock
         self._max_tags = max_tags
         self._lock = threading.Lock()
         self._tags: set[str] = set()
         self._totals: dict[str, RunCounts] = {}
-        self._unwritten = [Unwritten() for _ in clocks]
+        self._unwritten = Unwritten()
         #: Counts that could not be written. The totals have them already.
-        self._again = [Unwritten() for _ in clocks]
+        self._again = Unwritten()
 
-    def add(self, shard: int, statistics: RunStatistics) -> None:
+    def add(self, statistics: RunStatistics) -> None:
         """Add what a process has reported."""
         if not statistics.tags:
             return
-        minute = self._minute(shard)
+        minute = self._minute()
         with self._lock:
             for tag, stored in statistics.tags:
-                self._of(shard, minute, tag).add_stored(stored)
+                self._of(minute, tag).add_stored(stored)
             for failure in statistics.failures:
-                self._unwritten[shard].add_failure(
+                self._unwritten.add_failure(
                     minute // 60, failure._replace(tag=self._counted_as(failure.tag))
                 )
 
@@ -104,43 +102,41 @@ class WorkerCounts:
         if name != "task.worker_lost":
             return
         id, tag, error = fields["id"], fields["tag"], str(fields["error"])
-        shard = min(shard_of(id), len(self._clocks) - 1)
         failure = FailureCount(self._counted_as(tag), error_pattern(error), 1, id, error)
-        minute = self._minute(shard)
+        minute = self._minute()
         with self._lock:
-            self._of(shard, minute, tag).add_outcome(WORKER_LOST)
-            self._unwritten[shard].add_failure(minute // 60, failure)
+            self._of(minute, tag).add_outcome(WORKER_LOST)
+            self._unwritten.add_failure(minute // 60, failure)
 
     def totals(self) -> dict[str, RunCounts]:
         """Return the counts of each tag since the worker started, as copies."""
         with self._lock:
             found = {tag: counts.copy() for tag, counts in self._totals.items()}
-            for unwritten in self._unwritten:
-                for (_, tag), counts in unwritten.runs.items():
-                    found.setdefault(tag, RunCounts()).add(counts)
+            for (_, tag), counts in self._unwritten.runs.items():
+                found.setdefault(tag, RunCounts()).add(counts)
         return found
 
-    def take(self, shard: int) -> Unwritten:
-        """Return the counts of a database that are to be written now."""
+    def take(self) -> Unwritten:
+        """Return the counts that are to be written now."""
         with self._lock:
-            taken, self._unwritten[shard] = self._unwritten[shard], Unwritten()
+            taken, self._unwritten = self._unwritten, Unwritten()
             for (_, tag), counts in taken.runs.items():
                 self._totals.setdefault(tag, RunCounts()).add(counts)
-            again, self._again[shard] = self._again[shard], Unwritten()
+            again, self._again = self._again, Unwritten()
         again.add(taken)
         return again
 
-    def put_back(self, shard: int, unwritten: Unwritten) -> None:
+    def put_back(self, unwritten: Unwritten) -> None:
         """Keep counts that could not be written for the next call of `take`."""
         with self._lock:
-            self._again[shard].add(unwritten)
-            self._again[shard].limit_minutes()
+            self._again.add(unwritten)
+            self._again.limit_minutes()
 
-    def _minute(self, shard: int) -> int:
-        return int(self._clocks[shard].now_us() // MINUTE_US)
+    def _minute(self) -> int:
+        return int(self._clock.now_us() // MINUTE_US)
 
-    def _of(self, shard: int, minute: int, tag: str) -> RunCounts:
-        runs, tag = self._unwritten[shard].runs, self._counted_as(tag)
+    def _of(self, minute: int, tag: str) -> RunCounts:
+        runs, tag = self._unwritten.runs, self._counted_as(tag)
         counts = runs.get((minute, tag))
         if counts is None:
             if len(runs) >= MAX_MINUTES * self._max_tags:

@@ -1,12 +1,12 @@
-"""Writes the counts of a worker to a database once a minute."""
+"""Writes the counts of a worker to the database once a minute."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.bounded_calls import all_within
+from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.core.run_counts import RunStatistics
@@ -14,25 +14,27 @@ from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime
+    from delaytasks.storage.store import Store
 
 #: The time between two writes. A worker that is killed loses the counts since the last one.
 WRITE_S = 60.0
 #: A write that takes longer is stuck.
 WRITE_STUCK_S = 60.0
-#: How long a process that ends waits for its last writes, those of all databases together.
-LAST_WRITES_S = 3.0
+#: How long a process that ends waits for its last write.
+LAST_WRITE_S = 3.0
 
 
 class StatisticsWriter:
-    """Writes what `counts` has for one database."""
+    """Writes what `counts` has."""
 
-    def __init__(self, shard: Shard, counts: WorkerCounts, events: Events) -> None:
-        self._shard = shard
+    def __init__(self, store: Store, clock: Clock, counts: WorkerCounts, events: Events) -> None:
+        self._store = store
+        self._clock = clock
         self._counts = counts
         self._events = events
         self._is_first = True
-        self.loop = Loop(shard.named("statistics"), self._turn, events, WRITE_STUCK_S, shard.close)
+        self.loop = Loop("statistics", self._turn, events, WRITE_STUCK_S, store.close)
 
     def _turn(self) -> float:
         # The first turn is at the start of the worker, which has run nothing yet.
@@ -44,16 +46,15 @@ class StatisticsWriter:
 
     def write(self) -> None:
         """Write all counts that are not written yet."""
-        number = self._shard.number
-        unwritten = self._counts.take(number)
+        unwritten = self._counts.take()
         if not unwritten:
             return
-        store, is_executed = self._shard.store, False
+        store, is_executed = self._store, False
         table = StatisticsTable(store.database, store.schema)
 
         def work(connection: Any) -> None:
             nonlocal is_executed
-            table.add(connection, unwritten, self._shard.clock.now())
+            table.add(connection, unwritten, self._clock.now())
             is_executed = True
 
         try:
@@ -61,24 +62,21 @@ class StatisticsWriter:
             store.database.repeat(work, store.database.begin, tries=1)
         except Exception:  # also if a sweep has just deleted a group of failures
             if not is_executed:
-                self._counts.put_back(number, unwritten)
+                self._counts.put_back(unwritten)
             raise
 
 
-def write_last(writers: Iterable[StatisticsWriter], events: Events) -> None:
-    """Write what a process that ends has counted, to all databases at the same time.
+def write_last(writer: StatisticsWriter, events: Events) -> None:
+    """Write what a process that ends has counted.
 
-    A database that does not answer loses these counts, because a worker must end in time.
+    If the database does not answer, these counts are lost, because a worker must end in time.
     """
-    writes = [partial(events.attempt, "stop", "statistics", writer.write) for writer in writers]
-    all_within(LAST_WRITES_S, writes)
+    all_within(LAST_WRITE_S, [partial(events.attempt, "stop", "statistics", writer.write)])
 
 
-def write_rest(
-    shards: Sequence[Shard], rest: Mapping[int, RunStatistics], max_tags: int, events: Events
-) -> None:
-    """Write what a process of the pool has counted after its last report, by shard."""
-    counts = WorkerCounts([shard.clock for shard in shards], max_tags)
-    for number, statistics in rest.items():
-        counts.add(number, statistics)
-    write_last((StatisticsWriter(shards[number], counts, events) for number in rest), events)
+def write_rest(runtime: Runtime, rest: RunStatistics) -> None:
+    """Write what a process of the pool has counted after its last report."""
+    counts = WorkerCounts(runtime.clock, runtime.settings.statistics_tags)
+    counts.add(rest)
+    writer = StatisticsWriter(runtime.store, runtime.clock, counts, runtime.events)
+    write_last(writer, runtime.events)

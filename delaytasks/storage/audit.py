@@ -22,7 +22,6 @@ class Audit:
         self._db = database
         self._a = schema.audit
         self._steps = schema.audit_steps
-        self._shard = schema.shard
 
     def begin(self, entry: AuditEntry) -> None:
         """Write the row before any task is moved, so that an operation that dies is visible."""
@@ -82,9 +81,7 @@ class Audit:
 
     def _entries(self, query: Select[Any]) -> list[AuditEntry]:
         return [
-            AuditEntry(
-                **{**row._mapping, "filter": json.loads(row._mapping["filter"])}, shard=self._shard
-            )
+            AuditEntry(**{**row._mapping, "filter": json.loads(row._mapping["filter"])})
             for row in self._db.rows(query)
         ]
 

@@ -124,9 +124,9 @@ def calling_after_sessions(call: Callable[[], object]) -> Iterator[None]:
 class SimulatedDatabase(Database):
     """Connections of our own, whose statements read the test's clock."""
 
-    def __init__(self, url: str, pool_size: int, shard: int | None, tables_remedy: str) -> None:
+    def __init__(self, url: str, pool_size: int, tables_remedy: str) -> None:
         in_a_test = "call create_tables(connection) of the DelayTasks in the test"
-        super().__init__(url, pool_size, shard, f"{in_a_test}, or {tables_remedy}")
+        super().__init__(url, pool_size, f"{in_a_test}, or {tables_remedy}")
         # The text of a prepared statement cannot change with the time.
         self.can = replace(self.can, prepare=False)
 
@@ -139,12 +139,9 @@ class BorrowedDatabase(SimulatedDatabase):
         source: ConnectionSource,
         url: str,
         pool_size: int,
-        shard: int | None,
         tables_remedy: str,
     ) -> None:
-        super().__init__(url, pool_size, shard, tables_remedy)
-        if shard is not None:
-            raise ConfigError("bind= works with one database, and the settings name several")
+        super().__init__(url, pool_size, tables_remedy)
         self._source = source
 
     def remedy_at(self, url: URL) -> str:

@@ -32,7 +32,6 @@ from delaytasks.storage.driver_errors import (
     is_demoted,
     is_unsure,
     is_worth_a_retry,
-    name_of,
     translate,
     unknown_outcome,
 )
@@ -94,14 +93,11 @@ class Database:
         self,
         url: str,
         pool_size: int = 5,
-        shard: int | None = None,
         tables_remedy: str = TABLES_REMEDY,
     ) -> None:
         self.url = normalize_url(url)
         #: What the user does if tables are missing or old, for messages.
         self.tables_remedy = tables_remedy
-        #: The number of this shard, or None if there is one database.
-        self._shard = shard
         self.addresses = addresses_of(self.url)
         #: The name of the kind of database, for `for_database`.
         self.backend = self.url.get_backend_name()
@@ -261,14 +257,14 @@ class Database:
                 time.sleep(random.uniform(0.01, 0.05) * 2**attempt)
             except exc.TimeoutError as error:
                 pool = f"setting pool_size = {self._pool_size}"
-                reason = f"{name_of(self._shard)} has no free connection ({pool}): {error}"
+                reason = f"the database has no free connection ({pool}): {error}"
                 if is_sent and unknown_id is not None:
                     raise unknown_outcome(reason, unknown_id) from error
                 raise StoreUnavailableError(reason) from error
         raise AssertionError("unreachable")
 
     def _translated(self, error: exc.DBAPIError, unknown_id: int | None = None) -> Exception:
-        return translate(error, unknown_id, self._shard, self.tables_remedy, self.shown_url)
+        return translate(error, unknown_id, self.tables_remedy, self.shown_url)
 
     def expect_file(self) -> None:
         """From now on raise an error if the SQLite file is missing. Else connecting makes an empty

@@ -224,10 +224,6 @@ def unknown_outcome(reason: str, id: int) -> OutcomeUnknownError:
     )
 
 
-def name_of(shard: int | None) -> str:
-    return "the database" if shard is None else f"shard {shard}"
-
-
 def lacks_tables(driver_error: object) -> bool:
     """Return whether tables or columns are missing."""
     first = _first_of(driver_error)
@@ -239,24 +235,23 @@ def lacks_tables(driver_error: object) -> bool:
 def translate(
     error: exc.DBAPIError,
     unknown_id: int | None = None,
-    shard: int | None = None,
     tables_remedy: str = TABLES_REMEDY,
     shown_url: str = "",
 ) -> DelayTaskError:
     """Return the typed error for a driver's error. Its text contains no values, which may be
     secrets."""
-    reason, name = reason_of(error), name_of(shard)
+    reason = reason_of(error)
     if unknown_id is not None:
         return unknown_outcome(reason, unknown_id)
     if is_disconnect(error):
-        return StoreUnavailableError(f"{name} cannot be reached: {reason}", shard)
+        return StoreUnavailableError(f"the database cannot be reached: {reason}")
     if is_conflict(error):
         return StoreUnavailableError(
-            f"{name} stayed busy for {TRIES} tries: {reason}", is_locked=True
+            f"the database stayed busy for {TRIES} tries: {reason}", is_locked=True
         )
     if is_unable(error):
-        return StoreUnavailableError(f"{name} cannot work now: {reason}", shard, is_unable=True)
+        return StoreUnavailableError(f"the database cannot work now: {reason}", is_unable=True)
     if lacks_tables(error.orig):
-        where = f"{name} {shown_url}".rstrip()
+        where = f"the database {shown_url}".rstrip()
         return StoreError(f"the tables of {where} are missing or old ({reason}); {tables_remedy}")
-    return StoreError(f"{name} refused: {reason}")
+    return StoreError(f"the database refused: {reason}")

@@ -6,20 +6,18 @@ Alembic is imported by the functions that migrate, so that producers and workers
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import (
     DDL,
-    URL,
     Connection,
     String,
     Table,
     column,
     func,
-    insert,
     inspect,
     select,
     table,
@@ -40,7 +38,6 @@ from delaytasks.core.settings import Settings
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
-from delaytasks.storage.database_addresses import masked
 from delaytasks.storage.schema import Schema, build_schema
 
 if TYPE_CHECKING:
@@ -62,17 +59,12 @@ def upgrade(
     prefix: str = "",
     schema: str | None = None,
     revision: str = "head",
-    shard: int = 0,
 ) -> None:
-    """Migrate to `revision`, and store the number of the shard."""
+    """Migrate to `revision`."""
     from alembic import command
 
-    def work(config: Config) -> None:
-        command.upgrade(config, revision)
-        _number(config.attributes["connection"], build_schema(prefix, schema), shard)
-
     sqlite_file.create(database.url)
-    _run(database, prefix, schema, work)
+    _run(database, prefix, schema, lambda config: command.upgrade(config, revision))
 
 
 def downgrade(
@@ -124,29 +116,10 @@ def version_table(prefix: str) -> str:
     return prefix + "yb_delay_alembic_version"
 
 
-def urls_of(settings: Settings) -> Sequence[str]:
+def url_of(settings: Settings) -> str:
     return settings.database_url or (
-        f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}",
+        f"sqlite:///{Path(settings.data_dir).absolute() / 'delays.sqlite3'}"
     )
-
-
-def number_of(connection: Connection, schema: Schema) -> int | None:
-    """Return the database's number among the shards; None if it has not been stored yet."""
-    shards = schema.shards
-    if not inspect(connection).has_table(shards.name, shards.schema):
-        return None
-    number: int | None = connection.execute(select(shards.c.number)).scalar()
-    return number
-
-
-def check_number(found: int | None, shard: int, url: URL) -> None:
-    """Raise `ConfigError` unless the database's number is its position in the list."""
-    if found not in (None, shard):
-        raise ConfigError(
-            f"{masked(url)} is shard {found}, but has position {shard} in delaytasks_database_url: "
-            "a shard keeps its position, and a new one comes last; give each process the whole "
-            "list, in its old order"
-        )
 
 
 def ddl(dialect: str, prefix: str = "", schema: str | None = None) -> list[str]:
@@ -327,13 +300,6 @@ def _is_for(dialect: str, item: Any) -> bool:
     """Whether this database has the item: an index may be for one dialect only."""
     condition = getattr(item, "_ddl_if", None)
     return condition is None or condition.dialect == dialect
-
-
-def _number(connection: Connection, schema: Schema, shard: int) -> None:
-    found = number_of(connection, schema)
-    check_number(found, shard, connection.engine.url)
-    if found is None:
-        connection.execute(insert(schema.shards).values(number=shard))
 
 
 def _run(

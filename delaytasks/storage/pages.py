@@ -63,18 +63,15 @@ def first(
     return found
 
 
-def after(
-    query: Select[Any], tasks: Table, shard: int, cursor: str, newest_first: bool = False
-) -> Select[Any]:
-    """Limit `query`, which reads this shard's tasks, to the rows after the cursor's position."""
-    due, id, last_shard = _parse_cursor(cursor)
+def after(query: Select[Any], tasks: Table, cursor: str, newest_first: bool = False) -> Select[Any]:
+    """Limit `query`, which reads tasks, to the rows after the cursor's position."""
+    due, id = _parse_cursor(cursor)
     at, number = tasks.c.expected_time, tasks.c.id
     if newest_first:
         is_after, is_not_before, begin, end = operator.lt, operator.le, LATEST, EARLIEST
     else:
         is_after, is_not_before, begin, end = operator.gt, operator.ge, EARLIEST, LATEST
-    # If other programs write rows, two shards may have the same id.
-    follows = (is_not_before if is_after(shard, last_shard) else is_after)(number, id)
+    follows = is_after(number, id)
     # An instant outside of datetime's range reads as the first or the last one. Without these cases
     # a page would begin with its own last row.
     if due == end:
@@ -84,23 +81,18 @@ def after(
     return query.where(is_not_before(at, due), or_(is_after(at, due), and_(at == due, follows)))
 
 
-def place(task: DelayTask) -> tuple[datetime, int, int]:
-    """Return the sort key of tasks."""
-    return task.expected_time, task.id, task.shard
-
-
 def make_cursor(task: DelayTask) -> str:
-    text = f"{to_us(task.expected_time)}:{task.id}:{task.shard}"
+    text = f"{to_us(task.expected_time)}:{task.id}"
     return base64.urlsafe_b64encode(text.encode()).decode()
 
 
-def _parse_cursor(cursor: str) -> tuple[datetime, int, int]:
+def _parse_cursor(cursor: str) -> tuple[datetime, int]:
     try:
         text = base64.b64decode(cursor.encode(), b"-_", validate=True).decode()
-        due_us, id, shard = text.split(":")
-        due, after, last_shard = from_us(int(due_us)), int(id), int(shard)
+        due_us, id = text.split(":")
+        due, after = from_us(int(due_us)), int(id)
     except (AttributeError, ValueError, OverflowError):
         raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() returned") from None
     if not -(2**63) <= after < 2**63:
         raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() returned")
-    return due, after, last_shard
+    return due, after

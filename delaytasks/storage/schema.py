@@ -52,7 +52,6 @@ class Schema:
     attempts: Table
     sweeps: Table
     workers: Table
-    shards: Table
     policies: Table
     policy_changes: Table
     audit: Table
@@ -61,8 +60,6 @@ class Schema:
     recurring: Table
     statistics: Table
     failures: Table
-    #: The number of the shard that has these tables.
-    shard: int
     #: Encrypts bodies and results; None if they are stored as plain text.
     cipher: Cipher | None = None
 
@@ -79,7 +76,7 @@ class _TableMaker:
 
 
 def build_schema(
-    prefix: str = "", schema: str | None = None, shard: int = 0, cipher: Cipher | None = None
+    prefix: str = "", schema: str | None = None, cipher: Cipher | None = None
 ) -> Schema:
     metadata = MetaData(schema=schema or None)
     tables = _TableMaker(metadata, prefix)
@@ -90,7 +87,6 @@ def build_schema(
         attempts=_attempts(tables),
         sweeps=_sweeps(tables),
         workers=_workers(tables),
-        shards=_shards(tables),
         policies=_policies(tables),
         policy_changes=_policy_changes(tables),
         audit=_audit(tables),
@@ -99,7 +95,6 @@ def build_schema(
         recurring=_recurring(tables),
         statistics=_statistics(tables),
         failures=_failures(tables),
-        shard=shard,
         cipher=cipher,
     )
 
@@ -175,15 +170,6 @@ def _workers(tables: _TableMaker) -> Table:
         Column("busy", Integer),
         Column("version", String(VERSION_LENGTH)),
         key=["name"],
-    )
-
-
-def _shards(tables: _TableMaker) -> Table:
-    """The number of the shard, in one row."""
-    return tables.make(
-        "yb_delay_shard",
-        Column("number", Integer, nullable=False, autoincrement=False),
-        key=["number"],
     )
 
 

@@ -16,11 +16,10 @@ from delaytasks.storage.celery_rows import CeleryRows
 from delaytasks.storage.claims import Claims, HoldExcess
 from delaytasks.storage.database import Database
 from delaytasks.storage.deferred_rows import DeferredRows
-from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.due_schedules import DueSchedules
 from delaytasks.storage.inspection import Inspection
 from delaytasks.storage.leases import Leases
-from delaytasks.storage.migrations import check_charset, check_number, number_of
+from delaytasks.storage.migrations import check_charset
 from delaytasks.storage.notices import Notices
 from delaytasks.storage.paused_rows import PausedRows
 from delaytasks.storage.policies import PolicyTable
@@ -37,18 +36,13 @@ class Store:
         self,
         url: str,
         settings: Settings,
-        shard: int = 0,
         cipher: Cipher | None = None,
-        make_database: Callable[[str, int, int | None, str], Database] = Database,
+        make_database: Callable[[str, int, str], Database] = Database,
         tables_remedy: str = TABLES_REMEDY,
     ) -> None:
-        self.shard = shard
-        shards = max(len(settings.database_url), 1)
-        self.database = make_database(
-            url, settings.pool_size, shard if shards > 1 else None, tables_remedy
-        )
-        self.schema = build_schema(settings.table_prefix, settings.table_schema, shard, cipher)
-        self.tasks = Tasks(self.database, self.schema, shards)
+        self.database = make_database(url, settings.pool_size, tables_remedy)
+        self.schema = build_schema(settings.table_prefix, settings.table_schema, cipher)
+        self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
         self.celery_rows = CeleryRows(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
@@ -63,7 +57,6 @@ class Store:
         self.due_schedules = DueSchedules(self.database, self.schema)
         self.notices = Notices(self.database, self.schema)
         self._lease_s = settings.lease_s
-        self._is_number_checked = False
 
     def claims(
         self,
@@ -91,40 +84,12 @@ class Store:
             raise
         except StoreError as error:
             raise ConfigError(f"the policies cannot be read, in {where}: {error}") from error
-        self.check_number(is_needed=False)
-
-    def check_number(self, is_needed: bool = True) -> None:
-        """Raise `ConfigError` if this database is another shard than its position means."""
-        found = self.database.autocommitted(lambda c: number_of(c, self.schema))
-        check_number(found, self.shard, self.database.url)
-        if found is None and is_needed:
-            raise ConfigError(
-                f"shard {self.shard}, {self.database.shown_url}, does not know its number yet; "
-                f"{self.database.tables_remedy}"
-            )
-
-    def check_number_once(self, insists: bool = True) -> None:
-        """`ConfigError` if the database has another number; asked once in this process."""
-        if self._is_number_checked:
-            return
-
-        try:
-            found = self.database.autocommitted(
-                lambda c: number_of(c, self.schema), tries=TRIES if insists else 1
-            )
-        except StoreUnavailableError:
-            raise
-        except StoreError:
-            found = None  # the role may not read the table
-        check_number(found, self.shard, self.database.url)
-        self._is_number_checked = True
 
     def clear(self) -> None:
-        """Delete all rows except the number of the shard, for tests."""
+        """Delete all rows, for tests."""
         with self.database.begin() as connection:
             for table in reversed(self.schema.metadata.sorted_tables):
-                if table is not self.schema.shards:
-                    connection.execute(delete(table))
+                connection.execute(delete(table))
 
     def close(self) -> None:
         self.database.dispose()

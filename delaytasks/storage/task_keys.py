@@ -5,12 +5,11 @@ A key's row is always locked before its task's row. The other order could deadlo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, false, select, update
 
-from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import Insert
@@ -18,27 +17,9 @@ from delaytasks.storage.row_lists import listed
 from delaytasks.storage.schema import Schema
 
 
-class KeyRow(NamedTuple):
-    """A key, the id that owns it, and that task's status; None if the task is not in this
-    database."""
-
-    id: int
-    tag: str
-    key: str
-    status: Status | None
-
-
-Keyed = DelayTask | KeyRow
-
-
 class TaskKeys:
     def __init__(self, database: Database, schema: Schema) -> None:
-        self._db = database
         self._k = k = schema.keys
-        t = schema.tasks
-        self._rows = select(k.c.task_id, k.c.tag, k.c.task_key, t.c.status).outerjoin(
-            t, t.c.id == k.c.task_id
-        )
         self._insert = Insert(database, k, ("tag", "task_key", "task_id"))
         self._of = select(k.c.task_id).where(
             k.c.tag == bindparam("tag"), k.c.task_key == bindparam("task_key")
@@ -55,18 +36,12 @@ class TaskKeys:
         """Return the owners of the keys that are taken, by key."""
         return dict(on.execute(self._of_many, {"tag": tag, "task_keys": keys}).all())
 
-    def rows(self) -> Iterator[KeyRow]:
-        """Yield all keys that are taken."""
-        for rows in self._db.stream(self._rows, size=1000):
-            for id, tag, key, status in rows:
-                yield KeyRow(id, tag, key, None if status is None else Status.of(status))
-
-    def lock(self, on: Any, task: Keyed) -> int | None:
+    def lock(self, on: Any, task: DelayTask) -> int | None:
         """Return the id that owns the task's key, which stays so until the end of the
         transaction."""
         return self.id_of(on, task.tag, task.key, is_locked=True)
 
-    def take(self, on: Any, task: Keyed) -> bool:
+    def take(self, on: Any, task: DelayTask) -> bool:
         """Insert the key. Returns True if it was free."""
         return self._insert(on, {"tag": task.tag, "task_key": task.key, "task_id": task.id})
 
@@ -75,7 +50,7 @@ class TaskKeys:
         passing = update(self._k).where(self._named(task)).values(task_id=task.id)
         return bool(on.execute(passing).rowcount)
 
-    def release(self, on: Any, task: Keyed) -> None:
+    def release(self, on: Any, task: DelayTask) -> None:
         """Delete the key unless it names another task now."""
         if task.key is not None:
             on.execute(delete(self._k).where(self._named(task), self._k.c.task_id == task.id))
@@ -115,5 +90,5 @@ class TaskKeys:
         """Execute a statement that writes, so that SQLite's driver begins a transaction."""
         on.execute(delete(self._k).where(false()))
 
-    def _named(self, task: Keyed) -> ColumnElement[bool]:
+    def _named(self, task: DelayTask) -> ColumnElement[bool]:
         return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)

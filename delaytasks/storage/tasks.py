@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -39,11 +39,10 @@ CANCEL_TRIES = 5
 
 
 class Tasks:
-    def __init__(self, database: Database, schema: Schema, shards: int) -> None:
+    def __init__(self, database: Database, schema: Schema) -> None:
         self._db = database
         self._t = t = schema.tasks
         self._schema = schema
-        self._shard = schema.shard
         self._keys = TaskKeys(database, schema)
         self._attempts = Attempts(database, schema)
         self._columns = columns(schema)
@@ -52,7 +51,7 @@ class Tasks:
         self._moves = Moves(schema, self._keys)
         self._get = self._moves.get
         self.cancel_requests = CancelRequests(database, schema)
-        self.key_owners = KeyOwners(database, schema, self._keys, self._moves, shards)
+        self._key_owners = KeyOwners(database, schema, self._keys, self._moves)
 
     # -- schedule ---------------------------------------------------------------------------------
 
@@ -86,13 +85,12 @@ class Tasks:
         task: DelayTask,
         on_conflict: OnConflict,
         on: CallerConnection | None = None,
-        pointing: Collection[int] = (),
     ) -> tuple[DelayTask, bool]:
         """Return the task that owns the key afterwards, and whether it was written now."""
 
         def work(connection: Any) -> tuple[DelayTask, bool]:
             with self._savepoint(on):  # an id that exists must not leave its key behind
-                owner, is_new = self.key_owners.take(connection, task, on_conflict, pointing)
+                owner, is_new = self._key_owners.take(connection, task, on_conflict)
                 if owner is task and not self._insert(connection, values_of(task, self._schema)):
                     raise DuplicateTaskError(f"there is a task with id {task.id} already", task.id)
                 return owner, is_new
@@ -154,7 +152,7 @@ class Tasks:
         if where.ids is not None:
             query = by_id(query, t)
         if cursor is not None:
-            query = pages.after(query, t, self._shard, cursor, newest_first)
+            query = pages.after(query, t, cursor, newest_first)
 
         def read(connection: Any) -> list[Any]:
             return pages.first(connection, query, t, where, limit + 1, newest_first)
@@ -227,20 +225,15 @@ class Tasks:
         due: datetime,
         version: int | None = None,
         on: CallerConnection | None = None,
-        pointing: Collection[int] = (),
-        once_held: Callable[[], object] = lambda: None,
     ) -> DelayTask:
-        """Let a finished task wait again. `once_held` is called when it owns its key again, and may
-        refuse."""
+        """Let a finished task wait again, with its key."""
 
         def work(connection: Any) -> DelayTask:
             task = self._moves.take(connection, "rerun", id, version)
             if task.key is not None:
                 try:
                     with self._savepoint(on):
-                        owner, _ = self.key_owners.take(connection, task, "reject", pointing)
-                        if owner is task:
-                            once_held()
+                        self._key_owners.take(connection, task, "reject")
                 except DuplicateTaskError as error:
                     fact = f"task {error.id} has the key {task.key!r} of task {id} now"
                     raise DuplicateTaskError(f"rerun: {fact}", error.id) from None

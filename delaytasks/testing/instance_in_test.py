@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from delaytasks.core.callbacks import Callback, Message
 from delaytasks.core.text import count
-from delaytasks.environment import Environment
 from delaytasks.processors.event_loop import result_of, run_coroutine
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.async_sessions import (
     awaited_on_the_loop,
     is_on_the_loop,
@@ -24,15 +24,17 @@ from delaytasks.storage.borrowed_connections import (
     SimulatedDatabase,
     calling_after_sessions,
 )
+from delaytasks.storage.migrations import url_of
 from delaytasks.storage.simulated_time import SimulatedTime
+from delaytasks.storage.store import Store
 from delaytasks.testing.clock import SettableClock, SettableTime
 from delaytasks.testing.runs import Run, TestRunner
 from delaytasks.testing.senders import NoTimer, RecordingCallbacks, RecordingPublisher, SentTask
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import processes_of
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
+    from delaytasks.runtime import Runtime
 
 T = TypeVar("T")
 #: A chunk may take this long: a developer may stop in a debugger.
@@ -59,20 +61,21 @@ class InstanceInTest:
 
     def start(self) -> None:
         delays, time = self.delays, SimulatedTime(self.time.now_us)
-        wiring_of(delays).celery.loader.import_default_modules()
+        runtime_of(delays).celery.loader.import_default_modules()
         source = self._source or delays._test_connections()
         self._source = source
         with ExitStack() as opening:
-            wiring = delays._make_wiring(self._environment(source), **self._settings())
-            opening.callback(wiring.close)
-            before = delays._exchange_wiring(wiring, is_in_test=True)
-            opening.callback(delays._exchange_wiring, before, is_in_test=False)
+            runtime = delays._make_runtime(**self._settings())
+            self._replace_parts(runtime, source)
+            opening.callback(runtime.close)
+            before = delays._exchange_runtime(runtime, is_in_test=True)
+            opening.callback(delays._exchange_runtime, before, is_in_test=False)
             opening.enter_context(time.on_engines())
             if source is not None:
                 opening.enter_context(source.rewriting(time))
             if self._runs_inline:
                 opening.enter_context(calling_after_sessions(self._run_inline))
-            self._runner = TestRunner(wiring, processes_of(wiring.celery), self.time)
+            self._runner = TestRunner(runtime, processes_of(runtime.celery), self.time)
             self._opened = opening.pop_all()
 
     def stop(self) -> None:
@@ -118,17 +121,21 @@ class InstanceInTest:
         settings = {"chunk_time_budget_s": CHUNK_IN_TEST_S, "lease_s": 4 * CHUNK_IN_TEST_S}
         return {**settings, "horizon_s": None} if self._runs_inline else settings
 
-    def _environment(self, source: ConnectionSource | None) -> Environment:
+    def _replace_parts(self, runtime: Runtime, source: ConnectionSource | None) -> None:
+        settings = runtime.settings
         database = SimulatedDatabase if source is None else partial(BorrowedDatabase, source)
-        return Environment(
-            make_clock=partial(SettableClock, self.time),
-            make_database=database,
-            timer=NoTimer(self._run_inline if self._runs_inline else lambda: None),
-            make_callbacks=partial(RecordingCallbacks, self.sent_callbacks, self.sent_messages),
-            publisher=RecordingPublisher(self.sent_tasks),
-            processor_contexts=() if source is None else [source.around_processor],
-            in_framework=None if source is None else source.in_framework,
+        url, remedy = url_of(settings), runtime.tables_remedy
+        runtime.store = Store(url, settings, runtime.cipher, database, remedy)
+        runtime.clock = SettableClock(self.time, runtime.ask_now)
+        runtime.timer = NoTimer(self._run_inline if self._runs_inline else lambda: None)
+        runtime.direct_timer = runtime.redis_timer = runtime.background_timer = None
+        runtime.callbacks = RecordingCallbacks(
+            self.sent_callbacks, self.sent_messages, runtime.celery, settings, runtime.clock
         )
+        runtime.message_publisher = RecordingPublisher(self.sent_tasks)
+        if source is not None:
+            runtime.processor_contexts = [source.around_processor, *runtime.processor_contexts]
+            runtime.in_framework = source.in_framework or runtime.in_framework
 
     def _run_inline(self) -> None:
         """Run all waiting tasks, each as if it were due."""

@@ -12,15 +12,13 @@ from delaytasks.core.errors import UnknownTagError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import NO_PROCESSOR
-from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.processors.registry import ProcessorSpec, Registry
 
 if TYPE_CHECKING:
     from delaytasks.execution.runner import Runner
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime
     from delaytasks.testing.clock import SettableTime
-    from delaytasks.wiring import Wiring
     from delaytasks.worker.processes import Processes
 
 #: The most tasks that one chunk claims.
@@ -104,27 +102,12 @@ class TestRunner:
 
     __test__ = False
 
-    def __init__(self, wiring: Wiring, processes: Processes, time: SettableTime) -> None:
-        self._wiring = wiring
+    def __init__(self, runtime: Runtime, processes: Processes, time: SettableTime) -> None:
+        self._runtime = runtime
         self._time = time
         self._recorder = RunRecorder(time)
-        registry: Any = SequentialRegistry(wiring.registry)
-        self._runners: list[Runner] = [
-            processes.build_runner(shard.number, lambda: self._recorder, registry)
-            for shard in wiring.shards
-        ]
-        self._pauses = [
-            PauseSweeper(
-                wiring.settings,
-                shard.policies,
-                shard.store.policies,
-                shard.store.paused_rows,
-                shard.clock,
-                wiring.timer,
-                wiring.events,
-            )
-            for shard in wiring.shards
-        ]
+        registry: Any = SequentialRegistry(runtime.registry)
+        self._runner: Runner = processes.build_runner(lambda: self._recorder, registry)
         self._swept_us = float("-inf")
         #: When to look again at the waitlists of limited tags.
         self._recheck_us = float("inf")
@@ -139,7 +122,7 @@ class TestRunner:
         """Run what is due now, until nothing is left."""
         self._sweep()
         began = len(self.runs)
-        while any(self._pass(shard) for shard in self._wiring.shards):
+        while self._pass():
             self._check_number(began)
 
     def fast_forward(self, until: datetime) -> None:
@@ -176,21 +159,20 @@ class TestRunner:
 
     def _sweep(self) -> None:
         """Apply pauses now, and sweep as often as beat does."""
-        interval_us = self._wiring.settings.sweep_s * 1e6
-        for pauses in self._pauses:
-            pauses.walk(pauses.policies(), lambda: None)
+        interval_us = self._runtime.settings.sweep_s * 1e6
+        pauses = self._runtime.pauses
+        pauses.walk(pauses.policies(), lambda: None)
         if self._time.now_us() < self._swept_us + interval_us:
             return
         self._swept_us = self._time.now_us()
-        for shard in self._wiring.shards:
-            shard.sweeper.sweep(0)
+        self._runtime.sweeper.sweep(0)
 
-    def _pass(self, shard: Shard) -> bool:
+    def _pass(self) -> bool:
         """Run a chunk of each queue; return whether a task ran or was held."""
-        runner, ran = self._runners[shard.number], len(self.runs)
+        ran = len(self.runs)
         self._recheck_us = float("inf")
-        for queue in sorted({level.queue for level in shard.store.sweeps.levels(0)}):
-            report = runner.run_due(queue, PRIORITIES, CHUNK_ROWS)
+        for queue in sorted({level.queue for level in self._runtime.store.sweeps.levels(0)}):
+            report = self._runner.run_due(queue, PRIORITIES, CHUNK_ROWS)
             for waitlist in report.waitlists:
                 if not waitlist.open:
                     recheck_us = self._time.now_us() + waitlist.recheck_s * 1e6
@@ -202,11 +184,10 @@ class TestRunner:
         now = self._time.now()
         next_task = self._next_task(until)
         times = [] if next_task is None else [next_task]
-        for shard in self._wiring.shards:
-            next_occurrence = shard.store.due_schedules.first_at()
-            if next_occurrence is not None:
-                made_at = next_occurrence - timedelta(seconds=lead_s(self._wiring.settings))
-                times.append(max(made_at, self._next_sweep(), now))
+        next_occurrence = self._runtime.store.due_schedules.first_at()
+        if next_occurrence is not None:
+            made_at = next_occurrence - timedelta(seconds=lead_s(self._runtime.settings))
+            times.append(max(made_at, self._next_sweep(), now))
         if self._recheck_us < float("inf"):
             times.append(from_us(int(self._recheck_us)))
         times = [at for at in times if at <= until]
@@ -214,11 +195,8 @@ class TestRunner:
 
     def _next_task(self, until: datetime) -> datetime | None:
         """Return the next due time of a waiting task."""
-        now, times = self._time.now(), list[datetime]()
-        for shard in self._wiring.shards:
-            if first := shard.store.sweeps.first_due_between(now, until, 1):
-                times.append(from_us(first[0].due_us))
-        return min(times) if times else None
+        first = self._runtime.store.sweeps.first_due_between(self._time.now(), until, 1)
+        return from_us(first[0].due_us) if first else None
 
     def _check_number(self, began: int) -> None:
         if len(self.runs) - began > MAX_RUNS:
@@ -228,4 +206,4 @@ class TestRunner:
             )
 
     def _next_sweep(self) -> datetime:
-        return from_us(int(self._swept_us + self._wiring.settings.sweep_s * 1e6))
+        return from_us(int(self._swept_us + self._runtime.settings.sweep_s * 1e6))

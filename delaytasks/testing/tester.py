@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.api import instance_of_process
 from delaytasks.core.callbacks import Callback, Message
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.borrowed_connections import source_of
 from delaytasks.testing.assertions import TaskAssertions
 from delaytasks.testing.instance_in_test import InstanceInTest
 from delaytasks.testing.senders import SentTask
 from delaytasks.testing.task_runs import TaskRuns
 from delaytasks.testing.time_travel import TimeTravel
-from delaytasks.wiring import wiring_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -104,5 +104,5 @@ class DelaysTester(TaskAssertions, TaskRuns, TimeTravel):
         >>> tester.clear()
         """
         self._instance.require_started()
-        for shard in wiring_of(self._instance.delays).shards:
+        for shard in runtime_of(self._instance.delays).shards:
             shard.store.clear()

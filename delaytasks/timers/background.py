@@ -87,9 +87,9 @@ class BackgroundTimer:
         self._timer.disarm(entries)
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
-        return self._timer.request_drain(queue, priorities, messages, expires_s, shard)
+        return self._timer.request_drain(queue, priorities, messages, expires_s)
 
     def flush(self, timeout_s: float = 2.0) -> bool:
         """Wait until all entries are armed, and return False after `timeout_s`."""

@@ -14,7 +14,7 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreError
 from delaytasks.core.forks import reset_in_child
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import CallerConnection, Entry, NoticeChannel, by_queue, by_shard
+from delaytasks.core.interfaces import CallerConnection, Entry, NoticeChannel, by_queue
 from delaytasks.timers.eta import ENTRIES_PER_MESSAGE, read_message
 
 #: Workers that receive notifications poll the table this often.
@@ -26,14 +26,13 @@ MAX_NOTICES = 10
 #: The notification to poll the table now.
 LOOK = "look"
 #: The main process of a worker adds the entries to its own timing wheel.
-OnArmed = Callable[[Sequence[Entry]], None]
+OnArmed = Callable[[Sequence[Entry]], object]
 
 
 class DirectTimer:
     """Notifies the workers about rows that are due before their next poll."""
 
-    def __init__(self, notices: Sequence[NoticeChannel], clock: Clock) -> None:
-        #: The channels, by shard.
+    def __init__(self, notices: NoticeChannel, clock: Clock) -> None:
         self._notices = notices
         self._clock = clock
         self.after_fork()
@@ -58,31 +57,28 @@ class DirectTimer:
         entries = list(entries)
         for subscriber in self._subscribers:
             subscriber(entries)
-        for shard, some in by_shard(entries, len(self._notices)).items():
-            try:
-                self.notify(some, shard)
-            except StoreError:
-                pass  # workers find the rows at their next poll
+        try:
+            self.notify(entries)
+        except StoreError:
+            pass  # workers find the rows at their next poll
         return True
 
-    def notify(
-        self, entries: Iterable[Entry], shard: int, on: CallerConnection | None = None
-    ) -> None:
+    def notify(self, entries: Iterable[Entry], on: CallerConnection | None = None) -> None:
         """Notify workers when the transaction `on` commits, or immediately without one."""
-        if shard >= len(self._notices) or not self._notices[shard].is_possible:
+        if not self._notices.is_possible:
             return
         until = self._clock.now_us() + (NOTIFIED_POLL_S + NOTICE_SLACK_S) * 1e6
         if near := [entry for entry in entries if entry.due_us <= until]:
-            self._notices[shard].send(payloads_of(near), on)
+            self._notices.send(payloads_of(near), on)
 
-    def request_poll(self, shard: int) -> None:
-        self._notices[shard].send([LOOK])
+    def request_poll(self) -> None:
+        self._notices.send([LOOK])
 
     def disarm(self, entries: Iterable[Entry]) -> None:
         """Do nothing: the claim refuses an entry that is no longer valid."""
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
         """Do nothing: workers poll the table for overdue rows."""
         return True

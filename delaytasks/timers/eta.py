@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.ids import MAX_SHARDS, check_id
+from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.interfaces import Entry, by_queue
 from delaytasks.core.text import count
@@ -52,13 +52,13 @@ class EtaTimer:
         """Do nothing: the message stays in the broker, and the claim refuses its old version."""
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
         """Send drain messages. A worker that receives one starts a drain of `queue`."""
         if not is_queue(queue):
             return False
         expires = self._clock.now() + timedelta(seconds=expires_s)
-        wanted = {"drain": list(priorities), **({"shard": shard} if shard else {})}
+        wanted = {"drain": list(priorities)}
         message: tuple[list[Any], dict[str, Any]] = ([[], wanted], {"expires": expires})
         return self._publisher.send(RUN, queue, [message] * messages)
 
@@ -71,11 +71,10 @@ def _messages(entries: list[Entry]) -> Iterator[tuple[list[Any], dict[str, Any]]
 
 
 class TimerMessage(NamedTuple):
-    """Entries, or a drain message: the priorities and the shard whose overdue tasks to claim."""
+    """Entries, or a drain message: the priorities of the overdue tasks to claim."""
 
     entries: list[Entry]
     priorities: list[int] | None = None
-    shard: int = 0
 
 
 def read_message(args: Any, queue: str) -> TimerMessage:
@@ -109,16 +108,14 @@ def read_message(args: Any, queue: str) -> TimerMessage:
     if len(args) == 1:
         return TimerMessage(entries)
     options = args[1] if isinstance(args[1], dict) else {}
-    priorities, shard = options.get("drain"), options.get("shard", 0)
+    priorities = options.get("drain")
     if (
         not isinstance(priorities, list)
         or len(priorities) > 100
         or not all(map(_is_priority, priorities))
     ):
         raise ValueError("a drain message has priorities")
-    if type(shard) is not int or not 0 <= shard < MAX_SHARDS:
-        raise ValueError(f"shard {shard!r:.20}")
-    return TimerMessage(entries, priorities, shard)
+    return TimerMessage(entries, priorities)
 
 
 def _is_priority(value: Any) -> bool:

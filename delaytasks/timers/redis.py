@@ -14,7 +14,7 @@ from zlib import crc32
 from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.ids import MAX_ID, shard_of
+from delaytasks.core.ids import MAX_ID
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import Entry, by_queue
 from delaytasks.core.settings import Settings
@@ -76,14 +76,13 @@ class RedisTimer:
         location: RedisLocation,
         settings: Settings,
         eta: EtaTimer,
-        clocks: Sequence[Clock],
+        clock: Clock,
         events: Events,
     ) -> None:
         self.link = RedisLink(location, settings.publish_limit_s, events)
         self._settings = settings
         self._eta = eta
-        #: The clocks of the databases, by shard. Scores are times of the first one.
-        self._clocks = clocks
+        self._clock = clock
         self._slots: dict[str, list[Slot]] = {}
         self._events = events
         #: Makes tickets unique: this process numbers the calls of a millisecond, and other
@@ -131,25 +130,10 @@ class RedisTimer:
                 found.setdefault(self.slot(entry), []).append(entry)
         return found
 
-    def shifted(self, entries: Iterable[Entry], sign: int) -> Iterable[Entry]:
-        """Convert due times from the clock of each entry's shard to the first shard's (1), or back
-        (-1).
-        """
-        if len(self._clocks) == 1:
-            return entries
-        now_us = self._clocks[0].now_us()
-        ahead_us = {
-            number: sign * (now_us - clock.now_us()) for number, clock in enumerate(self._clocks)
-        }
-        return [
-            entry._replace(due_us=entry.due_us + ahead_us.get(shard_of(entry.id), 0))
-            for entry in entries
-        ]
-
     # -- the timer --------------------------------------------------------------------------------
 
     def arm(self, entries: Iterable[Entry]) -> bool:
-        slots = self._by_slot(self.shifted(entries, 1))
+        slots = self._by_slot(entries)
 
         def work(client: Any) -> bool:
             pipe, asked = client.pipeline(transaction=False), []
@@ -180,9 +164,9 @@ class RedisTimer:
             self.link.attempt(work)
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
-        return self._eta.request_drain(queue, priorities, messages, expires_s, shard)
+        return self._eta.request_drain(queue, priorities, messages, expires_s)
 
     # -- for Redis pollers ------------------------------------------------------------------------
 
@@ -199,7 +183,7 @@ class RedisTimer:
         The caller owns the entries until it hands them on, or for `RETURN_S`. None if Redis is
         unavailable.
         """
-        now_us = self._clocks[0].now_us()
+        now_us = self._clock.now_us()
         now = now_us / 1000  # pollers wake to the microsecond
 
         def work(client: Any) -> list[Taken]:
@@ -216,8 +200,7 @@ class RedisTimer:
             answers = execute(pipe)
             self._report_blocked(most, answers)
             pairs = zip(most, answers, strict=False)
-            taken = [_taken(slot, answer) for slot, answer in pairs if not is_wrong_type(answer)]
-            return [some._replace(entries=list(self.shifted(some.entries, -1))) for some in taken]
+            return [_taken(slot, answer) for slot, answer in pairs if not is_wrong_type(answer)]
 
         return self.link.attempt(work)
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from celery import bootsteps
 from celery.utils.log import get_logger
 
 from delaytasks.core.text import one_line
 from delaytasks.worker.broker_connection import bound_connections
-from delaytasks.worker.building import build_runtime
 from delaytasks.worker.celery_patches import (
     add_queues,
     end_chunks_on_cold_shutdown,
@@ -22,9 +21,7 @@ from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.processes import logical_queues
 from delaytasks.worker.time_limits import check_time_limits
-
-if TYPE_CHECKING:
-    from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 #: The first log line names at most this many tags and queues.
@@ -45,33 +42,32 @@ class DelaysStep(bootsteps.StartStopStep):
         app = worker.app
         processes = processes_of(app)
         processes.serve(worker.hostname, worker.pool)
-        self._wiring = wiring = processes.wiring
-        queues = add_queues(app, wiring.queues.all(), wiring.publisher)
-        processes.queues = logical_queues(queues, wiring.settings.namespace)
+        parts = processes.runtime
+        queues = add_queues(app, parts.queues.all(), parts.publisher)
+        processes.queues = logical_queues(queues, parts.settings.namespace)
         bound_connections(app)
         let_threads_wake(worker.hub)
         obey_signals_without_output()
-        worker.delays_runtime = runtime = build_runtime(wiring, processes, worker)
+        worker.delays_runtime = runtime = WorkerRuntime(parts, processes, worker)
         end_chunks_on_cold_shutdown(worker)
         show_rows()
         # Before the pool forks: its processes inherit the policies and need not read them again.
         runtime.events.attempt(
             "start",
             "policies",
-            lambda: runtime.router.each(lambda shard: shard.policies.refresh()),
+            parts.policy_cache.refresh,
         )
         freeze_loaded_objects()
         return self
 
     def start(self, worker: Any) -> None:
         runtime: WorkerRuntime = worker.delays_runtime
-        self._wiring.checks.check_ready()
+        parts = runtime.runtime
+        parts.checks.check_ready()
         queues = runtime.processes.queues
-        check_time_limits(runtime.registry, self._wiring.queues, queues, worker.pool)
+        check_time_limits(runtime.registry, parts.queues, queues, worker.pool)
         log_tags((processor.tag for processor in runtime.registry), queues)
-        warn_of_blocking_driver(
-            worker.pool, (shard.store.database.url.drivername for shard in runtime.shards)
-        )
+        warn_of_blocking_driver(worker.pool, runtime.store.database.url.drivername)
         runtime.start()
 
     def stop(self, worker: Any) -> None:
@@ -85,9 +81,9 @@ class DelaysStep(bootsteps.StartStopStep):
         return {"delaytasks": worker.delays_runtime.info()}
 
 
-def warn_of_blocking_driver(celery_pool: Any, drivers: Iterable[str]) -> None:
+def warn_of_blocking_driver(celery_pool: Any, driver: str) -> None:
     """Warn if greenlets share a thread with psycopg2, which waits in C, where no greenlet runs."""
-    if getattr(celery_pool, "is_green", False) and "postgresql+psycopg2" in drivers:
+    if getattr(celery_pool, "is_green", False) and driver == "postgresql+psycopg2":
         logger.warning(
             "delaytasks: with psycopg2, each statement stops all greenlets of this worker until "
             "the database answers: begin delaytasks_database_url with postgresql+psycopg://"

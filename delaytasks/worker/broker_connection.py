@@ -43,7 +43,7 @@ from delaytasks.worker.celery_patches import (
 )
 
 if TYPE_CHECKING:
-    from delaytasks.worker.runtime import WorkerRuntime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 

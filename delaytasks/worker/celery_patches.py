@@ -30,12 +30,11 @@ from celery.worker.control import Panel
 from delaytasks.core.bounded_calls import within
 from delaytasks.core.clock import from_us
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import by_shard
 from delaytasks.core.task import DEFAULT_QUEUE
 
 if TYPE_CHECKING:
     from delaytasks.timers.publisher import Publisher
-    from delaytasks.worker.runtime import WorkerRuntime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 
@@ -246,21 +245,15 @@ def active_rows(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     if not runtime.dispatcher.is_at_work:
         return []
     workers = [runtime.processes.name(pid) for pid in runtime.pids()]
-    found: list[dict[str, Any]] = []
-    for shard in runtime.shards:
-        left = MAX_INSPECTED_ROWS - len(found)
-        read = partial(shard.store.inspection.running, workers, left)
-        found += [_request(runtime, row, row.worker) for row in _read(read) or ()]
-    return found
+    read = partial(runtime.store.inspection.running, workers, MAX_INSPECTED_ROWS)
+    return [_request(runtime, row, row.worker) for row in _read(read) or ()]
 
 
 def scheduled_entries(runtime: WorkerRuntime) -> list[dict[str, Any]]:
     """Return the entries of the timing wheel in the order of their due times."""
     entries = runtime.near_entries.wheel.soonest(MAX_INSPECTED_ROWS)
-    rows: dict[int, Any] = {}
-    for number, some in by_shard(entries, len(runtime.shards)).items():
-        inspection = runtime.shards[number].store.inspection
-        rows |= _read(partial(inspection.named, [entry.id for entry in some])) or {}
+    inspection = runtime.store.inspection
+    rows: dict[int, Any] = _read(partial(inspection.named, [entry.id for entry in entries])) or {}
     return [
         {
             "eta": from_us(entry.due_us).isoformat(),

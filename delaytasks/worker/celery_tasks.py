@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
-from delaytasks.core.interfaces import by_shard
 from delaytasks.timers.eta import RUN, SWEEP, read_message
 
 if TYPE_CHECKING:
@@ -79,20 +78,18 @@ def register_tasks(celery_app: Any, processes: Processes) -> None:
 
     def run(entries: list[Any], options: Any = None) -> None:
         args = [entries] if options is None else [entries, options]
-        settings, shards = processes.wiring.settings, processes.wiring.shards
+        settings = processes.runtime.settings
         queue = settings.default_queue
         content = read_message(args, queue)
-        for number, some in by_shard(content.entries, len(shards)).items():
-            processes.runner(number).run(some)
-        if content.priorities and content.shard < len(shards):
-            runner = processes.runner(content.shard)
-            runner.run_due(queue, content.priorities, settings.chunk_max)
+        if content.entries:
+            processes.runner().run(content.entries)
+        if content.priorities:
+            processes.runner().run_due(queue, content.priorities, settings.chunk_max)
 
     def sweep(partition: int | None = None) -> None:
-        every = range(processes.wiring.settings.sweep_partitions)
+        every = range(processes.runtime.settings.sweep_partitions)
         for number in every if partition is None else [partition]:
-            for shard in processes.wiring.shards:
-                shard.sweeper.sweep(number)
+            processes.runtime.sweeper.sweep(number)
 
     strategies = "delaytasks.worker.message_strategy"
     for function, name, strategy in (

@@ -1,28 +1,44 @@
-"""Everything that waits in a worker, shard by shard, and the next chunk of it."""
+"""Everything that waits in a worker, and the next chunk of it.
+
+Entries that are due, waitlists, and drains of queues take turns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import inf
+from typing import TYPE_CHECKING
 
 from delaytasks.core.chunk_size import ChunkSize
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, by_shard
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.pool import Pool
-from delaytasks.worker.shard_queue import ShardQueue
+from delaytasks.worker.queue_drain import QueueDrain
+from delaytasks.worker.ready_entries import ReadyEntries
 from delaytasks.worker.shared_memory import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
+
+if TYPE_CHECKING:
+    from delaytasks.limits.tracked_waitlists import TrackedWaitlists
 
 #: How long one process serves waitlists before its next chunk may be of another kind: the first
 #: bound applies while another process is free, the second one otherwise.
 SERVE_S, SERVE_ALONE_S = 1.0, 0.05
-
 #: A burst is more than the work of the pool for this number of time budgets.
 BURST_BUDGETS = 5
+#: After a chunk found the database unavailable, the pool gets no chunk for this long.
+FAILED_PAUSE_S = 1.0
+#: A late entry is left to the table. If its queue has a backlog there, the task would come last,
+#: so its entry waits here for this much longer.
+BACKLOG_WAIT_S = 10.0
+#: How long a process continues with a deep queue before it reports, and how long if other queues
+#: have drains too. It reports earlier if other tasks wait.
+CONTINUE_S, CONTINUE_IN_TURN_S = 2.0, 0.5
 
 
 class ChunkQueue:
@@ -35,60 +51,144 @@ class ChunkQueue:
     def __init__(
         self,
         settings: Settings,
-        clocks: Sequence[Clock],
+        clock: Clock,
         events: Events,
         pool: Pool,
         others_wait: OthersWait,
         row_budget: int | None,
     ) -> None:
         self._settings = settings
+        self._clock = clock
         self._events = events
         self._pool = pool
         self._others_wait = others_wait
         #: How many more rows may be claimed.
         self.row_budget = row_budget
-        #: The queue of each shard, by its number.
-        self.shard_queues = [
-            ShardQueue(number, clock, len(clocks) == 1) for number, clock in enumerate(clocks)
-        ]
-        #: The same ones in the order of their turns.
-        self._shard_turns = list(self.shard_queues)
         self._size = ChunkSize(settings.chunk_time_budget_s, settings.chunk_max)
         self._last_number = 0
+        self._paused_until = 0.0
+        self._ready = ReadyEntries()
+        self._drains: dict[str, QueueDrain] = {}
+        #: The priorities of each queue whose entries were left to the table, until other workers
+        #: are asked to help.
+        self._left_to_table: dict[str, set[int]] = {}
+        #: The sources of chunks. The one that had the last chunk is at the end.
+        self._source_turns = ["entries", "waitlists", "drains"]
+        #: The waitlists that processes have reported, or None before the first one.
+        self.waitlists: TrackedWaitlists | None = None
+        #: The start of each chunk in the pool, by the clock of the database. The leases of the
+        #: rows that such a chunk claimed are renewed.
+        self.in_flight: dict[int, float] = {}
+        #: The numbers of chunks whose processes may continue with further ones.
+        self._continuing: set[int] = set()
+        #: The ids of the rows that still run in each process although their chunk has ended.
+        self.detached: dict[int, Sequence[int]] = {}
+
+    # -- what waits -------------------------------------------------------------------------------
 
     def add(self, entries: Sequence[Entry]) -> None:
-        """Add entries that are due. Those of a shard that is unknown here are left to others."""
-        for shard, some in by_shard(entries, len(self.shard_queues)).items():
-            self.shard_queues[shard].add(some)
+        """Add entries that are due."""
+        self._ready.add(entries)
+
+    def start_drain(self, queue: str, priorities: Iterable[int]) -> None:
+        """Start the drain of a queue, or let the one that is in progress look once more."""
+        drain = self._drains.setdefault(queue, QueueDrain(set()))
+        drain.priorities.update(priorities)
+        drain.starts += 1
+
+    def drop_late(self) -> None:
+        """Leave late entries to the table, where all workers can claim them.
+
+        A burst is left too, since its last entries would be late.
+        """
+        late_before = self._clock.now_us() - int(self._settings.grace_s * 1e6)
+        late = self._ready.remove_late(late_before, self._backlog_wait_s)
+        self._leave_to_table(late)
+        dropped = len(late)
+        if self._size.is_limited_by_time:
+            dropped += self._drop_burst(int(self._pool.size * BURST_BUDGETS * self._size.in_time))
+        if dropped:
+            self._events.emit("entry.late", count=dropped)
+
+    def _drop_burst(self, most: int) -> int:
+        """Leave all entries to the table if more than `most` wait. Return how many.
+
+        Chunks from the table are claimed ahead. If the table may have a backlog already, the tasks
+        would come last there, so the entries stay.
+        """
+        if self._drains or len(self._ready) <= most:
+            return 0
+        burst = self._ready.clear()
+        for queue in self._leave_to_table(burst):
+            self._drains[queue].is_deep = True
+        return len(burst)
+
+    def _leave_to_table(self, entries: Sequence[Entry]) -> set[str]:
+        """Drain the queues of these entries instead. Return the queues."""
+        for queue, priority in {(entry.queue, entry.priority) for entry in entries}:
+            self.start_drain(queue, (priority,))
+            self._left_to_table.setdefault(queue, set()).add(priority)
+        return {entry.queue for entry in entries}
+
+    def take_left_to_table(self) -> UnfinishedWork:
+        """Return the queues whose entries were left to the table since the last call."""
+        left, self._left_to_table = self._left_to_table, {}
+        return UnfinishedWork([], list(left.items()))
+
+    def grace_s(self, queue: str) -> float:
+        """Return how late an entry of the queue may come."""
+        return self._settings.grace_s + self._backlog_wait_s(queue)
+
+    def _backlog_wait_s(self, queue: str) -> float:
+        """Return how much longer late entries of the queue wait here."""
+        drain = self._drains.get(queue)
+        return BACKLOG_WAIT_S if drain is not None and drain.is_deep else 0.0
 
     def clear(self) -> UnfinishedWork:
         """Forget everything that waits, and return it. Processes report soon."""
         self._others_wait.record(True)
-        queues = [
-            (queue, priorities, shard_queue.shard)
-            for shard_queue in self.shard_queues
-            for queue, priorities in shard_queue.unfinished_queues.items()
-        ]
-        entries = [entry for shard_queue in self.shard_queues for entry in shard_queue.clear()]
-        return UnfinishedWork(entries, queues)
+        # The set of priorities is empty for a queue that only has waitlists.
+        queues = {queue: set[int]() for queue in (self.waitlists.queues if self.waitlists else ())}
+        queues |= {queue: drain.priorities for queue, drain in self._drains.items()}
+        self._drains.clear()
+        self._left_to_table.clear()
+        self.waitlists = None
+        return UnfinishedWork(self._ready.clear(), list(queues.items()))
 
-    def take_left_to_table(self) -> UnfinishedWork:
-        """Return the queues whose entries were left to the table since the last call."""
-        queues = [
-            (queue, priorities, one.shard)
-            for one in self.shard_queues
-            for queue, priorities in one.take_left_to_table().items()
-        ]
-        return UnfinishedWork([], queues)
+    @property
+    def drain_count(self) -> int:
+        """How many queues are drained, or wait for their turn."""
+        return len(self._drains)
+
+    @property
+    def _needs_process(self) -> bool:
+        """Whether tasks wait for which no process works, so that none should continue a drain.
+
+        These are entries that are due, a drain without a chunk, or a waitlist.
+        """
+        return self._may_send() and bool(
+            self.waiting
+            or any(not drain.chunks for drain in self._drains.values())
+            or (self.waitlists and self.waitlists.needs_process)
+        )
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(
+            self.in_flight
+            or self._ready
+            or self._drains
+            or (self.waitlists and self.waitlists.is_active)
+        )
 
     @property
     def waiting(self) -> int:
         """How many entries wait."""
-        return sum(one.waiting for one in self.shard_queues)
+        return len(self._ready)
 
     @property
     def free_processes(self) -> int:
-        return self._pool.size - sum(len(one.in_flight) for one in self.shard_queues)
+        return self._pool.size - len(self.in_flight)
 
     def capacity(self, coming: int) -> int:
         """Return how many more entries can run in time.
@@ -100,55 +200,102 @@ class ChunkQueue:
         """
         budgets = free = self.free_processes
         if self._size.fits:
-            soon_s = 2 * self._settings.chunk_time_budget_s
-            budgets += free + sum(one.soon_over(soon_s) for one in self.shard_queues)
+            budgets += free + self._soon_over(2 * self._settings.chunk_time_budget_s)
         most = budgets * self._size.prefetch
-        waiting = coming + sum(one.waiting for one in self.shard_queues if one.may_send())
+        waiting = coming + (self.waiting if self._may_send() else 0)
         return most - waiting if 2 * waiting <= most else 0
 
-    def grace_s(self, queue: str) -> float:
-        """Return how late an entry of the queue may come."""
-        waits_s = (one.backlog_wait_s(queue) for one in self.shard_queues)
-        return self._settings.grace_s + max(waits_s)
+    def _soon_over(self, seconds: float) -> int:
+        """Return how many chunks began in the last `seconds`, or end soon if other tasks wait."""
+        recent = self._clock.now_us() - seconds * 1e6
+        return sum(
+            began > recent or number in self._continuing for number, began in self.in_flight.items()
+        )
 
-    def extra_chunk_in_s(self) -> float:
-        """Return in how many seconds a drain may have another chunk because one takes long."""
-        return min(one.extra_chunk_in_s() for one in self.shard_queues)
+    @property
+    def waitlist_check_due_in_s(self) -> float:
+        """In how many seconds the next check of a waitlist is due."""
+        return inf if self.waitlists is None else self.waitlists.next_check_due_in_s
 
-    def drop_late(self) -> None:
-        """Leave late entries to the table, and bursts, whose last entries would be late."""
-        for shard_queue in self.shard_queues:
-            dropped = shard_queue.drop_late(self._settings.grace_s)
-            if self._size.is_limited_by_time:
-                most = int(self._pool.size * BURST_BUDGETS * self._size.in_time)
-                dropped += shard_queue.drop_burst(most)
-            if dropped:
-                self._events.emit("entry.late", count=dropped)
+    # -- chunks -----------------------------------------------------------------------------------
 
     def next_chunk(self) -> ChunkRequest | None:
-        """Return the next chunk, or None if none may be sent. Shards take turns."""
+        """Return the next chunk, or None if none may be sent."""
         request = self._next_chunk()
-        self._others_wait.record(any(one.needs_process for one in self.shard_queues))
+        self._others_wait.record(self._needs_process)
         return request
 
     def _next_chunk(self) -> ChunkRequest | None:
+        """Return a chunk of the source whose turn it is.
+
+        Entries, waitlists and drains take turns, so that none of them starves the others. The free
+        processes share the waiting entries, but no chunk gets less than a minimum.
+        """
         free, budget = self.free_processes, self.row_budget
         size = self._size.rows if budget is None else min(self._size.rows, budget)
-        if free <= 0 or size <= 0:
+        if free <= 0 or size <= 0 or not self._may_send():
             return None
-        for shard_queue in self._shard_turns:
-            # A shard leaves one process to the others while it is uncertain whether it answers.
-            has_all_others = 0 < len(shard_queue.in_flight) == self._pool.size - 1
-            if not shard_queue.may_send() or (has_all_others and not shard_queue.may_take_last()):
-                continue
-            number = self._last_number + 1
-            request = shard_queue.next_chunk(number, size, free, self._size.least)
+        number = self._last_number + 1
+        share = min(size, max(-(-self.waiting // free), self._size.least))
+        sources = {
+            "entries": lambda: self._entry_chunk(number, share),
+            "waitlists": lambda: self._waitlist_chunk(number, size),
+            "drains": lambda: self._drain_chunk(number, size),
+        }
+        for name in self._source_turns:
+            request = sources[name]()
             if request is not None:
                 self._last_number = number
-                self._shard_turns.remove(shard_queue)
-                self._shard_turns.append(shard_queue)
+                self._source_turns.remove(name)
+                self._source_turns.append(name)
                 return self._with_budgets(request, free)
         return None
+
+    def _may_send(self) -> bool:
+        return monotonic() >= self._paused_until
+
+    def extra_chunk_in_s(self) -> float:
+        """Return in how many seconds a drain may have another chunk because one takes long."""
+        if not self._may_send():
+            return inf
+        return min((drain.extra_chunk_in_s() for drain in self._drains.values()), default=inf)
+
+    def _entry_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        if not self._ready:
+            return None
+        return ChunkRequest(tuple(self._ready.pop(size)), number=number)
+
+    def _waitlist_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        visit = self.waitlists.next_visit() if self.waitlists else None
+        if visit is None:
+            return None
+        return ChunkRequest(
+            (),
+            limit=size,
+            number=number,
+            waitlist=visit.waitlist,
+            is_probe=visit.is_probe,
+        )
+
+    def _drain_chunk(self, number: int, size: int) -> ChunkRequest | None:
+        # Drains take turns, and those without a chunk come first.
+        for queue, drain in sorted(self._drains.items(), key=lambda each: bool(each[1].chunks)):
+            if drain.wants_chunk():
+                drain.begin_chunk(number)
+                self._drains[queue] = self._drains.pop(queue)  # to the end
+                return ChunkRequest(
+                    (),
+                    queue,
+                    tuple(drain.priorities),
+                    size,
+                    number=number,
+                    continue_s=self._continue_s if drain.is_deep else 0.0,
+                )
+        return None
+
+    @property
+    def _continue_s(self) -> float:
+        return CONTINUE_S if len(self._drains) == 1 else CONTINUE_IN_TURN_S
 
     def _with_budgets(self, request: ChunkRequest, free: int) -> ChunkRequest:
         if self.row_budget is not None:
@@ -159,9 +306,24 @@ class ChunkQueue:
         serve_s = 0.0 if request.is_probe else SERVE_S if free > 1 else SERVE_ALONE_S
         return request._replace(serve_s=serve_s)
 
+    # -- what becomes of chunks -------------------------------------------------------------------
+
+    def chunk_sent(self, request: ChunkRequest) -> None:
+        self.in_flight[request.number] = self._clock.now_us()
+        self._continuing &= self.in_flight.keys()
+        if request.continue_s:
+            self._continuing.add(request.number)
+
+    def set_detached(self, pid: int, ids: Sequence[int]) -> None:
+        """Record the rows that still run in a process whose chunk has ended."""
+        if ids:
+            self.detached[pid] = ids
+        else:
+            self.detached.pop(pid, None)
+
     def chunk_ended(self, request: ChunkRequest, ran: int) -> None:
         """Record that the pool has this chunk no more."""
-        began = self.shard_queues[request.shard].in_flight.pop(request.number, None)
+        began = self.in_flight.pop(request.number, None)
         if began is not None and self.row_budget is not None:
             self.row_budget += max(request.limit - ran, 0)
 
@@ -170,23 +332,64 @@ class ChunkQueue:
 
         Return the number of seconds until a waitlist has to be checked, or None.
         """
-        shard_queue = self.shard_queues[request.shard]
         if request.drained_queue is not None:
-            shard_queue.drain_chunk_ended(request, request.drained_queue, report.is_full)
-        return shard_queue.update_waitlists(report, request)
+            self._drain_chunk_ended(request, request.drained_queue, report.is_full)
+        return self._update_waitlists(report, request)
 
     def chunk_failed(self, request: ChunkRequest, reason: FailureReason, ran: int) -> None:
         """Record that a chunk failed as a whole."""
-        shard_queue = self.shard_queues[request.shard]
         self.chunk_ended(request, ran)
         if request.drained_queue is not None:
-            shard_queue.drain_chunk_failed(request, request.drained_queue, reason)
-        if request.waitlist is not None and shard_queue.waitlists is not None:
-            shard_queue.waitlists.visit_failed(request.waitlist)
+            self._drain_chunk_failed(request, request.drained_queue, reason)
+        if request.waitlist is not None and self.waitlists is not None:
+            self.waitlists.visit_failed(request.waitlist)
         if reason is FailureReason.UNAVAILABLE:
-            shard_queue.mark_failed()
+            self._paused_until = monotonic() + FAILED_PAUSE_S
 
     def learn_size(self, report: Report) -> None:
         """Adapt the size of chunks to how long this one took."""
         rows, seconds = report.sample or (report.ran, report.seconds)
         self._size.learn(rows, seconds, report.wanted)
+
+    def _update_waitlists(self, report: Report, request: ChunkRequest) -> float | None:
+        """Record the waitlists that a chunk reports.
+
+        Return the number of seconds until a further check is needed, or None.
+        """
+        if self.waitlists is None and not report.waitlists:
+            return None
+        # Imported here: most deployments have no limits.
+        from delaytasks.limits.tracked_waitlists import PROBE_S, TrackedWaitlists
+
+        if self.waitlists is None:
+            self.waitlists = TrackedWaitlists()
+        was_probe = request.is_probe and report.seconds < PROBE_S
+        return self.waitlists.update(report.waitlists, request.waitlist, was_probe)
+
+    def _drain_chunk_ended(self, request: ChunkRequest, queue: str, is_full: bool) -> None:
+        """Continue the drain of a queue that may have more rows; otherwise end it."""
+        drain = self._drains.get(queue)
+        if drain is None and is_full:
+            drain = self._drains[queue] = QueueDrain(set(request.priorities))
+        if drain is None:
+            return
+        chunk = drain.chunks.pop(request.number, None)
+        if is_full:
+            drain.is_deep = True
+        elif chunk is None:
+            pass  # it began before the queue was found empty and its drain was started again
+        elif drain.starts > chunk.starts:
+            drain.is_deep = False
+        else:
+            del self._drains[queue]
+
+    def _drain_chunk_failed(self, request: ChunkRequest, queue: str, reason: FailureReason) -> None:
+        """End the drain, unless only the process died: other processes continue it then.
+
+        The next chunk would meet the same rows, and fail again and again without a pause. The next
+        sweep requests it again.
+        """
+        if reason is not FailureReason.PROCESS_LOST:
+            self._drains.pop(queue, None)
+        elif (drain := self._drains.get(queue)) is not None:
+            drain.chunks.pop(request.number, None)

@@ -17,7 +17,7 @@ from delaytasks.worker.processes import Processes
 
 
 class ChunkRequest(NamedTuple):
-    """A chunk of one shard: due entries, or a queue to drain, or a waitlist to serve."""
+    """A chunk: due entries, or a queue to drain, or a waitlist to serve."""
 
     entries: tuple[Entry, ...]
     #: The queue whose oldest overdue rows are claimed, and the priorities of these rows.
@@ -26,10 +26,9 @@ class ChunkRequest(NamedTuple):
     #: How many rows the chunk may claim.
     limit: int = 0
     sends_events: bool = False
-    shard: int = 0
     #: Distinguishes the chunks of a worker.
     number: int = 0
-    #: The stamp of the shard's policies, or None if the main process has read none yet.
+    #: The stamp of the policies, or None if the main process has read none yet.
     policies: Stamp | None = Stamp()
     #: The queue and the tag of a waitlist.
     waitlist: tuple[str, str] | None = None
@@ -63,11 +62,11 @@ def run_chunk(request: ChunkRequest) -> Report:
         processes = processes_of(current_app)
         if request.counts_outcomes:
             processes.count_outcomes()
-        policies = processes.wiring.shards[request.shard].policies
+        policies = processes.runtime.policy_cache
         # While the process continues with a drain, the main process sends it no further stamps.
         is_led = request.continue_s == 0
         policies.follow(request.policies, is_led)
-        runner = processes.runner(request.shard, request.sends_events)
+        runner = processes.runner(request.sends_events)
         if request.waitlist is not None:
             report = runner.run_waitlist(*request.waitlist, request.limit, request.serve_s)
         elif request.drained_queue is not None:
@@ -82,7 +81,7 @@ def run_chunk(request: ChunkRequest) -> Report:
             report = runner.run(request.entries, request.serve_s)
     except Exception as error:
         # Not as an event, which would be counted twice if the main process runs the chunk.
-        log_event("chunk.failed", {"shard": request.shard, "error": error})
+        log_event("chunk.failed", {"error": error})
         text = f"{type(error).__name__}: {error}"
         detached = runner.detached if runner is not None else ()
         report = Report(

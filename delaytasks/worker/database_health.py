@@ -1,4 +1,4 @@
-"""The health of the connection from a worker's main process to each database."""
+"""The health of the connection from a worker's main process to the database."""
 
 from __future__ import annotations
 
@@ -12,44 +12,46 @@ DATABASE_ANSWER_S = 5.0
 
 
 class DatabaseOutages:
-    """Logs each outage of a database once when it begins and once when it ends. Thread-safe."""
+    """Logs each outage of the database once when it begins and once when it ends. Thread-safe."""
 
     def __init__(self, events: Events) -> None:
         self._events = events
         self._lock = threading.Lock()
-        #: When each shard's database was found unavailable, and when it was asked a question
-        #: that it has not answered yet.
-        self._down_since: dict[int, float] = {}
-        self._asked_at: dict[int, float] = {}
+        #: When the database was found unavailable, and when it was asked a question that it has
+        #: not answered yet.
+        self._down_since: float | None = None
+        self._asked_at: float | None = None
 
-    def mark_asked(self, shard: int) -> None:
+    def mark_asked(self) -> None:
         with self._lock:
-            self._asked_at.setdefault(shard, monotonic())
+            if self._asked_at is None:
+                self._asked_at = monotonic()
 
-    def mark_down(self, shard: int, error: object) -> None:
+    def mark_down(self, error: object) -> None:
         with self._lock:
-            self._asked_at.pop(shard, None)
-            is_new = self._down_since.setdefault(shard, now := monotonic()) == now
+            self._asked_at = None
+            is_new = self._down_since is None
+            if is_new:
+                self._down_since = monotonic()
         if is_new:
-            self._events.emit("store.down", error=str(error), shard=shard)
+            self._events.emit("store.down", error=str(error))
 
-    def mark_up(self, shard: int) -> None:
+    def mark_up(self) -> None:
         with self._lock:
-            self._asked_at.pop(shard, None)
-            since = self._down_since.pop(shard, None)
+            self._asked_at = None
+            since, self._down_since = self._down_since, None
         if since is not None:
-            self._events.emit("store.up", shard=shard, away_s=round(monotonic() - since, 1))
+            self._events.emit("store.up", away_s=round(monotonic() - since, 1))
 
-    def check_answers(self) -> None:
-        """Mark the databases that owe an answer; the thread that asked may still be waiting."""
-        silent_since = monotonic() - DATABASE_ANSWER_S
-        for shard, asked_at in list(self._asked_at.items()):
-            if asked_at < silent_since:
-                self.mark_down(shard, f"no answer for {DATABASE_ANSWER_S:g} s")
+    def check_answer(self) -> None:
+        """Mark the database if it owes an answer; the thread that asked may still be waiting."""
+        asked_at = self._asked_at
+        if asked_at is not None and asked_at < monotonic() - DATABASE_ANSWER_S:
+            self.mark_down(f"no answer for {DATABASE_ANSWER_S:g} s")
 
 
 class DatabaseContact:
-    """Measures for how long this process has reached one database without an interruption.
+    """Measures for how long this process has reached the database without an interruption.
 
     A process that did not reach the database cannot tell a worker that died from one that could
     not report. A process that was suspended cannot tell either.

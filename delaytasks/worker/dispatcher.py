@@ -25,12 +25,10 @@ from delaytasks.execution.runner import Report
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.worker.calls import Call, DelayedCall
 from delaytasks.worker.capacity_request import CapacityRequest
-from delaytasks.worker.chunk_queue import ChunkQueue
+from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.near_entries import NearEntries
 from delaytasks.worker.pool import POOL_REST_S, Pool
-from delaytasks.worker.shard_health import ShardHealth
-from delaytasks.worker.shard_queue import FAILED_SHARD_PAUSE_S
 from delaytasks.worker.shared_memory import OthersWait
 from delaytasks.worker.unfinished_work import UnfinishedWork
 
@@ -72,7 +70,7 @@ class ChunkFailure(NamedTuple):
 
 
 class Dispatcher:
-    """Lives in the worker's main process. Each chunk has rows of one shard only.
+    """Lives in the worker's main process.
 
     `pump`, `_send` and `recall` use the pool, and run in the thread to which `call_soon` brings a
     call. Any thread may call the other methods.
@@ -85,7 +83,7 @@ class Dispatcher:
     def __init__(
         self,
         settings: Settings,
-        clocks: Sequence[Clock],
+        clock: Clock,
         events: Events,
         pool: Any,
         *,
@@ -93,7 +91,7 @@ class Dispatcher:
         near_entries: NearEntries,
         capacity_request: CapacityRequest,
         send_back: Callable[[UnfinishedWork], None],
-        policy_stamp: Callable[[int], Stamp | None],
+        policy_stamp: Callable[[], Stamp | None],
         sends_events: Callable[[], bool],
         others_wait: OthersWait,
         on_report: Callable[[Report], None] | None = None,
@@ -111,9 +109,7 @@ class Dispatcher:
         self._on_report = on_report
         self._counts = counts
         self._lock = threading.RLock()
-        self._queue = ChunkQueue(settings, clocks, events, self._pool, others_wait, row_budget)
-        self.shard_queues = self._queue.shard_queues
-        self.shard_health = ShardHealth(self.shard_queues, self._lock, events, self._pump_soon)
+        self._queue = ChunkQueue(settings, clock, events, self._pool, others_wait, row_budget)
         self._is_pumping = False
         self._is_open = True
         self._delayed_pump = DelayedCall(call_soon, self.pump)
@@ -137,17 +133,17 @@ class Dispatcher:
         elif entries:
             self._send_back(UnfinishedWork(list(entries), []))
 
-    def start_drain(self, queue: str, priorities: Sequence[int], shard: int = 0) -> None:
+    def start_drain(self, queue: str, priorities: Sequence[int]) -> None:
         """Drain `queue`: send chunks that claim its due rows, until one comes back not full."""
         with self._lock:
             is_open = self._is_open
-            if is_open and shard < len(self.shard_queues):  # others know a newer shard
-                self.shard_queues[shard].start_drain(queue, priorities)
+            if is_open:
+                self._queue.start_drain(queue, priorities)
         if is_open:
             self._pump_soon()
         else:
             # One message for one, since this worker may receive it again before it stops.
-            self._send_back(UnfinishedWork([], [(queue, set(priorities), shard)], messages=1))
+            self._send_back(UnfinishedWork([], [(queue, set(priorities))], messages=1))
 
     def close(self) -> UnfinishedWork:
         """Send no more chunks, and return what waits."""
@@ -166,29 +162,26 @@ class Dispatcher:
     def is_busy(self) -> bool:
         """Whether the pool has a chunk, or one could be sent."""
         with self._lock:
-            return any(
-                one.in_flight or (one.is_busy and not one.is_down) for one in self.shard_queues
-            )
+            return self._queue.is_busy
 
     @property
     def is_at_work(self) -> bool:
         """Whether a task runs, as far as the main process knows."""
-        return any(one.in_flight or one.detached for one in self.shard_queues)
+        return bool(self._queue.in_flight or self._queue.detached)
 
     def pids(self) -> set[int]:
         """Return the processes that run tasks, if they are the pool's own."""
-        pids = self._pool.pids().union(*(list(one.detached) for one in self.shard_queues))
+        pids = self._pool.pids() | set(self._queue.detached)
         return pids - {os.getpid()}
 
-    def running(self, shard: int) -> tuple[list[float], dict[int, Sequence[int]]]:
-        """Return the starts of a shard's chunks, and by process the rows that outlive theirs."""
+    def running(self) -> tuple[list[float], dict[int, Sequence[int]]]:
+        """Return the starts of the chunks, and by process the rows that outlive theirs."""
         with self._lock:
-            shard_queue = self.shard_queues[shard]
-            return [*shard_queue.in_flight.values()], dict(shard_queue.detached)
+            return [*self._queue.in_flight.values()], dict(self._queue.detached)
 
-    def process_died(self, pid: int, shard: int) -> None:
+    def process_died(self, pid: int) -> None:
         with self._lock:
-            self.shard_queues[shard].set_detached(pid, ())
+            self._queue.set_detached(pid, ())
 
     @property
     def waiting(self) -> int:
@@ -197,9 +190,14 @@ class Dispatcher:
 
     @property
     def in_flight(self) -> list[float]:
-        """The start of each chunk in the pool, by the clock of its database."""
+        """The start of each chunk in the pool, by the clock of the database."""
         with self._lock:
-            return [began for one in self.shard_queues for began in one.in_flight.values()]
+            return list(self._queue.in_flight.values())
+
+    @property
+    def drain_count(self) -> int:
+        """How many queues are drained, or wait for their turn."""
+        return self._queue.drain_count
 
     @property
     def row_budget(self) -> int | None:
@@ -249,17 +247,16 @@ class Dispatcher:
                 return None
             return request._replace(
                 sends_events=self._sends_events(),
-                policies=self._policy_stamp(request.shard),
+                policies=self._policy_stamp(),
                 counts_outcomes=self._on_report is not None,
             )
 
     def _send(self, request: ChunkRequest) -> bool:
         """Return True if the chunk has ended already, as in a solo pool."""
-        shard_queue = self.shard_queues[request.shard]
         with self._lock:
-            shard_queue.chunk_sent(request)
+            self._queue.chunk_sent(request)
             check_due_in_s = (
-                shard_queue.waitlist_check_due_in_s if request.waitlist is not None else inf
+                self._queue.waitlist_check_due_in_s if request.waitlist is not None else inf
             )
         if check_due_in_s < inf:
             # The chunk may run one task for minutes: others check the waitlist meanwhile.
@@ -272,7 +269,7 @@ class Dispatcher:
             self._not_sent(request, ChunkFailure.not_sent(str(error), error))
             return False
         with self._lock:
-            if request.number not in shard_queue.in_flight:
+            if request.number not in self._queue.in_flight:
                 return True
             self._pool.sent[request.number] = sent
         if sent.result is None:
@@ -309,9 +306,9 @@ class Dispatcher:
         if self._on_report is not None:
             self._on_report(report)
         if self._counts is not None:
-            self._counts.add(request.shard, report.statistics)
+            self._counts.add(report.statistics)
         with self._lock:
-            self.shard_queues[request.shard].set_detached(report.pid, report.detached)
+            self._queue.set_detached(report.pid, report.detached)
         if report.error:
             self._failed(request, ChunkFailure.reported(report), ran=report.ran)
         else:
@@ -326,7 +323,6 @@ class Dispatcher:
             self._pool.forget(request.number)
             self._queue.chunk_ended(request, report.ran)
             self._queue.learn_size(report)
-            self.shard_queues[request.shard].mark_answered()
             if is_open := self._is_open:
                 check_due_in_s = self._queue.continue_after(request, report)
                 if check_due_in_s is not None:
@@ -335,7 +331,7 @@ class Dispatcher:
                     self.receive(report.early)
         if not is_open:
             queues = {state.queue for state in report.waitlists}
-            unfinished = [(queue, set[int](), request.shard) for queue in queues]
+            unfinished = [(queue, set[int]()) for queue in queues]
             self._send_back(UnfinishedWork(list(report.early), unfinished))
         self._pump_soon()
 
@@ -344,7 +340,7 @@ class Dispatcher:
         with self._lock:
             self._pool.forget(request.number)
             self._queue.chunk_failed(request, failure.reason, ran)
-        self._events.emit("chunk.failed", shard=request.shard, **failure.fields())
+        self._events.emit("chunk.failed", **failure.fields())
         if failure.reason is FailureReason.UNAVAILABLE:
-            self._delayed_pump.call_after(FAILED_SHARD_PAUSE_S)
+            self._delayed_pump.call_after(FAILED_PAUSE_S)
         self._pump_soon()

@@ -12,17 +12,14 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import from_us, monotonic
-from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Level
 from delaytasks.core.loop import Loop
-from delaytasks.core.settings import Settings
 from delaytasks.maintenance.sweeper import emit_recovered
-from delaytasks.processors.registry import Registry
 from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.worker_shares import serves
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.dispatcher import Dispatcher
     from delaytasks.worker.processes import Processes
 
@@ -33,35 +30,31 @@ YOUNG_CHUNK_PART = 1 / 4
 
 
 class LeaseKeeper:
-    """Has a loop for one shard. Each turn does this, in this order:
+    """Each turn of the loop does this, in this order:
 
     1. It notes the processes that died since the last turn, and tells the dispatcher.
-    2. If there are several databases, it asks whether this one answers. If not, the turn ends here,
-       and the dispatcher sends the shard no chunks.
-    3. It renews the leases of the rows of the other processes, when they are due for it.
-    4. It releases the rows of the processes that died, and starts drains for them, now and in the
+    2. It renews the leases of the rows of the other processes, when they are due for it.
+    3. It releases the rows of the processes that died, and starts drains for them, now and in the
        next turn.
-    5. It refreshes the clock, which follows the clock of the database.
+    4. It refreshes the clock, which follows the clock of the database.
 
     After an error, which is logged, the next turn begins a second later.
     """
 
     def __init__(
         self,
-        shard: Shard,
-        settings: Settings,
-        events: Events,
+        runtime: Runtime,
         processes: Processes,
-        registry: Registry,
         dispatcher: Dispatcher,
         pool: Any,
         hub: Any,
     ) -> None:
-        self._shard = shard
-        self._settings = settings
-        self._events = events
+        self._leases = runtime.store.leases
+        self._clock = runtime.clock
+        self._settings = runtime.settings
+        self._events = runtime.events
+        self._registry = runtime.registry
         self._processes = processes
-        self._registry = registry
         self._dispatcher = dispatcher
         self._pool = pool
         self._hub = hub
@@ -74,39 +67,37 @@ class LeaseKeeper:
         #: The rows that the last renewal skipped, because other transactions had locked them. Each
         #: turn tries again: after the lock, a sweep would recover a row whose lease has ended.
         self._locked: Sequence[int] = ()
-        self._lease_s = settings.lease_s
+        self._lease_s = self._settings.lease_s
         self._check_s = min(PROCESS_CHECK_S, self._lease_s / 6)
         # Leases are renewed after a third of their time. If that thread is stuck, and the next
         # one is stuck as well, there is still time for a third one.
-        self.loop = Loop(shard.named("leases"), self._turn, events, self._lease_s / 6, shard.close)
+        close = runtime.store.close
+        self.loop = Loop("leases", self._turn, self._events, self._lease_s / 6, close)
 
     def _turn(self) -> float:
-        number, store = self._shard.number, self._shard.store
         alive = self._find_dead()
-        if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
-            return self._check_s
         self._renew(alive)  # first, so that dead processes cannot delay it
         self._start_drains()  # a second time for what the last turn released
         self._released = ()
         if self._dead:
             self._release_dead()
-        self._shard.clock.refresh_if_due()
+        self._clock.refresh_if_due()
         return self._check_s
 
     def _find_dead(self) -> set[int]:
         """Return the processes that are alive, and note those that died."""
         # The last report of a process may arrive after its death was found.
-        _, detached_rows = self._dispatcher.running(self._shard.number)
+        _, detached_rows = self._dispatcher.running()
         alive = self._alive_pids()
         for pid in (self._known_pids | detached_rows.keys()) - alive:
             self._dead.add(self._processes.name(pid))
-            self._dispatcher.process_died(pid, self._shard.number)
+            self._dispatcher.process_died(pid)
         self._known_pids = alive
         return alive
 
     def _release_dead(self) -> None:
         dead = sorted(self._dead)
-        recovered = self._shard.store.leases.release(
+        recovered = self._leases.release(
             dead, self._settings.max_lost_leases, self._registry.time_limits
         )
         self._dead.difference_update(dead)
@@ -122,28 +113,25 @@ class LeaseKeeper:
         """
         for queue, priority in self._released:
             if serves(self._processes.queues, queue):
-                self._dispatcher.start_drain(queue, (priority,), self._shard.number)
+                self._dispatcher.start_drain(queue, (priority,))
 
     def _renew(self, alive: set[int]) -> None:
-        starts, detached_rows = self._dispatcher.running(self._shard.number)
+        starts, detached_rows = self._dispatcher.running()
         detached = [id for pid, ids in detached_rows.items() if pid in alive for id in ids]
-        now_us = self._shard.clock.now_us()
+        now_us = self._clock.now_us()
         oldest_began_us = min(starts, default=now_us)
         names = [self._processes.name(pid) for pid in alive]
-        leases = self._shard.store.leases
         if self._is_renewal_due((now_us - oldest_began_us) / 1e6, detached):
             # This includes rows that were claimed up to one lease before the oldest chunk began,
             # since clocks differ by less. A row that got lost on the way is recovered one lease
             # later.
             claimed_since = from_us(int(oldest_began_us - self._lease_s * 1e6))
             asked_at = monotonic()
-            self._locked = leases.renew(names, claimed_since, detached).skipped
+            self._locked = self._leases.renew(names, claimed_since, detached).skipped
             self._renewed_at = monotonic()
-            self._processes.renewals.record(
-                self._shard.number, asked_at, self._renewed_at, self._lease_s
-            )
+            self._processes.renewals.record(asked_at, self._renewed_at, self._lease_s)
         elif self._locked:
-            self._locked = leases.renew(names, from_us(now_us), self._locked).skipped
+            self._locked = self._leases.renew(names, from_us(now_us), self._locked).skipped
 
     def _is_renewal_due(self, oldest_age_s: float, detached: Sequence[int]) -> bool:
         """Whether this turn has to renew leases.

@@ -14,7 +14,7 @@ from celery.utils.log import get_logger
 from delaytasks.timers.eta import read_message
 
 if TYPE_CHECKING:
-    from delaytasks.worker.runtime import WorkerRuntime
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 logger = get_logger(__name__)
 Handler = Callable[..., None]
@@ -43,7 +43,7 @@ def run_strategy(task: Any, app: Any, consumer: Any) -> Handler:
         if content.entries:
             runtime.dispatcher.receive(content.entries)
         if content.priorities is not None and not is_expired:
-            runtime.dispatcher.start_drain(queue, content.priorities, content.shard)
+            runtime.dispatcher.start_drain(queue, content.priorities)
 
     return on_message
 
@@ -67,7 +67,7 @@ def sweep_strategy(task: Any, app: Any, consumer: Any) -> Handler:
             runtime.events.refuse("sweep", error)
             return
         runtime.service_watch.mark_beat()
-        runtime.sweep_loops.request(sweep_partition)
+        runtime.sweep_loop.request(sweep_partition)
 
     return on_message
 

@@ -1,4 +1,4 @@
-"""Receives the notices of a shard's database about tasks that are due soon.
+"""Receives the notices of the database about tasks that are due soon.
 
 A connection pooler may accept LISTEN and pass nothing on, and a broken connection may stay open for
 minutes. So the listener sends a notice to itself from time to time, in the same way as producers.
@@ -18,8 +18,7 @@ from delaytasks.core.loop import Loop
 from delaytasks.timers.direct import LOOK, read_notice
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
-    from delaytasks.storage.notices import Listener
+    from delaytasks.storage.notices import Listener, Notices
 
 #: How long one turn waits for a notice.
 NOTICE_WAIT_S = 1.0
@@ -37,13 +36,13 @@ class NotifyListener:
 
     def __init__(
         self,
-        shard: Shard,
+        notices: Notices,
         events: Events,
         on_entries: Callable[[Sequence[Entry]], object],
         on_wake: Callable[[], None],
         refuse: Callable[[Exception], None],
     ) -> None:
-        self._shard = shard
+        self._notices = notices
         self._events = events
         self._on_entries = on_entries
         self._on_wake = on_wake
@@ -54,19 +53,17 @@ class NotifyListener:
         self._is_failure_reported = False
         #: Whether all notices arrive.
         self.is_listening = False
-        name = shard.named("notify_listener")
-        self.loop = Loop(name, self._turn, events, LISTEN_STUCK_S, self._disconnect)
+        self.loop = Loop("notify_listener", self._turn, events, LISTEN_STUCK_S, self._disconnect)
 
     def stop(self) -> None:
         self.loop.stop(0)
 
     def _turn(self) -> float | None:
-        notices = self._shard.store.notices
-        if not notices.is_possible:
+        if not self._notices.is_possible:
             return None
         try:
             if self._listener is None:
-                self._listener = notices.listen()
+                self._listener = self._notices.listen()
                 self._test_arrived_at = self._test_sent_at = float("-inf")
                 if self._listener is None:
                     return None  # this driver has no notices
@@ -90,7 +87,7 @@ class NotifyListener:
                 )
         elif now - self._test_arrived_at > TEST_EVERY_S:
             self._test_sent_at = now
-            self._shard.store.notices.send([self._test_notice])
+            self._notices.send([self._test_notice])
 
     def _receive(self, payload: str) -> None:
         if payload == self._test_notice:
@@ -109,14 +106,14 @@ class NotifyListener:
 
     def _report_success(self) -> None:
         self.is_listening, self._is_failure_reported = True, False
-        self._events.emit("notices.up", shard=self._shard.number)
+        self._events.emit("notices.up")
         self._on_wake()
 
     def _report_failure(self, error: Exception) -> None:
         self.is_listening = False
         if not self._is_failure_reported:
             text = f"{type(error).__name__}: {error}"
-            self._events.emit("notices.down", shard=self._shard.number, error=text, cause=error)
+            self._events.emit("notices.down", error=text, cause=error)
         self._is_failure_reported = True
         self._on_wake()
 

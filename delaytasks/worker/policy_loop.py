@@ -1,4 +1,4 @@
-"""Reads the policies of a shard and the requests to cancel its tasks once a second.
+"""Reads the policies and the requests to cancel tasks once a second.
 
 The loop has a thread of its own, since a sweep may take longer than a pause should take to work.
 """
@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delaytasks.core.errors import StoreError, StoreUnavailableError
-from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.execution.policy_cache import POLICY_REFRESH_S
 from delaytasks.worker.database_health import DatabaseOutages
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.cancel_requests import CancelRequestReader
 
 #: A read that takes longer is stuck, and a fresh thread with a new connection replaces it.
@@ -22,36 +21,36 @@ POLICY_READ_S = 10.0
 
 
 def policy_loop(
-    shard: Shard, events: Events, outages: DatabaseOutages, cancel_requests: CancelRequestReader
+    runtime: Runtime, outages: DatabaseOutages, cancel_requests: CancelRequestReader
 ) -> Loop:
     """Return the loop. It asks the database each second, so it also reports its outages.
 
     The same statement reads the number of requests to cancel running tasks.
     """
-    cache, number, seen_requests = shard.policies, shard.number, 0
+    cache, seen_requests = runtime.policy_cache, 0
 
     def read_policies() -> float:
         nonlocal seen_requests
         cache.is_led = True
         before = cache.known.stamp
-        outages.mark_asked(number)
+        outages.mark_asked()
         try:
             now = cache.refresh().stamp
         except StoreUnavailableError as error:
             if error.is_locked:
-                outages.mark_up(number)
+                outages.mark_up()
             else:
-                outages.mark_down(number, error)
+                outages.mark_down(error)
             return POLICY_REFRESH_S
         except StoreError:  # the database has answered, with a refusal
-            outages.mark_up(number)
+            outages.mark_up()
             raise
-        outages.mark_up(number)
+        outages.mark_up()
         if now != before:
-            events.emit("policies.read", shard=number)
+            runtime.events.emit("policies.read")
         if (requests := cache.cancel_requests) != seen_requests:
-            cancel_requests.read(shard)
+            cancel_requests.read()
             seen_requests = requests
         return POLICY_REFRESH_S
 
-    return Loop(shard.named("policies"), read_policies, events, POLICY_READ_S, shard.close)
+    return Loop("policies", read_policies, runtime.events, POLICY_READ_S, runtime.store.close)

@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import signals
@@ -22,11 +21,10 @@ from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
     from delaytasks.core.clock import Clock
-    from delaytasks.core.run_counts import RunStatistics
     from delaytasks.execution.executor import Watcher
     from delaytasks.execution.runner import Runner
     from delaytasks.processors.registry import Registry
-    from delaytasks.wiring import Wiring
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.celery_context import CeleryTaskContext
     from delaytasks.worker.task_events import TaskEvents
 
@@ -38,9 +36,9 @@ class Processes:
     load no module that runs tasks.
     """
 
-    def __init__(self, wiring: Callable[[], Wiring]) -> None:
-        """`wiring` returns the objects of the instance; its first call makes them."""
-        self._wiring = wiring
+    def __init__(self, get_runtime: Callable[[], Runtime]) -> None:
+        """`get_runtime` returns the objects of the instance; its first call makes them."""
+        self._get_runtime = get_runtime
         self.hostname = f"delaytasks@{socket.gethostname()}"
         self._token = secrets.token_hex(2)
         self.is_worker = False
@@ -58,7 +56,7 @@ class Processes:
 
     def after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._runners: dict[int, Runner] = {}
+        self._runner: Runner | None = None
         self._task_events: TaskEvents | None = None
         self._sends_events = False
         self._thread_slots = ThreadSlots()
@@ -66,8 +64,8 @@ class Processes:
         self._interrupts = Interrupts()
 
     @property
-    def wiring(self) -> Wiring:
-        return self._wiring()
+    def runtime(self) -> Runtime:
+        return self._get_runtime()
 
     def serve(self, hostname: str, pool: Any, may_detach: bool = True) -> None:
         """Make this process the main process of a worker. Its children inherit the name."""
@@ -90,25 +88,23 @@ class Processes:
         """
         return f"{self.hostname}/{pid}-{self._token}"
 
-    def runner(self, shard: int, sends_events: bool = False) -> Runner:
-        """Return this process's runner for a shard."""
+    def runner(self, sends_events: bool = False) -> Runner:
+        """Return this process's runner."""
         with self._lock:
             if self._task_events is None:
                 self._task_events = self.task_events()
-            runner = self._runners.get(shard)
-            if runner is None:
-                runner = self.build_runner(
-                    shard, lambda: self._task_events if self._sends_events else None
+            if self._runner is None:
+                self._runner = self.build_runner(
+                    lambda: self._task_events if self._sends_events else None
                 )
-                self._runners[shard] = runner
             self._sends_events = sends_events
-            return runner
+            return self._runner
 
     def task_events(self) -> TaskEvents:
         """Return what sends Celery events for the tasks of this process."""
         from delaytasks.worker.task_events import TaskEvents
 
-        app, settings = self.wiring.celery, self.wiring.settings
+        app, settings = self.runtime.celery, self.runtime.settings
         shows_bodies = settings.event_bodies and not settings.encryption_keys
         return TaskEvents(app, self.hostname, settings.publish_limit_s, shows_bodies)
 
@@ -116,45 +112,45 @@ class Processes:
         """Count from now on the outcomes of the tasks that this process runs."""
         if self._outcome_counts is None:
             self._outcome_counts = OutcomeCounts()
-            self.wiring.events.subscribe(self._outcome_counts)
+            self.runtime.events.subscribe(self._outcome_counts)
 
     def take_counts(self) -> tuple[tuple[str, str, int], ...]:
         """Return (event, tag, number) of each outcome since the last call."""
         return self._outcome_counts.take() if self._outcome_counts is not None else ()
 
     def build_runner(
-        self, number: int, watcher: Callable[[], Watcher | None], registry: Registry | None = None
+        self, watcher: Callable[[], Watcher | None], registry: Registry | None = None
     ) -> Runner:
-        """Return a new runner for a shard. `registry` is that of the instance if it is None."""
+        """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
         from delaytasks.execution.limits import LimitLoader
         from delaytasks.execution.pause_filter import PauseFilter
         from delaytasks.execution.runner import Runner
 
-        wiring = self.wiring
-        shard = wiring.shards[number]
-        limits = LimitLoader(shard.store, lambda: shard.policies.current().limited)
-        claims = shard.store.claims(
+        runtime = self.runtime
+        store, policies = runtime.store, runtime.policy_cache
+        limits = LimitLoader(store, lambda: policies.current().limited)
+        claims = store.claims(
             self.name(os.getpid()),
-            own_address(shard.store.database.url.host),
+            own_address(store.database.url.host),
             limits.hold_excess,
         )
-        task_context = self._task_context(shard.clock)
+        task_context = self._task_context(runtime.clock)
         return Runner(
-            wiring.settings,
+            runtime.settings,
             claims,
             limits,
-            shard.clock,
-            registry or wiring.registry,
-            wiring.timer,
-            wiring.events,
+            runtime.clock,
+            registry or runtime.registry,
+            runtime.timer,
+            runtime.events,
             task_context,
-            wiring.transaction_for,
-            PauseFilter(shard.policies, shard.store.paused_rows, wiring.events),
+            lambda session, _: runtime.transactions.of(session),
+            PauseFilter(policies, store.paused_rows, runtime.events),
             # A process that runs tasks without a worker runs them without limits.
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
-            last_renewal=partial(self.renewals.last, number),
+            last_renewal=self.renewals.last,
             cancel_request=self.requested_runs.of,
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
@@ -169,10 +165,10 @@ class Processes:
         if self.keeps_time_limits:
             self._interrupts.install()
         return CeleryTaskContext(
-            self.wiring.celery,
+            self.runtime.celery,
             self.hostname,
             clock,
-            self.wiring.processor_contexts,
+            self.runtime.processor_contexts,
             self.keeps_time_limits,
             self._interrupts,
         )
@@ -181,18 +177,16 @@ class Processes:
         """Wait for the tasks that still run although all chunks have ended, and arm what they
         scheduled.
         """
-        runners, wiring = dict(self._runners), self.wiring
-        rest: dict[int, RunStatistics] = {}
-        for shard, runner in runners.items():
-            runner.finish()
-            if (statistics := runner.take_statistics()).tags:
-                rest[shard] = statistics
-        if runners:
-            wiring.flush()
-        if rest:
+        runner, runtime = self._runner, self.runtime
+        if runner is None:
+            return
+        runner.finish()
+        statistics = runner.take_statistics()
+        runtime.flush()
+        if statistics.tags:
             from delaytasks.statistics.writer import write_rest
 
-            write_rest(wiring.shards, rest, wiring.settings.statistics_tags, wiring.events)
+            write_rest(runtime, statistics)
 
 
 def logical_queues(names: Iterable[str], namespace: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The entries of one shard that are due and wait for a chunk."""
+"""The entries that are due and wait for a chunk."""
 
 from __future__ import annotations
 

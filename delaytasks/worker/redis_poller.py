@@ -23,7 +23,7 @@ from delaytasks.timers.redis_scripts import MAX_ENTRIES
 from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.processes import Processes
-from delaytasks.worker.sweep_loop import SweepLoops
+from delaytasks.worker.sweep_loop import SweepLoop
 
 #: All slots are read this often, whatever was published: a message may be lost, a worker may die.
 READ_ALL_S = 15.0
@@ -53,7 +53,7 @@ class RedisPoller:
         processes: Processes,
         dispatcher: Dispatcher,
         capacity_request: CapacityRequest,
-        sweep_loops: SweepLoops,
+        sweep_loop: SweepLoop,
     ) -> None:
         self._timer = timer
         self._clock = clock
@@ -61,7 +61,7 @@ class RedisPoller:
         self._processes = processes
         self._dispatcher = dispatcher
         self._capacity_request = capacity_request
-        self._sweep_loops = sweep_loops
+        self._sweep_loop = sweep_loop
         self._lock = threading.Lock()
         #: When each slot should be read, in milliseconds.
         self._read_at: dict[Slot, float] = {}
@@ -121,7 +121,7 @@ class RedisPoller:
                 self._events.attempt(self._poll_loop.name, "check", self._timer.link.check)
             self._was_down = False
             self._read_all_soon()
-            self._sweep_loops.forget_armed()
+            self._sweep_loop.forget_armed()
         return 0
 
     def _slots_to_read(self) -> tuple[dict[Slot, int], float]:
@@ -152,17 +152,14 @@ class RedisPoller:
 
     def _pass_on(self, taken: list[Taken]) -> None:
         entries = list(chain.from_iterable(some.entries for some in taken))
-        self._ahead += [entry.due_us for entry in self._timer.shifted(entries, 1)]
+        self._ahead += [entry.due_us for entry in entries]
         self._dispatcher.receive(entries)
         self._passed_on = [some for some in taken if some.ticket]
         self._delete_at = monotonic() + DELETE_S
         for some in taken:
             if some.dropped:
                 self._events.emit("entry.late", count=some.dropped)
-                for shard_queue in self._dispatcher.shard_queues:
-                    self._dispatcher.start_drain(
-                        some.slot.queue, some.priorities, shard_queue.shard
-                    )
+                self._dispatcher.start_drain(some.slot.queue, some.priorities)
             if some.refused:
                 error = ValueError(f"{some.refused} entries are not of our form")
                 self._events.refuse("redis", error)

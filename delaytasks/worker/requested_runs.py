@@ -30,20 +30,15 @@ class RequestedRuns:
 
     def __init__(self) -> None:
         self._memory = memoryview(mmap.mmap(-1, 8 * (1 + 3 * MOST_ROWS))).cast("q")
-        self._rows: dict[int, Sequence[RequestedRow]] = {}
-        #: The policy loop of each shard has a thread of its own.
-        self._lock = threading.Lock()
 
-    def record(self, shard: int, rows: Sequence[RequestedRow]) -> None:
-        """Replace the rows of a shard."""
-        with self._lock:
-            self._rows[shard] = rows
-            memory, found = self._memory, [row for some in self._rows.values() for row in some]
-            memory[0] = 0
-            for number, row in enumerate(found[:MOST_ROWS]):
-                memory[1 + 3 * number], memory[2 + 3 * number] = row.id, row.version
-                memory[3 + 3 * number] = row.request
-            memory[0] = min(len(found), MOST_ROWS)
+    def record(self, rows: Sequence[RequestedRow]) -> None:
+        """Replace the rows."""
+        memory = self._memory
+        memory[0] = 0
+        for number, row in enumerate(rows[:MOST_ROWS]):
+            memory[1 + 3 * number], memory[2 + 3 * number] = row.id, row.version
+            memory[3 + 3 * number] = row.request
+        memory[0] = min(len(rows), MOST_ROWS)
 
     def of(self, id: int, version: int) -> int | None:
         """Return the request for this run, or None."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import mmap
 
-from delaytasks.core.ids import MAX_SHARDS
 from delaytasks.core.last_renewal import LastRenewal
 
 
 class Renewals:
-    """The last renewal of the leases of each shard.
+    """The last renewal of the leases.
 
     The times are those of the monotonic clock, which all processes of a host share. Each number is
     written as a whole.
@@ -27,20 +26,20 @@ class Renewals:
     """
 
     def __init__(self) -> None:
-        self._asked_at = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
-        self._lost_if_claimed_before = memoryview(mmap.mmap(-1, 8 * MAX_SHARDS)).cast("d")
+        self._asked_at = memoryview(mmap.mmap(-1, 8)).cast("d")
+        self._lost_if_claimed_before = memoryview(mmap.mmap(-1, 8)).cast("d")
 
-    def record(self, shard: int, asked_at: float, answered_at: float, lease_s: float) -> None:
+    def record(self, asked_at: float, answered_at: float, lease_s: float) -> None:
         """Record a renewal that succeeded."""
         one_lease_ago = answered_at - lease_s
-        if self._asked_at[shard] < one_lease_ago:
-            self._lost_if_claimed_before[shard] = one_lease_ago
-        self._asked_at[shard] = asked_at  # written last, since `last` reads it first
+        if self._asked_at[0] < one_lease_ago:
+            self._lost_if_claimed_before[0] = one_lease_ago
+        self._asked_at[0] = asked_at  # written last, since `last` reads it first
 
-    def last(self, shard: int) -> LastRenewal:
+    def last(self) -> LastRenewal:
         """Return the last renewal that succeeded."""
-        asked_at = self._asked_at[shard]
-        return LastRenewal(asked_at, self._lost_if_claimed_before[shard])
+        asked_at = self._asked_at[0]
+        return LastRenewal(asked_at, self._lost_if_claimed_before[0])
 
 
 class OthersWait:

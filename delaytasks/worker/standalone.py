@@ -11,7 +11,6 @@ import secrets
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +20,15 @@ from kombu.asynchronous import Hub, set_event_loop
 
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.maintenance.sweeper import emit_recovered
-from delaytasks.wiring import Wired, use_direct_timer, wiring_of
-from delaytasks.worker.building import build_runtime
+from delaytasks.runtime import HasRuntime, runtime_of, use_direct_timer
 from delaytasks.worker.celery_patches import running_pids
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.pool import freeze_loaded_objects
 from delaytasks.worker.time_limits import check_time_limits
+from delaytasks.worker.worker_runtime import WorkerRuntime
 
 if TYPE_CHECKING:
     from delaytasks.execution.runner import Report
-    from delaytasks.routing.shard import Shard
 
 #: How often the worker asks whether all work is done.
 DONE_CHECK_S = 0.1
@@ -49,7 +47,7 @@ class StandaloneWorker:
 
     def __init__(
         self,
-        delays: Wired,
+        delays: HasRuntime,
         queues: Sequence[str],
         processes: int | None,
         polls_table: bool,
@@ -57,12 +55,12 @@ class StandaloneWorker:
         row_budget: int | None = None,
     ) -> None:
         use_direct_timer(delays)
-        self._wiring = wiring = wiring_of(delays)
+        self._parts = parts = runtime_of(delays)
         self._polls_table = polls_table
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_stopping = self._is_done = False
         self._was_current = getattr(_state._tls, "current_app", None)
-        app = wiring.celery
+        app = parts.celery
         pool_processes = processes_of(app)
         app.set_current()
         self.hostname = f"drain{os.getpid()}-{secrets.token_hex(2)}@{socket.gethostname()}"
@@ -74,8 +72,8 @@ class StandaloneWorker:
         if processes is not None:
             pool_processes.serve(self.hostname, self.pool, may_detach=polls_table)
         pool_processes.queues = list(queues) or [ALL_QUEUES]
-        self.runtime = build_runtime(
-            wiring,
+        self.runtime = WorkerRuntime(
+            parts,
             pool_processes,
             self,
             polls_table=polls_table,
@@ -105,9 +103,9 @@ class StandaloneWorker:
         """Start the pool and the runtime. Raise `ConfigError` if the configuration is wrong."""
         runtime = self.runtime
         if self._polls_table:
-            self._wiring.checks.check_ready()
+            self._parts.checks.check_ready()
             queues = runtime.processes.queues
-            check_time_limits(runtime.registry, self._wiring.queues, queues, self.pool)
+            check_time_limits(runtime.registry, self._parts.queues, queues, self.pool)
         if self.hub is not None:
             freeze_loaded_objects()
         self.pool.start()  # it forks, so it starts before there are threads
@@ -157,21 +155,16 @@ class StandaloneWorker:
                 os.kill(pid, signal.SIGKILL)
         self.pool.terminate()
         names = [runtime.processes.name(pid) for pid in pids]
-        runtime.router.each(partial(self._release, names))
-        self._close()
-
-    def _release(self, names: Sequence[str], shard: Shard) -> None:
-        runtime = self.runtime
-        recovered = shard.store.leases.release(names, runtime.settings.max_lost_leases)
+        recovered = runtime.store.leases.release(names, runtime.settings.max_lost_leases)
         emit_recovered(runtime.events, recovered)
+        self._close()
 
     def _close(self) -> None:
         """Undo what concerns the whole process, which may continue with other work."""
         for loop in self.runtime.watchdog.loops:
             loop.stop()
-        for shard in self.runtime.shards:
-            shard.clock.refreshes_inline = True
-            shard.policies.is_led = False
+        self._parts.clock.refreshes_inline = True
+        self._parts.policy_cache.is_led = False
         if self.hub is not None:
             self.hub.close()
             set_event_loop(None)

@@ -1,4 +1,4 @@
-"""Sweeps a shard in a thread of the worker's main process, so that no sweep waits for the pool.
+"""Sweeps in a thread of the worker's main process, so that no sweep waits for the pool.
 
 It sweeps when a message of beat requests it, or when no worker has swept for a while.
 """
@@ -8,25 +8,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import monotonic
-from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Timer
 from delaytasks.core.loop import Loop
-from delaytasks.core.settings import SILENT_SWEEPS, Settings
+from delaytasks.core.settings import SILENT_SWEEPS
 from delaytasks.core.text import DEFER_MAX_S
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
-from delaytasks.processors.registry import Registry
 from delaytasks.worker.database_health import DatabaseContact
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
     from delaytasks.worker.declared_schedules import DeclaredSchedules
-    from delaytasks.worker.dispatcher import Dispatcher
-    from delaytasks.worker.processes import Processes
-    from delaytasks.worker.service_watch import ServiceWatch
+    from delaytasks.worker.worker_runtime import WorkerRuntime
 
 #: How often a worker looks for sweep partitions that no worker swept. Without beat a sweep comes at
 #: most this much later than `self_sweep_s`.
@@ -36,37 +30,25 @@ SWEEP_LOOP_REST_S = 1.0
 
 
 class SweepLoop:
-    """The sweeps of one shard.
+    """The sweeps of a worker.
 
-    With `polls_table` this worker looks for near tasks in the table itself, and counts as one of
-    the workers that share them. One of a worker's loops has `declared_schedules`.
+    If the worker polls the table it looks for near tasks in the table itself, and counts as one of
+    the workers that share them.
     """
 
-    def __init__(
-        self,
-        shard: Shard,
-        settings: Settings,
-        events: Events,
-        processes: Processes,
-        registry: Registry,
-        timer: Timer,
-        dispatcher: Dispatcher,
-        pool: Any,
-        hostname: str,
-        polls_table: bool,
-        service_watch: ServiceWatch,
-        declared_schedules: DeclaredSchedules | None = None,
-    ) -> None:
-        self._shard = shard
-        self._settings = settings
-        self._events = events
-        self._processes = processes
-        self._registry = registry
-        self._timer = timer
-        self._dispatcher = dispatcher
-        self._pool = pool
-        self._hostname = hostname
-        self._service_watch = service_watch
+    def __init__(self, worker: WorkerRuntime, declared_schedules: DeclaredSchedules) -> None:
+        self._sweeper = worker.runtime.sweeper
+        self._store = worker.store
+        self._clock = worker.clock
+        self._settings = settings = worker.settings
+        self._events = events = worker.events
+        self._processes = worker.processes
+        self._registry = worker.registry
+        self._timer = worker.timer
+        self._dispatcher = worker.dispatcher
+        self._pool = worker.celery_worker.pool
+        self._hostname = worker.celery_worker.hostname
+        self._service_watch = worker.service_watch
         self._declared_schedules = declared_schedules
         self._lock = threading.Lock()
         self._requested: set[int] = set()
@@ -76,14 +58,14 @@ class SweepLoop:
         # The loop asks the database about once in `sweep_s`, and rests for up to a second more.
         self._contact = DatabaseContact(SILENT_SWEEPS * settings.sweep_s / 2 + SWEEP_LOOP_REST_S)
         self._workers: set[tuple[str, object]] = set()
-        self._polls_table = polls_table and not settings.uses_broker
+        self._polls_table = worker.polls_table and not settings.uses_broker
         without_broker = POLLING_PREFIX if self._polls_table else ONLY_DRAINING_PREFIX
         self._pool_prefix = "" if settings.uses_broker else without_broker
         #: Without a broker no message can request a sweep, so none is waited for.
         self._patience_s = settings.sweep_s if self._polls_table else settings.self_sweep_s
         # One statement on a large table may take long. A stage of many reports its progress.
         stuck_s = 2 * settings.self_sweep_s
-        self.loop = Loop(shard.named("sweep"), self._turn, events, stuck_s, shard.close)
+        self.loop = Loop("sweep", self._turn, events, stuck_s, self._store.close)
 
     def request(self, sweep_partition: int | None) -> None:
         """Sweep this sweep partition soon, or all of them."""
@@ -100,7 +82,7 @@ class SweepLoop:
     def stop(self) -> None:
         self.loop.stop()
         self._events.attempt(
-            self.loop.name, "sign off", lambda: self._shard.store.workers.remove(self._hostname)
+            self.loop.name, "sign off", lambda: self._store.workers.remove(self._hostname)
         )
 
     def _turn(self) -> float:
@@ -127,12 +109,12 @@ class SweepLoop:
         is_due = monotonic() - self._checked_at >= min(STALE_CHECK_S, self._patience_s / 2)
         if is_due and not attempt("stale", self._sweep_stale):
             self._contact.mark_failed()
-        if self._declared_schedules is not None and self._declared_schedules.is_due:
+        if self._declared_schedules.is_due:
             attempt("recurring", self._declared_schedules.follow)
         return min(self._settings.sweep_s, SWEEP_LOOP_REST_S)
 
     def _sweep(self, sweep_partition: int) -> None:
-        self._shard.sweeper.sweep(
+        self._sweeper.sweep(
             sweep_partition, self._note_answer, self._contact.seconds, self._start_drain
         )
 
@@ -141,14 +123,14 @@ class SweepLoop:
 
         Without a broker, the worker that sweeps can drain only the queues that it serves itself.
         """
-        self._shard.sweeper.start_own_drains(self._processes.queues, self._start_drain)
+        self._sweeper.start_own_drains(self._processes.queues, self._start_drain)
         self._own_drains_at = monotonic()
 
     def _start_drain(self, queue: str, priorities: Sequence[int]) -> bool:
         """Start a drain in this worker; return False if the worker does not serve it."""
         is_served = queue in self._processes.queues
         if is_served:
-            self._dispatcher.start_drain(queue, priorities, self._shard.number)
+            self._dispatcher.start_drain(queue, priorities)
         return is_served
 
     def _note_answer(self) -> None:
@@ -158,7 +140,7 @@ class SweepLoop:
 
     def _report_alive(self) -> None:
         """Write this worker's row, and read which workers are alive."""
-        store, settings = self._shard.store, self._settings
+        store, settings = self._store, self._settings
         reads_beat = settings.uses_broker and settings.default_queue in self._processes.queues
         services = self._service_watch.times(reads_beat)
         store.workers.report(
@@ -166,7 +148,7 @@ class SweepLoop:
             self._processes.queues,
             self._pool_prefix + type(self._pool).__module__.rpartition(".")[2],
             int(self._pool.limit or 1),
-            int(self._shard.clock.offset_s * 1e6),
+            int(self._clock.offset_s * 1e6),
             self._tags(),
             services,
             len(self._dispatcher.in_flight),
@@ -188,22 +170,22 @@ class SweepLoop:
         queues = None if ALL_QUEUES in served else served
         keeps_all = self._processes.keeps_time_limits
         tags = [each.tag for each in self._registry if keeps_all or not each.has_time_limits]
-        entries = self._shard.store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
+        entries = self._store.deferred_rows.bring_forward(tags, queues, DEFER_MAX_S)
         if entries:
-            self._events.emit("task.brought_forward", count=len(entries), shard=self._shard.number)
+            self._events.emit("task.brought_forward", count=len(entries))
             self._timer.arm(entries)
 
     def _forget_armed_rows(self) -> None:
         self._must_forget.clear()  # first, since the broker may fail again meanwhile
         try:
-            self._shard.store.sweeps.forget_armed()
+            self._store.sweeps.forget_armed()
         except Exception:
             self._must_forget.set()
             raise
 
     def _sweep_stale(self) -> None:
         """Sweep the sweep partitions that no worker has swept for a while."""
-        settings, sweeps = self._settings, self._shard.store.sweeps
+        settings, sweeps = self._settings, self._store.sweeps
         has_waited = monotonic() - self._started_at > settings.self_sweep_s
         stale = sweeps.stale_sweep_partitions(settings.sweep_partitions, self._patience_s)
         for sweep_partition in stale:
@@ -211,30 +193,8 @@ class SweepLoop:
                 self._events.emit(
                     "sweep.self",
                     sweep_partition=sweep_partition,
-                    shard=self._shard.number,
                     remedy="is celery beat running, does the broker answer, and does a worker "
                     "serve the default queue of delaytasks (-Q)?",
                 )
             self._sweep(sweep_partition)
         self._checked_at = monotonic()
-
-
-class SweepLoops:
-    """The sweep loops of all shards."""
-
-    def __init__(self, sweep_loops: Sequence[SweepLoop]) -> None:
-        self._sweep_loops = sweep_loops
-        self.loops = [one.loop for one in sweep_loops]
-
-    def request(self, sweep_partition: int | None) -> None:
-        """Sweep this sweep partition of each shard soon, or all of them."""
-        for one in self._sweep_loops:
-            one.request(sweep_partition)
-
-    def forget_armed(self) -> None:
-        """Make the next sweeps arm all near tasks again, since the timer may have lost some."""
-        for one in self._sweep_loops:
-            one.forget_armed()
-
-    def stop(self, shard: Shard) -> None:
-        self._sweep_loops[shard.number].stop()

@@ -13,20 +13,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import from_us, monotonic
-from delaytasks.core.events import Events
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.interfaces import Entry, by_shard
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
-from delaytasks.core.settings import Settings
 from delaytasks.maintenance.overdue_queues import MOST_OTHERS, OverdueQueues
-from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.timers.direct import NOTICE_SLACK_S, NOTIFIED_POLL_S, DirectTimer
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.notify_listener import NotifyListener
 from delaytasks.worker.worker_shares import WorkerShares, serves
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.processes import Processes
 
 #: The rest between two reads of a table without notices. It grows from the first to the second
@@ -42,37 +39,45 @@ POLL_STUCK_S = 10.0
 
 
 class TablePoller:
-    """The poller of one shard."""
+    """Also gets the entries that this process arms itself, with `timer`."""
 
     def __init__(
         self,
-        shard: Shard,
-        settings: Settings,
-        events: Events,
+        runtime: Runtime,
+        timer: DirectTimer,
         processes: Processes,
-        queue_routing: QueueRouting,
         dispatcher: Dispatcher,
         hostname: str,
     ) -> None:
-        self._shard = shard
-        self._settings = settings
+        self._store = runtime.store
+        self._clock = runtime.clock
+        self._policies = runtime.policy_cache
+        self._settings = runtime.settings
+        self._timer = timer
         self._processes = processes
-        self._queue_routing = queue_routing
+        self._queue_routing = runtime.queues
         self._dispatcher = dispatcher
         self._shares = WorkerShares(hostname)
         #: The rows that were passed on, which the next read may find again, and their due times.
         self._passed_on: dict[tuple[int, int], int] = {}
         self._rest_s = MIN_POLL_REST_S
         self._overdue_check_at = 0.0
-        self._overdue = OverdueQueues(shard.store.sweeps, settings.grace_s)
-        self.loop = Loop(shard.named("table_poller"), self._turn, events, POLL_STUCK_S, shard.close)
+        self._overdue = OverdueQueues(self._store.sweeps, self._settings.grace_s)
+        events, notices = runtime.events, self._store.notices
+        self.loop = Loop("table_poller", self._turn, events, POLL_STUCK_S, self._store.close)
         refuse = partial(events.refuse, "notice")
-        self.listener = NotifyListener(shard, events, self.take, self.wake, refuse)
+        self.listener = NotifyListener(notices, events, self.take, self.wake, refuse)
         self.loops = [self.loop, self.listener.loop]
+        timer.subscribe(self.take)
 
     def stop(self) -> None:
+        self._timer.unsubscribe(self.take)
         self.listener.stop()
         self.loop.stop()
+
+    def wake_others(self) -> None:
+        """Make the other workers read what was this worker's, once its row has been deleted."""
+        self._timer.request_poll()
 
     def wake(self) -> None:
         """Read the table now, as well as the list of workers."""
@@ -99,21 +104,19 @@ class TablePoller:
     # -- reading ----------------------------------------------------------------------------------
 
     def _turn(self) -> float:
-        number, store = self._shard.number, self._shard.store
-        if not self._dispatcher.shard_health.check(number, lambda: store.tasks.now()):
-            return NOTIFIED_POLL_S
+        store = self._store
         checks_overdue = monotonic() >= self._overdue_check_at
         if checks_overdue:
             self._overdue_check_at = monotonic() + OVERDUE_CHECK_S
-            now = self._shard.clock.now()
+            now = self._clock.now()
             self._shares.learn(store.workers.all(), now, self._settings.sweep_s)
-        now_us, grace_us = self._shard.clock.now_us(), self._settings.grace_s * 1e6
+        now_us, grace_us = self._clock.now_us(), self._settings.grace_s * 1e6
         until_us = now_us + (self._normal_rest_s() + NOTICE_SLACK_S) * 1e6
         found = store.sweeps.first_due_between(
             from_us(int(now_us - grace_us)),
             from_us(int(until_us)),
             MAX_READ_ROWS,
-            self._shard.policies.known,
+            self._policies.known,
         )
         mine = self.take(found)
         if checks_overdue:
@@ -137,7 +140,6 @@ class TablePoller:
 
     def _start_overdue_drains(self) -> None:
         """Start drains of what no worker took in time, whichever worker's it was."""
-        number = self._shard.number
         queues = set(self._processes.queues)
         serves_all = ALL_QUEUES in queues
         if serves_all:
@@ -145,31 +147,7 @@ class TablePoller:
         late = self._overdue.of_named(queues, self.loop.report_progress)
         if serves_all:
             # No more unknown queues than can have their turn soon, in between the known ones.
-            most = MOST_OTHERS - self._dispatcher.shard_queues[number].drain_count
+            most = MOST_OTHERS - self._dispatcher.drain_count
             late |= self._overdue.of_others(queues, self.loop.report_progress, most)
         for queue, priorities in late.items():
-            self._dispatcher.start_drain(queue, priorities, number)
-
-
-class TablePollers:
-    """The pollers of all shards. They also get the entries that this process arms itself."""
-
-    def __init__(self, timer: DirectTimer, pollers: Sequence[TablePoller]) -> None:
-        self._timer = timer
-        self._pollers = pollers
-        self.loops = [loop for poller in pollers for loop in poller.loops]
-        timer.subscribe(self._take)
-
-    def stop(self) -> None:
-        self._timer.unsubscribe(self._take)
-        for poller in self._pollers:
-            poller.stop()
-
-    def wake_others(self) -> None:
-        """Make the other workers read what was this worker's, once its row has been deleted."""
-        for number in range(len(self._pollers)):
-            self._timer.request_poll(number)
-
-    def _take(self, entries: Sequence[Entry]) -> None:
-        for shard, some in by_shard(entries, len(self._pollers)).items():
-            self._pollers[shard].take(some)
+            self._dispatcher.start_drain(queue, priorities)

@@ -11,8 +11,7 @@ from delaytasks.core.interfaces import Entry, Timer
 from delaytasks.core.settings import Settings
 
 if TYPE_CHECKING:
-    from delaytasks.routing.shard import Shard
-    from delaytasks.sharding.router import Router
+    from delaytasks.storage.sweep_queries import SweepQueries
 
 logger = get_logger(__name__)
 
@@ -22,8 +21,8 @@ class UnfinishedWork(NamedTuple):
 
     entries: list[Entry]
     #: The queues whose drains it had started, with their priorities (none if only their waitlists
-    #: were served), and the shard.
-    queues: list[tuple[str, set[int], int]]
+    #: were served).
+    queues: list[tuple[str, set[int]]]
     #: How many drain messages are sent for each queue; None means the setting `drain_messages`.
     messages: int | None = None
 
@@ -31,10 +30,12 @@ class UnfinishedWork(NamedTuple):
 class WorkSender:
     """Sends unfinished work back to the timer, so that other workers get it in time."""
 
-    def __init__(self, settings: Settings, timer: Timer, router: Router, events: Events) -> None:
+    def __init__(
+        self, settings: Settings, timer: Timer, sweeps: SweepQueries, events: Events
+    ) -> None:
         self._settings = settings
         self._timer = timer
-        self._router = router
+        self._sweeps = sweeps
         self._events = events
 
     def send_back(self, work: UnfinishedWork) -> None:
@@ -42,15 +43,8 @@ class WorkSender:
             if self._timer.arm(work.entries):
                 logger.info("delaytasks: sent back %d near tasks", len(work.entries))
             else:
-                self._router.each(self._forget_armed)
+                # The next sweep arms all near tasks again.
+                self._events.attempt("stop", "forget", self._sweeps.forget_armed)
         messages = self._settings.drain_messages if work.messages is None else work.messages
-        for queue, priorities, shard in work.queues:
-            self._timer.request_drain(
-                queue, sorted(priorities), messages, self._settings.sweep_s, shard
-            )
-
-    def _forget_armed(self, shard: Shard) -> None:
-        """Make the next sweep arm all near tasks of the shard again."""
-        self._events.attempt(
-            "stop", shard.named("forget"), lambda: shard.store.sweeps.forget_armed()
-        )
+        for queue, priorities in work.queues:
+            self._timer.request_drain(queue, sorted(priorities), messages, self._settings.sweep_s)

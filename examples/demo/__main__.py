@@ -60,8 +60,8 @@ def _use_nothing_but(folder: Path) -> None:
 def _play(console: Console, folder: Path, picture: Path | None) -> int:
     # These imports read the configuration, which `_use_nothing_but` has just set.
     from delaytasks.api import default
+    from delaytasks.runtime import runtime_of
     from delaytasks.storage import migrations
-    from delaytasks.wiring import wiring_of
     from examples.demo.display import Display, save_picture
     from examples.demo.figures import complaints, lateness_table, outcome_table
     from examples.demo.servers import Servers
@@ -69,12 +69,12 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
 
     delays: Any = default()
     console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat …")
-    migrations.upgrade(wiring_of(delays).store.database)
+    migrations.upgrade(runtime_of(delays).store.database)
     servers = Servers(folder, delays.settings.data_dir)
     try:
         servers.start()
         console.print(
-            f"  database  {wiring_of(delays).store.database.url}\n  broker    {servers.broker}",
+            f"  database  {runtime_of(delays).store.database.url}\n  broker    {servers.broker}",
             markup=False,
         )
         with Display(console) as display:

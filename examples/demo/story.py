@@ -12,7 +12,7 @@ from pathlib import Path
 import delaytasks
 from delaytasks import DelayTask, DelayTaskError, Status
 from delaytasks.api import default
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 ORDERS = 200
 PLACING_S = 5.0
@@ -125,7 +125,7 @@ class Story:
         if running:
             worker = str(running[0].worker).partition("@")[0]
             self._kill(worker)
-            self.shop.killed, self.shop.killed_at = worker, wiring_of(default()).clock.now()
+            self.shop.killed, self.shop.killed_at = worker, runtime_of(default()).clock.now()
             mine = [
                 t
                 for t in delaytasks.find(tag="order.close", status="RUNNING")

@@ -14,7 +14,7 @@ from examples.tenants.app import add_tenant, delays, remove_tenant, send_now
 
 @pytest.fixture
 def tester() -> Iterator[DelaysTester]:
-    engine = create_engine(delays.shards[0].url)
+    engine = create_engine(f"sqlite:///{delays.settings.data_dir}/delays.sqlite3")
     with engine.begin() as connection:
         delays.create_tables(connection)
     engine.dispose()

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import Connection
 
 from delaytasks import DelayTasks
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.event_loops import WaitingTimer
 from tests.recording import RecordingTimer, delays_on, record
 
@@ -31,7 +31,7 @@ def timer(delays: DelayTasks) -> RecordingTimer:
 @pytest.fixture
 def waiting_timer(delays: DelayTasks) -> WaitingTimer:
     timer: Any = WaitingTimer()
-    for shard in wiring_of(delays).shards:
+    for shard in runtime_of(delays).shards:
         producer: Any = shard.producer
         producer._timer = timer
     made: WaitingTimer = timer

@@ -16,8 +16,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
 from delaytasks.operations.single_tasks import SingleTasks
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.event_loops import (
     LIMIT_S,
     MOST_BLOCKED_S,
@@ -35,7 +35,7 @@ from tests.waiting import wait_until
 def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_event_loop(
     delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    database = wiring_of(delays).store.database
+    database = runtime_of(delays).store.database
     used, most_used = set[int](), [0]
 
     def take(link: Any, *_: Any) -> None:
@@ -64,13 +64,13 @@ def test_the_first_call_reads_the_settings_in_a_thread(
 ) -> None:
     """The fixture `store` makes the tables."""
     delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
-    make = DelayTasks._make_wiring
+    make = DelayTasks._make_runtime
 
     def recorded(self: DelayTasks) -> Any:
         threads.add(threading.get_ident())
         return make(self)
 
-    monkeypatch.setattr(DelayTasks, "_make_wiring", recorded)
+    monkeypatch.setattr(DelayTasks, "_make_runtime", recorded)
 
     async def go() -> None:
         await asyncio.gather(delays.afind(), delays.afind())

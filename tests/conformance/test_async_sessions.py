@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.errors import SessionUnusableError, TaskNotFoundError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.event_loops import (
     LIMIT_S,
     MOST_BLOCKED_S,
@@ -31,7 +30,6 @@ from tests.event_loops import (
     run_timed,
 )
 from tests.recording import RecordingTimer
-from tests.several import Several
 from tests.waiting import wait_until
 
 
@@ -143,7 +141,7 @@ def test_a_session_that_is_not_asynchronous_is_refused_with_the_remedy(
 ) -> None:
     async def go() -> None:
         with (
-            Session(wiring_of(delays).store.database.tx) as session,
+            Session(runtime_of(delays).store.database.tx) as session,
             pytest.raises(SessionUnusableError, match="call the synchronous method"),
         ):
             await delays.aschedule_delay("mail", {}, 5, session=session)
@@ -189,26 +187,6 @@ def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
 
     run(go())
     wait_until(lambda: len(waiting_timer.ids) == 2, LIMIT_S, "both tasks to be armed")
-
-
-def test_other_shards_are_read_outside_of_the_event_loops_thread(
-    sqlite_path: Callable[..., str],
-) -> None:
-    urls = [sqlite_path("first"), sqlite_path("second")]
-    several = Several(urls)
-    delays = several.delays()
-    seen = own_threads(delays)
-    key = next(key for key in map(str, range(100)) if delays.shard_for("mail", key).number == 1)
-
-    async def go() -> None:
-        async with engine_at(urls[0]) as engine, AsyncSession(engine) as session:
-            with pytest.raises(TaskNotFoundError):
-                await delays.aget(tag="mail", key=key, session=session)
-
-    run(go())
-    assert seen
-    assert threading.get_ident() not in seen
-    several.close()
 
 
 @pytest.mark.slow

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from delaytasks import BodyRefusedError, DelayTask, DelayTasks, InvalidScheduleError, Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import run_now
 from tests.runner_harness import RunnerHarness
 
@@ -133,4 +133,4 @@ def test_check_reports_bodies_that_cannot_be_upgraded(delays: DelayTasks) -> Non
     assert finding.problem.startswith("the body of a task of tag 'pay' has version 1")
     waits = delays.get(ids["second"])
     assert run_now(delays, waits).status is Status.DONE
-    assert wiring_of(delays).registry.get("pay") is not None
+    assert runtime_of(delays).registry.get("pay") is not None

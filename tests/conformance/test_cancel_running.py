@@ -20,8 +20,8 @@ from delaytasks import (
     TaskCancelledError,
 )
 from delaytasks.core.cancel_request import INTERRUPT, STOP
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.requested_runs import RequestedRuns
 from tests.runner_harness import RunnerHarness
 
@@ -41,7 +41,7 @@ class CancellingHarness(RunnerHarness):
 
     def read_requests(self) -> None:
         """Do what the main process of a worker does after a request."""
-        self.requested.record(0, self.store.tasks.cancel_requests.of(["worker-1"]))
+        self.requested.record(self.store.tasks.cancel_requests.of(["worker-1"]))
 
 
 @pytest.fixture
@@ -160,8 +160,8 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
     store: Store, delays: DelayTasks
 ) -> None:
     task = delays.schedule_delay("mail", {}, 0, key="k")
-    [claimed] = wiring_of(delays).store.claims("w", None).claim_due("default", [0], 1)
-    numbers = wiring_of(delays).store.policies
+    [claimed] = runtime_of(delays).store.claims("w", None).claim_due("default", [0], 1)
+    numbers = runtime_of(delays).store.policies
     before = numbers.changes(None, True).cancel_requests
     assert not delays.cancel(task).is_requested
     with pytest.raises(CancelTooLateError):
@@ -185,8 +185,8 @@ def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
     store: Store, delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = delays.schedule_delay("mail", {}, 0)
-    wiring_of(delays).store.claims("w", None).claim_due("default", [0], 1)
-    requests, t = wiring_of(delays).store.tasks.cancel_requests, store.schema.tasks
+    runtime_of(delays).store.claims("w", None).claim_due("default", [0], 1)
+    requests, t = runtime_of(delays).store.tasks.cancel_requests, store.schema.tasks
     make = requests.make
 
     def make_too_late(on: Any, running: DelayTask, request: int) -> bool:

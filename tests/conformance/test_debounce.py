@@ -14,8 +14,8 @@ from sqlalchemy import update
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.interfaces import Settlement
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.manual_clock import ManualClock
 from tests.recording import RecordingTimer, delays_on, record
 
@@ -32,7 +32,7 @@ class Editor:
         self.delays: DelayTasks = delays_on(url, table_prefix="s_")
         self.timer: RecordingTimer = record(self.delays)
         self.clock = ManualClock(START)
-        wiring_of(self.delays).producer._clock = self.clock
+        runtime_of(self.delays).producer._clock = self.clock
         self.claims = store.claims("w", None)
         self.key = "document"
         self._store = store

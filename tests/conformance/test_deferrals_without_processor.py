@@ -10,9 +10,9 @@ from sqlalchemy import select
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import deferred_rows as putoffs
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer
 
 
@@ -22,7 +22,7 @@ def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) 
     assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).ran == count
     found = [delays.get(task) for task in tasks]
     assert all(
-        task.status is Status.NOT_COMPLETE and task.expected_time > wiring_of(delays).clock.now()
+        task.status is Status.NOT_COMPLETE and task.expected_time > runtime_of(delays).clock.now()
         for task in found
     )
     return found
@@ -31,7 +31,7 @@ def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) 
 def bring(delays: DelayTasks, *tags: str, queue: str = "default") -> list[int]:
     return [
         entry.id
-        for entry in wiring_of(delays).store.deferred_rows.bring_forward(tags, [queue], 600)
+        for entry in runtime_of(delays).store.deferred_rows.bring_forward(tags, [queue], 600)
     ]
 
 
@@ -41,7 +41,7 @@ def test_a_worker_with_the_processor_brings_deferred_rows_forward(
     tasks = defer(delays, 3)
     assert bring(delays, "other") == []
     assert bring(delays, "new", queue="other") == []
-    entries = wiring_of(delays).store.deferred_rows.bring_forward(
+    entries = runtime_of(delays).store.deferred_rows.bring_forward(
         ["other", "new"], ["default"], 600
     )
     assert [entry.id for entry in entries] == [task.id for task in tasks]
@@ -62,11 +62,11 @@ def test_rows_that_wait_for_their_own_due_time_are_not_brought_forward(
     [moved, touched, held, stays] = defer(delays, 4)
     delays.reschedule(moved, 60)
     delays.touch(touched, 60)
-    with wiring_of(delays).store.database.begin() as other:
-        t = wiring_of(delays).store.schema.tasks
+    with runtime_of(delays).store.database.begin() as other:
+        t = runtime_of(delays).store.schema.tasks
         other.execute(select(t).where(t.c.id == held.id).with_for_update()).all()
         # SQLite locks the whole database.
-        if wiring_of(delays).store.database.url.get_backend_name() != "sqlite":
+        if runtime_of(delays).store.database.url.get_backend_name() != "sqlite":
             assert bring(delays, "new") == [stays.id]
     expected = {near.id: near.expected_time}
     expected |= {id: delays.get(id).expected_time for id in (moved.id, touched.id)}
@@ -91,7 +91,7 @@ def test_deferred_rows_of_several_batches_are_all_brought_forward(
     delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(putoffs, "DEFERRED_BATCH_ROWS", 7)
-    store: Store = wiring_of(delays).store
+    store: Store = runtime_of(delays).store
     some = putoffs.DeferredRows(store.database, store.schema)
     tasks = defer(delays, 30)
     delays.reschedule(tasks[6], 30)
@@ -108,12 +108,12 @@ def test_the_error_of_a_row_says_when_it_is_tried_again(
     assert task.error is not None
     at = datetime.fromisoformat(task.error.rpartition("next try at ")[2])
     assert at == task.expected_time
-    assert timedelta(seconds=4) < at - wiring_of(delays).clock.now() <= timedelta(seconds=5)
+    assert timedelta(seconds=4) < at - runtime_of(delays).clock.now() <= timedelta(seconds=5)
 
 
 def test_a_worker_of_all_queues_brings_rows_forward_without_queue_names(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     tasks = defer(delays, 2) + defer(delays, 1, queue="other")
-    entries = wiring_of(delays).store.deferred_rows.bring_forward(["new"], None, 600)
+    entries = runtime_of(delays).store.deferred_rows.bring_forward(["new"], None, 600)
     assert [entry.id for entry in entries] == [task.id for task in tasks]

@@ -9,10 +9,9 @@ from delaytasks import DelayTasks, Status
 from delaytasks.core.text import is_deferred_until
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.processors.registry import Registry
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.service_watch import ServiceWatch
-from delaytasks.worker.sweep_loop import SweepLoop
+from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.conformance.test_deferrals_without_processor import bring
 from tests.recording import RecordingTimer
 
@@ -20,9 +19,9 @@ from tests.recording import RecordingTimer
 def defer(delays: DelayTasks) -> Any:
     """Defer a row as a worker with threads does."""
     task = delays.schedule_delay("limited", {}, 0)
-    claims = wiring_of(delays).store.claims("w", None)
+    claims = runtime_of(delays).store.claims("w", None)
     [claimed] = claims.claim_due("default", [0], 1)
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     registry = Registry()
     registry.processor("limited", time_limit=60)(lambda body: None)
     rules = DeferralRules(
@@ -32,7 +31,7 @@ def defer(delays: DelayTasks) -> Any:
     assert deferral is not None
     assert claims.settle([deferral])
     found = delays.get(task)
-    assert (found.status, found.expected_time > wiring_of(delays).clock.now()) == (
+    assert (found.status, found.expected_time > runtime_of(delays).clock.now()) == (
         Status.NOT_COMPLETE,
         True,
     )
@@ -60,23 +59,13 @@ def test_a_worker_that_keeps_no_time_limits_does_not_bring_them_forward(
 ) -> None:
     delays.processor("limited", time_limit=60)(lambda body: None)
     task = defer(delays)
-    processes_of(wiring_of(delays).celery).queues = ["default"]
-    loop = SweepLoop(
-        wiring_of(delays).shards[0],
-        delays.settings,
-        delays.events,
-        processes_of(wiring_of(delays).celery),
-        wiring_of(delays).registry,
-        wiring_of(delays).timer,
-        dispatcher=SimpleNamespace(),
-        pool=None,
-        hostname="w",
-        polls_table=False,
-        service_watch=ServiceWatch(timer, lambda: None),
-    )
-    processes_of(wiring_of(delays).celery).keeps_time_limits = False
+    processes_of(runtime_of(delays).celery).queues = ["default"]
+    celery_worker = SimpleNamespace(pool=None, hub=None, hostname="w", call_soon=lambda call: None)
+    processes = processes_of(runtime_of(delays).celery)
+    loop = WorkerRuntime(runtime_of(delays), processes, celery_worker, polls_table=False).sweep_loop
+    processes.keeps_time_limits = False
     loop._bring_forward()
     assert delays.get(task).version == task.version
-    processes_of(wiring_of(delays).celery).keeps_time_limits = True
+    processes.keeps_time_limits = True
     loop._bring_forward()
     assert delays.get(task).version > task.version

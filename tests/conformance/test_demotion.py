@@ -10,7 +10,7 @@ from sqlalchemy import event
 
 from delaytasks import DelayTasks
 from delaytasks.core.task import DelayTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conftest import open_store
 from tests.recording import delays_on, record
 
@@ -27,7 +27,7 @@ class Cluster:
     """A cluster whose new connections lead to the former primary until `is_promoted` is set."""
 
     def __init__(self, delays: DelayTasks) -> None:
-        self._database = wiring_of(delays).store.database
+        self._database = runtime_of(delays).store.database
         self.is_promoted = True
         for engine in (self._database.auto, self._database.tx):
             event.listen(engine, "connect", self._connected)
@@ -67,8 +67,8 @@ CALLS: dict[str, Callable[[DelayTasks, DelayTask], Any]] = {
     "cancel": lambda d, task: d.cancel(task),
     "reschedule": lambda d, task: d.reschedule(task, 5),
     "touch": lambda d, task: d.touch(task, 500),
-    "claim": lambda d, task: wiring_of(d).store.claims("w", None).claim_due("default", [0], 1),
-    "sweep": lambda d, task: wiring_of(d).sweeper.sweep(),
+    "claim": lambda d, task: runtime_of(d).store.claims("w", None).claim_due("default", [0], 1),
+    "sweep": lambda d, task: runtime_of(d).sweeper.sweep(),
 }
 
 

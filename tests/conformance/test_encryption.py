@@ -15,8 +15,8 @@ from delaytasks.core.encryption import PREFIX, key_name
 from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_tasks import processes_of
 from tests.doc_pages import ROOT, blocks
 from tests.recording import delays_on, new_key, record, run_now
@@ -93,7 +93,7 @@ def one_in_bulk(delays: DelayTasks) -> None:
 
 
 def in_a_session(delays: DelayTasks) -> None:
-    with Session(wiring_of(delays).store.database.tx) as session, session.begin():
+    with Session(runtime_of(delays).store.database.tx) as session, session.begin():
         delays.schedule_delay("mail", BODY, 60, session=session)
         delays.schedule_many([NewTask("mail", BODY, 60)] * 3, session=session)
 
@@ -127,7 +127,7 @@ def with_a_result(delays: DelayTasks) -> None:
 
 def with_a_result_of_its_own_transaction(delays: DelayTasks) -> None:
     def complete(body: Any, task: DelayTask) -> None:
-        with Session(wiring_of(delays).store.database.tx) as session, session.begin():
+        with Session(runtime_of(delays).store.database.tx) as session, session.begin():
             task.complete(session, result=body)
 
     delays.processor("mail")(complete)
@@ -267,9 +267,9 @@ def test_without_the_key_a_task_is_deferred_and_does_not_fail(
         assert (found.status, found.attempts, got) == (Status.NOT_COMPLETE, 0, [])
         assert found.error is not None
         assert found.error.startswith(NO_KEY + key_name(NEW))
-        assert (found.expected_time - wiring_of(delays).clock.now()).total_seconds() > 4
+        assert (found.expected_time - runtime_of(delays).clock.now()).total_seconds() > 4
         assert delays.events.counts["task.no_key"] == 1
-        assert wiring_of(delays).store.deferred_rows.bring_forward(["mail"], None, 600) == []
+        assert runtime_of(delays).store.deferred_rows.bring_forward(["mail"], None, 600) == []
         delays.reschedule(task.id, 0)
 
 
@@ -281,7 +281,7 @@ def test_a_worker_with_the_key_brings_forward_tasks_that_others_deferred(open_wi
     delays.runner().run([Entry(task.id, 0, 0)])
     rotated = open_with(OLD, NEW)
     rotated.processor("mail")(got.append)
-    entries = wiring_of(rotated).store.deferred_rows.bring_forward(["mail"], None, 600)
+    entries = runtime_of(rotated).store.deferred_rows.bring_forward(["mail"], None, 600)
     rotated.runner().run(entries)
     assert ([entry.id for entry in entries], got) == ([task.id], [BODY])
 
@@ -292,7 +292,7 @@ def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: 
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
     unread = [others.schedule_delay("batch", n, 0) for n in range(2)]
     late = others.schedule_delay("batch", 7, 0, expires=1)
-    change(wiring_of(delays).store, late, expected_time=late.expected_time.replace(year=2020))
+    change(runtime_of(delays).store, late, expected_time=late.expected_time.replace(year=2020))
     read = [delays.schedule_delay("batch", n, 0) for n in (2, 3)]
     report = delays.runner().run_due("default", [0], 100)
     assert (report.claimed, sorted(got)) == (5, [2, 3])
@@ -321,9 +321,9 @@ def test_a_changed_encrypted_body_fails_like_a_body_that_is_not_json(
     delays.processor("mail")(got.append)
     task = delays.schedule_delay("mail", BODY, 0)
     change(
-        wiring_of(delays).store,
+        runtime_of(delays).store,
         task,
-        message_body=change_token(stored(wiring_of(delays).store)[0][0]),
+        message_body=change_token(stored(runtime_of(delays).store)[0][0]),
     )
     delays.runner().run([Entry(task.id, 0, 0)])
     found = delays.get(task)
@@ -366,8 +366,8 @@ def test_check_distinguishes_a_damaged_body_from_a_missing_key(open_with: Open) 
     delays = open_with(NEW)
     delays.processor("mail", schema=dict)(lambda body: None)
     damaged, stranger = (delays.schedule_delay("mail", BODY, 60) for _ in range(2))
-    change(wiring_of(delays).store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
-    change(wiring_of(delays).store, stranger, message_body=f"{PREFIX}nonsense")
+    change(runtime_of(delays).store, damaged, message_body=f"{PREFIX}{key_name(NEW)}:gAAAAA")
+    change(runtime_of(delays).store, stranger, message_body=f"{PREFIX}nonsense")
     found = {finding.problem: finding.ids for finding in delays.check()}
     assert found == {
         f"encrypted with key {key_name(NEW)}, "
@@ -381,7 +381,7 @@ def test_monitors_see_no_bodies_that_are_encrypted(open_with: Open) -> None:
         delays = open_with(*keys)
         task = delays.schedule_delay("mail", BODY, 60)
         assert (
-            "cAnArY" in repr(processes_of(wiring_of(delays).celery).task_events()._about(task))
+            "cAnArY" in repr(processes_of(runtime_of(delays).celery).task_events()._about(task))
         ) is is_shown
 
 

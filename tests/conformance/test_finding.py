@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayTask, DelayTasks
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.recording import RecordingTimer
 
 
@@ -15,7 +15,7 @@ from tests.recording import RecordingTimer
 def tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
     """Return tasks of two queues and two tags in the order of their due times; some times are
     equal."""
-    now = wiring_of(delays).clock.now()
+    now = runtime_of(delays).clock.now()
     tags, queues = ("a", "b"), ("default", "other")
     made = [
         delays.schedule_at(

@@ -12,14 +12,10 @@ from sqlalchemy import event
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.filters import filter_of
 from delaytasks.operations.following import Follower
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import changes
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
-from tests.conformance.test_shards import SHARDS, schedule_at
-from tests.recording import delays_on
 from tests.runner_harness import RunnerHarness
-from tests.services import free_port
-from tests.several import Several
 
 
 @pytest.fixture
@@ -28,7 +24,7 @@ def bench(store: Store) -> RunnerHarness:
 
 
 def follow(delays: DelayTasks, **filters: Any) -> Follower:
-    follower = Follower(wiring_of(delays).shards, filter_of(filters))
+    follower = Follower(runtime_of(delays).store, filter_of(filters))
     follower.read()
     return follower
 
@@ -107,7 +103,7 @@ def statements(store: Store, delays: DelayTasks) -> Iterator[list[str]]:
     def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
         found.append(statement)
 
-    engine = wiring_of(delays).shards[0].store.database.auto
+    engine = runtime_of(delays).store.database.auto
     event.listen(engine, "before_cursor_execute", note)
     yield found
     event.remove(engine, "before_cursor_execute", note)
@@ -125,18 +121,3 @@ def test_a_read_has_few_statements_and_each_is_bounded(
     assert len(step.tasks) == 20
     assert len(statements) == 5, "the time, three parts, and the rows"
     assert sum("LIMIT" in statement for statement in statements) == 3
-
-
-@pytest.mark.slow
-def test_a_shard_that_is_down_does_not_stop_the_others(shard_urls: list[str]) -> None:
-    shards = Several(shard_urls)
-    url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
-    urls = [url if shard == 1 else shards.urls[shard] for shard in SHARDS]
-    delays = delays_on(urls, table_prefix=shards.prefix)
-    follower = follow(delays)
-    tasks = [schedule_at(shards.delays(), shard) for shard in SHARDS]
-    step = follower.read()
-    assert {task.id for task in step.tasks} == {tasks[0].id, tasks[2].id}
-    assert set(step.down) == {1}
-    delays.close()
-    shards.close()

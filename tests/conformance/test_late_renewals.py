@@ -35,23 +35,21 @@ class FrozenWorker:
             monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
         self.renewals = Renewals()
         self.bench = bench = RunnerHarness(store, lease_s=LEASE_S, chunk_time_budget_s=1)
-        bench.runner = bench.make_runner(last_renewal=lambda: self.renewals.last(0))
-        shard: Any = SimpleNamespace(
-            number=0, store=store, clock=bench.clock, named=lambda what: what, close=lambda: None
+        bench.runner = bench.make_runner(last_renewal=lambda: self.renewals.last())
+        runtime: Any = SimpleNamespace(
+            store=store,
+            clock=bench.clock,
+            settings=bench.settings,
+            events=bench.events,
+            registry=bench.registry,
         )
         processes: Any = SimpleNamespace(name=lambda pid: "worker-1", renewals=self.renewals)
         chunk_began_us = bench.clock.now_us() - int(LEASE_S * 1e6)
-        self.dispatcher = dispatcher = SimpleNamespace(
-            running=lambda shard: ([chunk_began_us], {}),
-            shard_health=SimpleNamespace(check=lambda shard, ask: True),
-        )
+        self.dispatcher = dispatcher = SimpleNamespace(running=lambda: ([chunk_began_us], {}))
         pool = SimpleNamespace(info={"processes": [os.getpid()]})
         self._keeper = LeaseKeeper(
-            shard,
-            bench.settings,
-            bench.events,
+            runtime,
             processes,
-            bench.registry,
             cast("Any", dispatcher),
             pool,
             None,
@@ -59,7 +57,7 @@ class FrozenWorker:
 
     def renew(self) -> None:
         """Let the main process renew the leases once."""
-        self.run_keeper(lambda: self.renewals.last(0)[0] == self.now_s)
+        self.run_keeper(lambda: self.renewals.last()[0] == self.now_s)
 
     def run_keeper(self, until: Callable[[], bool]) -> None:
         self._keeper.loop.start()

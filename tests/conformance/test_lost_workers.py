@@ -11,12 +11,12 @@ from sqlalchemy import insert, select, update
 
 from delaytasks import DelayTasks
 from delaytasks.operations.state import read_shard
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.gauge_queries import GaugeQueries
 from delaytasks.storage import worker_table
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import LOST_FOR_S, WorkerTable
-from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer, record_sweeps
 
 SILENT_S = 60.0
@@ -153,9 +153,9 @@ def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(
     with store.database.begin() as connection:
         connection.execute(insert(store.schema.tasks).values(row))
     assert GaugeQueries(store.database, store.schema).count(1.0, SILENT_S).workers == 0
-    found = read_shard(wiring_of(delays).shards[0], delays.settings)
+    found = read_shard(runtime_of(delays), delays.settings)
     assert found.workers == []
     assert [group.reason.facts["last_seen"] for group in found.late] == [{}]
-    record_sweeps(wiring_of(delays).shards[0], timer)
-    wiring_of(delays).shards[0].sweeper.sweep()
+    record_sweeps(runtime_of(delays), timer)
+    runtime_of(delays).sweeper.sweep()
     assert timer.requested_drains == [], "no worker would receive the message"

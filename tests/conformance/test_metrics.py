@@ -16,12 +16,12 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.recording import delays_on
 
 
@@ -123,7 +123,7 @@ def test_a_sweep_sets_its_age(delays: DelayTasks, store: Store) -> None:
     with store.database.begin() as connection:
         connection.execute(delete(store.schema.sweeps))
     assert Values(delays).of("sweep_age_seconds", sweep_partition="0") == float("inf")
-    wiring_of(delays).shards[0].sweeper.sweep(0)
+    runtime_of(delays).sweeper.sweep(0)
     age_s = Values(delays).of("sweep_age_seconds", sweep_partition="0")
     assert age_s is not None
     assert age_s < 600
@@ -184,7 +184,7 @@ def test_the_error_budget_of_30_days_is_that_of_tags_with_on_time(
 
 
 def test_scrapes_in_quick_succession_read_the_database_once(delays: DelayTasks) -> None:
-    source = DatabaseMetrics(wiring_of(delays), rest_s=timedelta(hours=1).total_seconds())
+    source = DatabaseMetrics(runtime_of(delays), rest_s=timedelta(hours=1).total_seconds())
     registry = registry_of(source)
     before = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})
     delays.schedule_delay("mail", {}, 60)

@@ -20,8 +20,8 @@ from delaytasks.core.errors import (
     StoreError,
 )
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import delays_on, record
 
 pytestmark = pytest.mark.slow
@@ -270,7 +270,7 @@ def levels(store: Store) -> list[int]:
 
 def run_all(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
     """Process the rows like a worker: from messages that name them, and from the table."""
-    assert wiring_of(delays).shards[0].sweeper.sweep(0)
+    assert runtime_of(delays).sweeper.sweep(0)
     delays.runner().run([Entry(id, 0, 0) for id in ids])
     while delays.runner().run_due("default", levels(store), 30).claimed:
         pass

@@ -15,10 +15,10 @@ from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.notices import Listener, Notices
 from delaytasks.storage.store import Store
 from delaytasks.timers.direct import LOOK, payloads_of, read_notice
-from delaytasks.wiring import wiring_of
 from delaytasks.worker import notify_listener
 from delaytasks.worker.notify_listener import NotifyListener
 from tests.conftest import open_store
@@ -50,7 +50,7 @@ def delays(notice_store: Store, url: str) -> Iterator[DelayTasks]:
 
 @pytest.fixture
 def listener(delays: DelayTasks) -> Iterator[Listener]:
-    made = wiring_of(delays).store.notices.listen()
+    made = runtime_of(delays).store.notices.listen()
     assert made is not None
     yield made
     made.close()
@@ -58,7 +58,7 @@ def listener(delays: DelayTasks) -> Iterator[Listener]:
 
 def received(listener: Listener, delays: DelayTasks) -> list[Entry]:
     """Return all entries that the listener received so far."""
-    wiring_of(delays).store.notices.send(["end"])
+    runtime_of(delays).store.notices.send(["end"])
     payloads: list[str] = []
     wait_until(
         lambda: payloads.extend(listener.wait(1)) or payloads[-1:] == ["end"],
@@ -84,7 +84,7 @@ def test_only_tasks_that_are_due_soon_cause_notices(delays: DelayTasks, listener
 def test_a_notice_is_sent_at_the_commit_of_the_transaction_that_wrote_the_task(
     delays: DelayTasks, listener: Listener
 ) -> None:
-    engine = wiring_of(delays).store.database.tx
+    engine = runtime_of(delays).store.database.tx
     with Session(engine) as session, engine.connect() as connection:
         one = delays.schedule_delay("mail", {}, 0, session=session)
         other = delays.schedule_delay("mail", {}, 0, session=connection)
@@ -140,9 +140,9 @@ def test_invalid_notices_of_other_programs_are_refused(payload: str) -> None:
 def test_other_timers_send_no_notices(url: str, notice_store: Store, listener: Listener) -> None:
     other = delays_on(url, table_prefix="n_")
     try:
-        producer = wiring_of(other).shards[0].producer
+        producer = runtime_of(other).producer
         assert producer._notify is None
-        assert wiring_of(other).direct_timer is None
+        assert runtime_of(other).direct_timer is None
     finally:
         other.close()
 
@@ -161,7 +161,11 @@ class RecordingListener:
         events = Events()
         events.subscribe(lambda name, fields: self.event_names.append(name))
         self.listener = NotifyListener(
-            wiring_of(delays).shards[0], events, self.entries.extend, self.look, self.refused.append
+            runtime_of(delays),
+            events,
+            self.entries.extend,
+            self.look,
+            self.refused.append,
         )
         self.listener.loop.start()
 
@@ -194,10 +198,10 @@ def test_a_listener_receives_entries_read_requests_and_invalid_notices(
     wait_until(lambda: recording.listener.is_listening, 10, "it to listen")
     before = recording.looks
     task = delays.schedule_delay("mail", {}, 0)
-    timer = wiring_of(delays).direct_timer
+    timer = runtime_of(delays).direct_timer
     assert timer is not None
-    timer.request_poll(0)
-    wiring_of(delays).store.notices.send(["garbage"])
+    timer.request_poll()
+    runtime_of(delays).store.notices.send(["garbage"])
     wait_until(lambda: recording.refused, 10, "all to be received")
     assert (recording.entries, recording.looks) == ([entry(task)], before + 1)
 
@@ -211,8 +215,8 @@ def test_a_listener_whose_connection_ends_reports_this_and_listens_again(
         "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query = :listen "
         "AND datname = current_database()"
     )
-    listen = {"listen": f'LISTEN "{wiring_of(delays).store.notices.channel}"'}
-    with wiring_of(delays).store.database.auto.connect() as connection:
+    listen = {"listen": f'LISTEN "{runtime_of(delays).store.notices.channel}"'}
+    with runtime_of(delays).store.database.auto.connect() as connection:
         assert connection.execute(text(query), listen).scalars().all() == [True]
     wait_until(
         lambda: "notices.down" in recording.event_names and recording.listener.is_listening,
@@ -247,9 +251,9 @@ def test_a_listener_behind_a_pooler_that_drops_notices_knows_that_it_receives_no
 def test_a_database_without_notices_has_no_listener(sqlite_path: Callable[[str], str]) -> None:
     delays = delays_on(sqlite_path("quiet"), **NAMES)
     try:
-        assert wiring_of(delays).store.notices.listen() is None
+        assert runtime_of(delays).store.notices.listen() is None
         assert RecordingListener(delays).listener._turn() is None
-        wiring_of(delays).store.notices.send(["no listener"])
+        runtime_of(delays).store.notices.send(["no listener"])
     finally:
         delays.close()
 
@@ -262,7 +266,7 @@ def test_first_due_between_returns_the_first_waiting_tasks(store: Store) -> None
     try:
         tasks = [delays.schedule_delay("mail", {}, delay) for delay in (3, 1, 2, 60)]
         delays.cancel(tasks[2])
-        now = wiring_of(delays).clock.now()
+        now = runtime_of(delays).clock.now()
         found = store.sweeps.first_due_between(now, now + timedelta(seconds=10), 10)
         assert found == [entry(tasks[1]), entry(tasks[0])]
         assert store.sweeps.first_due_between(now, now + timedelta(seconds=10), 1) == [

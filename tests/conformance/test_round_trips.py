@@ -17,8 +17,8 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTasks
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution import policy_cache
+from delaytasks.runtime import runtime_of
 from delaytasks.timers import background
-from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.running import delete_keys
@@ -95,13 +95,13 @@ class TripCounter:
         return self.since_last()
 
     def flush(self) -> None:
-        assert wiring_of(self.delays).flush()
+        assert runtime_of(self.delays).flush()
 
     def close(self) -> None:
         with self.store.database.begin() as connection:
             self.store.schema.metadata.drop_all(connection)
         self.store.close()
-        publisher = wiring_of(self.delays).publisher
+        publisher = runtime_of(self.delays).publisher
         with self.app.connection_for_write() as connection:
             queue = publisher.queue("default")(connection)
             queue.delete()

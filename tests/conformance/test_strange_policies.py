@@ -12,8 +12,8 @@ from delaytasks.cli.deployment import read_deployment
 from delaytasks.cli.policies import _limits, _row
 from delaytasks.cli.waiting import warnings_of
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def look(delays: DelayTasks) -> list[str]:
     for policy in delays.policies():
         _row(policy), _limits(policy), policy.as_json()
     read_deployment(delays)
-    wiring_of(delays).shards[0].policies.refresh(checks=True)
+    runtime_of(delays).policy_cache.refresh(checks=True)
     return [warning for warning in warnings_of(delays) if "mail" in warning]
 
 
@@ -81,7 +81,7 @@ def test_a_rate_that_no_worker_can_apply_is_ignored_and_reported(
     )
     assert [run_one(delays) for _ in range(3)] == [Status.DONE] * 3
     for _ in range(2):
-        wiring_of(delays).shards[0].sweeper._read_policies()
+        runtime_of(delays).sweeper._read_policies()
     assert [fields["policy"] for fields in told] == ["mail"]
     assert told[0]["limits"].startswith("rate = ")
     [warning] = look(delays)

@@ -12,8 +12,8 @@ from delaytasks import DelayTasks
 from delaytasks.cli.stats_document import worker_json
 from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.operations.state import read_shard
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.worker_shares import WorkerShares
 from tests.recording import RecordingTimer, record_sweeps
 
@@ -56,7 +56,7 @@ def sweep(delays: DelayTasks) -> list[str]:
     delays.events.subscribe(
         lambda name, fields: failed.append(fields["error"]) if name == "loop.failed" else None
     )
-    wiring_of(delays).shards[0].sweeper.sweep()
+    runtime_of(delays).sweeper.sweep()
     return failed
 
 
@@ -65,7 +65,7 @@ def registered(store: Store, delays: DelayTasks) -> list[RegisteredWorker]:
 
 
 def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
-    state = read_shard(wiring_of(delays).shards[0], delays.settings)
+    state = read_shard(runtime_of(delays), delays.settings)
     return [worker_json(state.now, worker) for worker in state.workers]
 
 
@@ -76,7 +76,7 @@ def test_invalid_queues_of_a_worker_do_not_keep_overdue_rows_from_other_workers(
     store.workers.report("good", ["default"], "prefork", 2, 0)
     add_worker(store, "strange", queues=queues)
     add_overdue_row(store)
-    record_sweeps(wiring_of(delays).shards[0], timer)
+    record_sweeps(runtime_of(delays), timer)
     assert sweep(delays) == []
     assert [queue for queue, _, _ in timer.requested_drains] == ["default"]
     assert [worker["queues"] for worker in workers_of_stats(delays)] == [["default"], []]
@@ -89,7 +89,7 @@ def test_a_queue_name_that_cannot_be_stored_is_ignored(
 ) -> None:
     add_worker(store, "strange", queues=queues)
     add_overdue_row(store)
-    record_sweeps(wiring_of(delays).shards[0], timer)
+    record_sweeps(runtime_of(delays), timer)
     assert sweep(delays) == []
     assert [queue for queue, _, _ in timer.requested_drains] == ["default"]
 

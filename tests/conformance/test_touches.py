@@ -13,9 +13,9 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, DelayTasks, NewTask, Status, TouchResult
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import touches
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.store_rows import has_row_locks
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
@@ -147,7 +147,7 @@ def test_a_heartbeat_is_one_statement(delays: DelayTasks) -> None:
     task = schedule(delays, key="k")
     seen: list[str] = []
     event.listen(
-        wiring_of(delays).store.database.auto,
+        runtime_of(delays).store.database.auto,
         "before_cursor_execute",
         lambda *given: seen.append(given[2]),
     )
@@ -163,13 +163,13 @@ def test_touch_many_executes_a_few_statements_for_each_batch(
     keys = [f"k{n}" for n in range(80)]
     delays.schedule_many([NewTask("lost", {}, 5, key=key) for key in keys])
     seen: list[str] = []
-    for engine in (wiring_of(delays).store.database.auto, wiring_of(delays).store.database.tx):
+    for engine in (runtime_of(delays).store.database.auto, runtime_of(delays).store.database.tx):
         event.listen(engine, "before_cursor_execute", lambda *given: seen.append(given[2]))
     assert delays.touch_many(tag="lost", keys=keys, delay=60).gone == []
     named = [statement for statement in seen if "yb_delay" in statement]
     assert len(named) == 3 * 3, "keys, lock, update, for each of three lots"
     assert all(
-        task.expected_time > wiring_of(delays).clock.now() + timedelta(seconds=50)
+        task.expected_time > runtime_of(delays).clock.now() + timedelta(seconds=50)
         for task in delays.find()
     )
 
@@ -229,7 +229,7 @@ def test_callers_that_touch_the_same_rows_in_different_orders_do_not_deadlock(
 
     def touch(number: int) -> int:
         turned = tasks[::-1] if number % 2 else tasks[number:] + tasks[:number]
-        with wiring_of(delays).store.database.begin() as connection:
+        with runtime_of(delays).store.database.begin() as connection:
             if number % 3:
                 return len(delays.touch_many(turned, 10 + number, session=connection).gone)
             keys = [str(task.key) for task in turned]

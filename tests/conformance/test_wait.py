@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import waiting
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.event_loops import engine_at
 from tests.event_loops import run as run_coroutine
 from tests.waiting import wait_until
@@ -31,7 +31,7 @@ def run(delays: DelayTasks, *tasks: DelayTask) -> None:
 @pytest.fixture
 def reads(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return the ids of the rows that calls have read, in their order."""
-    tasks, read = wiring_of(delays).shards[0].store.tasks, list[int]()
+    tasks, read = runtime_of(delays).store.tasks, list[int]()
     read_row = tasks.read
 
     def note(id: int, on: Any = None) -> DelayTask:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import json
 from datetime import timedelta
 
-import pytest
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.reasons import Explanation
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
-from tests.conformance.test_shards import SHARDS, schedule_at
 from tests.recording import delays_on
 from tests.runner_harness import RunnerHarness
 from tests.services import free_port
-from tests.several import Several
 
 
 def explain(delays: DelayTasks, task: DelayTask | int) -> Explanation:
-    explanation = wiring_of(delays).explanations().of(task)
+    explanation = runtime_of(delays).explanations.of(task)
     assert json.loads(json.dumps(explanation.as_json()))["reasons"], "the result is JSON"
     return explanation
 
@@ -46,7 +43,7 @@ def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: Del
 
 def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks) -> None:
     mine, other = delays.schedule_delay("a", {}, 60), delays.schedule_delay("a", {}, 60)
-    bulk = wiring_of(delays).bulk
+    bulk = runtime_of(delays).bulk
     for task in (mine, other):
         delays.cancel(task)
     bulk.record("cancel_task", {"id": str(mine.id)}, "ann", task=mine.id)
@@ -124,31 +121,3 @@ def test_an_expired_task_says_that_it_will_be_cancelled(delays: DelayTasks, stor
         due = task.expected_time - timedelta(minutes=1)
         connection.execute(t.update().where(t.c.id == task.id).values(expected_time=due))
     assert codes(delays, task) == ["due", "expired"]
-
-
-@pytest.mark.slow
-def test_a_shard_that_is_down_is_the_reason(shard_urls: list[str]) -> None:
-    shards = Several(shard_urls)
-    task = schedule_at(shards.delays(), 1)
-    url = f"postgresql://nobody@127.0.0.1:{free_port()}/nothing"
-    urls = [url if shard == 1 else shards.urls[shard] for shard in SHARDS]
-    delays = delays_on(urls, table_prefix=shards.prefix)
-    explanation = explain(delays, task.id)
-    [reason] = explanation.reasons
-    assert (reason.code, reason.facts["shard"], explanation.task) == ("unreachable", 1, None)
-    assert explanation.id == task.id
-    delays.close()
-    shards.close()
-
-
-def test_the_entry_of_a_cancel_is_in_the_shard_of_its_task(shard_urls: list[str]) -> None:
-    shards = Several(shard_urls)
-    delays = shards.delays()
-    for shard in SHARDS:
-        task = schedule_at(delays, shard)
-        delays.cancel(task)
-        wiring_of(delays).bulk.record("cancel_task", {"id": str(task.id)}, "ann", task=task.id)
-        assert explain(delays, task).reasons[0].facts["actor"] == "ann", shard
-    assert {entry.shard for entry in delays.audit()} == set(SHARDS)
-    delays.close()
-    shards.close()

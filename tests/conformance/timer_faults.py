@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import pytest
 from sqlalchemy import update
 
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.wiring import wiring_of
 from tests.conformance.timers import ALONE, TIMERS, burst, ran_once
 from tests.proxy import proxy_to
 from tests.redis_server import RedisServer
@@ -60,8 +60,8 @@ class Rig:
     def lose(self) -> None:
         """Delete all messages in the broker and all entries in the timer's Redis."""
         d = self.deployment
-        with wiring_of(d.delays).celery.connection_for_write() as connection:
-            queue = wiring_of(d.delays).publisher.queue("default")(connection)
+        with runtime_of(d.delays).celery.connection_for_write() as connection:
+            queue = runtime_of(d.delays).publisher.queue("default")(connection)
             queue.declare()
             queue.purge()
         self._redis.client().flushall()
@@ -119,7 +119,7 @@ class TimersUnderFaults:
         self, make: Make
     ) -> None:
         d = make(**ALONE).deployment
-        wiring_of(d.delays).sweeper.sweep()  # the next sweep is a minute later
+        runtime_of(d.delays).sweeper.sweep()  # the next sweep is a minute later
         early = [d.schedule() for _ in range(10)]
         first = d.worker()
         later = [d.schedule(delay=3) for _ in range(20)]
@@ -166,7 +166,7 @@ class TimersUnderFaults:
         d = make(**ALONE).deployment
 
         def waiting() -> list[list[int]]:
-            timer = wiring_of(d.delays).timer
+            timer = runtime_of(d.delays).timer
             return messages(d) + (slots(timer) if isinstance(timer, RedisTimer) else [])
 
         far = burst(d, "test.note", 250, due_s=3600, body={})
@@ -175,7 +175,7 @@ class TimersUnderFaults:
         # Simulate that an hour passed.
         with d.store.database.begin() as connection:
             connection.execute(update(t).values(expected_time=db_now_plus(60)))
-        wiring_of(d.delays).sweeper.sweep()
+        runtime_of(d.delays).sweeper.sweep()
         found = waiting()
         assert len(found) <= 8, "messages of 100, or slots"
         assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
@@ -184,8 +184,8 @@ class TimersUnderFaults:
 def messages(d: Deployment) -> list[list[int]]:
     """Take all waiting messages from the broker, and return the ids of each message."""
     found = []
-    with wiring_of(d.delays).celery.connection_for_write() as connection:
-        queue = wiring_of(d.delays).publisher.queue("default")(connection)
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
+        queue = runtime_of(d.delays).publisher.queue("default")(connection)
         queue.declare()
         while (message := queue.get(no_ack=True)) is not None:
             found.append([item[0] for item in message.payload[0][0]])
@@ -197,7 +197,7 @@ def unacknowledged(d: Deployment) -> int:
 
     Brokers that detect a closed connection have already redelivered them.
     """
-    with wiring_of(d.delays).celery.connection_for_write() as connection:
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
         channel = connection.default_channel
         return (
             int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0

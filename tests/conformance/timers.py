@@ -19,8 +19,8 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, NewTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.wiring import wiring_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
@@ -77,7 +77,7 @@ def burst(
     d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
 ) -> list[DelayTask]:
     """Schedule tasks together, all due at the same instant."""
-    due, tasks = wiring_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
+    due, tasks = runtime_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
     d.delays.schedule_many(
         (NewTask(tag, at=due, **options) for _ in range(count)), on_batch=tasks.extend
     )
@@ -117,7 +117,7 @@ class Timers:
             request.getfixturevalue(fixture),
         )
         deployment = Deployment(*place, conf, **settings)
-        wiring_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later
+        runtime_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later
         queue = deployment.settings["namespace"] + ".{}"
         deployment.worker("-Q", queue.format("default"))
         deployment.worker("-Q", queue.format("default") + "," + queue.format("mail"), concurrency=1)
@@ -138,7 +138,7 @@ class Timers:
         waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
         for task in waiting:
             # Also arm each task on its own, as if it had been scheduled alone.
-            wiring_of(d.delays).producer_timer.arm([entry(task)])
+            runtime_of(d.delays).producer_timer.arm([entry(task)])
         ran_once(d, [d.schedule(delay=0.3)])
         assert d.status(waiting[0]) is Status.NOT_COMPLETE
 
@@ -198,7 +198,7 @@ class Timers:
         with Session(d.store.database.tx) as session:
             task = d.schedule(delay=0.1, session=session)
             time.sleep(OPEN_S)  # waits to show that nothing happens
-            assert wiring_of(d.delays).clock.now() > task.expected_time
+            assert runtime_of(d.delays).clock.now() > task.expected_time
             session.commit()
         began = time.monotonic()
         ran_once(d, [task])
@@ -230,8 +230,8 @@ class Timers:
         entries = [entry(task) for task in tasks + moved] * 10
         random.Random(7).shuffle(entries)
         for one in entries:
-            assert wiring_of(d.delays).producer_timer.arm([one])
-        assert wiring_of(d.delays).producer_timer.arm(entries)
+            assert runtime_of(d.delays).producer_timer.arm([one])
+        assert runtime_of(d.delays).producer_timer.arm(entries)
         ran_once(d, tasks)
         ran_once(d, [d.schedule(delay=0.1)])
         ran_once(d, tasks)
@@ -239,8 +239,8 @@ class Timers:
     def test_a_forged_entry_runs_nothing(self, d: Deployment) -> None:
         waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
         d.delays.cancel(cancelled)
-        now_us = wiring_of(d.delays).clock.now_us()
-        wiring_of(d.delays).producer_timer.arm(
+        now_us = runtime_of(d.delays).clock.now_us()
+        runtime_of(d.delays).producer_timer.arm(
             [
                 entry(waits, due_us=now_us),
                 entry(waits, due_us=now_us, id=2**62),
@@ -261,7 +261,7 @@ class Timers:
             d.schedule(delay=3600),
         )
         publish_garbage(d, near[0], far)
-        if isinstance(timer := wiring_of(d.delays).timer, RedisTimer):
+        if isinstance(timer := runtime_of(d.delays).timer, RedisTimer):
             put_garbage(timer, near[0], far)
         ran_once(d, near)
         ran_once(d, [d.schedule() for _ in range(10)])
@@ -275,7 +275,7 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
         near.id,
         near.version,
         to_us(near.expected_time),
-        wiring_of(d.delays).clock.now_us(),
+        runtime_of(d.delays).clock.now_us(),
     )
     payloads: list[Any] = [
         [[], {}, {}],
@@ -293,7 +293,7 @@ def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
         [[[[id, version, 0, 10**30]]], {}, {}],
         [[[], {"drain": "all"}], {}, {}],
     ]
-    with wiring_of(d.delays).celery.connection_for_write() as connection:
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
         producer = connection.Producer(serializer="json")
         headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
         place = {

@@ -30,7 +30,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.core.filters import Filter
 from delaytasks.core.task import DelayTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 plain = admin.AdminSite("plain")
 plain.register(DelayTaskRow)
@@ -77,7 +77,7 @@ def tables() -> None:
 @pytest.fixture(autouse=True)
 def clean() -> Iterator[None]:
     yield
-    wiring_of(delays).store.clear()
+    runtime_of(delays).store.clear()
     assert not connection.in_atomic_block
 
 
@@ -236,7 +236,7 @@ def test_a_large_number_of_tasks_is_an_estimate(monkeypatch: pytest.MonkeyPatch)
         assert str(count_tasks(delays, many, reads_rows=False)) == "more than 5"
     else:
         with connection.cursor() as cursor:
-            cursor.execute(f"{analyze} {wiring_of(delays).store.schema.tasks.name}")
+            cursor.execute(f"{analyze} {runtime_of(delays).store.schema.tasks.name}")
         assert re.fullmatch(r"about (3|4|5)\d", str(count_tasks(delays, many)))
         monkeypatch.setattr(task_counts, "MAX_EXACT_COUNT", 1000)
         assert str(count_tasks(delays, many)) == "40"
@@ -271,7 +271,7 @@ def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> N
 def test_tasks_are_run_now_or_rescheduled(action: str, delay: str, due_in_s: float) -> None:
     task = delays.schedule_delay("mail", {}, 3600)
     act(operator(), action, task, **({"delay": delay} if delay else {}))
-    due_in = delays.get(task).due - wiring_of(delays).clock.now()
+    due_in = delays.get(task).due - runtime_of(delays).clock.now()
     assert abs(due_in - timedelta(seconds=due_in_s)) < timedelta(seconds=30)
 
 

@@ -14,7 +14,7 @@ import pytest
 from redis import Redis
 
 from delaytasks import DelayTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
 from tests.waiting import SLACK_S, wait_until
@@ -32,7 +32,7 @@ class RedisDeployment:
         self.server = server
         self.redis: Redis = server.client()
         self.d = Deployment(folder, database, server.url, **settings)
-        self.queue = wiring_of(self.d.delays).publisher.queue("default").name
+        self.queue = runtime_of(self.d.delays).publisher.queue("default").name
 
     def block(self, key: str) -> None:
         """Atomically replace the list, set or hash at `key` with a string."""
@@ -180,7 +180,7 @@ def test_the_redis_timer_survives_a_redis_that_refuses_writes(
 
 def test_a_worker_starts_where_the_redis_timers_keys_are_strings(open_broker: Open) -> None:
     broker = open_broker(timer="redis")
-    timer = wiring_of(broker.d.delays).redis_timer
+    timer = runtime_of(broker.d.delays).redis_timer
     assert timer is not None
     for slot in timer.slots("default"):
         for key in timer.keys(slot):

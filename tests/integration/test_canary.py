@@ -22,7 +22,7 @@ from sqlalchemy import make_url, text
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.settings import PREFIX, secret_names
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.recording import new_key
 from tests.redis_server import RedisServer
 from tests.running import ROOT, Deployment
@@ -94,7 +94,7 @@ def test_secrets_and_bodies_appear_in_no_output(
     wait_until(lambda: "no_processor" in worker.log(), 20, "the task without processor")
     wait_until(lambda: "no_key" in worker.log(), 20, "the task whose key is not there")
 
-    inspect = wiring_of(delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
+    inspect = runtime_of(delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
     told = {
         "worker": worker.log(),
         "beat": beat.log(),

@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import select, text
 
 from delaytasks import DelayTask, NewTask, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.running import Deployment, Process
 from tests.services import free_port
 from tests.waiting import wait_until
@@ -115,7 +115,7 @@ def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(deploy: Deploy) -> No
     done, failed, waiting = everything(d)
     first = d.drain("-c", "2", deadline_s=60)
     wait_until(
-        lambda: wiring_of(d.delays).clock.now() > d.delays.get(failed[0]).expected_time,
+        lambda: runtime_of(d.delays).clock.now() > d.delays.get(failed[0]).expected_time,
         10,
         "the last rung to be due",
     )

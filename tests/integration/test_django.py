@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core.filters import Filter
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -59,18 +59,18 @@ def alias(django: None, database_url: str) -> Iterator[str]:
 def module_delays(alias: str) -> Iterator[DjangoDelays]:
     prefix = "d" + secrets.token_hex(3) + "_"
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
-    with wiring_of(delays).store.database.begin() as connection:
-        wiring_of(delays).store.schema.metadata.create_all(connection)
+    with runtime_of(delays).store.database.begin() as connection:
+        runtime_of(delays).store.schema.metadata.create_all(connection)
     yield delays
-    with wiring_of(delays).store.database.begin() as connection:
-        wiring_of(delays).store.schema.metadata.drop_all(connection)
+    with runtime_of(delays).store.database.begin() as connection:
+        runtime_of(delays).store.schema.metadata.drop_all(connection)
     delays.close()
 
 
 @pytest.fixture
 def armed(module_delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     entries: list[Entry] = []
-    monkeypatch.setattr(wiring_of(module_delays).producer_timer, "arm", entries.extend)
+    monkeypatch.setattr(runtime_of(module_delays).producer_timer, "arm", entries.extend)
     return entries
 
 
@@ -80,7 +80,7 @@ def delays(module_delays: DjangoDelays, armed: list[Entry]) -> Iterator[DjangoDe
     connection = connections[module_delays.alias]
     assert not connection.in_atomic_block
     with connection.cursor() as cursor:
-        for table in wiring_of(module_delays).store.schema.metadata.sorted_tables:
+        for table in runtime_of(module_delays).store.schema.metadata.sorted_tables:
             cursor.execute(f"DELETE FROM {table.name}")
 
 
@@ -100,7 +100,7 @@ def rolled_back(alias: str) -> Iterator[None]:
 
 def rows(delays: DjangoDelays) -> list[Any]:
     """Return the rows that a connection of delaytasks' own reads."""
-    return wiring_of(delays).store.tasks.find(Filter(), 1000).tasks
+    return runtime_of(delays).store.tasks.find(Filter(), 1000).tasks
 
 
 # -- transactions --------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def remind_customer(order: int) -> None: ...
 
 
 def test_a_delayed_celery_task_is_written_in_the_atomic_block(delays: DjangoDelays) -> None:
-    remind = wiring_of(delays).celery.task(remind_customer, name="django.remind")
+    remind = runtime_of(delays).celery.task(remind_customer, name="django.remind")
     with rolled_back(delays.alias):
         remind.apply_async((1,), countdown=60, durable_eta=True)
     with transaction.atomic(delays.alias):
@@ -186,7 +186,7 @@ def test_a_transaction_that_is_committed_by_hand_has_its_tasks(
 
 def test_one_call_in_atomic_is_one_query(delays: DjangoDelays) -> None:
     # The call reads the database's time again, and the count excludes that query.
-    wiring_of(delays).clock.forget()
+    runtime_of(delays).clock.forget()
     with (
         transaction.atomic(delays.alias),
         CaptureQueriesContext(connections[delays.alias]) as queries,
@@ -222,7 +222,7 @@ def test_a_task_is_read_as_it_was_written(delays: DjangoDelays, is_atomic: bool)
         assert read.expected_time.utcoffset() == timedelta(0)
         assert read.create_time == task.create_time
         # The store reads on a connection of delaytasks' own.
-        own = wiring_of(delays).store.tasks.get(task.id)
+        own = runtime_of(delays).store.tasks.get(task.id)
         assert own is not None
         assert (own.expected_time, own.body) == (when, body)
 
@@ -240,10 +240,10 @@ def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
         with transaction.atomic(delays.alias):
             task = delays.schedule_at("order.close", 1, DUE)
             assert delays.get(task).expected_time == DUE
-        wiring_of(delays).clock.forget()
-        assert abs(wiring_of(delays).clock.now() - wiring_of(delays).store.tasks.now()) < timedelta(
-            seconds=1
-        )
+        runtime_of(delays).clock.forget()
+        assert abs(
+            runtime_of(delays).clock.now() - runtime_of(delays).store.tasks.now()
+        ) < timedelta(seconds=1)
     renew()
     assert rows(delays)[0].expected_time == DUE
 
@@ -277,7 +277,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     own = DjangoDelays(
         django_settings.new_celery_app(), delays.alias, table_prefix=prefix, encryption_keys=[key]
     )
-    monkeypatch.setattr(wiring_of(own).producer_timer, "arm", list[Entry]().extend)
+    monkeypatch.setattr(runtime_of(own).producer_timer, "arm", list[Entry]().extend)
     body = {"card": "cAnArY", "percent": "100 %"}
     with transaction.atomic(own.alias):
         own.schedule_delay("order.close", body, 60)
@@ -287,7 +287,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
         assert [task.body for task in own.find()] == [body] * 5
     with connections[own.alias].cursor() as cursor:
         cursor.execute(
-            f"SELECT message_body, id, tag FROM {wiring_of(own).store.schema.tasks.name}"
+            f"SELECT message_body, id, tag FROM {runtime_of(own).store.schema.tasks.name}"
         )
         rows = cursor.fetchall()
     stored = [row[0] for row in rows]
@@ -304,7 +304,7 @@ def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
 def test_the_model_has_the_columns_of_the_table(delays: DjangoDelays) -> None:
     from delaytasks.contrib.django.models import DelayTaskRow
 
-    columns = [column.name for column in wiring_of(delays).store.schema.tasks.columns]
+    columns = [column.name for column in runtime_of(delays).store.schema.tasks.columns]
     assert [field.column for field in DelayTaskRow._meta.concrete_fields] == columns
 
 
@@ -312,8 +312,8 @@ def test_a_taken_id_among_many_leaves_the_transaction_usable(delays: DjangoDelay
     with transaction.atomic(delays.alias):
         task = delays.schedule_delay("order.close", 1, 60)
         unit = DjangoTransaction(delays.alias)
-        assert not wiring_of(delays).store.tasks.insert_many([task], unit.connection)
-        assert not wiring_of(delays).store.tasks.insert(task, unit.connection)
+        assert not runtime_of(delays).store.tasks.insert_many([task], unit.connection)
+        assert not runtime_of(delays).store.tasks.insert(task, unit.connection)
         assert delays.schedule_delay("order.close", 1, 60, id=task.id).id == task.id
     assert [found.id for found in rows(delays)] == [task.id]
 
@@ -402,7 +402,7 @@ def test_a_database_error_rolls_back_the_callers_block_even_if_it_is_caught(
     with transaction.atomic(delays.alias):
         delays.schedule_delay("order.close", 1, 1)
         with monkeypatch.context() as patch:
-            patch.setattr(wiring_of(delays).store.tasks, "insert", fail_in_sql)
+            patch.setattr(runtime_of(delays).store.tasks, "insert", fail_in_sql)
             with pytest.raises(SessionUnusableError, match="no_such_table"):
                 delays.schedule_delay("order.close", 2, 1)
         with pytest.raises(SessionUnusableError):
@@ -429,7 +429,7 @@ def test_the_error_about_missing_tables_names_the_command_that_creates_them(alia
         ):
             delays.schedule_delay("order.close", 1, 1)
         with pytest.raises(ConfigError, match=r"does not exist.*; run: python manage\.py migrate$"):
-            wiring_of(delays).checks.check_ready()  # as a worker does at its start
+            runtime_of(delays).checks.check_ready()  # as a worker does at its start
     finally:
         delays.close()
 
@@ -439,7 +439,7 @@ def test_a_failed_time_measurement_raises_the_same_error_as_other_statements(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(instance, "db_now", lambda: literal_column("no_such_column"))
-        patch.setattr(wiring_of(delays).clock, "_base", None)
+        patch.setattr(runtime_of(delays).clock, "_base", None)
         with pytest.raises(StoreError, match="no_such_column"):
             delays.schedule_delay("order.close", 1, 1)
         with (
@@ -462,7 +462,7 @@ def test_a_broken_connection_is_reported_and_during_a_commit_with_the_id(
 
     connection = connections[delays.alias]
     with monkeypatch.context() as patch:
-        patch.setattr(wiring_of(delays).store.tasks, "insert", broken)
+        patch.setattr(runtime_of(delays).store.tasks, "insert", broken)
         with pytest.raises(StoreUnavailableError, match="closed the connection") as error:
             delays.schedule_delay("order.close", 1, 1)
         assert "secret" not in str(error.value)
@@ -481,9 +481,9 @@ def test_outside_of_atomic_a_call_is_done_as_a_whole_or_not_at_all(
     delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(wiring_of(delays).store.tasks, "_insert", fail_in_sql)
+        patch.setattr(runtime_of(delays).store.tasks, "_insert", fail_in_sql)
         with pytest.raises(StoreError):
             delays.schedule_delay("order.close", 1, 60, key="k")
     with connections[delays.alias].cursor() as cursor:
-        cursor.execute(f"SELECT count(*) FROM {wiring_of(delays).store.schema.keys.name}")
+        cursor.execute(f"SELECT count(*) FROM {runtime_of(delays).store.schema.keys.name}")
         assert cursor.fetchone() == (0,)

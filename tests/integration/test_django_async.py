@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -48,7 +48,7 @@ def delays(django: None, database_url: str) -> Iterator[DjangoDelays]:
     django_settings.add_database(alias, database_url)
     prefix = "d" + secrets.token_hex(3) + "_"
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix=prefix)
-    schema, database = wiring_of(delays).store.schema, wiring_of(delays).store.database
+    schema, database = runtime_of(delays).store.schema, runtime_of(delays).store.database
     with database.begin() as connection:
         schema.metadata.create_all(connection)
     made.append(delays)

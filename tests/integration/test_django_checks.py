@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -59,13 +59,13 @@ def found(**options: Any) -> dict[str, str]:
 
 
 def test_a_usual_project_has_no_problem(make_project: MakeProject) -> None:
-    migrations.upgrade(wiring_of(make_project()).store.database)
+    migrations.upgrade(runtime_of(make_project()).store.database)
     assert found(databases=["checked"]) == {}
 
 
 def test_a_horizon_above_the_brokers_timeout_is_an_error(make_project: MakeProject) -> None:
     delays = make_project(horizon_s=30)
-    wiring_of(delays).celery.conf.broker_transport_options = {"visibility_timeout": 20}
+    runtime_of(delays).celery.conf.broker_transport_options = {"visibility_timeout": 20}
     assert list(found()) == ["E001"]
     assert "lower the horizon" in found()["E001"]
 
@@ -107,7 +107,7 @@ def test_a_database_that_is_too_old_is_an_error(
 def test_tables_that_are_missing_or_of_another_version_are_reported(
     make_project: MakeProject,
 ) -> None:
-    database = wiring_of(make_project()).store.database
+    database = runtime_of(make_project()).store.database
     assert "manage.py migrate" in found(databases=["checked"])["W003"]
     migrations.upgrade(database)
     for revision, remedy in (("0000", "manage.py migrate"), ("9999", "or a newer one")):
@@ -121,7 +121,7 @@ def test_tables_that_are_missing_or_of_another_version_are_reported(
 
 def test_waiting_tasks_whose_tag_has_no_processor_are_reported(make_project: MakeProject) -> None:
     delays = make_project(strict_tags=False)
-    migrations.upgrade(wiring_of(delays).store.database)
+    migrations.upgrade(runtime_of(delays).store.database)
     delays.processor("known")(lambda body: None)
     for tag in ("known", "removed", "removed"):
         delays.schedule_delay(tag, {}, 60)
@@ -134,7 +134,7 @@ def test_a_large_number_of_waiting_tasks_is_not_read_as_a_whole(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     delays = make_project(strict_tags=False)
-    migrations.upgrade(wiring_of(delays).store.database)
+    migrations.upgrade(runtime_of(delays).store.database)
     monkeypatch.setattr(live_tags, "MOST_TAG_ROWS", 2)
     for queue, tag in (("a", "removed"), ("a", "removed"), ("a", "removed"), ("b", "renamed")):
         delays.schedule_delay(tag, {}, 60, queue=queue)
@@ -148,7 +148,7 @@ def test_a_model_instance_is_refused_and_the_error_says_to_pass_its_pk(
     from delaytasks.contrib.django.models import DelayTaskRow
 
     delays, order = make_project(), DelayTaskRow(id=7)
-    migrations.upgrade(wiring_of(delays).store.database)
+    migrations.upgrade(runtime_of(delays).store.database)
 
     @delays.processor("order.close")
     def close_order(body: Any) -> None: ...

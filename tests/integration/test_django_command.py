@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from delaytasks.cli.main import main
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -32,7 +32,7 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDe
     """Return the project's instance, on an SQLite file."""
     django_settings.add_database("commanded", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     made = DjangoDelays(django_settings.new_celery_app(), "commanded", strict_tags=False)
-    migrations.upgrade(wiring_of(made).store.database)
+    migrations.upgrade(runtime_of(made).store.database)
     monkeypatch.setattr(command, "project_delays", lambda: made)
     yield made
     made.close()

@@ -8,7 +8,7 @@ from urllib.parse import unquote
 import psycopg
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -111,13 +111,13 @@ def test_the_instance_uses_the_database_of_the_test_runner(tmp_path: Any) -> Non
     django_settings.add_database("moving", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     try:
         delays = DjangoDelays(django_settings.new_celery_app(), "moving")
-        before = wiring_of(delays).store
-        assert wiring_of(delays).store is before
+        before = runtime_of(delays).store
+        assert runtime_of(delays).store is before
         connections.settings["moving"]["NAME"] = str(tmp_path / "test_shop.sqlite3")
-        assert str(wiring_of(delays).store.database.url.database) == str(
+        assert str(runtime_of(delays).store.database.url.database) == str(
             tmp_path / "test_shop.sqlite3"
         )
-        assert wiring_of(delays).store is wiring_of(delays).store is not before
+        assert runtime_of(delays).store is runtime_of(delays).store is not before
         delays.close()
     finally:
         django_settings.remove_database("moving")
@@ -126,7 +126,7 @@ def test_the_instance_uses_the_database_of_the_test_runner(tmp_path: Any) -> Non
 def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: str) -> None:
     django_settings.add_database("modern", postgresql_url)
     delays = DjangoDelays(django_settings.new_celery_app(), "modern", table_prefix="psycopg3_")
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     with store.database.begin() as own:
         delays.create_tables(own)
     try:

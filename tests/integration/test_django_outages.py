@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -82,7 +82,7 @@ def test_the_command_line_reports_that_the_database_is_unavailable(
     away: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = ModuleType("project_that_is_away")
-    module.app = wiring_of(away).celery  # type: ignore[attr-defined]
+    module.app = runtime_of(away).celery  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     project = Project(module.__name__)
     for command in (
@@ -103,13 +103,13 @@ def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
     alias = f"leaves_{kind}"
     django_settings.add_database(alias, proxy.url(url))
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="dj_")
-    metadata = wiring_of(delays).store.schema.metadata
+    metadata = runtime_of(delays).store.schema.metadata
     try:
-        with wiring_of(delays).store.database.begin() as connection:
+        with runtime_of(delays).store.database.begin() as connection:
             metadata.create_all(connection)
         task = delays.schedule_delay("mail", {}, 60, key="k")
         # The call must read the database's time inside its own transaction.
-        monkeypatch.setattr(wiring_of(delays).clock, "_base", None)
+        monkeypatch.setattr(runtime_of(delays).clock, "_base", None)
         proxy.reset()
         with pytest.raises(StoreUnavailableError):
             delays.reschedule(task, 5)
@@ -125,7 +125,7 @@ def test_a_database_lost_between_two_calls_is_reported_and_used_again_later(
             delays.get(task)
         proxy.heal()
         assert delays.cancel(task)
-        with wiring_of(delays).store.database.begin() as connection:
+        with runtime_of(delays).store.database.begin() as connection:
             metadata.drop_all(connection)
     finally:
         delays.close()
@@ -140,9 +140,9 @@ def test_a_connection_to_a_former_primary_is_closed_after_one_call(
     alias = f"demoted_{kind}"
     django_settings.add_database(alias, request.getfixturevalue(f"{kind}_url"))
     delays = DjangoDelays(django_settings.new_celery_app(), alias, table_prefix="djd_")
-    metadata = wiring_of(delays).store.schema.metadata
+    metadata = runtime_of(delays).store.schema.metadata
     try:
-        with wiring_of(delays).store.database.begin() as connection:
+        with runtime_of(delays).store.database.begin() as connection:
             metadata.create_all(connection)
         with connections[alias].cursor() as cursor:
             cursor.execute(READ_ONLY[kind])
@@ -150,7 +150,7 @@ def test_a_connection_to_a_former_primary_is_closed_after_one_call(
             delays.schedule_delay("mail", {}, 60)
         delays.schedule_delay("mail", {}, 60)
         assert len(delays.find(tag="mail").tasks) == 1
-        with wiring_of(delays).store.database.begin() as connection:
+        with runtime_of(delays).store.database.begin() as connection:
             metadata.drop_all(connection)
     finally:
         delays.close()

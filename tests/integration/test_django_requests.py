@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -102,6 +102,6 @@ def test_only_the_configured_database_gets_the_tables_and_the_model_reads_it(
         from delaytasks.contrib.django.models import DelayTaskRow
 
         assert [row.id for row in DelayTaskRow.objects.all()] == [task.id]
-    table = wiring_of(orders).store.schema.tasks.name
+    table = runtime_of(orders).store.schema.tasks.name
     assert table in connections["orders"].introspection.table_names()
     assert table not in connections["archive"].introspection.table_names()

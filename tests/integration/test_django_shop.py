@@ -12,8 +12,8 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from delaytasks import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 from tests.integration.shops import ExampleShop, new_database
 from tests.waiting import wait_until
 
@@ -49,12 +49,12 @@ def shop(fresh_url: str, redis_url: str, tmp_path: Path) -> Iterator[ExampleShop
 
 def differences(shop: ExampleShop) -> list[Any]:
     """Return the changes with which Alembic would make the tables match the metadata."""
-    tables = wiring_of(shop.delays).store.schema.metadata
+    tables = runtime_of(shop.delays).store.schema.metadata
     options = {
-        **migrations.comparison(wiring_of(shop.delays).store.database.url.get_backend_name()),
+        **migrations.comparison(runtime_of(shop.delays).store.database.url.get_backend_name()),
         "include_name": lambda name, kind, _parents: kind != "table" or name in tables.tables,
     }
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    with runtime_of(shop.delays).store.database.begin() as connection:
         found: list[Any] = compare_metadata(
             MigrationContext.configure(connection, opts=options), tables
         )
@@ -100,21 +100,21 @@ WHERE tablename LIKE 'yb_delay%'
 def test_migrate_makes_the_tables_of_the_metadata_as_alembic_does(shop: ExampleShop) -> None:
     shop.command("manage.py", "migrate")
     assert differences(shop) == []
-    assert migrations.current(wiring_of(shop.delays).store.database) == migrations.head()
+    assert migrations.current(runtime_of(shop.delays).store.database) == migrations.head()
     by_django = create_statements(shop.database_url)
     assert len(by_django) >= 5
 
     shop.command("manage.py", "migrate", "delaytasks", "zero")
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    with runtime_of(shop.delays).store.database.begin() as connection:
         connection.execute(text("DROP TABLE yb_delay_alembic_version"))
     assert not create_statements(shop.database_url)
-    migrations.upgrade(wiring_of(shop.delays).store.database)
+    migrations.upgrade(runtime_of(shop.delays).store.database)
     assert create_statements(shop.database_url) == by_django
 
 
 @each_database
 def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: ExampleShop) -> None:
-    migrations.upgrade(wiring_of(shop.delays).store.database)
+    migrations.upgrade(runtime_of(shop.delays).store.database)
     task = shop.delays.schedule_delay("order.close", {"order": 7}, 3600)
     shop.command("manage.py", "migrate")
     assert shop.delays.get(task).body == {"order": 7}
@@ -124,15 +124,15 @@ def test_migrate_finds_the_tables_that_delaytasks_db_upgrade_made(shop: ExampleS
 @each_database
 def test_the_reverse_migration_keeps_a_task_table_that_has_rows(shop: ExampleShop) -> None:
     shop.command("manage.py", "migrate")
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    with runtime_of(shop.delays).store.database.begin() as connection:
         row = "INSERT INTO yb_delay_task_message (id, tag, message_body) VALUES (7, 'old', '{}')"
         connection.execute(text(row))
     shop.command("manage.py", "migrate", "delaytasks", "zero")
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    with runtime_of(shop.delays).store.database.begin() as connection:
         assert connection.execute(text("SELECT tag FROM yb_delay_task_message")).scalar() == "old"
     shop.command("manage.py", "migrate")
     assert shop.delays.get(7).tag == "old"
-    assert migrations.current(wiring_of(shop.delays).store.database) == migrations.head()
+    assert migrations.current(runtime_of(shop.delays).store.database) == migrations.head()
 
 
 @pytest.mark.quick
@@ -165,8 +165,8 @@ def test_delays_modules_are_imported_and_the_module_level_functions_are_the_proj
         "manage.py",
         "shell",
         "-c",
-        "from delaytasks.api import default; from delaytasks.wiring import wiring_of; "
-        "from shop.celery import app; d = default(); w = wiring_of(d); "
+        "from delaytasks.api import default; from delaytasks.runtime import runtime_of; "
+        "from shop.celery import app; d = default(); w = runtime_of(d); "
         "tags = [p.tag for p in w.registry if not p.tag.startswith('delaytasks.')]; "
         "print('tags', tags, w.celery is app, d.settings.namespace)",
     )
@@ -198,7 +198,7 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Exa
             "SELECT count(*) FROM pg_stat_activity "
             "WHERE datname = current_database() AND application_name = ''"
         )
-        database = wiring_of(shop.delays).store.database
+        database = runtime_of(shop.delays).store.database
         wait_until(
             lambda: database.autocommitted(lambda c: c.execute(query).scalar()) == 0,
             5,

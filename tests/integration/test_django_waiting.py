@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("django")
 
@@ -28,7 +28,7 @@ from tests.integration.test_django import alias, armed, delays, django, module_d
 @pytest.fixture(autouse=True)
 def fixup(module_delays: DjangoDelays) -> Iterator[None]:  # noqa: F811
     """Install the fixup that a worker of a Django project installs."""
-    made = DjangoWorkerFixup(wiring_of(module_delays).celery).install()
+    made = DjangoWorkerFixup(runtime_of(module_delays).celery).install()
     yield
     signals.task_prerun.disconnect(made.on_task_prerun)
     signals.task_postrun.disconnect(made.on_task_postrun)
@@ -58,7 +58,7 @@ def test_each_thread_closes_its_connection_after_its_row(
     def work(body: Any) -> None:
         query(alias, used)
 
-    wiring_of(delays).registry._processors.pop("shop.concurrent", None)
+    runtime_of(delays).registry._processors.pop("shop.concurrent", None)
     delays.processor("shop.concurrent", in_flight=2)(work)
     assert {task.status for task in run(delays, "shop.concurrent")} == {Status.DONE}
     assert threading.get_ident() not in {thread for thread, _ in used}
@@ -74,7 +74,7 @@ def test_coroutines_connections_are_closed_in_the_thread_that_django_makes_them_
     async def work(body: Any) -> None:
         await sync_to_async(query)(alias, used)
 
-    wiring_of(delays).registry._processors.pop("shop.async", None)
+    runtime_of(delays).registry._processors.pop("shop.async", None)
     delays.processor("shop.async")(work)
     assert {task.status for task in run(delays, "shop.async")} == {Status.DONE}
     assert [connection.connection for _, connection in used] == [None] * 6
@@ -93,7 +93,7 @@ def test_a_concurrent_row_is_completed_in_its_own_transaction(
         with turn, transaction.atomic(alias):
             task.complete(result=str(task.id))
 
-    wiring_of(delays).registry._processors.pop("shop.complete", None)
+    runtime_of(delays).registry._processors.pop("shop.complete", None)
     delays.processor("shop.complete", in_flight=3)(work)
     tasks = run(delays, "shop.complete")
     assert [task.result for task in tasks] == [str(task.id) for task in tasks]

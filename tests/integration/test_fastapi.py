@@ -17,8 +17,8 @@ from starlette.applications import Starlette
 from delaytasks import DelayTasks
 from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
 from delaytasks.core.errors import ConfigError
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.event_loops import engine_at, run
 from tests.recording import delays_on
 
@@ -72,7 +72,7 @@ class FastAPIShop:
 
 @asynccontextmanager
 async def shop_of(delays: DelayTasks) -> AsyncIterator[FastAPIShop]:
-    url = wiring_of(delays).store.database.url
+    url = runtime_of(delays).store.database.url
     async with engine_at(url.render_as_string(hide_password=False)) as engine:
         yield FastAPIShop(delays, engine)
 
@@ -125,7 +125,7 @@ def test_the_lifespan_closes_after_that_of_the_application(
     delays: DelayTasks, make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     monkeypatch.setattr(type(wiring), "close", lambda self: order.append("closed"))
 
     @asynccontextmanager

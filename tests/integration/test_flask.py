@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 pytest.importorskip("flask_sqlalchemy")
 
@@ -23,9 +23,8 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
 from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.core.errors import ConfigError, SessionUnusableError, ShardMismatchError
+from delaytasks.core.errors import ConfigError, SessionUnusableError
 from delaytasks.core.interfaces import Entry
-from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, new_database
 from tests.recording import new_key
 
@@ -64,10 +63,10 @@ def project(database_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Flas
     """Yield a project with tables of its own; `project.delays` has an app."""
     project = FlaskProject()
     project.create_app(database_url, table_prefix="f" + secrets.token_hex(3) + "_")
-    monkeypatch.setattr(wiring_of(project.delays).producer_timer, "arm", project.armed.extend)
+    monkeypatch.setattr(runtime_of(project.delays).producer_timer, "arm", project.armed.extend)
     tables, database = (
-        wiring_of(project.delays).store.schema.metadata,
-        wiring_of(project.delays).store.database,
+        runtime_of(project.delays).store.schema.metadata,
+        runtime_of(project.delays).store.database,
     )
     with database.begin() as connection:
         tables.create_all(connection)
@@ -87,8 +86,8 @@ def app_of(project: FlaskProject) -> Flask:
 
 def count(project: FlaskProject) -> int:
     """Return the number of rows that other connections see."""
-    query = select(func.count()).select_from(wiring_of(project.delays).store.schema.tasks)
-    found: int = wiring_of(project.delays).store.database.autocommitted(
+    query = select(func.count()).select_from(runtime_of(project.delays).store.schema.tasks)
+    found: int = runtime_of(project.delays).store.database.autocommitted(
         lambda c: c.execute(query).scalar_one()
     )
     return found
@@ -112,7 +111,7 @@ def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
 
 
 def test_bodies_are_encrypted_in_the_requests_transaction(project: FlaskProject) -> None:
-    app, tables = app_of(project), wiring_of(project.delays).store.schema.tasks
+    app, tables = app_of(project), runtime_of(project.delays).store.schema.tasks
     app.config["DELAYTASKS"]["encryption_keys"] = [new_key()]
     project.delays.init_app(app)
     with app.test_request_context():
@@ -158,7 +157,7 @@ def remind_customer(order: int) -> None: ...
 
 
 def test_a_delayed_celery_task_is_part_of_the_requests_transaction(project: FlaskProject) -> None:
-    remind = wiring_of(project.delays).celery.task(remind_customer, name="flask.remind")
+    remind = runtime_of(project.delays).celery.task(remind_customer, name="flask.remind")
     with app_of(project).test_request_context():
         remind.apply_async((1,), countdown=60, durable_eta=True)
         project.db.session.rollback()
@@ -237,41 +236,13 @@ def test_a_database_of_its_own_or_join_session_false_leave_the_requests_session_
     own, joined = FlaskProject(), FlaskProject(join_session=False)
     for project, settings in ((own, {"database_url": sqlite_path("tasks")}), (joined, {})):
         app = project.create_app(sqlite_path("shop"), **settings)
-        with wiring_of(project.delays).store.database.begin() as connection:
-            wiring_of(project.delays).store.schema.metadata.create_all(connection)
+        with runtime_of(project.delays).store.database.begin() as connection:
+            runtime_of(project.delays).store.schema.metadata.create_all(connection)
         with app.app_context():
             project.delays.schedule_delay("order.close", 1, 60)
             project.db.session.rollback()
         assert count(project) == 1
         project.delays.close()
-
-
-def test_of_several_databases_the_requests_session_is_on_its_own(
-    sqlite_path: Callable[[str], str],
-) -> None:
-    project = FlaskProject()
-    urls = [sqlite_path("other"), sqlite_path("shop")]
-    app = project.create_app(urls[1], database_url=urls)
-    for shard in wiring_of(project.delays).shards:
-        database = wiring_of(project.delays).router.stores[shard.number].database
-        migrations.upgrade(database, shard=shard.number)
-    keys = {project.delays.shard_for("order.close", str(n)).number: str(n) for n in range(20)}
-    with app.app_context():
-        rolled_back = project.delays.schedule_delay("order.close", 1, 60)
-        assert (
-            rolled_back.shard
-            == project.delays.schedule_delay("order.close", 1, 60, key=keys[1]).shard
-            == 1
-        )
-        with pytest.raises(ShardMismatchError, match="shard 0, and the session is on shard 1"):
-            project.delays.schedule_delay("order.close", 1, 60, key=keys[0])
-        project.db.session.rollback()
-        project.db.engine.dispose()
-    there = project.delays.schedule_delay("order.close", 1, 60, key=keys[0])
-    with app.app_context():
-        assert [task.id for task in project.delays.find()] == [there.id]
-        assert project.delays.get(there.id).shard == 0
-    project.delays.close()
 
 
 # -- processors -----------------------------------------------------------------------------------
@@ -336,14 +307,14 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     )
     app = Flask("shop")
     app.extensions["celery"] = extension
-    assert wiring_of(FlaskDelays(app)).celery is extension
-    assert wiring_of(FlaskDelays(Flask("shop"), celery_app=given)).celery is given
+    assert runtime_of(FlaskDelays(app)).celery is extension
+    assert runtime_of(FlaskDelays(Flask("shop"), celery_app=given)).celery is given
     app = Flask("shop")
     app.config["CELERY"] = {"broker_url": "memory://made"}
     made = FlaskDelays(app)
-    assert wiring_of(made).celery.main == "shop"
-    assert wiring_of(made).celery.conf.broker_url == "memory://made"
-    assert app.extensions["celery"] is wiring_of(made).celery
+    assert runtime_of(made).celery.main == "shop"
+    assert runtime_of(made).celery.conf.broker_url == "memory://made"
+    assert app.extensions["celery"] is runtime_of(made).celery
     assert app.extensions["delaytasks"] is made
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
@@ -367,17 +338,17 @@ def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
 
     for name in ("one", "two"):
         app = project.create_app(sqlite_path(name), namespace=name)
-        assert str(wiring_of(project.delays).store.database.url) == sqlite_path(name)
+        assert str(runtime_of(project.delays).store.database.url) == sqlite_path(name)
         assert project.delays.settings.namespace == name
-        assert wiring_of(project.delays).celery is app.extensions["celery"]
-        assert wiring_of(project.delays).registry.get("order.close") is not None
+        assert runtime_of(project.delays).celery is app.extensions["celery"]
+        assert runtime_of(project.delays).registry.get("order.close") is not None
 
 
 def test_an_in_memory_database_is_enough_for_tests_of_views() -> None:
     project = FlaskProject()
     app = project.create_app("sqlite://")
     with app.app_context():
-        wiring_of(project.delays).store.schema.metadata.create_all(project.db.session.connection())
+        runtime_of(project.delays).store.schema.metadata.create_all(project.db.session.connection())
         task = project.delays.schedule_delay("order.close", 1, 60, key="k")
         assert [found.id for found in project.delays.find(tag="order.close")] == [task.id]
         assert project.delays.cancel(tag="order.close", key="k")
@@ -402,7 +373,7 @@ def test_the_url_of_flask_sqlalchemy_is_used_even_from_its_configuration_alone(
     app = Flask("shop")
     app.config["SQLALCHEMY_DATABASE_URI"] = uri
     delays = FlaskDelays(app, celery_app=Celery(broker="memory://", set_as_current=False))
-    assert wiring_of(delays).store.database.url.render_as_string(hide_password=False) == url
+    assert runtime_of(delays).store.database.url.render_as_string(hide_password=False) == url
 
 
 def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Path) -> None:
@@ -415,7 +386,7 @@ def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Pat
         delays.init_app(app)
     db.init_app(app)
     delays.init_app(app)
-    assert wiring_of(delays).store.database.url.database == str(tmp_path / "shop.sqlite3")
+    assert runtime_of(delays).store.database.url.database == str(tmp_path / "shop.sqlite3")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ pytest.importorskip("flask_sqlalchemy")
 from flask import current_app
 
 from delaytasks import Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.test_flask import FlaskProject, app_of, count
 
 
@@ -21,7 +21,7 @@ def shops(sqlite_path: Callable[[str], str]) -> Iterator[dict[str, FlaskProject]
     made = {name: FlaskProject(default=False) for name in ("books", "pens")}
     for name, project in made.items():
         project.create_app(sqlite_path(name), name)
-        with wiring_of(project.delays).store.database.begin() as connection:
+        with runtime_of(project.delays).store.database.begin() as connection:
             project.delays.create_tables(connection)
     yield made
     for project in made.values():
@@ -51,7 +51,7 @@ def test_each_app_schedules_and_runs_its_own_tasks(shops: dict[str, FlaskProject
 
 
 def test_each_app_has_a_celery_app_that_runs_its_tasks(shops: dict[str, FlaskProject]) -> None:
-    celery_apps = [wiring_of(project.delays).celery for project in shops.values()]
+    celery_apps = [runtime_of(project.delays).celery for project in shops.values()]
     assert celery_apps == [app_of(project).extensions["celery"] for project in shops.values()]
     assert [app.main for app in celery_apps] == ["books", "pens"]
     assert all("delaytasks.run" in app.tasks for app in celery_apps)

@@ -20,7 +20,7 @@ from delaytasks import api
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.errors import SessionUnusableError, StoreError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.running import ROOT
 
 db = SQLAlchemy()
@@ -97,7 +97,7 @@ def test_hints_begin_like_the_command_itself(commands: FlaskCommands) -> None:
 
 
 def test_missing_tables_are_named_with_the_command_of_flask(commands: FlaskCommands) -> None:
-    store = wiring_of(commands.delays).store
+    store = runtime_of(commands.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
     with pytest.raises(StoreError, match=r"; run: flask --app APP delays db upgrade$"):

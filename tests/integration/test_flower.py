@@ -20,8 +20,8 @@ import requests
 from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.doc_pages import block_beginning
 from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
@@ -94,7 +94,7 @@ class FlowerSite:
         return {worker["hostname"]: worker for worker in self.get("/workers", json=1)["data"]}
 
     def close(self) -> None:
-        with wiring_of(self.deployment.delays).celery.connection_for_write() as connection:
+        with runtime_of(self.deployment.delays).celery.connection_for_write() as connection:
             if connection.transport.driver_type == "amqp":
                 for name in ("ev", "control.pidbox"):
                     connection.default_channel.exchange_delete(f"{self.token}.{name}")

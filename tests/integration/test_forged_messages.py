@@ -20,8 +20,8 @@ from redis import Redis
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.ids import COUNTER_BITS
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.eta import RUN, SWEEP
-from delaytasks.wiring import wiring_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
 from tests.waiting import wait_until
@@ -54,12 +54,12 @@ class PickleWorker:
         self.worker: Process = self.d.worker("-Q", "default", concurrency=1)
 
     def queue(self) -> Any:
-        return wiring_of(self.d.delays).publisher.queue("default")
+        return runtime_of(self.d.delays).publisher.queue("default")
 
     def send(self, messages: list[tuple[Any, Any, str]]) -> None:
         """Send messages; each one is a body, its headers and its content type."""
         queue = self.queue()
-        with wiring_of(self.d.delays).celery.connection_for_write() as connection:
+        with runtime_of(self.d.delays).celery.connection_for_write() as connection:
             producer = Producer(connection)
             for body, headers, kind in messages:
                 text = body if isinstance(body, (bytes, str)) else json.dumps(body)
@@ -259,7 +259,7 @@ def test_forged_messages_stop_no_worker_and_run_no_task(
 
 
 def forge_timer(scene: PickleWorker, redis: Redis, far: DelayTask) -> None:
-    timer = wiring_of(scene.d.delays).redis_timer
+    timer = runtime_of(scene.d.delays).redis_timer
     assert timer is not None
     members = [
         "x",
@@ -287,5 +287,5 @@ def forge_timer(scene: PickleWorker, redis: Redis, far: DelayTask) -> None:
 def _length(scene: PickleWorker) -> int:
     if scene.redis is not None:
         return int(scene.redis.llen(scene.queue().name))
-    with wiring_of(scene.d.delays).celery.connection_for_write() as connection:
+    with runtime_of(scene.d.delays).celery.connection_for_write() as connection:
         return int(scene.queue()(connection).queue_declare(passive=True).message_count)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from delaytasks import NewTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
@@ -46,7 +46,7 @@ class Connections(Deployment):
 
     def live(self, alive: list[str], is_over: Callable[[], bool], most_s: float) -> None:
         """Send heartbeats for `alive` until `is_over()`, for at most `most_s` seconds."""
-        clock = wiring_of(self.delays).clock
+        clock = runtime_of(self.delays).clock
         until = clock.now() + timedelta(seconds=most_s)
         while clock.now() < until and not is_over():
             next_at = clock.now() + timedelta(seconds=EVERY_S)
@@ -56,18 +56,18 @@ class Connections(Deployment):
     def count_messages(self) -> list[int]:
         """Return a list to which each later send in this process appends its number of messages."""
         sent: list[int] = []
-        send = wiring_of(self.delays).publisher.send
+        send = runtime_of(self.delays).publisher.send
 
         def counting(name: str, queue: str, messages: list[Any]) -> bool:
             sent.append(len(messages))
             return send(name, queue, messages)
 
-        wiring_of(self.delays).publisher.send = counting  # type: ignore[method-assign]
+        runtime_of(self.delays).publisher.send = counting  # type: ignore[method-assign]
         return sent
 
     def worker_events(self) -> dict[str, int]:
         answer = (
-            wiring_of(self.delays)
+            runtime_of(self.delays)
             .celery.control.inspect([self.node(0)], timeout=10, limit=1)
             .stats()
             or {}

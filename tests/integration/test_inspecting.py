@@ -13,7 +13,7 @@ from redis import Redis
 
 from delaytasks import Status
 from delaytasks.core.installed import installed_version
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -54,7 +54,7 @@ def test_celery_inspect_answers_while_a_chunk_runs(
     said = d.command("inspect", "stats", "-d", d.node(0), "-t", "10")
     assert said.status == 0, f"{said.log()}\n{worker.log()}"
     assert re.search(r'"oldest_chunk": "\d{4}-\d\d-\d\dT', said.log())
-    asked = wiring_of(d.delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
+    asked = runtime_of(d.delays).celery.control.inspect([d.node(0)], timeout=10, limit=1)
 
     def answer(command: str) -> Any:
         [found] = asked._request(command).values()
@@ -86,7 +86,7 @@ def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) 
     """
     d = open_deployment(horizon_s=60)
     task = d.schedule(delay=1)
-    queue = wiring_of(d.delays).publisher.queue("default").name
+    queue = runtime_of(d.delays).publisher.queue("default").name
     with Redis.from_url(d.conf["broker_url"]) as redis:
         said = d.command("purge", "-f")
         assert (said.status, redis.llen(queue)) == (0, 1), said.log()

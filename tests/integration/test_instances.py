@@ -13,9 +13,9 @@ from sqlalchemy import text
 import delaytasks
 from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.eta import SWEEP
-from delaytasks.wiring import wiring_of
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 
@@ -31,8 +31,8 @@ def instance(tmp_path: Path, name: str, **settings: Any) -> DelayTasks:
         f"sqlite:///{tmp_path / name}.db",
         **settings,
     )
-    with wiring_of(made).store.database.begin() as connection:
-        wiring_of(made).store.schema.metadata.create_all(connection)
+    with runtime_of(made).store.database.begin() as connection:
+        runtime_of(made).store.schema.metadata.create_all(connection)
     return made
 
 
@@ -52,7 +52,7 @@ def test_two_instances_in_one_process_are_independent(tmp_path: Path) -> None:
     one.runner().run_due("default", [0], 10)
     assert ran == ["one"]
     assert two.get(other).status is delaytasks.Status.NOT_COMPLETE
-    assert wiring_of(one).publisher.queue("default").name == "one.default"
+    assert runtime_of(one).publisher.queue("default").name == "one.default"
     assert one.events.counts["task.scheduled"] == two.events.counts["task.scheduled"] == 1
 
 
@@ -94,11 +94,11 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
     try:
         for d in made:
             migrations.upgrade(
-                wiring_of(d).store.database,
+                runtime_of(d).store.database,
                 d.settings.table_prefix,
                 d.settings.table_schema or None,
             )
-            wiring_of(d).store.check()
+            runtime_of(d).store.check()
         tasks = [d.schedule_delay("some.tag", n, 60, key="same") for n, d in enumerate(made)]
         for n, d in enumerate(made):
             assert [task.id for task in d.find(tag="some.tag")] == [tasks[n].id]
@@ -106,13 +106,13 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
     finally:
         for d in made:
             migrations.downgrade(
-                wiring_of(d).store.database,
+                runtime_of(d).store.database,
                 d.settings.table_prefix,
                 d.settings.table_schema or None,
                 "base",
             )
             d.close()
-        with wiring_of(made[0]).store.database.begin() as connection:
+        with runtime_of(made[0]).store.database.begin() as connection:
             connection.execute(text(f"DROP SCHEMA IF EXISTS {schema} CASCADE"))
 
 
@@ -120,7 +120,7 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
     app = Celery("shop", broker="redis://127.0.0.1:1/0", set_as_current=False)
     app.conf.broker_transport_options = {"visibility_timeout": 20}
     with pytest.raises(ConfigError, match="visibility_timeout = 20"):
-        wiring_of(
+        runtime_of(
             DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon_s=20)
         ).checks.check_ready()
 
@@ -142,9 +142,9 @@ def test_a_schedule_of_the_app_may_only_name_existing_sweep_partitions(
     with pytest.raises(
         ConfigError, match=r"beat_schedule\['mine'\] .* the sweep partitions are 0 to 1"
     ):
-        wiring_of(delays).checks.check_settings()
+        runtime_of(delays).checks.check_settings()
     app.conf.beat_schedule = entries
-    wiring_of(delays).checks.check_settings()
+    runtime_of(delays).checks.check_settings()
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_eve
     app = Celery(set_as_current=False, broker=url)
     delays = DelayTasks(app, data_dir=str(tmp_path), horizon_s=3600)
     with pytest.raises(ConfigError, match="visibility_timeout = 3600"):
-        wiring_of(delays).checks.check_settings()
+        runtime_of(delays).checks.check_settings()
 
 
 def test_without_a_horizon_a_message_beyond_the_visibility_timeout_runs_once(

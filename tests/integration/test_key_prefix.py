@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -21,7 +21,7 @@ def test_a_blocked_key_is_logged_with_its_prefix(
     server = start_redis()
     options = {"broker_transport_options": {"global_keyprefix": "shop_"}}
     d = Deployment(tmp_path, postgresql_url, server.url, options)
-    key = "shop_" + wiring_of(d.delays).publisher.queue("default").name
+    key = "shop_" + runtime_of(d.delays).publisher.queue("default").name
     try:
         worker = d.worker(concurrency=1)
         with server.client() as redis:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
@@ -83,7 +83,7 @@ def test_an_outage_of_the_database_is_logged_in_two_lines(
     waiting = [d.schedule("test.quiet", delay=n / 4) for n in range(20)]
     wait_until(lambda: "store.down" in worker.log(), 15, "the outage to be noticed")
     wait_until(
-        lambda: all(task.expected_time < wiring_of(d.delays).clock.now() for task in waiting),
+        lambda: all(task.expected_time < runtime_of(d.delays).clock.now() for task in waiting),
         15,
         "all to be due",
     )

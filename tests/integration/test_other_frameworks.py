@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from delaytasks.http_api.api_keys import ApiKeyFile
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.doc_pages import blocks
 from tests.running import ROOT
 
@@ -44,7 +44,7 @@ def test_a_request_schedules_in_its_transaction(
 ) -> None:
     names = application(framework, tmp_path, monkeypatch)
     delays, sessions = names["delays"], names["sessions"]
-    with wiring_of(delays).store.database.begin() as connection:
+    with runtime_of(delays).store.database.begin() as connection:
         delays.create_tables(connection)
 
     async def go() -> None:
@@ -67,7 +67,7 @@ def test_the_http_api_is_mounted_in_the_application(
 ) -> None:
     names = application(framework, tmp_path, monkeypatch)
     delays = names["delays"]
-    with wiring_of(delays).store.database.begin() as connection:
+    with runtime_of(delays).store.database.begin() as connection:
         delays.create_tables(connection)
     keys = tmp_path / "api-keys.json"
     key, _ = ApiKeyFile(keys).create("shop", ["read", "schedule:*"])

@@ -23,8 +23,8 @@ from delaytasks.core.errors import (
     InvalidInputError,
     InvalidQueueError,
 )
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 from tests.proxy import Proxy, proxy_to
 from tests.recording import delays_on, record, run_now
 from tests.running import Deployment
@@ -72,7 +72,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def new(broker_url: str, **settings: Any) -> DelayTasks:
         settings = {"callback_broker_url": broker_url, "callback_connect_s": 5, **settings}
         delays = delays_on(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **settings)
-        migrations.upgrade(wiring_of(delays).store.database)
+        migrations.upgrade(runtime_of(delays).store.database)
         record(delays)
         made.append(delays)
         return delays
@@ -170,7 +170,7 @@ def test_without_a_setting_messages_are_sent_to_the_apps_broker(
     make: Make, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     delays = make("")
-    wiring_of(delays).celery.conf.broker_url = rabbitmq_url
+    runtime_of(delays).celery.conf.broker_url = rabbitmq_url
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     assert send(delays, name, BODY).status is Status.DONE
     assert bodies(rabbit, name) == [BODY]
@@ -263,7 +263,9 @@ def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
     delays = make(proxy.url(rabbitmq_url))
     task = delays.schedule_message(name, None, 60)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda n: delays._wiring.callbacks.queue(Message(name, n), task), range(100)))
+        list(
+            pool.map(lambda n: delays._runtime.callbacks.queue(Message(name, n), task), range(100))
+        )
     assert sorted(bodies(rabbit, name)) == list(range(100))
     assert proxy.accepted <= 4
 
@@ -276,7 +278,7 @@ def test_a_connection_is_not_shared_with_a_child(
     task = send(delays, name, 1)
     child = os.fork()
     if child == 0:
-        delays._wiring.callbacks.queue(Message(name, 2), task)
+        delays._runtime.callbacks.queue(Message(name, 2), task)
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     assert proxy.accepted == 2

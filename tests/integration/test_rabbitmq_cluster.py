@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 from tests.services import free_port
@@ -37,7 +37,7 @@ def test_a_worker_whose_queues_node_is_down_works_from_the_table(
     try:
         with Connection(home.url) as connection:
             # A queue stays on the node that declared it.
-            wiring_of(d.delays).publisher.queue("default")(connection).declare()
+            runtime_of(d.delays).publisher.queue("default")(connection).declare()
         first = d.worker()
         d.wait_for([d.schedule()])
         home.crash()
@@ -109,7 +109,7 @@ def test_messages_are_sent_when_only_the_last_of_three_urls_answers(
     nobody = [f"amqp://guest:guest@127.0.0.1:{free_port()}//" for _ in range(2)]
     d = Deployment(tmp_path, postgresql_url, rabbitmq_url, {"broker_url": [*nobody, rabbitmq_url]})
     try:
-        assert wiring_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
-        assert wiring_of(d.delays).producer_timer.is_up
+        assert runtime_of(d.delays).publisher.send("delaytasks.run", "default", [([[]], {})])
+        assert runtime_of(d.delays).producer_timer.is_up
     finally:
         d.close()

@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conformance.timer_faults import R1_S, SLACK_S
 from tests.conformance.timers import ran_once
 from tests.proxy import Proxy, proxy_to
@@ -63,11 +63,11 @@ def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(
     deploy: Deploy,
 ) -> None:
     d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
-    timer = wiring_of(d.delays).redis_timer
+    timer = runtime_of(d.delays).redis_timer
     assert timer is not None
     gone = [d.schedule("test.mail", 60) for _ in range(700)]
     moved = [d.schedule(delay=60) for _ in range(20)]
-    assert wiring_of(d.delays).flush()
+    assert runtime_of(d.delays).flush()
     assert timer.counts(["default"]) == {"default": (720, 0)}
     assert d.delays.cancel_many(tag="test.mail").changed == len(gone)
     assert timer.counts(["default"]) == {"default": (20, 0)}
@@ -113,18 +113,18 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")
     d.worker()
     tasks: list[DelayTask] = []
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.5)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=0.5)
     d.delays.schedule_many(
         [NewTask("test.note", {"file": str(d.file)}, at=due)] * 300, on_batch=tasks.extend
     )
     wait_until(mortal.ended, 10, "the worker to be killed")
     d.wait_for(tasks, deadline_s=R1_S + SLACK_S)
     assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in tasks), "each once"
-    timer = wiring_of(d.delays).redis_timer
+    timer = runtime_of(d.delays).redis_timer
     assert timer is not None
     wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")
     if step != "deleted":
         answers = (
-            wiring_of(d.delays).celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
+            runtime_of(d.delays).celery.control.inspect(timeout=5, destination=[d.node(1)]).stats()
         )
         assert answers[d.node(1)]["delaytasks"]["events"]["entry.returned"] >= 5

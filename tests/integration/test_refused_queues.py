@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
@@ -68,7 +68,7 @@ def test_a_running_and_a_starting_worker_survive_a_refused_queue(
     first = d.worker()
     # Celery ignores a cancelled consumer in the consumer's first 0.1 s.
     goes_on(d, first)
-    name = wiring_of(d.delays).publisher.queue("default").name
+    name = runtime_of(d.delays).publisher.queue("default").name
     with Connection(rabbitmq_url) as connection:
         command(connection.default_channel, name)
         wait_until(lambda: "queue.blocked" in first.log(), 20, lambda: first.log())
@@ -95,7 +95,7 @@ def test_workers_run_tasks_while_a_quorum_queue_does_not_answer(
     d = Deployment(
         tmp_path, postgresql_url, own_rabbitmq.url, {"task_default_queue_type": "quorum"}
     )
-    queue = wiring_of(d.delays).publisher.queue("default")
+    queue = runtime_of(d.delays).publisher.queue("default")
     try:
         with Connection(own_rabbitmq.url) as connection:
             queue(connection).declare()

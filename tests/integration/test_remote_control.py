@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from delaytasks import Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -22,7 +22,7 @@ def test_without_remote_control_tasks_run_and_no_message_shuts_a_worker_down(
         worker, delays = d.worker(ready_s=90), d.delays
         # The test acts as an attacker. A worker that accepts commands would stop before it runs the
         # tasks that are scheduled after the command.
-        wiring_of(delays).celery.control.shutdown()
+        runtime_of(delays).celery.control.shutdown()
         tasks = [d.schedule(delay=0.2) for _ in range(3)]
         wait_until(
             lambda: {delays.get(task).status for task in tasks} == {Status.DONE},

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask, NewTask, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conformance.timers import ALONE
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
@@ -58,10 +58,10 @@ def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immedi
 ) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
     d = deploy(**ALONE, lease_s=60)
-    wiring_of(d.delays).sweeper.sweep()
+    runtime_of(d.delays).sweeper.sweep()
     worker = d.worker(pool=pool, concurrency=1)
     d.wait_for([d.schedule()])
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=0.3)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=0.3)
     # The worker claims these rows as one chunk, whose first row takes four seconds.
     behind: list[DelayTask] = []
     new = [NewTask("test.sleep", {"file": str(d.file), "seconds": 4}, at=due, priority=9)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
@@ -62,9 +62,9 @@ def test_no_worker_is_declared_lost_because_the_database_was_away(
     d.wait_for([d.schedule()])
     tasks = [d.schedule(delay=delay) for delay in (1, 2, 3)]
     getattr(database, outage)()
-    since = wiring_of(d.delays).clock.now()
+    since = runtime_of(d.delays).clock.now()
     wait_until(
-        lambda: (wiring_of(d.delays).clock.now() - since).total_seconds() > 3 * SILENT_S,
+        lambda: (runtime_of(d.delays).clock.now() - since).total_seconds() > 3 * SILENT_S,
         30,
         "the outage",
         every_s=0.1,

@@ -17,10 +17,10 @@ from sqlalchemy import create_engine, text
 from delaytasks import DelayTasks
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.replication import replication
 from delaytasks.storage.standby_watch import _POSTGRESQL_SESSIONS, COMMIT_LIMIT_S
-from delaytasks.wiring import wiring_of
 from tests.mariadb_server import MariaDBServer
 from tests.postgres_server import PostgresServer
 from tests.recording import delays_on, record
@@ -81,7 +81,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 def delays(server: Server) -> Iterator[DelayTasks]:
     made = delays_on(server.url)
     record(made)
-    migrations.upgrade(wiring_of(made).store.database)
+    migrations.upgrade(runtime_of(made).store.database)
     yield made
     alone(server)
     made.close()
@@ -103,7 +103,7 @@ def sessions(server: Server, delays: DelayTasks) -> int:
         "WHERE state LIKE 'Waiting for semi-sync%'"
     )
     return int(
-        wiring_of(delays).store.database.autocommitted(
+        runtime_of(delays).store.database.autocommitted(
             lambda c: c.execute(text(query)).scalar_one()
         )
     )
@@ -134,11 +134,11 @@ def test_a_worker_that_waits_for_a_missing_standby_claims_again_later(
 ) -> None:
     task = delays.schedule_delay("note", {}, 0)
     without_standby(server)
-    claims = wiring_of(delays).store.claims("w/1", None)
+    claims = runtime_of(delays).store.claims("w/1", None)
     with pytest.raises(StoreUnavailableError):
         in_thread(claims.claim, [Entry(task.id, 0, 0)]).result(BOUND_S)
     alone(server)
-    assert wiring_of(delays).store.tasks.read(task.id).id == task.id
+    assert runtime_of(delays).store.tasks.read(task.id).id == task.id
 
 
 def test_a_statement_that_takes_long_for_another_reason_is_left_alone(
@@ -147,7 +147,7 @@ def test_a_statement_that_takes_long_for_another_reason_is_left_alone(
     delays = delays_on(own_postgresql.url)
     slow = text(f"SELECT pg_sleep({COMMIT_LIMIT_S + 3})")
     done = in_thread(
-        wiring_of(delays).store.database.autocommitted, lambda c: c.execute(slow).all()
+        runtime_of(delays).store.database.autocommitted, lambda c: c.execute(slow).all()
     )
     assert len(done.result(BOUND_S)) == 1
     delays.close()
@@ -171,7 +171,7 @@ def test_the_standby_watch_thread_ends_while_no_connection_is_in_use(
     own_postgresql: PostgresServer,
 ) -> None:
     delays = delays_on(own_postgresql.url)
-    wiring_of(delays).store.database.autocommitted(lambda c: c.execute(text("SELECT 1")).all())
+    runtime_of(delays).store.database.autocommitted(lambda c: c.execute(text("SELECT 1")).all())
 
     def is_over() -> bool:
         return not any(thread.name == "delaytasks standbys" for thread in threading.enumerate())
@@ -181,11 +181,11 @@ def test_the_standby_watch_thread_ends_while_no_connection_is_in_use(
 
 
 def test_stats_reports_that_commits_wait(server: Server, delays: DelayTasks) -> None:
-    before = replication(wiring_of(delays).store.database)
+    before = replication(runtime_of(delays).store.database)
     assert before is not None
     assert before.mode == "none"
     without_standby(server)
-    found = replication(wiring_of(delays).store.database)
+    found = replication(runtime_of(delays).store.database)
     assert found is not None
     assert found.mode == "stopped"
     assert "COMMIT waits" in (found.problem or "")
@@ -206,9 +206,10 @@ def test_a_logical_subscriber_is_no_standby(own_postgresql: PostgresServer) -> N
     delays = delays_on(own_postgresql.url)
     count = text("SELECT count(*) FROM pg_stat_replication")
     assert (
-        wiring_of(delays).store.database.autocommitted(lambda c: c.execute(count).scalar_one()) == 1
+        runtime_of(delays).store.database.autocommitted(lambda c: c.execute(count).scalar_one())
+        == 1
     )
-    found = replication(wiring_of(delays).store.database)
+    found = replication(runtime_of(delays).store.database)
     assert found is not None
     assert found.mode == "none"
     delays.close()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.running import BROKERS, Deployment
 from tests.waiting import wait_until
 
@@ -143,8 +143,8 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
     tasks = schedule(d, 80, seconds=0.1, delay=1)
     wait_until(lambda: len(d.runs()) > 10, 15, "some of them to run")
     queue, control = (
-        wiring_of(d.delays).publisher.queue("default").name,
-        wiring_of(d.delays).celery.control,
+        runtime_of(d.delays).publisher.queue("default").name,
+        runtime_of(d.delays).celery.control,
     )
     assert control.add_consumer(queue, destination=[d.node(1)], reply=True, timeout=10, limit=1)
     # The second worker must learn that it serves the queue. It has not found a row on the waitlist.

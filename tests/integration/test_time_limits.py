@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.counting import counted
 from tests.running import BROKERS, Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -105,11 +105,11 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     deploy: Deploy, database: str, holds_gil: bool
 ) -> None:
     d = deploy(database, max_lost_leases=3)
-    due = wiring_of(d.delays).clock.now_us() // 1_000_000 + 4
+    due = runtime_of(d.delays).clock.now_us() // 1_000_000 + 4
     body = {"file": str(d.file)}
 
     def all_due(tag: str, count: int, **more: Any) -> list[DelayTask]:
-        delay = max(due - wiring_of(d.delays).clock.now_us() / 1e6, 0)
+        delay = max(due - runtime_of(d.delays).clock.now_us() / 1e6, 0)
         return [d.delays.schedule_delay(tag, {**body, **more}, delay) for _ in range(count)]
 
     neighbours = all_due("limits.none", 20) + all_due("limits.hard", 5)
@@ -156,9 +156,9 @@ def test_overdue_rows_with_and_without_limits_run_independently_on_two_databases
     deploy: Deploy, postgresql_url: str, mysql_url: str
 ) -> None:
     d = deploy([postgresql_url, mysql_url])
-    past = wiring_of(d.delays).clock.now() - timedelta(minutes=1)
+    past = runtime_of(d.delays).clock.now() - timedelta(minutes=1)
     stuck, others = list[Any](), list[Any]()
-    for shard in wiring_of(d.delays).shards:
+    for shard in runtime_of(d.delays).shards:
         rows = []
         for number in range(100):
             body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
@@ -174,7 +174,7 @@ def test_overdue_rows_with_and_without_limits_run_independently_on_two_databases
     d.worker(concurrency=3)
 
     def left() -> int:
-        counts = [counted(shard.store) for shard in wiring_of(d.delays).shards]
+        counts = [counted(shard.store) for shard in runtime_of(d.delays).shards]
         return sum(count[Status.NOT_COMPLETE] + count[Status.RUNNING] for count in counts)
 
     wait_until(

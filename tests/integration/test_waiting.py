@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 
 from delaytasks import DelayTask, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.test_worker import Deploy, deploy  # noqa: F401
 from tests.running import Deployment, combination
 from tests.waiting import wait_until
@@ -55,7 +55,7 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
 ) -> None:
     d = deploy(database, broker)
     d.worker(pool=pool)
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=2)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=2)
     body = {"file": str(d.file), "seconds": 1}
     waiting = [d.delays.schedule_at(WAITS[n % 2], body, due) for n in range(40)]
     together = [

@@ -12,8 +12,8 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.counting import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
@@ -25,7 +25,7 @@ class WorkerTable(Deployment):
     """Run workers whose loops a test can break."""
 
     def break_loop(self, node: str, loop: str, way: str) -> None:
-        control = wiring_of(self.delays).celery.control
+        control = runtime_of(self.delays).celery.control
         arguments = {"loop": loop, "way": way}
         answers = control.broadcast(
             "break_loop", arguments, destination=[node], reply=True, timeout=10, limit=1
@@ -34,7 +34,7 @@ class WorkerTable(Deployment):
 
     def stats(self, node: str) -> dict[str, Any]:
         """Return delaytasks' section of the answer to `celery inspect stats`."""
-        answer = wiring_of(self.delays).celery.control.inspect([node], timeout=10, limit=1).stats()
+        answer = runtime_of(self.delays).celery.control.inspect([node], timeout=10, limit=1).stats()
         found: dict[str, Any] = (answer or {}).get(node, {}).get("delaytasks", {})
         return found
 
@@ -117,7 +117,7 @@ def test_chunks_that_the_pool_forgets_with_the_broker_block_no_process(
     workers: WorkerTable,
 ) -> None:
     workers.worker(concurrency=1)
-    node, control, forgotten = workers.node(0), wiring_of(workers.delays).celery.control, 0
+    node, control, forgotten = workers.node(0), runtime_of(workers.delays).celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
         [answer] = control.broadcast(
@@ -132,7 +132,7 @@ def test_chunks_that_end_before_the_broker_is_back_block_no_process(
     workers: WorkerTable,
 ) -> None:
     workers.worker(concurrency=1)
-    node, control, forgotten = workers.node(0), wiring_of(workers.delays).celery.control, 0
+    node, control, forgotten = workers.node(0), runtime_of(workers.delays).celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
         [answer] = control.broadcast(
@@ -152,7 +152,7 @@ def test_a_chunk_of_a_process_that_died_just_before_the_broker_blocks_no_process
     Celery therefore reports that the new process has the chunk.
     """
     workers.worker(concurrency=1)
-    node, control = workers.node(0), wiring_of(workers.delays).celery.control
+    node, control = workers.node(0), runtime_of(workers.delays).celery.control
     [answer] = control.broadcast(
         "lose_broker", {"kills": True}, destination=[node], reply=True, timeout=10, limit=1
     )

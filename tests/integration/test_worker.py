@@ -18,8 +18,8 @@ import pytest
 from sqlalchemy import insert, text, update
 
 from delaytasks import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.conformance.store_rows import counts_moves
 from tests.counting import counted
 from tests.running import BROKERS, QUICK, Deployment, combination
@@ -159,7 +159,7 @@ def test_thousands_of_waiting_tasks_do_not_delay_an_earlier_one_on_embedded_serv
 ) -> None:
     d = deploy("sqlite", horizon_s=30)
     d.worker()
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=10)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=10)
     # Each call sends a message of its own.
     for _ in range(3000):
         d.delays.schedule_at("test.quiet", {}, due)
@@ -195,7 +195,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
     d = deploy(queues={"test.note": "mail"})
     name = d.settings["namespace"] + ".{}"
     worker = d.worker("-Q", name.format("mail"))
-    past = wiring_of(d.delays).clock.now() - timedelta(minutes=1)
+    past = runtime_of(d.delays).clock.now() - timedelta(minutes=1)
     common = {"tag": "test.quiet", "message_body": "{}", "expected_time": past}
     overdue = [
         {**common, "queue": queue, "lapses": lapses, "priority": priority}
@@ -230,7 +230,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
 
 def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=60)
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=4)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
     body = {"file": str(d.file), "seconds": SLOW_S}
     slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
     others = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(9)]
@@ -269,7 +269,7 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_ru
     deploy: Deploy,
 ) -> None:
     d = deploy(max_lost_leases=3, lease_s=5)
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=4)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
     poison = d.delays.schedule_at("test.abort", {"file": str(d.file)}, due)
     neighbours = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(20)]
     d.worker()
@@ -349,7 +349,7 @@ def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
 @pytest.mark.quick
 def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) -> None:
     d = deploy()
-    past = wiring_of(d.delays).clock.now() - timedelta(hours=1)
+    past = runtime_of(d.delays).clock.now() - timedelta(hours=1)
     rows = [{"tag": "test.quiet", "message_body": "{}", "expected_time": past} for _ in range(5000)]
     with d.store.database.begin() as connection:
         connection.execute(insert(d.store.schema.tasks), rows)
@@ -373,7 +373,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
 ) -> None:
     timer = {"timer": "direct"} if pool == "drain" else {}
     d = deploy(database, broker, sweep_s=15, self_sweep_s=15, horizon_s=30, lease_s=60, **timer)
-    now = wiring_of(d.delays).clock.now()
+    now = runtime_of(d.delays).clock.now()
     slow = {"tag": "test.sleep", "message_body": f'{{"file": "{d.file}", "seconds": 12}}'}
     quick = {"tag": "test.quiet", "message_body": "{}"}
     rows = [{**slow, "expected_time": now - timedelta(hours=2)} for _ in range(3)]
@@ -413,7 +413,7 @@ def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_al
     d = deploy(sweep_partitions=2, horizon_s=3)
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
-    due = wiring_of(d.delays).clock.now() + timedelta(seconds=6)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=6)
     sleeper = d.schedule("test.sleep", 0, body={"seconds": 4})
     wait_until(d.runs, 10, "the sleeper to begin")
     # These ids belong to sweep partition 1.

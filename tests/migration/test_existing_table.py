@@ -6,9 +6,9 @@ import pytest
 from sqlalchemy import text
 
 from delaytasks import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
-from delaytasks.wiring import wiring_of
 from tests.doc_pages import block_beginning
 from tests.migration.tables import drop_tables, schema_differences
 from tests.recording import delays_on
@@ -66,7 +66,7 @@ def test_the_documented_statements_make_an_existing_table_valid(
     delays = delays_on(url)
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     new = delays.schedule_delay("mail", {}, 0)
-    assert wiring_of(delays).shards[0].sweeper.sweep(0)
+    assert runtime_of(delays).sweeper.sweep(0)
     while delays.runner().run_due("default", [0], 30).claimed:
         pass
     assert sorted(ran) == [1, 3, new.id]

@@ -170,18 +170,6 @@ def test_a_configured_schema_is_created_and_used_on_postgresql(postgresql_url: s
     database.dispose()
 
 
-def test_a_database_gets_its_shard_number_once(database: Database) -> None:
-    def number() -> int | None:
-        return database.autocommitted(lambda c: migrations.number_of(c, build_schema(PREFIX)))
-
-    assert number() is None
-    migrations.upgrade(database, PREFIX, shard=2)
-    migrations.upgrade(database, PREFIX, shard=2)
-    assert number() == 2
-    with pytest.raises(ConfigError, match=r"is shard 2, but has position 0 .*keeps its position"):
-        migrations.upgrade(database, PREFIX)
-
-
 def test_a_table_that_cannot_store_emoji_is_reported_with_the_remedy(mysql_url: str) -> None:
     database = Database(mysql_url)
     drop_tables(database, None)

@@ -21,6 +21,7 @@ from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why
 from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.facts import FactReader
 from delaytasks.storage.overdue_rows import OverdueRows
@@ -28,7 +29,6 @@ from delaytasks.storage.replication import replication
 from delaytasks.storage.schema import build_schema
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conftest import settings_for
 from tests.recording import delays_on, record
 from tests.running import ROOT
@@ -170,14 +170,14 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert delays.attempts(task) == []
     with pytest.raises(StoreError):
         delays.pause(tag="mail")
-    checks = HealthChecks(wiring_of(delays).shards, wiring_of(delays).settings)
+    checks = HealthChecks(runtime_of(delays).shards, runtime_of(delays).settings)
     assert all(check.is_ok for check in checks.ready(HealthQuestion("api")))
     delays.close()
 
 
 def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("worker")
-    wiring_of(delays).checks.check_ready()
+    runtime_of(delays).checks.check_ready()
     ran: list[Any] = []
     delays.processor("good", keep_result=True)(ran.append)
     delays.processor("bad", retries="1h")(lambda body: 1 / 0)
@@ -195,16 +195,16 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     operator.recurring.pause("each hour")
     delays.recurring(every="20s", body={})(delays.processor("declared")(lambda body: None))
     delays.recurring.follow_code()
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     store.workers.report("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
-    wiring_of(delays).shards[0].policies.refresh()
+    runtime_of(delays).policy_cache.refresh()
     delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
     for _ in range(3):
-        assert wiring_of(delays).sweeper.sweep(0)
+        assert runtime_of(delays).sweeper.sweep(0)
         delays.runner().run_due("default", [0], 50)
     store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
-    store.leases.renew(["w1/1"], wiring_of(delays).clock.now())
+    store.leases.renew(["w1/1"], runtime_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)
     store.workers.expire(0)
     store.sweeps.forget_armed()
@@ -245,7 +245,7 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
     role_tables.admin(f"REVOKE SELECT ON {of}")
     try:
         with pytest.raises(ConfigError, match=rf"(?s)policies cannot be read.*denied.*{table}"):
-            wiring_of(delays).checks.check_ready()
+            runtime_of(delays).checks.check_ready()
     finally:
         role_tables.admin(f"GRANT SELECT ON {of.replace(' FROM ', ' TO ')}")
         delays.close()
@@ -253,17 +253,17 @@ def test_a_worker_that_may_not_read_the_number_of_changes_is_refused_with_the_ca
 
 def test_a_console_can_read(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("console")
-    stats = Stats(wiring_of(delays).store.database, wiring_of(delays).store.schema)
+    stats = Stats(runtime_of(delays).store.database, runtime_of(delays).store.schema)
     task = web.schedule_delay("mail", {}, 60)
     web.close()
-    assert why(FactReader(wiring_of(delays).store, delays.settings).of(task))[0].code == "future"
-    overdue = OverdueRows(wiring_of(delays).store.database, wiring_of(delays).store.schema)
+    assert why(FactReader(runtime_of(delays).store, delays.settings).of(task))[0].code == "future"
+    overdue = OverdueRows(runtime_of(delays).store.database, runtime_of(delays).store.schema)
     assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
-    assert replication(wiring_of(delays).store.database) is not None
+    assert replication(runtime_of(delays).store.database) is not None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
     assert delays.policies() is not None
-    assert wiring_of(delays).store.workers.all() is not None
+    assert runtime_of(delays).store.workers.all() is not None
     for call in (lambda: delays.schedule_delay("mail", {}, 5), lambda: delays.pause(tag="mail")):
         with pytest.raises(DelayTaskError):
             call()

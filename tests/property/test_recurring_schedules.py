@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from delaytasks import DelayTask, Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conformance.recurring.recurring_harness import RecurringHarness
 from tests.conformance.recurring.test_kills import Killer
 from tests.conftest import empty, open_store
@@ -29,7 +29,7 @@ class Schedules(RuleBasedStateMachine):
         url = f"sqlite:///{Path(self._folder.name) / 'test.sqlite3'}"
         self._store = open_store(url, table_prefix="s_")
         self._harness = RecurringHarness(url, self._store)
-        [shard] = wiring_of(self._harness.delays).shards
+        shard = runtime_of(self._harness.delays)
         object.__setattr__(shard, "clock", self._harness.clock)
 
     @initialize(overlap=st.sampled_from(["allow", "skip"]), jitter=st.sampled_from([0, 7]))

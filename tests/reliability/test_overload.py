@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conftest import settings_for
 from tests.counting import counted
 from tests.proxy import Proxy, proxy_to
@@ -79,8 +79,8 @@ def threads_of(worker: Process) -> int:
 
 
 def queued(d: Deployment) -> int:
-    with wiring_of(d.delays).celery.connection_for_write() as connection:
-        queue = wiring_of(d.delays).publisher.queue("default")(connection)
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
+        queue = runtime_of(d.delays).publisher.queue("default")(connection)
         return int(queue.queue_declare(passive=False).message_count)
 
 
@@ -164,7 +164,7 @@ def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
     own_rabbitmq.alarm(True)
     try:
         schedule_in_vain(d)
-        assert not wiring_of(d.delays).producer_timer.is_up
+        assert not runtime_of(d.delays).producer_timer.is_up
         wait_until(
             lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
         )
@@ -181,7 +181,7 @@ def test_the_sweep_finds_tasks_that_a_full_queue_refused(
     own_rabbitmq: RabbitServer, deploy: Deploy
 ) -> None:
     d = deploy(own_rabbitmq.url)
-    name = wiring_of(d.delays).publisher.queue("default").name
+    name = runtime_of(d.delays).publisher.queue("default").name
     own_rabbitmq.ctl(
         "set_policy",
         "full",

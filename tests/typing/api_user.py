@@ -67,7 +67,6 @@ assert_type(
 )
 assert_type(delaytasks.touch_many([1, "2"], 60), TouchResult[int])
 assert_type(delaytasks.new_id(), int)
-assert_type(delays.shard_for("order.close", "1").url, str)
 assert_type(delays.touch_many(tag="order.close", keys={"1", "2"}, delay=60), TouchResult[str])
 assert_type(delaytasks.touch_many(tag="order.close", keys=["1"], delay=60), TouchResult[str])
 assert_type(delaytasks.rerun("7"), DelayTask)

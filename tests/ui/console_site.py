@@ -23,11 +23,11 @@ from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.core.bulk import BulkResult
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.runtime import runtime_of
 from delaytasks.serving import make_server
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.waiting import wait_until
 
 #: Text that other users may write into tags, keys, bodies and errors.
@@ -65,7 +65,7 @@ def make_delays(url: str, **settings: Any) -> DelayTasks:
     def hostile(body: Any) -> None:
         raise ValueError(HOSTILE)
 
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
         store.schema.metadata.create_all(connection)
@@ -74,7 +74,7 @@ def make_delays(url: str, **settings: Any) -> DelayTasks:
 
 def fill(delays: DelayTasks) -> None:
     """Add tasks in all states, workers, policies, schedules and sweeps."""
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     for number in range(9):
         delays.schedule_delay("report.build", {"order": 900 + number}, 0, key=f"report-{number}")
     for number in range(4):
@@ -103,13 +103,13 @@ def fill(delays: DelayTasks) -> None:
     delays.recurring.pause("feeds", actor="maria")
     delays.cancel_many(
         tag="feed.read",
-        since=wiring_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9, hours=1),
+        since=runtime_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9, hours=1),
         actor="maria",
     )
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
         tags = ["order.close", "pay.notify"]
         store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=len(queues))
-    wiring_of(delays).sweeper.sweep(0)
+    runtime_of(delays).sweeper.sweep(0)
     spread_failures(delays)
     write_statistics(delays)
 
@@ -121,7 +121,7 @@ def add_hostile(delays: DelayTasks) -> None:
     def fail(body: Any) -> None:
         raise ValueError(HOSTILE)
 
-    store, body = wiring_of(delays).store, {"text": HOSTILE}
+    store, body = runtime_of(delays).store, {"text": HOSTILE}
     options: Any = {"meta": {"tenant": HOSTILE}, "concurrency_key": HOSTILE}
     delays.schedule_delay(HOSTILE, body, 0, key=HOSTILE, **options)
     delays.schedule_delay(HOSTILE, body, 0, key=f"{HOSTILE} again", retries="1h", **options)
@@ -151,7 +151,7 @@ def add_hostile(delays: DelayTasks) -> None:
 
 def write_statistics(delays: DelayTasks) -> None:
     """Write what workers would have counted in the last hour."""
-    store, now = wiring_of(delays).store, wiring_of(delays).clock.now()
+    store, now = runtime_of(delays).store, runtime_of(delays).clock.now()
     unwritten = Unwritten()
     for ago in range(60):
         counts = RunCounts()
@@ -171,7 +171,7 @@ def write_statistics(delays: DelayTasks) -> None:
 
 def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: int = 0) -> None:
     """Write what a worker would have counted in one minute of the past."""
-    store, now = wiring_of(delays).store, wiring_of(delays).clock.now()
+    store, now = runtime_of(delays).store, runtime_of(delays).clock.now()
     counts, unwritten = RunCounts(), Unwritten()
     for _ in range(runs):
         counts.add_run(0.02, 0.3, None)
@@ -185,7 +185,7 @@ def write_runs(delays: DelayTasks, tag: str, ago: timedelta, runs: int, failed: 
 
 def spread_failures(delays: DelayTasks) -> None:
     """Let the failed tasks have failed one after the other, within some hours."""
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     t = store.schema.tasks
     for number, task in enumerate(delays.find(status="FAILED", tag="report.build")):
         ago = -(number**2) * 900.0
@@ -211,7 +211,7 @@ class Site:
         """Return the path of a bulk run that has done a half, and goes on until it is stopped."""
         if self._begun_run is None or self._begun_run.filters != {"tag": tag}:
             run = BulkRunState(new_run_id(), "cancel", "maria", {"tag": tag}, 5200)
-            half = BulkResult(5200, 2600, 12, wiring_of(self.delays).clock.now())
+            half = BulkResult(5200, 2600, 12, runtime_of(self.delays).clock.now())
 
             def work(report: ReportProgress) -> BulkResult:
                 report(half)

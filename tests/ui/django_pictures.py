@@ -48,7 +48,7 @@ def _fill() -> int:
     """Make tasks, a policy and schedules; return the id of a task that failed."""
     from sqlalchemy import func, update
 
-    from delaytasks.wiring import wiring_of
+    from delaytasks.runtime import runtime_of
     from tests.integration.django_admin_tests import delays
 
     @delays.processor("pay.notify", retries="1ms")
@@ -70,7 +70,7 @@ def _fill() -> int:
     delays.pause(tag="pay.notify", actor="maria")
     delays.recurring.set("nightly-report", "report.send", {"days": 1}, cron="0 2 * * *",
                          tz="Europe/Berlin", overlap="skip", actor="maria")  # fmt: skip
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     tasks, attempts = store.schema.tasks, store.schema.attempts
     with store.database.begin() as connection:
         for table, column in ((tasks, tasks.c.error_stack), (attempts, attempts.c.error)):

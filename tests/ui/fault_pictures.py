@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from delaytasks import NewTask
 from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import Role
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment
 from tests.services import Services
@@ -123,7 +123,7 @@ def schedule_a_peak(shop: FaultyShop) -> None:
     for _ in range(2):
         shop.deployment.worker()
     shop.delays.schedule_many(NewTask("newsletter.send", {"to": n}, delay=0) for n in range(200))
-    now = wiring_of(shop.delays).clock.now()
+    now = runtime_of(shop.delays).clock.now()
     nine = now.replace(hour=9, minute=0, second=0, microsecond=0)
     monday = nine + timedelta(days=-now.weekday() % 7)
     if monday <= now:

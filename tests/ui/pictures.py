@@ -21,7 +21,7 @@ from delaytasks import DelayTasks, NewTask
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION
 from delaytasks.console.users import UserFile
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served, write_runs
@@ -57,7 +57,7 @@ def draw() -> None:
 
 def _add_peak(delays: DelayTasks) -> None:
     """Let many tasks become due at nine o'clock in two days."""
-    now = wiring_of(delays).clock.now()
+    now = runtime_of(delays).clock.now()
     nine = now.replace(hour=9, minute=0, second=0, microsecond=0) + timedelta(days=2)
     peak = (NewTask("newsletter.send", {"customer": n}, at=nine) for n in range(PEAK))
     delays.schedule_many(peak)
@@ -65,7 +65,7 @@ def _add_peak(delays: DelayTasks) -> None:
 
 def _rename(delays: DelayTasks) -> None:
     """Replace the names of this machine, and leave out the hostile task."""
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     tasks, attempts = store.schema.tasks, store.schema.attempts
     with store.database.begin() as connection:
         connection.execute(delete(tasks).where(tasks.c.tag == "hostile"))
@@ -81,12 +81,12 @@ def _rename(delays: DelayTasks) -> None:
 def _keep_alive(site: Site) -> None:
     """Do what the workers of the pictures would have done: run what is due, and report."""
     delays = site.delays
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     delays.runner().run_due("default", range(10), limit=100)
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
         tags = ["order.close", "pay.notify"]
         store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=3 * len(queues))
-    wiring_of(delays).sweeper.sweep(0)
+    runtime_of(delays).sweeper.sweep(0)
     site.app.extensions[EXTENSION].cache.forget()
 
 

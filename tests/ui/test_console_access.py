@@ -17,7 +17,7 @@ from delaytasks.console.users import FIRST_USER, UserFile
 from delaytasks.console.viewers import HostAccess, ProxyAccess, Role, Viewer
 from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.errors import ConfigError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui.console_site import SECRET, Site, post, token_of
 from tests.waiting import wait_until
 
@@ -303,7 +303,7 @@ def test_a_session_ends_although_it_is_used(
 ) -> None:
     client = make_console(site.delays, users).test_client()
     log_in(client)
-    start = now = wiring_of(site.delays).clock.now().timestamp()
+    start = now = runtime_of(site.delays).clock.now().timestamp()
     monkeypatch.setattr(requests, "now_s", lambda: now)
     while now - start < SESSION_S - 3600:
         now += 3600

@@ -15,10 +15,10 @@ from delaytasks import NewTask
 from delaytasks.console.viewers import Role
 from delaytasks.core import latest
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.ui.console_site import Site, make_delays, post
 from tests.ui.test_console_bulk import finish
 from tests.ui.test_console_pages import heading
@@ -31,7 +31,7 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     """A deployment with one worker, in which nothing is wrong."""
     monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
     site = Site(make_delays(f"sqlite:///{tmp_path / 'ahead.sqlite3'}"))
-    wiring = wiring_of(site.delays)
+    wiring = runtime_of(site.delays)
     wiring.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
     wiring.sweeper.sweep(0)
     yield site
@@ -39,7 +39,7 @@ def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 
 def schedule_peak(site: Site) -> None:
-    at = wiring_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
+    at = runtime_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
     site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(PEAK))
 
 
@@ -98,8 +98,8 @@ def test_after_a_spread_the_peak_is_no_longer_named(quiet: Site) -> None:
 
 def test_overdue_tasks_are_no_peak_ahead(quiet: Site) -> None:
     schedule_peak(quiet)
-    rows = wiring_of(quiet.delays).store.schema.tasks
-    with wiring_of(quiet.delays).store.database.begin() as connection:
+    rows = runtime_of(quiet.delays).store.schema.tasks
+    with runtime_of(quiet.delays).store.database.begin() as connection:
         connection.execute(update(rows).values(expected_time=db_now_plus(-60)))
     text = quiet.client().get("/").text
     assert heading(text).startswith("! Late.")
@@ -121,7 +121,7 @@ def test_without_a_live_worker_the_overview_names_no_peak(
 
 def test_the_overview_shows_the_share_on_time_and_the_error_budget_of_each_tag(quiet: Site) -> None:
     assert "Error budget" not in quiet.client().get("/").text
-    store, now = wiring_of(quiet.delays).store, wiring_of(quiet.delays).clock.now()
+    store, now = runtime_of(quiet.delays).store, runtime_of(quiet.delays).clock.now()
     table = StatisticsTable(store.database, store.schema)
     for ago, tag, on_time, late in (
         (timedelta(), "mail", 98, 2),

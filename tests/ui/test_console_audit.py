@@ -13,7 +13,7 @@ from delaytasks.console.bulk_runs import MOST_ACTIVE, BulkRunState, new_run_id
 from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.bulk import AuditEntry, BulkResult
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post, token_of
 from tests.ui.test_console_access import routes
 
@@ -56,7 +56,7 @@ def test_a_bulk_action_that_does_not_begin_is_audited(own_site: Site) -> None:
 
     def work(run: BulkRunState) -> BulkResult:
         run.stop.wait()
-        return BulkResult(1, 1, 0, wiring_of(own_site.delays).clock.now())
+        return BulkResult(1, 1, 0, runtime_of(own_site.delays).clock.now())
 
     runs = own_site.app.extensions[EXTENSION].runs
     for run in begun:
@@ -109,7 +109,7 @@ def test_the_pages_of_the_audit_have_each_entry_once(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages_many, "AUDIT_ENTRIES", 3)
-    client, bulk = own_site.client(), wiring_of(own_site.delays).bulk
+    client, bulk = own_site.client(), runtime_of(own_site.delays).bulk
     for number in range(8):
         bulk.record("pause", {"tag": f"tag-{number}"}, "maria")
     total, seen, path = len(newest(own_site, 100)), list[str](), "/audit"

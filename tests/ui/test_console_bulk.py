@@ -12,7 +12,7 @@ from werkzeug.datastructures import MultiDict
 
 from delaytasks.console.viewers import Role
 from delaytasks.operations import bulk_run
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post
 from tests.ui.test_console_pages import heading
 from tests.waiting import wait_until
@@ -132,7 +132,7 @@ def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site:
 def test_the_count_before_a_bulk_action_reads_small_pages(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits, lookup = [], wiring_of(site.delays).lookup
+    limits, lookup = [], runtime_of(site.delays).lookup
     find = lookup.find
 
     def finding(filters: Any, cursor: Any, limit: int, *others: Any) -> Any:

@@ -15,11 +15,11 @@ from delaytasks import NewTask
 from delaytasks.cli.deployment import read_deployment
 from delaytasks.operations import state as state_module
 from delaytasks.operations.verdict import Verdict, verdict_of
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.storage import failed_rows
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, make_delays
 
@@ -31,7 +31,7 @@ class FailingShop:
 
     def __init__(self, url: str) -> None:
         self.site = Site(make_delays(url, table_prefix="failing_"))
-        self.delays, wiring = self.site.delays, wiring_of(self.site.delays)
+        self.delays, wiring = self.site.delays, runtime_of(self.site.delays)
         self.store = wiring.store
         self.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["pay.notify"])
         wiring.sweeper.sweep(0)
@@ -41,12 +41,12 @@ class FailingShop:
         body = {"port": 443, "order": 7}
         self.delays.schedule_many(NewTask(tag, body, delay=0, **options) for _ in range(number))
         store, runner = self.store, self.delays.runner()
-        counts = WorkerCounts([wiring_of(self.delays).clock], 10)
+        counts = WorkerCounts(runtime_of(self.delays).clock, 10)
         while (report := runner.run_due("default", range(10), limit=100)).ran:
-            counts.add(0, report.statistics)
+            counts.add(report.statistics)
         table = StatisticsTable(store.database, store.schema)
         with store.database.begin() as connection:
-            table.add(connection, counts.take(0), store.tasks.now())
+            table.add(connection, counts.take(), store.tasks.now())
 
     def verdict(self) -> Verdict:
         return verdict_of(read_deployment(self.delays))

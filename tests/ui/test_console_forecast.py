@@ -12,7 +12,7 @@ import pytest
 
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, make_delays, post
 from tests.ui.test_console_bulk import finish
 from tests.ui.test_console_pages import heading
@@ -24,7 +24,7 @@ PEAK = 600
 def peak(tmp_path: Path) -> Iterator[Site]:
     """A deployment without workers, in which many tasks become due at the same time."""
     site = Site(make_delays(f"sqlite:///{tmp_path / 'peak.sqlite3'}"))
-    at = wiring_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
+    at = runtime_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
     site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(PEAK))
     yield site
     site.delays.close()

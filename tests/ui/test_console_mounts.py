@@ -158,7 +158,7 @@ def test_in_fastapi_a_function_of_the_request_names_the_viewer(delays: DelayTask
 
 
 def test_the_first_start_prints_a_password_once(delays: DelayTasks, tmp_path: Path) -> None:
-    delays._rewire(data_dir=str(tmp_path / "data"))
+    delays._renew_runtime(data_dir=str(tmp_path / "data"))
     said: list[str] = []
     client = standalone(delays, said.append).test_client()
     password = re.search(r"password (\S+)$", said[0])

@@ -23,8 +23,8 @@ from delaytasks.operations.error_search import error_matcher
 from delaytasks.operations.policies import CountedPolicies
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.operations.why import Explanations
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 
@@ -52,7 +52,7 @@ def test_the_verdict_names_what_fails(site: Site) -> None:
 
 def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'good.sqlite3'}")
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     assert verdict_of(read_deployment(delays)).headline.startswith("Idle.")
     delays.schedule_delay("order.close", {"order": 1}, 60)
     assert verdict_of(read_deployment(delays)).headline == "Stopped. No worker is alive."
@@ -65,7 +65,7 @@ def test_the_verdict_is_good_if_nothing_is_wrong(tmp_path: Any) -> None:
 
 def test_the_verdict_names_the_lateness_and_its_cause(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'late.sqlite3'}")
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     wiring.store.workers.report("celery@a", ["other"], "prefork", 2, 0, [])
     wiring.sweeper.sweep(0)
     delays.schedule_delay("order.close", {}, 60)
@@ -80,7 +80,7 @@ def test_the_verdict_names_the_lateness_and_its_cause(tmp_path: Any) -> None:
 
 def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any) -> None:
     site = Site(make_delays(f"sqlite:///{tmp_path / 'old.sqlite3'}"))
-    wiring = wiring_of(site.delays)
+    wiring = runtime_of(site.delays)
     wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["report.build"])
     wiring.sweeper.sweep(0)
     site.delays.schedule_delay("report.build", {"order": 1}, 0)
@@ -99,7 +99,7 @@ def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any)
 
 def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_path: Any) -> None:
     site = Site(make_delays(f"sqlite:///{tmp_path / 'outage.sqlite3'}"))
-    wiring = wiring_of(site.delays)
+    wiring = runtime_of(site.delays)
     for name, services in (
         ("celery@well", ServiceTimes(beat_s=90)),
         ("celery@alone", ServiceTimes(broker_down_s=200, timer_down_s=3, beat_s=200)),
@@ -118,7 +118,7 @@ def test_the_overview_names_a_worker_without_its_broker_and_a_silent_beat(tmp_pa
 
 def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: Any) -> None:
     delays = make_delays(f"sqlite:///{tmp_path / 'flaws.sqlite3'}")
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
     wiring.sweeper.sweep(0)
     delays.set_policy(tag="order.close", concurrency=1)
@@ -181,7 +181,7 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
         assert answer.status_code == 200, path
         assert "cannot be read" not in answer.text, path
     assert "9 tasks of report.build have failed since" in client.get("/").text
-    store = wiring_of(site.delays).store
+    store = runtime_of(site.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
     site.delays.close()
@@ -190,7 +190,7 @@ def test_all_pages_work_on_each_database(database_url: str) -> None:
 def test_overdue_tasks_of_a_queue_are_counted_priority_by_priority(tmp_path: Any) -> None:
     """Without a priority, the database reads all waiting tasks of the queue."""
     delays = make_delays(f"sqlite:///{tmp_path / 'queues.sqlite3'}")
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     rows = store.schema.tasks
     for priority in (0, 3, 9):
         delays.schedule_delay("order.close", {}, 60, priority=priority)
@@ -288,7 +288,7 @@ def test_a_search_that_takes_too_long_asks_for_a_narrower_filter(
         limits.append(arguments[-1])
         raise SearchTimeoutError("the search took longer than 5 s: narrow its filter")
 
-    monkeypatch.setattr(wiring_of(site.delays).lookup, "find", find)
+    monkeypatch.setattr(runtime_of(site.delays).lookup, "find", find)
     client = site.client()
     for path in ("/tasks?tag=nothing", "/tasks?error=timeout", "/bulk?action=cancel&tag=nothing"):
         answer = client.get(path)
@@ -363,7 +363,7 @@ def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.Mo
     """Fifty open consoles read the state of the database as often as one."""
     state = site.app.extensions["delaytasks_console"]
     state.cache.forget()
-    policies, reads = wiring_of(site.delays).policies, list[CountedPolicies]()
+    policies, reads = runtime_of(site.delays).policies, list[CountedPolicies]()
     read_all = policies.read_all
 
     def counting() -> CountedPolicies:
@@ -399,10 +399,10 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     assert "The task was scheduled again at " in client.get(page).text
     do("reschedule", when="2h")
     assert f", to {delays.get(task.id).due:%Y-%m-%d %H:%M:%S} UTC.<" in client.get(page).text
-    due = delays.get(task.id).due - wiring_of(delays).clock.now()
+    due = delays.get(task.id).due - runtime_of(delays).clock.now()
     assert timedelta(minutes=119) < due <= timedelta(hours=2)
     do("run")
-    assert delays.get(task.id).due <= wiring_of(delays).clock.now()
+    assert delays.get(task.id).due <= runtime_of(delays).clock.now()
     assert "The task was made due at " in client.get(page).text
     actions = [entry.action for entry in delays.audit() if entry.filter.get("id") == str(task.id)]
     assert actions == ["run_task", "reschedule_task", "rerun_task", "cancel_task"]
@@ -415,7 +415,7 @@ def test_the_page_of_a_task_names_no_command_that_its_viewers_may_call_different
     client = site.client(Role.VIEW)
     for status in ("FAILED", "CANCELLED", "HELD"):
         [task, *_] = site.delays.find(status=status).tasks
-        assert re.search(": delaytasks ", str(wiring_of(site.delays).explanations().of(task)))
+        assert re.search(": delaytasks ", str(runtime_of(site.delays).explanations.of(task)))
         assert not re.search(": delaytasks ", client.get(f"/tasks/{task.id}").text)
 
 

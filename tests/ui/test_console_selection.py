@@ -12,7 +12,7 @@ from sqlalchemy import update
 
 from delaytasks import Status
 from delaytasks.console.viewers import Role
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, post, served
 from tests.ui.test_console_bulk import confirm, finish
@@ -105,8 +105,8 @@ def test_selected_failed_and_cancelled_tasks_run_again(own_site: Site) -> None:
 
 def test_a_selected_task_that_moved_meanwhile_is_left_as_it_is(own_site: Site) -> None:
     client, ids = own_site.client(Role.OPERATE), waiting(own_site, 3)
-    t = wiring_of(own_site.delays).store.schema.tasks
-    with wiring_of(own_site.delays).store.database.begin() as connection:
+    t = runtime_of(own_site.delays).store.schema.tasks
+    with runtime_of(own_site.delays).store.database.begin() as connection:
         running = update(t).where(t.c.id == ids[0]).values(status=int(Status.RUNNING))
         connection.execute(running)
     own_site.delays.cancel(ids[1])

@@ -14,12 +14,12 @@ from sqlalchemy import event
 from delaytasks.console import known_names
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, write_runs
 
 
 def add_worker(site: Site, *tags: str) -> None:
-    workers = wiring_of(site.delays).store.workers
+    workers = runtime_of(site.delays).store.workers
     workers.report("celery@shop-3", ["default"], "prefork", 8, 0, tags)
 
 
@@ -72,7 +72,7 @@ def test_the_names_are_bounded_and_those_of_policies_stay(
 
 
 def test_the_names_are_read_without_the_table_of_tasks(own_site: Site) -> None:
-    store, seen = wiring_of(own_site.delays).store, list[str]()
+    store, seen = runtime_of(own_site.delays).store, list[str]()
     for engine in (store.database.auto, store.database.tx):
         event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
     with own_site.app.test_request_context():
@@ -91,9 +91,9 @@ def test_a_page_is_shown_if_the_names_cannot_be_read(
     def fail(*_: Any, **__: Any) -> Any:
         raise StoreUnavailableError("the database does not answer")
 
-    monkeypatch.setattr(type(wiring_of(own_site.delays).store.policies), "read", fail)
+    monkeypatch.setattr(type(runtime_of(own_site.delays).store.policies), "read", fail)
     monkeypatch.setattr(type(own_site.delays.statistics), "series", fail)
-    monkeypatch.setattr(type(wiring_of(own_site.delays).store.workers), "registered", fail)
+    monkeypatch.setattr(type(runtime_of(own_site.delays).store.workers), "registered", fail)
     client = own_site.client(Role.VIEW)
     assert suggested(client, "/tasks", "queue") == ["default"]
     assert suggested(client, "/tasks", "tag") == []

@@ -17,8 +17,8 @@ from delaytasks.console.run_charts import PERIODS
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.run_counts import OTHER_TAGS
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.api import Statistics
-from delaytasks.wiring import wiring_of
 from tests.ui.console_site import Site, chart_titles, make_delays, post, write_runs
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
@@ -136,7 +136,7 @@ def test_a_tag_that_cannot_exist_is_refused(empty: Site, name: str) -> None:
 
 
 def test_the_page_of_tags_does_not_read_the_tasks(own_site: Site) -> None:
-    store, seen = wiring_of(own_site.delays).store, list[str]()
+    store, seen = runtime_of(own_site.delays).store, list[str]()
 
     def note(_c: Any, _cursor: Any, statement: str, *more: Any) -> None:
         seen.append(statement)

@@ -17,10 +17,10 @@ from delaytasks.console.requests import ConsoleState
 from delaytasks.console.viewers import Role
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.state import ServicesState
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import MODES, check_page
@@ -34,20 +34,20 @@ def site(tmp_path: Path) -> Iterator[Site]:
     """A deployment with one worker, in which nothing is wrong."""
     site = Site(make_delays(f"sqlite:///{tmp_path / 'verdict.sqlite3'}"))
     report(site)
-    wiring_of(site.delays).sweeper.sweep(0)
+    runtime_of(site.delays).sweeper.sweep(0)
     yield site
     site.delays.close()
 
 
 def report(site: Site, name: str = "celery@a", **services: float) -> None:
-    wiring_of(site.delays).store.workers.report(
+    runtime_of(site.delays).store.workers.report(
         name, ["default"], "prefork", 2, 0, services=ServiceTimes(**services)
     )
 
 
 def add(site: Site, number: int, status: Status, age_s: float = 60) -> None:
     """Add tasks of this status that were due some time ago."""
-    store, tag = wiring_of(site.delays).store, "report.build"
+    store, tag = runtime_of(site.delays).store, "report.build"
     ids = [site.delays.schedule_delay(tag, {"order": 1}, 60).id for _ in range(number)]
     t, at = store.schema.tasks, db_now_plus(-age_s)
     with store.database.begin() as connection:
@@ -81,7 +81,7 @@ def test_the_broker_has_not_answered_since_the_workers_lost_it(site_without_brok
     site = site_without_broker
     [sentence] = sentences(page(site))
     assert sentence.startswith("The broker does not answer; "), "the worker reaches it"
-    store = wiring_of(site.delays).store
+    store = runtime_of(site.delays).store
     with store.database.begin() as connection:
         connection.execute(update(store.schema.workers).values(started_at=db_now_plus(-900)))
     report(site, broker_down_s=200)
@@ -161,8 +161,8 @@ def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
 
 def test_the_headline_has_all_failed_tasks_as_the_tile_has(site: Site) -> None:
     add(site, 2, Status.FAILED)
-    t = wiring_of(site.delays).store.schema.tasks
-    with wiring_of(site.delays).store.database.begin() as connection:
+    t = runtime_of(site.delays).store.schema.tasks
+    with runtime_of(site.delays).store.database.begin() as connection:
         connection.execute(update(t).values(tag="pay.notify", update_time=db_now_plus(-7200)))
     add(site, 3, Status.FAILED)
     text = page(site)
@@ -174,7 +174,7 @@ def test_the_headline_has_all_failed_tasks_as_the_tile_has(site: Site) -> None:
 
 
 def test_waiting_and_running_tasks_without_a_worker_are_counted_separately(site: Site) -> None:
-    wiring_of(site.delays).store.workers.remove("celery@a")
+    runtime_of(site.delays).store.workers.remove("celery@a")
     add(site, 2, Status.RUNNING)
     site.delays.schedule_delay("report.build", {}, 600)
     text = page(site)

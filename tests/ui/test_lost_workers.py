@@ -12,8 +12,8 @@ from sqlalchemy import update
 
 from delaytasks.cli.deployment import read_deployment
 from delaytasks.operations.verdict import Verdict, verdict_of
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.ui.console_site import Site, make_delays
 
 LEASES = "run again elsewhere when their leases end."
@@ -24,19 +24,19 @@ def site(tmp_path: Any) -> Iterator[Site]:
     """Return a site whose tasks are on time, with one live worker."""
     site = Site(make_delays(f"sqlite:///{tmp_path / 'lost.sqlite3'}"))
     report(site, "w0@alive")
-    wiring_of(site.delays).sweeper.sweep(0)
+    runtime_of(site.delays).sweeper.sweep(0)
     site.delays.schedule_delay("order.close", {"order": 1}, 60)
     yield site
     site.delays.close()
 
 
 def report(site: Site, name: str) -> None:
-    store = wiring_of(site.delays).store
+    store = runtime_of(site.delays).store
     store.workers.report(name, ["default"], "prefork", 2, 0, ["order.close"])
 
 
 def lose(site: Site, name: str) -> None:
-    store = wiring_of(site.delays).store
+    store = runtime_of(site.delays).store
     report(site, name)
     w = store.schema.workers
     with store.database.begin() as connection:
@@ -75,7 +75,7 @@ def test_several_lost_workers_are_counted_and_the_last_ones_are_named(site: Site
 
 def test_late_tasks_are_worse_than_a_lost_worker(site: Site) -> None:
     lose(site, "w1@host")
-    store = wiring_of(site.delays).store
+    store = runtime_of(site.delays).store
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-430)))
     verdict = judge(site)
@@ -104,7 +104,7 @@ def test_the_table_of_workers_shows_the_time_of_the_loss(site: Site, path: str) 
 
 def test_the_page_names_lost_workers_if_no_other_one_is_left(site: Site) -> None:
     lose(site, "w1@host")
-    wiring_of(site.delays).store.workers.remove("w0@alive")
+    runtime_of(site.delays).store.workers.remove("w0@alive")
     assert judge(site).headline == "Stopped. No worker is alive."
     text = site.client().get("/workers").text
     assert "w1@host" in text

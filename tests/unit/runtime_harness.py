@@ -8,10 +8,9 @@ from typing import Any
 from celery import Celery
 
 from delaytasks import DelayTasks
-from delaytasks.wiring import wiring_of
-from delaytasks.worker.building import build_runtime
+from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_tasks import processes_of
-from delaytasks.worker.runtime import WorkerRuntime
+from delaytasks.worker.worker_runtime import WorkerRuntime
 
 
 class WorkerDouble:
@@ -37,27 +36,19 @@ def make_runtime(place: Path | str, **settings: Any) -> WorkerRuntime:
     delays = DelayTasks(
         app, place if isinstance(place, str) else f"sqlite:///{place / 'test.db'}", **settings
     )
-    with wiring_of(delays).store.database.begin() as connection:
-        wiring_of(delays).store.schema.metadata.create_all(connection)
-    return runtime_of(delays)
-
-
-def runtime_of_two_shards(folder: Path, **settings: Any) -> WorkerRuntime:
-    """Return a runtime on two databases that have no tables."""
-    app = Celery("test", broker="memory://", set_as_current=False)
-    return runtime_of(
-        DelayTasks(app, [f"sqlite:///{folder / name}.db" for name in "ab"], **settings)
-    )
+    with runtime_of(delays).store.database.begin() as connection:
+        runtime_of(delays).store.schema.metadata.create_all(connection)
+    return worker_runtime_of(delays)
 
 
 _made: list[DelayTasks] = []
 
 
-def runtime_of(delays: DelayTasks) -> WorkerRuntime:
+def worker_runtime_of(delays: DelayTasks) -> WorkerRuntime:
     _made.append(delays)
     worker = WorkerDouble()
     worker.delays = delays
-    return build_runtime(wiring_of(delays), processes_of(wiring_of(delays).celery), worker)
+    return WorkerRuntime(runtime_of(delays), processes_of(runtime_of(delays).celery), worker)
 
 
 def stop_loops(runtime: WorkerRuntime) -> None:

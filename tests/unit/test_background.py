@@ -22,9 +22,9 @@ from celery import Celery
 from delaytasks import DelayTasks
 from delaytasks.core.clock import Clock
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.timers import background
 from delaytasks.timers.background import BackgroundTimer
-from delaytasks.wiring import wiring_of
 from tests.waiting import wait_until
 
 
@@ -291,7 +291,7 @@ def test_uwsgi_without_threads_is_recognized(
     assert background.can_run_threads() is expected
     app = Celery("uwsgi-test", broker="memory://", set_as_current=False)
     with closing(DelayTasks(app, "sqlite://")) as delays:
-        assert (wiring_of(delays).background_timer is not None) is expected
+        assert (runtime_of(delays).background_timer is not None) is expected
 
 
 def test_a_failure_loses_only_the_entries_of_its_call_and_is_logged(

@@ -12,9 +12,9 @@ from kombu import Queue
 
 from delaytasks import DelayTasks
 from delaytasks.core.events import Events
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.eta import SWEEP
 from delaytasks.timers.publisher import Publisher
-from delaytasks.wiring import wiring_of
 from tests.unit.test_queues import served
 
 # -- queues --------------------------------------------------------------------------------------
@@ -65,7 +65,7 @@ def test_a_chosen_queue_that_the_app_declares_is_not_taken_for_ours(queues: Any)
 )
 def test_a_sweep_message_arrives_with_any_task_settings_of_the_app(conf: dict[str, Any]) -> None:
     delays = make_delays(**conf)
-    app, queue = wiring_of(delays).celery, wiring_of(delays).publisher.queue("default")
+    app, queue = runtime_of(delays).celery, runtime_of(delays).publisher.queue("default")
     app.amqp.queues.add(queue)
     with app.connection_for_write() as connection:
         bound = queue(connection.default_channel)

@@ -101,18 +101,19 @@ def test_each_task_of_a_batch_can_be_asked_about_and_no_other(bench: RunnerHarne
 
 def test_children_see_the_renewals_that_the_main_process_records() -> None:
     renewals = Renewals()
-    assert renewals.last(3) == (0, 0)
-    renewals.record(3, asked_at=61.5, answered_at=61.5, lease_s=60)
+    assert renewals.last() == (0, 0)
+    renewals.record(asked_at=61.5, answered_at=61.5, lease_s=60)
     child = os.fork()
     if child == 0:
-        renewals.record(4, asked_at=62.5, answered_at=62.5, lease_s=60)
-        os._exit(0 if renewals.last(3) == (61.5, 1.5) else 1)
+        is_seen = renewals.last() == (61.5, 1.5)
+        renewals.record(asked_at=62.5, answered_at=62.5, lease_s=60)
+        os._exit(0 if is_seen else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert (renewals.last(3), renewals.last(4)) == ((61.5, 1.5), (62.5, 2.5))
-    renewals.record(3, asked_at=80, answered_at=81, lease_s=60)
-    assert renewals.last(3) == (80, 1.5), "no lease ended between the two renewals"
-    renewals.record(3, asked_at=100, answered_at=141, lease_s=60)
-    assert renewals.last(3) == (100, 81), "leases ended before the answer"
+    assert renewals.last() == (62.5, 1.5)
+    renewals.record(asked_at=80, answered_at=81, lease_s=60)
+    assert renewals.last() == (80, 1.5), "no lease ended between the two renewals"
+    renewals.record(asked_at=100, answered_at=141, lease_s=60)
+    assert renewals.last() == (100, 81), "leases ended before the answer"
 
 
 def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(

@@ -117,7 +117,6 @@ def test_all_documented_commands_exist() -> None:
     wanted += [f"recurring {name}" for name in ("list", "set", "pause", "resume", "run")]
     wanted += [f"recurring {name}" for name in ("remove", "next", "import")]
     wanted += ["serve", "api-key create", "api-key list", "api-key remove"]
-    wanted += ["db shards"]
     assert set(wanted) == {path for path, _ in commands(main)}
 
 

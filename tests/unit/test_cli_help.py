@@ -39,7 +39,7 @@ def test_each_example_of_the_help_is_a_valid_call_of_its_command(
     monkeypatch.setattr(COMMANDS[path], "callback", lambda **_: called.append(path))
     monkeypatch.setattr(context.Cli, "delays", None)
     clock = SimpleNamespace(now=lambda: NOON)
-    monkeypatch.setattr(times, "wiring_of", lambda _: SimpleNamespace(clock=clock))
+    monkeypatch.setattr(times, "runtime_of", lambda _: SimpleNamespace(clock=clock))
     monkeypatch.chdir(tmp_path)
     found = examples(COMMANDS[path])
     assert found

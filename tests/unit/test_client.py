@@ -28,9 +28,9 @@ from delaytasks.core.new_task import TaskOptions
 from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.recurrence.api import Recurring
 from delaytasks.recurrence.schedule import RecurringSchedule
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.api import Statistics
 from delaytasks.testing import DelaysTester
-from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
@@ -87,12 +87,6 @@ def test_the_module_has_each_function_in_both_forms() -> None:
 def test_delaytasks_has_at_most_39_public_names_and_their_twins() -> None:
     assert len(public_names() - TWINS) <= 39, sorted(public_names() - TWINS)
     assert set(api.__all__) < public_names()
-
-
-def test_the_public_shards_expose_no_internals(tmp_path: Path) -> None:
-    delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
-    assert delays.shards == [delays.shard_for("mail", "7")]
-    assert [field.name for field in fields(delays.shards[0])] == ["number", "url"]
 
 
 def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) -> None:
@@ -264,7 +258,7 @@ def test_a_call_reaches_the_insert_statement_within_few_frames(
 ) -> None:
     delays = delays_on(f"sqlite:///{tmp_path / 'shop.sqlite3'}")
     record(delays)
-    database = wiring_of(delays).store.database
+    database = runtime_of(delays).store.database
     with database.begin() as connection:
         delays.create_tables(connection)
     monkeypatch.setattr(api, "_default", delays)
@@ -272,7 +266,7 @@ def test_a_call_reaches_the_insert_statement_within_few_frames(
     seen: list[list[str]] = []
 
     def note(_c: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if statement.startswith(f"INSERT INTO {wiring_of(delays).store.schema.tasks.name} "):
+        if statement.startswith(f"INSERT INTO {runtime_of(delays).store.schema.tasks.name} "):
             seen.append(own_frames())
 
     for engine in (database.auto, database.tx):
@@ -334,7 +328,7 @@ def test_a_module_level_call_uses_the_instance_that_was_set_as_the_default(tmp_p
     code = """
 delays = delaytasks.DelayTasks(Celery("shop", broker="memory://"), "sqlite:///shop.sqlite3")
 delaytasks.api.set_default(delays)
-with create_engine(delays.shards[0].url).begin() as connection:
+with create_engine("sqlite:///shop.sqlite3").begin() as connection:
     delays.create_tables(connection)
 print(delays.get(delaytasks.schedule_delay("mail", {}, 60)).tag)
 """

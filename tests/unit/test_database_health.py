@@ -47,13 +47,15 @@ def test_a_database_that_refuses_is_not_down(
 
     known = SimpleNamespace(stamp=None)
     cache = SimpleNamespace(known=known, refresh=refresh, cancel_requests=0)
-    shard: Any = SimpleNamespace(policies=cache, number=0, named=str, close=None)
-    loop = policy_loop(shard, events, outages, Mock())
+    runtime: Any = SimpleNamespace(
+        policy_cache=cache, events=events, store=SimpleNamespace(close=None)
+    )
+    loop = policy_loop(runtime, outages, Mock())
     for _ in range(3):
         with suppress(StoreError):
             loop._turn()
         time.now += DATABASE_ANSWER_S + 1
-        outages.check_answers()
+        outages.check_answer()
     assert told == (["store.down"] if is_down else [])
 
 

@@ -260,9 +260,9 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
     }
     program = (
         "from delaytasks.api import default; from delaytasks.cli.main import main; "
-        "from delaytasks.storage import migrations; from delaytasks.wiring import wiring_of; "
-        "migrations.upgrade(wiring_of(default()).store.database); "
-        "wiring_of(default()).store.workers.report('w', [], 'prefork', 1, 0); "
+        "from delaytasks.storage import migrations; from delaytasks.runtime import runtime_of; "
+        "migrations.upgrade(runtime_of(default()).store.database); "
+        "runtime_of(default()).store.workers.report('w', [], 'prefork', 1, 0); "
         "main(['stats', '--json'])"
     )
     done = subprocess.run(

@@ -14,9 +14,9 @@ from sqlalchemy.schema import CreateIndex
 from delaytasks import DelayTasks
 from delaytasks.attachment import ENTRY_POINTS
 from delaytasks.core import errors
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import build_schema
 from delaytasks.testing import DelaysTester
-from delaytasks.wiring import wiring_of
 from tests.conformance.statistics.test_size import LIMIT_BYTES
 from tests.doc_pages import PAGES, ROOT, block_beginning, blocks
 
@@ -72,7 +72,7 @@ def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
 def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) -> None:
     documented = block_beginning("docs/testing.md", "AssertionError: ").text
     delays = DelayTasks(Celery("shop", set_as_current=False), f"sqlite:///{tmp_path / 'a.sqlite3'}")
-    with wiring_of(delays).store.database.begin() as connection:
+    with runtime_of(delays).store.database.begin() as connection:
         delays.create_tables(connection)
     with freeze_time("2027-01-01"), DelaysTester(delays) as tester:
         delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")

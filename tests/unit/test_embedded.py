@@ -163,8 +163,8 @@ def test_the_redis_timer_uses_the_embedded_broker_too(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": os.getcwd(), "DELAYTASKS_TIMER": "redis"}
     environ.pop("CELERY_BROKER_URL", None)
     code = (
-        "from delaytasks.celery import app, delays; from delaytasks.wiring import wiring_of; "
-        "print(app.conf.broker_url, wiring_of(delays).redis_timer.link.url)"
+        "from delaytasks.celery import app, delays; from delaytasks.runtime import runtime_of; "
+        "print(app.conf.broker_url, runtime_of(delays).redis_timer.link.url)"
     )
     said = subprocess.run(
         [sys.executable, "-c", code],

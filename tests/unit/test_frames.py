@@ -12,7 +12,7 @@ import pytest
 import delaytasks
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.interfaces import Entry
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request
 from delaytasks.worker.chunk_request import ChunkRequest, run_chunk
 from tests.conftest import open_store
@@ -37,7 +37,7 @@ def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DelayTas
     url = f"sqlite:///{tmp_path / 'frames.sqlite3'}"
     open_store(url).close()
     made = delays_on(url)
-    monkeypatch.setattr(chunk_request, "current_app", wiring_of(made).celery)
+    monkeypatch.setattr(chunk_request, "current_app", runtime_of(made).celery)
     yield made
     made.close()
 

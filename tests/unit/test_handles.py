@@ -15,7 +15,7 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks, InvalidScheduleError, Processor, StaleVersionError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.recording import delays_on, record
 
 AT = datetime(2031, 1, 1, tzinfo=timezone.utc)
@@ -62,7 +62,7 @@ def test_a_function_can_have_several_tags_and_the_registry_gets_the_function_its
     def both(body: int) -> int:
         return body
 
-    registry = wiring_of(delays).registry
+    registry = runtime_of(delays).registry
     specs = {spec.tag: spec for spec in registry}
     functions = [specs[tag].function for tag in ("module.one", "module.two")]
     assert functions[0] is functions[1] is both.function
@@ -94,7 +94,7 @@ def test_functions_of_classes_are_bound_as_usual() -> None:
 
 def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -> None:
     own = delays_on(f"sqlite:///{tmp_path}/tasks.sqlite3", tags=["mail.other"])
-    with wiring_of(own).shards[0].store.database.begin() as connection:
+    with runtime_of(own).store.database.begin() as connection:
         own.create_tables(connection)
     record(own)
 
@@ -118,7 +118,7 @@ def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -
         send.cancel(key="1", version=first.version + 1)
     assert send.cancel(key="1")
     assert not send.cancel(key="1")
-    with wiring_of(own).shards[0].store.database.begin() as connection:
+    with runtime_of(own).store.database.begin() as connection:
         send.schedule({"n": 4}, 5, session=connection)
         connection.rollback()
     assert len(send.find()) == 6

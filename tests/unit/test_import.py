@@ -40,11 +40,11 @@ WITH_THE_FIRST_CALL = (
 SCHEDULE = """
 from celery import Celery
 from delaytasks import DelayTasks
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}")
-with wiring_of(delays).store.database.begin() as connection:
+with runtime_of(delays).store.database.begin() as connection:
     delays.create_tables(connection)
-wiring_of(delays).checks.check_ready()
+runtime_of(delays).checks.check_ready()
 assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))
 """
 READ = """

@@ -12,7 +12,7 @@ from celery.app.control import Control
 
 from delaytasks import DelayTasks
 from delaytasks.core.errors import StoreError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 
 class OwnControl(Control):
@@ -56,7 +56,7 @@ def test_each_way_to_revoke_tasks_cancels_their_rows(
 
     assert revoked == [["a"], ["b", "c"], ["d"], ["e"], ["f"], {"tenant": "acme"}]
     assert control is None or app.control.greeting == "hello"
-    wiring_of(app.delaytasks).close()
+    runtime_of(app.delaytasks).close()
 
 
 def test_a_control_object_that_exists_already_is_replaced(
@@ -84,7 +84,7 @@ def test_workers_receive_the_revoke_even_if_the_database_cannot_be_used(
         app.control.revoke("a")
 
     assert told == ["revoke"]
-    wiring_of(app.delaytasks).close()
+    runtime_of(app.delaytasks).close()
 
 
 def test_send_task_shows_celerys_signature(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_send_task_shows_celerys_signature(tmp_path: Path) -> None:
 def test_a_call_by_name_finds_the_options_of_a_task_that_was_just_declared(tmp_path: Path) -> None:
     app = Celery("shop", broker="memory://", set_as_current=False)
     delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
-    with wiring_of(delays).store.database.begin() as connection:
+    with runtime_of(delays).store.database.begin() as connection:
         delays.create_tables(connection)
 
     @app.task(name="remind", durable_eta=True)

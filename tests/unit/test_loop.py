@@ -13,8 +13,8 @@ from delaytasks.core import loop as loop_module
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events, log_event
 from delaytasks.core.loop import Loop
-from delaytasks.worker import runtime as runtime_module
-from delaytasks.worker.runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
+from delaytasks.worker import worker_runtime as runtime_module
+from delaytasks.worker.worker_runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
 from tests.unit.manual_monotonic import ManualMonotonic
 from tests.waiting import wait_until
 

@@ -12,7 +12,7 @@ from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.metrics import snapshot
 from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
 from delaytasks.operations.state import read_shard
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.recording import delays_on
 from tests.unit.manual_monotonic import ManualMonotonic
 
@@ -31,9 +31,9 @@ def rest_after_reading(
     monkeypatch.setattr(snapshot, "monotonic", time)
     monkeypatch.setattr(snapshot, "read_shard", slow)
     delays = delays_on(f"sqlite:///{tmp_path / 'a.sqlite3'}")
-    with wiring_of(delays).store.database.begin() as connection:
-        wiring_of(delays).store.schema.metadata.create_all(connection)
-    source = DatabaseMetrics(wiring_of(delays))
+    with runtime_of(delays).store.database.begin() as connection:
+        runtime_of(delays).store.schema.metadata.create_all(connection)
+    source = DatabaseMetrics(runtime_of(delays))
     source.families()
     read_at = time.at
     while len(reads) == 1:

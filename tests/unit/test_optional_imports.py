@@ -52,7 +52,7 @@ def write_modules():
     (PATH / "modules").write_text("\\n".join(sys.modules))
 """
 PRODUCER = """
-with create_engine(delays.shards[0].url).begin() as connection:
+with create_engine(delays.settings.database_url).begin() as connection:
     delays.create_tables(connection)
 delays.schedule_delay("mail", {"to": "ada"}, 10)
 runs = [name for name in sys.modules if name.startswith("delaytasks.execution.")]

@@ -16,8 +16,8 @@ from delaytasks import DelayTasks
 from delaytasks.core.private_files import make_folder, tighten_data_folder, tighten_folder
 from delaytasks.embedded import broker as broker_module
 from delaytasks.embedded.broker import begin, use_embedded_broker
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
 
@@ -56,7 +56,7 @@ def opened(data: Path) -> DelayTasks:
     delays = DelayTasks(
         Celery("private", broker="memory://", set_as_current=False), data_dir=str(data)
     )
-    migrations.upgrade(wiring_of(delays).store.database)
+    migrations.upgrade(runtime_of(delays).store.database)
     return delays
 
 
@@ -65,7 +65,7 @@ def test_the_embedded_database_is_made_private_with_all_its_files(
 ) -> None:
     delays = opened(data)
     delays.schedule_delay("mail", {"card": 1}, 60)
-    with wiring_of(delays).store.database.begin() as connection:
+    with runtime_of(delays).store.database.begin() as connection:
         connection.execute(text("DELETE FROM yb_delay_task_message"))
         assert {path.name for path in data.iterdir()} >= {
             "delays.sqlite3",
@@ -93,7 +93,7 @@ def test_files_that_an_earlier_version_left_open_are_made_private(
         (data / name).touch()
         (data / name).chmod(0o644)
     data.chmod(0o755)
-    wiring_of(
+    runtime_of(
         DelayTasks(Celery("later", broker="memory://", set_as_current=False), data_dir=str(data))
     ).store.close()
     assert_private(data)

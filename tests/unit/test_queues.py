@@ -10,8 +10,8 @@ from celery import Celery
 from delaytasks import DelayTasks
 from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
+from delaytasks.runtime import runtime_of
 from delaytasks.scheduling.queue_routing import QueueRouting
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.celery_patches import add_queues
 from delaytasks.worker.processes import logical_queues
 
@@ -67,7 +67,7 @@ def test_the_call_overrides_the_processor_and_the_processor_the_mapping() -> Non
 
     def queue_of(**options: Any) -> str:
         return (
-            wiring_of(delays)
+            runtime_of(delays)
             .producer.build([NewTask("mail.send", {}, 0, **options)], "reject")[0]
             .queue
         )
@@ -81,9 +81,9 @@ def test_the_call_overrides_the_processor_and_the_processor_the_mapping() -> Non
 def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
     """Return our queues of a worker that runs with `-Q chosen`, and all queues that it consumes."""
     if chosen:
-        wiring_of(delays).celery.amqp.queues.select(chosen)
+        runtime_of(delays).celery.amqp.queues.select(chosen)
     consumed = add_queues(
-        wiring_of(delays).celery, wiring_of(delays).queues.all(), wiring_of(delays).publisher
+        runtime_of(delays).celery, runtime_of(delays).queues.all(), runtime_of(delays).publisher
     )
     return logical_queues(consumed, delays.settings.namespace), set(consumed)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,17 @@ from celery import Celery
 from delaytasks import DelayTasks
 from delaytasks.core import chunk_size
 from delaytasks.core.availability import SERVICE_REST_S
-from delaytasks.core.clock import Clock, from_us, monotonic, wall_ms
-from delaytasks.core.ids import IdMaker
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution.runner import Report
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.timers import redis
 from delaytasks.timers.redis import RedisTimer
-from delaytasks.wiring import wiring_of
 from delaytasks.worker import redis_poller as redis_poller
-from delaytasks.worker.building import build_runtime
 from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import Proxy, proxy_to
 from tests.unit.dispatcher.dispatcher_harness import Pool
 from tests.unit.runtime_harness import WorkerDouble, stop_loops
@@ -35,40 +33,35 @@ from tests.waiting import wait_until
 class Post:
     """A worker's runtime, and the timer of another process."""
 
-    def __init__(self, folder: Path, url: str, proxy: Proxy, clocks: Sequence[Clock] = ()) -> None:
-        """Use one database, or one database for each of `clocks`."""
+    def __init__(self, folder: Path, url: str, proxy: Proxy, clock: Clock | None = None) -> None:
         settings: dict[str, Any] = {
             "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60,
             "horizon_s": 200, "self_sweep_s": 120, "publish_limit_s": 2,
         }  # fmt: skip
-
-        urls = [f"sqlite:///{folder / f'{number}.db'}" for number in range(len(clocks) or 1)]
-        for number, at in enumerate(urls):
-            migrations.upgrade(Database(at), "", shard=number)
+        database_url = f"sqlite:///{folder / 'test.db'}"
+        migrations.upgrade(Database(database_url), "")
 
         def connect(name: str, redis_url: str) -> DelayTasks:
             app = Celery(name, broker="memory://", set_as_current=False)
-            delays = DelayTasks(app, urls, redis_url=redis_url, **settings)
-            timer = wiring_of(delays).redis_timer
-            assert timer is not None
-            if clocks:
-                timer._clocks = clocks
-            for shard, clock in zip(wiring_of(delays).shards, clocks, strict=False):
-                object.__setattr__(shard, "clock", clock)
+            delays = DelayTasks(app, database_url, redis_url=redis_url, **settings)
+            if clock is not None:
+                made = delays._make_runtime()
+                made.clock = clock
+                delays._exchange_runtime(made, is_in_test=False)
             return delays
 
         self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
-        timer = wiring_of(producer).redis_timer
+        timer = runtime_of(producer).redis_timer
         assert timer is not None
         self.timer: RedisTimer = timer
         self.worker = WorkerDouble()
         self.pool = self.worker.pool = Pool()  # type: ignore[assignment]
-        processes_of(wiring_of(self.delays).celery).queues = ["default"]
-        self.runtime = build_runtime(
-            wiring_of(self.delays), processes_of(wiring_of(self.delays).celery), self.worker
+        processes_of(runtime_of(self.delays).celery).queues = ["default"]
+        self.runtime = WorkerRuntime(
+            runtime_of(self.delays), processes_of(runtime_of(self.delays).celery), self.worker
         )
         self.forgotten = 0
-        self.runtime.sweep_loops.forget_armed = self._forget  # type: ignore[method-assign]
+        self.runtime.sweep_loop.forget_armed = self._forget  # type: ignore[method-assign]
         self.seen: list[str] = []
         self.delays.events.subscribe(lambda name, _: self.seen.append(name))
 
@@ -86,7 +79,7 @@ class Post:
         redis_poller._poll_loop.wake()
 
     def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
-        due = wiring_of(self.delays).clock.now_us() + int(in_s * 1e6)
+        due = runtime_of(self.delays).clock.now_us() + int(in_s * 1e6)
         assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
 
     def here(self) -> int:
@@ -169,17 +162,17 @@ def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
     hold, take = post.runtime.dispatcher.receive, post.runtime.dispatcher.take
 
     def note_hold(entries: Sequence[Entry]) -> None:
-        brought.append((wiring_of(post.delays).clock.now_us(), len(entries)))
+        brought.append((runtime_of(post.delays).clock.now_us(), len(entries)))
         hold(entries)
 
     def note_take(entries: Sequence[Entry]) -> None:
-        began.append(wiring_of(post.delays).clock.now_us())
+        began.append(runtime_of(post.delays).clock.now_us())
         take(entries)
 
     post.runtime.dispatcher.receive = note_hold  # type: ignore[method-assign]
     post.runtime.wheel_thread._on_due = note_take
     post.start()
-    due = wiring_of(post.delays).clock.now_us() + 1_500_000
+    due = runtime_of(post.delays).clock.now_us() + 1_500_000
     post.arm(range(1, 201), in_s=1.5)
     wait_until(lambda: post.here() >= 40, 5, "the first ones")
     ahead = [(at, count) for at, count in brought if count and at < due]
@@ -201,29 +194,13 @@ def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Pos
     wait_until(lambda: post.left() == (0, 0), 5, "the last ones to be deleted")
 
 
-def test_the_poller_takes_as_many_entries_if_a_database_clock_is_an_hour_ahead(
-    tmp_path: Path, redis_url: str, proxy: Proxy
-) -> None:
-    ahead = Clock(lambda _: from_us(wall_ms() * 1000) + timedelta(hours=1))
-    post = Post(tmp_path, redis_url, proxy, [Clock(), ahead])
-    try:
-        new_id = IdMaker(wall_ms, shard=1)
-        due = ahead.now_us() + 300_000
-        armed = [Entry(new_id(), 0, due) for _ in range(200)]
-        post.start()
-        assert post.timer.arm(armed)
-        assert sorted(post.end_all(200)) == sorted(entry.id for entry in armed)
-    finally:
-        post.close()
-
-
 def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
     tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (redis_poller, redis):
         monkeypatch.setattr(module, "AHEAD_MS", 5000)
     clock = SetBack()
-    post = Post(tmp_path, redis_url, proxy, [clock])
+    post = Post(tmp_path, redis_url, proxy, clock)
     try:
         post.start()
         post.arm(range(1, 201), in_s=4)
@@ -305,7 +282,7 @@ def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) 
 def test_a_queue_that_is_added_is_served(post: Post) -> None:
     post.start()
     post.arm(range(1, 11), queue="mail")
-    processes_of(wiring_of(post.delays).celery).queues = ["default", "mail"]
+    processes_of(runtime_of(post.delays).celery).queues = ["default", "mail"]
     wait_until(lambda: len(post.pool.requests) == 2, 5, "what waits in it")
     left = 10 - len(post.end_chunk(0.001))
     post.arm(range(11, 12), queue="mail")
@@ -415,7 +392,7 @@ def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, 
     before = post.forgotten
     getattr(proxy, how)()
     post.look()
-    wait_until(lambda: not wiring_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
+    wait_until(lambda: not runtime_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
     assert post.runtime.info()["timer_is_up"] is False
     post.end_chunk(0.001)
     post.arm(range(2, 3))
@@ -433,7 +410,7 @@ def test_while_redis_is_down_the_poller_waits_between_two_attempts(
     post: Post, proxy: Proxy
 ) -> None:
     tries: list[float] = []
-    take = wiring_of(post.delays).redis_timer.take  # type: ignore[union-attr]
+    take = runtime_of(post.delays).redis_timer.take  # type: ignore[union-attr]
 
     def noted(*args: Any) -> Any:
         tries.append(monotonic())
@@ -442,22 +419,22 @@ def test_while_redis_is_down_the_poller_waits_between_two_attempts(
     post.start()
     proxy.refuse()
     post.look()
-    wait_until(lambda: not wiring_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
-    wiring_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
+    wait_until(lambda: not runtime_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
+    runtime_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
     wait_until(lambda: len(tries) >= 3, 10, "three tries")
     assert tries[2] - tries[0] > SERVICE_REST_S
 
 
 def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
     turns = 0
-    take = wiring_of(post.delays).redis_timer.take  # type: ignore[union-attr]
+    take = runtime_of(post.delays).redis_timer.take  # type: ignore[union-attr]
 
     def counted(*args: Any) -> Any:
         nonlocal turns
         turns += 1
         return take(*args)
 
-    wiring_of(post.delays).redis_timer.take = counted  # type: ignore[union-attr, method-assign]
+    runtime_of(post.delays).redis_timer.take = counted  # type: ignore[union-attr, method-assign]
     post.start()
     rests: Callable[[], bool] = lambda: (  # noqa: E731
         post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
@@ -475,7 +452,7 @@ def test_the_listener_subscribes_again_after_a_failed_call(
     post: Post,
 ) -> None:
     post.start()
-    timer = wiring_of(post.delays).redis_timer
+    timer = runtime_of(post.delays).redis_timer
     assert timer is not None
     heard, listen = [], timer.listen
     timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign]

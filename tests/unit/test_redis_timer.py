@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 
-from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.ids import IdMaker, shard_of
-from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import load_settings
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S
 from delaytasks.timers.redis_location import redis_location
-from tests.manual_clock import ManualClock
 from tests.redis_timer_harness import RedisTimerHarness
 
 
@@ -284,23 +279,6 @@ def test_an_invalid_url_is_an_error_that_does_not_quote_it(url: str) -> None:
     with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
         redis_location(url, None)
     assert "cret" not in str(caught.value)
-
-
-def test_entries_of_a_database_whose_clock_goes_wrong_are_due_by_its_own_time(
-    bench: RedisTimerHarness,
-) -> None:
-    other = ManualClock(datetime(2030, 1, 1, 0, 0, 30, tzinfo=timezone.utc))
-    bench.timer._clocks = [bench.clock, other]
-    first = bench.entry(1, 500)
-    second = Entry(IdMaker(wall_ms, shard=1)(), 0, other.now_us() + 500_000)
-    assert (shard_of(first.id), shard_of(second.id)) == (0, 1)
-    bench.timer.arm([first, second])
-    assert bench.take_ids() == []
-    for clock in (bench.clock, other):
-        clock.advance(0.5)
-    assert {entry for some in bench.take() for entry in some.entries} == {first, second}, (
-        "each with its own time"
-    )
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +14,17 @@ import redis
 
 from delaytasks.core import loop as loop_module
 from delaytasks.core.clock import monotonic
-from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
 from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution.runner import Report
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.runtime import WorkerRuntime
 from delaytasks.worker.unfinished_work import UnfinishedWork
-from tests.manual_clock import ManualClock
+from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import proxy_to
 from tests.services import free_port
-from tests.unit.runtime_harness import make_runtime, runtime_of_two_shards, stop_loops
+from tests.unit.runtime_harness import make_runtime, stop_loops
 from tests.waiting import wait_until
 
 
@@ -210,7 +207,7 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
 ) -> None:
     name = "runtime" + secrets.token_hex(4)
     runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
-    timer = wiring_of(runtime.celery_worker.delays).redis_timer
+    timer = runtime_of(runtime.celery_worker.delays).redis_timer
     came, stuck = list[Any](), list[threading.Thread]()
     assert timer is not None
     take = timer.take
@@ -252,7 +249,7 @@ def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
     )
     counts, database = (
         at_work.runtime.events.counts,
-        wiring_of(at_work.runtime.celery_worker.delays).store.database,
+        runtime_of(at_work.runtime.celery_worker.delays).store.database,
     )
     try:
         wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
@@ -268,7 +265,7 @@ def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
     finally:
         at_work.close()
         with database.begin() as connection:
-            wiring_of(at_work.runtime.celery_worker.delays).store.schema.metadata.drop_all(
+            runtime_of(at_work.runtime.celery_worker.delays).store.schema.metadata.drop_all(
                 connection
             )
         database.dispose()
@@ -298,7 +295,7 @@ def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).timer,
+        runtime_of(runtime.celery_worker.delays).timer,
         "arm",
         lambda entries: sent.extend(entries) or True,
     )
@@ -327,7 +324,7 @@ def test_early_entries_of_a_chunk_are_sent_back_while_a_worker_stops(
     runtime = make_runtime(tmp_path)
     sent: list[Entry] = []
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).timer,
+        runtime_of(runtime.celery_worker.delays).timer,
         "arm",
         lambda entries: sent.extend(entries) or True,
     )
@@ -347,7 +344,7 @@ def test_entries_that_a_stopped_worker_receives_are_sent_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runtime = make_runtime(tmp_path)
-    timer = wiring_of(runtime.celery_worker.delays).timer
+    timer = runtime_of(runtime.celery_worker.delays).timer
     sent: list[Entry] = []
     asked: list[tuple[str, list[int], int]] = []
     monkeypatch.setattr(timer, "arm", lambda entries: sent.extend(entries) or True)
@@ -384,7 +381,7 @@ def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(
     monkeypatch.setattr(runtime.dispatcher._pool, "_celery_pool", pool)
     for has_read in (False, True):
         if has_read:
-            runtime.shards[0].policies.refresh()
+            runtime.runtime.policy_cache.refresh()
         runtime.dispatcher.take([Entry(1, 0, runtime.clock.now_us())])
         runtime.dispatcher.pump()
     assert [bool(request.policies) for request in sent] == [False, True]
@@ -394,52 +391,20 @@ def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(
 def test_a_stopping_worker_requests_its_unfinished_drains_from_others_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime = runtime_of_two_shards(tmp_path)
-    asked: list[tuple[str, list[int], int]] = []
+    runtime = make_runtime(tmp_path)
+    asked: list[tuple[str, list[int]]] = []
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).timer,
+        runtime_of(runtime.celery_worker.delays).timer,
         "request_drain",
-        lambda queue, priorities, messages, expires_s, shard: asked.append(
-            (queue, list(priorities), shard)
-        ),
+        lambda queue, priorities, messages, expires_s: asked.append((queue, list(priorities))),
     )
-    runtime.dispatcher.start_drain("default", [5, 0], 1)
+    runtime.dispatcher.start_drain("default", [5, 0])
     with runtime.dispatcher._lock:
         report = Report(waitlists=(WaitlistState("mail", "test.note", 0),))
-        runtime.dispatcher.shard_queues[0].update_waitlists(report, ChunkRequest(()))
+        runtime.dispatcher._queue.continue_after(ChunkRequest(()), report)
     runtime.stop()
     runtime.stop()
-    assert asked == [("mail", [], 0), ("default", [0, 5], 1)]
-
-
-def test_an_entry_waits_by_the_clock_of_its_database(tmp_path: Path) -> None:
-    runtime = runtime_of_two_shards(tmp_path)
-    first, second = (ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc)) for _ in range(2))
-    second.advance(3600)
-    runtime.near_entries._clocks = [first, second]
-    held: list[tuple[int, int]] = []
-    runtime.near_entries.wheel.add = lambda entries: (  # type: ignore[method-assign]
-        held.extend((due_us, entry.due_us) for _, due_us, entry in entries) or True
-    )
-    now = [first.now_us(), second.now_us()]
-    entries = [
-        Entry(1 << 60 | shard << COUNTER_BITS, 0, now[shard] + 5_000_000) for shard in (0, 1)
-    ]
-    runtime.dispatcher.receive(entries)
-    assert [due_us for due_us, _ in held] == [now[0] + 5_000_000] * 2, (
-        "both in five seconds, as the wheel counts"
-    )
-    assert [own for _, own in held] == [entry.due_us for entry in entries], (
-        "sent back, it says what it said"
-    )
-    runtime.dispatcher.receive([entries[1]._replace(due_us=now[0] + 5_000_000)])
-    assert runtime.dispatcher.waiting == 1, "due an hour ago"
-
-
-def test_a_sweep_covers_every_shard(tmp_path: Path) -> None:
-    runtime = runtime_of_two_shards(tmp_path, sweep_partitions=2)
-    runtime.sweep_loops.request(1)
-    assert [one._requested for one in runtime.sweep_loops._sweep_loops] == [{1}, {1}]
+    assert asked == [("mail", []), ("default", [0, 5])]
 
 
 def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
@@ -475,7 +440,7 @@ def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others
 
     monkeypatch.setattr(runtime.dispatcher._pool._celery_pool, "apply_async", apply_async)
     monkeypatch.setattr(
-        wiring_of(runtime.celery_worker.delays).timer,
+        runtime_of(runtime.celery_worker.delays).timer,
         "arm",
         lambda entries: sent_back.extend(entries) or True,
     )

@@ -24,9 +24,9 @@ from redis.exceptions import DataError
 
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.direct import read_notice
 from delaytasks.timers.eta import RUN, SWEEP
-from delaytasks.wiring import wiring_of
 from delaytasks.worker.broker_connection import GuardStep
 from tests.fuzzing import fuzz, json_like
 from tests.unit.runtime_harness import WorkerDouble, make_runtime
@@ -49,7 +49,7 @@ class GuardedConsumer:
 
     def __init__(self, folder: Path, **conf: Any) -> None:
         self.runtime = make_runtime(folder)
-        self.app: Celery = wiring_of(self.runtime.celery_worker.delays).celery
+        self.app: Celery = runtime_of(self.runtime.celery_worker.delays).celery
         self.app.conf.update(conf)
         worker = WorkerDouble()
         worker.delays_runtime, worker.use_eventloop, worker.state = self.runtime, False, state  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ class GuardedConsumer:
         )
 
         class tasks:
-            queues = [self.runtime.publisher.queue("default")]
+            queues = [self.runtime.runtime.publisher.queue("default")]
 
         self.consumer.task_consumer, self.consumer.pool = tasks, worker.pool
         self.consumer.update_strategies()
@@ -69,7 +69,7 @@ class GuardedConsumer:
         self.sweeps: list[Any] = []
         self.runtime.dispatcher.receive = self.entries.extend  # type: ignore[assignment, method-assign]
         self.runtime.dispatcher.start_drain = lambda *asked: self.drained.append(asked)  # type: ignore[method-assign]
-        self.runtime.sweep_loops.request = self.sweeps.append  # type: ignore[assignment, method-assign]
+        self.runtime.sweep_loop.request = self.sweeps.append  # type: ignore[assignment, method-assign]
 
     def read(
         self, body: Any, headers: Any = None, kind: Any = "application/json", **more: Any
@@ -261,7 +261,7 @@ def test_a_worker_reports_that_the_app_accepts_content_that_can_run_code(
     reader.runtime.events.subscribe(
         lambda name, fields: seen.append(fields) if name == "content.unsafe" else None
     )
-    wiring_of(reader.runtime.celery_worker.delays).checks.check_broker()
+    runtime_of(reader.runtime.celery_worker.delays).checks.check_broker()
     assert [fields["accepts"] for fields in seen] == ["pickle"] * told
     reader.runtime.celery_worker.delays.close()
 

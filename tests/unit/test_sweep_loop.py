@@ -46,21 +46,13 @@ class SweepLoopHarness:
         self.pool = SimpleNamespace(limit=2)
         self.service_watch = SimpleNamespace(times=lambda reads_beat: ServiceTimes())
         here: Any = self
-        self.loop = SweepLoop(
-            here.shard(),
-            here.settings,
-            here.events,
-            here.processes,
-            here.registry,
-            here.timer,
-            here.dispatcher,
-            here.pool,
-            "w1",
-            polls_table=True,
-            service_watch=here.service_watch,
-        )
+        self.polls_table = True
+        self.celery_worker = SimpleNamespace(pool=self.pool, hostname="w1")
+        self.make_runtime()
+        declared: Any = SimpleNamespace(is_due=False)
+        self.loop = SweepLoop(here, declared)
 
-    def shard(self) -> Any:
+    def make_runtime(self) -> None:
         workers = SimpleNamespace(
             report=self.report, remove=lambda _: None, all=lambda: list(self.workers)
         )
@@ -69,16 +61,15 @@ class SweepLoopHarness:
             forget_armed=lambda: self.note("forget"),
             stale_sweep_partitions=self.stale_sweep_partitions,
         )
-        return SimpleNamespace(
-            number=0,
-            store=SimpleNamespace(workers=workers, sweeps=sweeps, deferred_rows=deferred_rows),
-            close=lambda: None,
-            clock=SimpleNamespace(offset_s=0.0),
+        self.store = SimpleNamespace(
+            workers=workers, sweeps=sweeps, deferred_rows=deferred_rows, close=lambda: None
+        )
+        self.clock = SimpleNamespace(offset_s=0.0)
+        self.runtime = SimpleNamespace(
             sweeper=SimpleNamespace(
                 sweep=lambda sweep_partition, *_: self.note(f"sweep {sweep_partition}"),
                 start_own_drains=lambda *_: self.note("drain own"),
             ),
-            named=lambda what: what,
         )
 
     def report(

@@ -32,36 +32,27 @@ class PollerHarness:
         self.late: list[Level] = []
         self.held: list[Entry] = []
         self.asked: list[tuple[str, list[int]]] = []
-        self.is_up = True
         sweeps = SimpleNamespace(
             first_due_between=self._look, levels_of=self._levels_of, next_queues=self._next_queues
         )
         workers = SimpleNamespace(all=list)
-        shard = SimpleNamespace(
-            number=0, clock=self.clock, named=str, close=lambda: None,
-            policies=SimpleNamespace(known=None),
-            store=SimpleNamespace(sweeps=sweeps, workers=workers),
-        )  # fmt: skip
         self.events = Events()
-        self.processes = SimpleNamespace(queues=["default"])
-        shard_health = SimpleNamespace(check=lambda *_: self.is_up)
-        self.shard_queue = SimpleNamespace(drain_count=0)
-        dispatcher = SimpleNamespace(
-            shard_health=shard_health,
-            start_drain=lambda *args: self.asked.append(args[:2]),
-            receive=self.held.extend,
-            shard_queues=[self.shard_queue],
+        runtime: Any = SimpleNamespace(
+            clock=self.clock,
+            policy_cache=SimpleNamespace(known=None),
+            store=SimpleNamespace(sweeps=sweeps, workers=workers, notices=None, close=lambda: None),
+            settings=Settings(),
+            events=self.events,
+            queues=SimpleNamespace(all=lambda: {"default", "mail"}),
         )
-        fakes: list[Any] = [
-            shard,
-            Settings(),
-            self.events,
-            self.processes,
-            SimpleNamespace(all=lambda: {"default", "mail"}),
-            dispatcher,
-            "me",
-        ]
-        self.poller = TablePoller(*fakes)
+        self.processes: Any = SimpleNamespace(queues=["default"])
+        self.dispatcher: Any = SimpleNamespace(
+            start_drain=lambda *args: self.asked.append(args),
+            receive=self.held.extend,
+            drain_count=0,
+        )
+        timer: Any = SimpleNamespace(subscribe=lambda _: None)
+        self.poller = TablePoller(runtime, timer, self.processes, self.dispatcher, "me")
         self.poller._shares = SimpleNamespace(learn=lambda *_: None, is_mine=lambda entry: True)  # type: ignore[assignment]
 
     def _levels_of(self, queues: list[str], late_s: float) -> list[Level]:
@@ -142,7 +133,7 @@ def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
     bench.processes.queues = ["*"]
     names = [f"q{number:04}" for number in range(3 * MOST_OTHERS)]
     bench.late = [Level("default", 0), *(Level(name, 0) for name in names)]
-    bench.shard_queue.drain_count = MOST_OTHERS - 20
+    bench.dispatcher.drain_count = MOST_OTHERS - 20
     for _ in range(3):
         bench.poller.wake()
         rests(bench, 1)
@@ -150,14 +141,8 @@ def test_a_worker_of_all_queues_drains_known_queues_always_and_few_unknown_ones(
     assert asked.count("default") == 3
     assert len(asked) <= 3 + 3 * 20
     assert len({*asked} - {"default"}) > 40, "each has its turn"
-    bench.shard_queue.drain_count = 2 * MOST_OTHERS
+    bench.dispatcher.drain_count = 2 * MOST_OTHERS
     bench.asked.clear()
     bench.poller.wake()
     rests(bench, 1)
     assert bench.asked == [("default", [0])], "the others wait until there is room"
-
-
-def test_a_database_that_is_down_is_not_read(bench: PollerHarness) -> None:
-    bench.is_up, bench.rows = False, bench.entries(1, in_s=0)
-    assert rests(bench, 1) == [NOTIFIED_POLL_S]
-    assert bench.held == []

@@ -20,7 +20,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, InvalidDelayError
 from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker.lease_keeper import has_exited
 from delaytasks.worker.time_limits import can_limit_time, check_time_limits, limited
 from tests.waiting import wait_until
@@ -161,7 +161,7 @@ def test_a_pool_refuses_queues_of_tags_whose_time_limits_it_cannot_keep(tmp_path
     delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", queues={"report.*": "reports"})
     delays.processor("report.daily", soft_time_limit="5m")(lambda body: None)
     delays.processor("report.hourly")(lambda body: None)
-    parts = wiring_of(delays).registry, wiring_of(delays).queues
+    parts = runtime_of(delays).registry, runtime_of(delays).queues
     check_time_limits(*parts, ["default"], thread.TaskPool(1))
     served = ["default", "reports"]
     check_time_limits(*parts, served, prefork.TaskPool(1))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import django
 
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 django.setup()
-app = wiring_of(project_delays()).celery
+app = runtime_of(project_delays()).celery

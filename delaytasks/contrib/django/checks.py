@@ -12,9 +12,9 @@ from delaytasks.contrib.django.instance import DjangoDelays, project_delays
 from delaytasks.contrib.django.transaction import MIGRATE_REMEDY
 from delaytasks.core.errors import ConfigError, StoreError
 from delaytasks.core.text import first_names
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.live_tags import live_tags
-from delaytasks.wiring import wiring_of
 
 #: The oldest versions whose SQL has the clauses that claims use.
 OLDEST_VERSIONS = {"MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
@@ -30,7 +30,7 @@ def register_checks() -> None:
 def check_settings(**_: Any) -> list[CheckMessage]:
     """Check the settings without any connection."""
     delays = project_delays()
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     found: list[CheckMessage] = []
     try:
         wiring.checks.check_settings()
@@ -77,7 +77,7 @@ def check_database(databases: Iterable[str] | None = None, **_: Any) -> list[Che
         return [Warning(f"The tasks cannot be read: {error}", hint, id="delaytasks.W003")]
     finally:
         # Otherwise Django's test runner could not drop the database.
-        wiring_of(delays).store.database.dispose()
+        runtime_of(delays).store.database.dispose()
 
 
 def _database_problems(delays: DjangoDelays) -> Iterator[CheckMessage]:
@@ -120,12 +120,12 @@ def _server(connection: Any) -> tuple[str, tuple[int, ...]]:
 
 def _revision(delays: DjangoDelays) -> str | None:
     settings = delays.settings
-    database, schema = wiring_of(delays).store.database, settings.table_schema or None
+    database, schema = runtime_of(delays).store.database, settings.table_schema or None
     return migrations.current(database, settings.table_prefix, schema)
 
 
 def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
-    wiring = wiring_of(delays)
+    wiring = runtime_of(delays)
     found = wiring.store.database.autocommitted(lambda c: live_tags(c, wiring.store.schema))
     precision = "at least " if found.is_capped else ""
     unknown = [

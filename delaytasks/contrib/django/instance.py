@@ -25,8 +25,8 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.masking import Secret
 from delaytasks.core.task import DelayTask
 from delaytasks.processors.event_loop import result_of
+from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.types import db_now
-from delaytasks.wiring import ProcessorContext, Wiring, wiring_of
 
 if TYPE_CHECKING:
     from delaytasks.storage.borrowed_connections import ConnectionSource
@@ -81,18 +81,18 @@ class DjangoDelays(DelayTasks):
         return None if self._object_of is None else import_string(self._object_of)(task)
 
     @property
-    def _wiring(self) -> Wiring:
+    def _runtime(self) -> Runtime:
         """Made anew when Django's test runner gives the database another name."""
         name = connections.settings[self.alias]["NAME"]
         if self._made is None or name != self._database:
             with self._lock:
                 if self._made is not None and name != self._database:
-                    self._rewire()
+                    self._renew_runtime()
                 connection = connections[self.alias]
                 url = database_url(connection.vendor, connection.settings_dict)
                 self._arguments["database_url"] = Secret(url)
                 self._database = name
-        return super()._wiring
+        return super()._runtime
 
     def _ambient_transaction(self) -> DjangoTransaction:
         return DjangoTransaction(self.alias, is_robust=not self._is_in_test)
@@ -160,7 +160,7 @@ def project_delays() -> DjangoDelays:
     path, alias = options.pop("celery_app", None), options.pop("database", "default")
     delays = DjangoDelays(_celery_app(path), alias, options.pop("object_of", None), **options)
     try:
-        wiring_of(delays)  # raises the errors of wrong settings
+        runtime_of(delays)  # raises the errors of wrong settings
     except ConfigError as error:
         raise ConfigError(f"{error} (see settings.DELAYTASKS)") from None
     return delays

@@ -18,8 +18,8 @@ from delaytasks.core.inputs import (
     TAG_LENGTH,
 )
 from delaytasks.core.states import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import BODY, TIMING_LENGTH
-from delaytasks.wiring import wiring_of
 
 
 def table_name(name: str = "yb_delay_task_message") -> str:
@@ -29,7 +29,7 @@ def table_name(name: str = "yb_delay_task_message") -> str:
     if not settings.table_schema:
         return name
     # Django quotes a name unless it is quoted already.
-    mark = "`" if wiring_of(project_delays()).store.database.backend == "mysql" else '"'
+    mark = "`" if runtime_of(project_delays()).store.database.backend == "mysql" else '"'
     return f"{mark}{settings.table_schema}{mark}.{mark}{name}{mark}"
 
 
@@ -114,7 +114,7 @@ class DelayTaskRow(ReadOnlyRow):
     @property
     def body(self) -> Any:
         """The body, decrypted and decoded."""
-        cipher = wiring_of(project_delays()).store.schema.cipher
+        cipher = runtime_of(project_delays()).store.schema.cipher
         text = self.message_body
         if cipher is not None:
             text = cipher.read(text, BODY, self.id, self.tag)

@@ -11,8 +11,8 @@ from sqlalchemy.schema import CreateTable
 
 from delaytasks.contrib.django.connection import DjangoConnection, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 
 
 def upgrade(_apps: Any, schema_editor: Any) -> None:
@@ -31,7 +31,7 @@ def downgrade(_apps: Any, schema_editor: Any) -> None:
 def make(delays: DjangoDelays, schema_editor: Any) -> None:
     prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
     connection = schema_editor.connection
-    ours = {table.name for table in wiring_of(delays).store.schema.metadata.tables.values()} | {
+    ours = {table.name for table in runtime_of(delays).store.schema.metadata.tables.values()} | {
         migrations.version_table(prefix)
     }
     with connection.cursor() as cursor:
@@ -68,7 +68,7 @@ def _stamp(schema_editor: Any, prefix: str) -> None:
 
 
 def _run_alembic(delays: DjangoDelays, command: Any, revision: str) -> None:
-    database, settings = wiring_of(delays).store.database, delays.settings
+    database, settings = runtime_of(delays).store.database, delays.settings
     command(database, settings.table_prefix, settings.table_schema or None, revision)
     # Otherwise Django's test runner could not copy or drop the database.
     database.dispose()

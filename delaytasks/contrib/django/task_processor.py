@@ -26,7 +26,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import traceback_text
 from delaytasks.execution.executor import ends_process
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_tasks import processes_of
 
 
@@ -60,7 +60,7 @@ class DjangoTaskRun:
 
     def __init__(self, call: TaskCall, row: DelayTask) -> None:
         delays = project_delays()
-        self._wiring = wiring_of(delays)
+        self._wiring = runtime_of(delays)
         self._call = call
         self._attempts = delays.attempts(row) if row.attempts > 1 else []
         worker = processes_of(self._wiring.celery).name(os.getpid())

@@ -26,7 +26,7 @@ from delaytasks.contrib.django.task_results import result_of_row
 from delaytasks.core.errors import InvalidIdError, TaskNotFoundError
 from delaytasks.core.states import Status
 from delaytasks.processors.registry import ProcessorSpec
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 
 class DelayTasksBackend(BaseTaskBackend):
@@ -109,5 +109,5 @@ class DelayTasksBackend(BaseTaskBackend):
 
 def _processor_of(tag: str) -> ProcessorSpec | None:
     """Return the processor of a tag, if it is that of a Django task."""
-    found = wiring_of(project_delays()).registry.get(tag)
+    found = runtime_of(project_delays()).registry.get(tag)
     return found if found and found.function in (run_task, arun_task) else None

@@ -9,8 +9,8 @@ from typing import Any
 
 from delaytasks import Status
 from delaytasks.core import errors as e
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.conformance.bad_input.refusing_client import UTC, RefusingClient
 from tests.counting import counted
 
@@ -52,7 +52,7 @@ def test_rows_with_invalid_values_break_neither_a_claim_nor_the_api(
         assert by_id[id].status is Status.NOT_COMPLETE
         assert "no such processor" in (by_id[id].error or "")
     assert by_id[far].status is Status.NOT_COMPLETE
-    assert counted(wiring_of(place.delays).store)[Status.DONE] == 5
+    assert counted(runtime_of(place.delays).store)[Status.DONE] == 5
     assert place.delays.cancel(far)
 
 
@@ -86,15 +86,15 @@ def test_a_row_with_invalid_values_does_not_prevent_the_arming_of_other_rows(
     good = place.put(delay=5)
     entries = [
         entry
-        for some in wiring_of(place.delays).store.sweeps.due_between(*near_window(place), 0, 1)
+        for some in runtime_of(place.delays).store.sweeps.due_between(*near_window(place), 0, 1)
         for entry in some
     ]
     assert {entry.id for entry in entries} == {*strange, good.id}
     sent: list[Any] = []
-    wiring_of(place.delays).publisher.send = lambda name, queue, messages: (  # type: ignore[method-assign]
+    runtime_of(place.delays).publisher.send = lambda name, queue, messages: (  # type: ignore[method-assign]
         bool(sent.extend(messages)) or True
     )
-    assert wiring_of(place.delays).timer.arm(entries)
+    assert runtime_of(place.delays).timer.arm(entries)
     from delaytasks.timers.eta import read_message
 
     armed = [entry for args, _ in sent for entry in read_message(args, "q")[0]]
@@ -102,5 +102,5 @@ def test_a_row_with_invalid_values_does_not_prevent_the_arming_of_other_rows(
 
 
 def near_window(place: RefusingClient) -> tuple[datetime, datetime]:
-    now = wiring_of(place.delays).clock.now()
+    now = runtime_of(place.delays).clock.now()
     return now, now + timedelta(seconds=30)

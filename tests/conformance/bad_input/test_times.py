@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks import NewTask, Status
 from delaytasks.core import errors as e
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conformance.bad_input.refusing_client import UTC, RefusingClient, Unsayable
 
 BAD_DELAYS = [
@@ -143,9 +143,9 @@ def test_an_instant_outside_of_the_range_of_utc_is_refused(place: RefusingClient
 def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> None:
     ran: list[Any] = []
     place.delays.processor("mail")(ran.append)
-    before = wiring_of(place.delays).clock.now()
+    before = runtime_of(place.delays).clock.now()
     task = place.delays.schedule_at("mail", year, datetime(year, 1, 1, tzinfo=UTC))
-    assert before <= place.delays.get(task).expected_time <= wiring_of(place.delays).clock.now()
+    assert before <= place.delays.get(task).expected_time <= runtime_of(place.delays).clock.now()
     moved = place.delays.reschedule(task, at=datetime(year, 1, 1, tzinfo=UTC))
     assert [entry.id for entry in place.timer.armed] == [task.id, task.id]
     place.delays.runner().run([place.timer.armed[-1]])

@@ -8,8 +8,8 @@ from typing import Any
 from sqlalchemy import update
 
 from delaytasks import BulkResult, DelayTask, DelayTasks, Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.waiting import wait_until
 
 FAR = 7 * 86400.0
@@ -23,9 +23,9 @@ def schedule(
 
 def pass_a_moment(delays: DelayTasks) -> None:
     """Wait until scheduled tasks are older than now on a clock that counts milliseconds."""
-    now = wiring_of(delays).store.bulk.now()
+    now = runtime_of(delays).store.bulk.now()
     wait_until(
-        lambda: wiring_of(delays).store.bulk.now() > now + timedelta(milliseconds=2),
+        lambda: runtime_of(delays).store.bulk.now() > now + timedelta(milliseconds=2),
         5,
         "a later millisecond",
     )

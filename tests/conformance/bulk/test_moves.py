@@ -14,9 +14,9 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import LIVE, MOVES
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import bulk as store_bulk
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.bulk.bulk_tasks import FAR, counts, pass_a_moment, put, schedule, statuses
 from tests.recording import RecordingTimer
 
@@ -81,7 +81,7 @@ def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
     for delay, is_near in ((2, True), (FAR, False)):
         timer.armed.clear(), timer.disarmed.clear()
         before = [delays.get(task) for task in tasks]
-        now = wiring_of(delays).clock.now()
+        now = runtime_of(delays).clock.now()
         assert counts(delays.reschedule_many(delay, tag="mail")) == (4, 3, 1)
         moved = [delays.get(task) for task in tasks]
         assert all(
@@ -110,7 +110,7 @@ def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
     ] * 3
     assert counts(delays.reschedule_many(by=-3700, tag="mail")) == (3, 3, 0)
     first, *others = (delays.get(task) for task in tasks)
-    assert abs((first.expected_time - wiring_of(delays).clock.now()).total_seconds()) < 5
+    assert abs((first.expected_time - runtime_of(delays).clock.now()).total_seconds()) < 5
     assert [
         (o.expected_time - t.expected_time).total_seconds()
         for o, t in zip(others, tasks[1:], strict=True)
@@ -195,7 +195,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     assert counts(delays.rerun_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
     again = delays.get(tasks[Status.CANCELLED])
     assert again.status is Status.NOT_COMPLETE
-    assert 55 < (again.expected_time - wiring_of(delays).clock.now()).total_seconds() < 61
+    assert 55 < (again.expected_time - runtime_of(delays).clock.now()).total_seconds() < 61
     for status in LIVE | {Status.DONE}:
         assert delays.get(tasks[status]) == tasks[status]
 

@@ -10,8 +10,8 @@ from sqlalchemy import update
 
 from delaytasks import BulkResult, DelayTasks, InvalidIdError, InvalidQueryError, Status
 from delaytasks.operations import bulk, bulk_run
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.bulk.bulk_tasks import counts, put, schedule, statuses
 from tests.recording import RecordingTimer
 
@@ -50,7 +50,7 @@ def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTas
     [entry] = [delays.cancel_many(everything=True) and delays.audit(limit=1)[0]]
     assert counts(delays.rerun_many("1h", audit=entry, tag="pay")) == (2, 1, 1)
     assert statuses(delays, *tasks) == [Status.CANCELLED, Status.NOT_COMPLETE]
-    due_in = delays.get(tasks[1]).due - wiring_of(delays).clock.now()
+    due_in = delays.get(tasks[1]).due - runtime_of(delays).clock.now()
     assert timedelta(minutes=59) < due_in <= timedelta(hours=1)
 
 
@@ -84,7 +84,7 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
     monkeypatch.setattr(bulk_run, "BUSY_S", 0)
     task = schedule(delays)
     result = delays.cancel_many(tag="mail")
-    store = wiring_of(delays).shards[0].store.bulk
+    store = runtime_of(delays).store.bulk
     unpatched = getattr(store, point)
 
     def late(on: Any, *given: Any) -> Any:

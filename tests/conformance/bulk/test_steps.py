@@ -18,9 +18,9 @@ from delaytasks.core.errors import (
     TaskNotFoundError,
 )
 from delaytasks.core.interfaces import Settlement
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.database import Database
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.bulk.bulk_tasks import NOON, counts, pass_a_moment, put, schedule, statuses
 from tests.proxy import Proxy
 from tests.recording import delays_on, record
@@ -29,7 +29,7 @@ from tests.running import ROOT
 
 @pytest.mark.usefixtures("small")
 def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -> None:
-    at = wiring_of(delays).clock.now() + timedelta(days=1)
+    at = runtime_of(delays).clock.now() + timedelta(days=1)
     tasks = [
         delays.schedule_at("mail", n, at) for n in range(5)
     ]  # all are due at the same instant, and exceed one window
@@ -57,7 +57,7 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
     def committed(_connection: Connection) -> None:
         commits.append(sum(moved))
 
-    tx = wiring_of(delays).store.database.tx
+    tx = runtime_of(delays).store.database.tx
     event.listen(tx, "after_cursor_execute", note)
     event.listen(tx, "commit", committed)
     assert delays.cancel_many(tag="mail").changed == 10
@@ -213,9 +213,9 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
             if is_released and result.changed == 6:
                 connection.rollback()
 
-        began = wiring_of(delays).clock.now()
+        began = runtime_of(delays).clock.now()
         result = delays.cancel_many(tag="mail", on_progress=release)
-        assert (wiring_of(delays).clock.now() - began).total_seconds() < 3, (
+        assert (runtime_of(delays).clock.now() - began).total_seconds() < 3, (
             "a lock would be waited for longer"
         )
     assert counts(result) == ((7, 7, 0) if is_released else (7, 6, 1))

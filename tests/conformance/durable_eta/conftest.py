@@ -11,8 +11,8 @@ from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.durable_eta.stored_message import StoredMessage
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer, record, run_now
 
 
@@ -68,7 +68,7 @@ def make_office(store: Store) -> Iterator[Callable[..., Office]]:
 
     yield make
     for office in made:
-        wiring_of(office.delays).close()
+        runtime_of(office.delays).close()
         office.app.close()
 
 

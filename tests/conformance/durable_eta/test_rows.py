@@ -19,7 +19,7 @@ from delaytasks.core.errors import BodyNotJSONError, BodyTooLargeError, ConfigEr
 from delaytasks.core.inputs import TAG_LENGTH
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations import revocations
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conformance.durable_eta.conftest import Office
 from tests.recording import run_now
 
@@ -321,7 +321,7 @@ def test_a_message_whose_worker_died_is_not_published_after_its_revoke(office: O
     """The worker has claimed the row, and is killed before it publishes the message."""
     result = office.remind.apply_async((7,), countdown=90)
     (row,) = office.rows()
-    store = wiring_of(office.delays).store
+    store = runtime_of(office.delays).store
     t = store.schema.tasks
     with store.database.begin() as connection:
         connection.execute(update(t).values(expected_time=store.tasks.now()))

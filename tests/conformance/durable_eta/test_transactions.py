@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import Status
 from delaytasks.core.errors import SessionUnusableError, StoreUnavailableError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.conformance.durable_eta.conftest import Office
 
 Make = Callable[..., Office]
@@ -34,7 +34,7 @@ def running(office: Office, task_id: str) -> Iterator[None]:
 
 @pytest.fixture
 def session(office: Office) -> Iterator[Session]:
-    with Session(wiring_of(office.delays).store.database.tx) as made:
+    with Session(runtime_of(office.delays).store.database.tx) as made:
         yield made
 
 
@@ -95,7 +95,7 @@ def test_apply_async_with_a_session_publishes_a_task_without_a_delay_after_the_c
     make_office: Make,
 ) -> None:
     office = make_office(durable_eta=False)
-    with Session(wiring_of(office.delays).store.database.tx) as session:
+    with Session(runtime_of(office.delays).store.database.tx) as session:
         result = office.delays.apply_async(office.remind.s(7), session=session)
         assert office.published() == []
         session.commit()
@@ -116,7 +116,7 @@ def test_each_task_of_a_group_takes_part_in_the_session(office: Office, session:
 
 
 def test_a_closed_session_is_refused_and_nothing_is_sent(office: Office) -> None:
-    engine = wiring_of(office.delays).store.database.tx
+    engine = runtime_of(office.delays).store.database.tx
     connection = engine.connect()
     connection.close()
 
@@ -143,7 +143,7 @@ def test_a_retry_goes_to_the_broker_if_its_row_cannot_be_written(
     def refuse(*_: object) -> Any:
         raise StoreUnavailableError("as asked")
 
-    monkeypatch.setattr(wiring_of(office.delays).router, "schedule", refuse)
+    monkeypatch.setattr(runtime_of(office.delays).producer, "schedule", refuse)
 
     with pytest.raises(StoreUnavailableError):
         office.remind.apply_async((7,), countdown=60)

@@ -9,8 +9,8 @@ import pytest
 from delaytasks import DelayTasks, NewTask
 from delaytasks.forecast import queries
 from delaytasks.forecast.due_counts import DueCount, parts_of, scaled, tagged
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 
 EVEN, PEAK = 6000, 3000
 
@@ -23,7 +23,7 @@ def many(delays: DelayTasks, store: Store, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr(queries, "MAX_EXACT", 100)
     monkeypatch.setattr(queries, "SAMPLED", 4000)
     delays.schedule_many(NewTask("even", n, 3600 + n * 43.2) for n in range(EVEN))
-    at = wiring_of(delays).clock.certain_now().replace(microsecond=0) + timedelta(hours=30)
+    at = runtime_of(delays).clock.certain_now().replace(microsecond=0) + timedelta(hours=30)
     delays.schedule_many(NewTask("peak", n, at=at) for n in range(PEAK))
     with store.database.auto.connect() as connection:
         word = "ANALYZE" if store.database.can.block_samples else "ANALYZE TABLE"

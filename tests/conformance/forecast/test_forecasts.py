@@ -21,8 +21,8 @@ from delaytasks import (
 )
 from delaytasks.core.policies import Policy
 from delaytasks.forecast.result import Forecast, TagForecast
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.bulk.bulk_tasks import put
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
@@ -40,12 +40,12 @@ def dues(forecast: Forecast) -> dict[str, int]:
 def report_worker(
     delays: DelayTasks, name: str, queues: Sequence[str], concurrency: int = 2
 ) -> None:
-    wiring_of(delays).store.workers.report(name, queues, "prefork", concurrency, 0)
+    runtime_of(delays).store.workers.report(name, queues, "prefork", concurrency, 0)
 
 
 def put_peak(delays: DelayTasks, tag: str, tasks: int, **options: Any) -> None:
     """Schedule tasks that are due together, at a full minute in about two hours."""
-    at = wiring_of(delays).clock.certain_now().replace(second=0, microsecond=0)
+    at = runtime_of(delays).clock.certain_now().replace(second=0, microsecond=0)
     at += timedelta(hours=2, minutes=1)
     delays.schedule_many(NewTask(tag, n, at=at, **options) for n in range(tasks))
 
@@ -78,7 +78,7 @@ def test_tasks_are_counted_by_step_and_tag(delays: DelayTasks, store: Store) -> 
 
 
 def test_a_forecast_of_one_tag_has_its_numbers_only(delays: DelayTasks, store: Store) -> None:
-    at = wiring_of(delays).clock.certain_now() + timedelta(hours=2)
+    at = runtime_of(delays).clock.certain_now() + timedelta(hours=2)
     tags = ["mail"] * 40 + ["report"] * 3
     delays.schedule_many(NewTask(tag, n, at=at) for n, tag in enumerate(tags))
     alone = delays.forecast(tag="report", workers=1, processes=1, rate=1)

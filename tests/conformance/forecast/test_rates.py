@@ -9,10 +9,10 @@ import pytest
 
 from delaytasks import DelayTasks
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.forecast.test_forecasts import of_tag, put_peak
 from tests.recording import delays_on
 
@@ -42,8 +42,8 @@ def test_measured_durations_are_used_and_named(delays: DelayTasks, store: Store)
 @pytest.mark.quick
 def test_a_database_without_tables_of_statistics_has_forecasts(tmp_path: Path) -> None:
     delays = delays_on(f"sqlite:///{tmp_path / 'a.sqlite3'}")
-    schema = wiring_of(delays).shards[0].store.schema
-    with wiring_of(delays).shards[0].store.database.begin() as connection:
+    schema = runtime_of(delays).store.schema
+    with runtime_of(delays).store.database.begin() as connection:
         schema.metadata.create_all(connection)
         schema.statistics.drop(connection)
     put_peak(delays, "mail", 1)

@@ -11,8 +11,8 @@ import pytest
 from delaytasks import DelayTasks
 from delaytasks.core.clock import UTC
 from delaytasks.forecast import recurring_counts
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 
 
 def dues(delays: DelayTasks, days: float = 7) -> dict[str, int]:
@@ -33,7 +33,7 @@ def test_occurrences_without_tasks_are_counted(delays: DelayTasks, store: Store)
 def test_an_occurrence_that_has_a_task_is_counted_once(delays: DelayTasks, store: Store) -> None:
     start = store.tasks.now().replace(microsecond=0) + timedelta(seconds=20)
     delays.recurring.set("hourly", "sync", every="1h", start=start)
-    wiring_of(delays).sweeper.sweep(0)
+    runtime_of(delays).sweeper.sweep(0)
     assert len(delays.find(tag="sync").tasks) == 1
     assert dues(delays, 1) == {"sync": 24}
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from delaytasks.maintenance import pause_sweeper as engine_holding
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import paused_rows as store_holding
-from delaytasks.wiring import wiring_of
 from tests.conformance.policies.policy_harness import PolicyHarness
 from tests.conftest import empty
 
@@ -39,4 +39,4 @@ def small_steps(field: PolicyHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit each step to one row, and each sweep to one step."""
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 2)
     monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 1)
-    monkeypatch.setattr(wiring_of(field.delays).shards[0].sweeper._pauses, "_budget_s", -1)
+    monkeypatch.setattr(runtime_of(field.delays).sweeper._pauses, "_budget_s", -1)

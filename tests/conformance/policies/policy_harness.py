@@ -11,8 +11,8 @@ from sqlalchemy import update
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution.runner import Report
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import RecordingTimer, delays_on, record, record_sweeps
 
 PREFIX = "pol_"
@@ -27,14 +27,14 @@ class PolicyHarness:
         self.ran: list[Any] = []
         self.others: list[DelayTasks] = []
         self.delays = self.process()
-        self.store: Store = wiring_of(self.delays).store
-        self.timer: RecordingTimer = wiring_of(self.delays).shards[0].sweeper._timer  # type: ignore[assignment]
+        self.store: Store = runtime_of(self.delays).store
+        self.timer: RecordingTimer = runtime_of(self.delays).sweeper._timer  # type: ignore[assignment]
 
     def process(self) -> DelayTasks:
         """Open another process on the same tables."""
         made = delays_on(self.url, table_prefix=PREFIX)
         timer = record(made)
-        [shard] = wiring_of(made).shards
+        shard = runtime_of(made)
         record_sweeps(shard, timer)
         holding: Any = shard.sweeper._pauses
         holding._budget_s = 60  # the pass completes even if the machine stalls for seconds
@@ -58,7 +58,7 @@ class PolicyHarness:
             connection.execute(
                 update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
             )
-        assert wiring_of(process or self.delays).shards[0].sweeper.sweep()
+        assert runtime_of(process or self.delays).sweeper.sweep()
 
     def sweep_until(self, is_so: Callable[[], object]) -> None:
         for _ in range(100):

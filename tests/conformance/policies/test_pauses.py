@@ -15,7 +15,7 @@ from delaytasks.core import errors as e
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.execution import policy_cache as policies_of
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request
 from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
 from tests.conformance.store_rows import counts_moves
@@ -50,7 +50,7 @@ def test_a_pause_of_a_tag_holds_its_waiting_tasks_at_any_due_time_and_no_others(
     assert field.statuses(*others) == ["NOT_COMPLETE"] * 3
     assert field.count("task.held") == 6
     [shown] = field.delays.policies()
-    assert (shown.held, shown.is_applied, shown.missing) == (6, True, ())
+    assert (shown.held, shown.is_applied) == (6, True)
     assert counted(field.store)[Status.HELD] == 6
     assert field.delays.get(paused[0]).version == paused[0].version + 1
 
@@ -65,7 +65,7 @@ def test_a_pause_of_a_queue_holds_the_tasks_of_all_its_tags(field: PolicyHarness
 
 
 def test_a_queue_that_is_paused_gets_no_drain_messages(field: PolicyHarness) -> None:
-    wiring_of(field.delays).store.workers.report("w", ["default", "slow"], "solo", 1, 0)
+    runtime_of(field.delays).store.workers.report("w", ["default", "slow"], "solo", 1, 0)
     field.delays.pause(queue="slow")
     field.sweep()
     # The pause sweeper has already passed the due times of these rows.
@@ -153,17 +153,17 @@ def test_a_process_applies_a_pause_within_about_a_second(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = field.process()
-    assert not wiring_of(other).shards[0].policies.current().has_pauses
+    assert not runtime_of(other).policy_cache.current().has_pauses
     field.delays.pause(tag="mail")
-    assert not wiring_of(other).shards[0].policies.current().has_pauses, "it reads once a second"
-    wiring_of(other).shards[0].policies._read_at -= 1
-    assert wiring_of(other).shards[0].policies.current().pauses("mail", "default")
+    assert not runtime_of(other).policy_cache.current().has_pauses, "it reads once a second"
+    runtime_of(other).policy_cache._read_at -= 1
+    assert runtime_of(other).policy_cache.current().pauses("mail", "default")
 
 
 def test_a_pool_process_reads_policies_when_its_main_process_has_others(
     field: PolicyHarness,
 ) -> None:
-    child = wiring_of(field.process()).shards[0].policies
+    child = runtime_of(field.process()).policy_cache
     reads = []
     read = child._read
     child._read = lambda *asked: reads.append(1) or read(*asked)
@@ -171,7 +171,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(
     child.current()
     assert not reads, "without policies nobody asks"
     field.delays.pause(tag="mail")
-    stamp = wiring_of(field.delays).shards[0].policies.refresh().stamp
+    stamp = runtime_of(field.delays).policy_cache.refresh().stamp
     child.follow(stamp)
     assert child.current().pauses("mail", "default")
     child.follow(stamp)
@@ -182,7 +182,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
     field: PolicyHarness,
 ) -> None:
     field.delays.pause(tag="mail")
-    main, child = (wiring_of(field.process()).shards[0].policies for _ in range(2))
+    main, child = (runtime_of(field.process()).policy_cache for _ in range(2))
     assert main.stamp is None
     child.follow(main.stamp)
     assert child.current().pauses("mail", "default")
@@ -194,7 +194,7 @@ def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_befor
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field.delays.pause(tag="mail")
-    policies = wiring_of(field.process()).shards[0].policies
+    policies = runtime_of(field.process()).policy_cache
     monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
         away.setattr(policies, "_read", raise_unavailable)
@@ -236,9 +236,9 @@ def test_a_chunk_runs_no_task_while_its_process_cannot_read_the_policies(
 ) -> None:
     task = field.add(in_s=-5)
     child = field.process()
-    monkeypatch.setattr(chunk_request, "current_app", wiring_of(child).celery)
+    monkeypatch.setattr(chunk_request, "current_app", runtime_of(child).celery)
     chunk = chunk_request.ChunkRequest((Entry(task.id, task.version, 0),), policies=None)
-    policies = wiring_of(child).shards[0].policies
+    policies = runtime_of(child).policy_cache
     with monkeypatch.context() as away:
         away.setattr(policies, "_read", raise_unavailable)
         report = chunk_request.run_chunk(chunk)
@@ -305,7 +305,7 @@ def test_a_pause_keeps_the_limits_and_clearing_the_policy_removes_both(
     field.delays.resume(tag="mail")
     policy = field.delays.set_policy(tag="mail", key_concurrency=None)
     assert policy.limits == (10, None, 100, 1.0)
-    assert wiring_of(field.delays).shards[0].policies.refresh().limited == {
+    assert runtime_of(field.delays).policy_cache.refresh().limited == {
         "mail": field.store.policies.read()[0]
     }
     field.sweep()
@@ -384,7 +384,7 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
 
 def test_without_policies_a_chunk_executes_no_query_about_policies(field: PolicyHarness) -> None:
     tasks = [field.add(in_s=-5) for _ in range(3)]
-    wiring_of(field.delays).shards[0].policies.follow(0)
+    runtime_of(field.delays).policy_cache.follow(0)
     field.delays.runner()
     seen: list[str] = []
     for engine in (field.store.database.auto, field.store.database.tx):

@@ -11,8 +11,8 @@ from sqlalchemy import event, select, update
 
 from delaytasks import DelayTasks, NewTask, Status
 from delaytasks.maintenance import pause_sweeper as engine_holding
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import paused_rows as store_holding
-from delaytasks.wiring import wiring_of
 from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
 from tests.counting import counted
 from tests.recording import CrashError
@@ -93,7 +93,7 @@ def test_a_worker_with_outdated_policies_runs_claimed_tasks_of_a_resumed_tag(
 ) -> None:
     field.delays.pause(tag="mail")
     stale = field.process()
-    wiring_of(stale).shards[0].policies.follow(wiring_of(stale).shards[0].policies.refresh().stamp)
+    runtime_of(stale).policy_cache.follow(runtime_of(stale).policy_cache.refresh().stamp)
     field.delays.resume(tag="mail")
     field.sweep()
     task = field.add(in_s=-5, body="ran")
@@ -205,7 +205,7 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
         field.sweep()
     monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 2)
     getattr(field.delays, verb)(tag="mail")
-    [shard] = wiring_of(field.delays).shards
+    shard = runtime_of(field.delays)
     move, calls = getattr(shard.store.paused_rows, {"pause": "hold", "resume": "release"}[verb]), []
 
     def dies(ids: Any) -> Any:
@@ -231,7 +231,7 @@ def test_simultaneous_pause_sweeps_of_several_workers_count_each_row_once(
     walkers = [field.process() for _ in range(3)]
 
     def walk(process: DelayTasks) -> int:
-        holding = wiring_of(process).shards[0].sweeper._pauses
+        holding = runtime_of(process).sweeper._pauses
         assert holding is not None
         holding.walk(holding.policies(), lambda: None)
         return sum(process.events.counts[name] for name in ("task.held", "task.released"))

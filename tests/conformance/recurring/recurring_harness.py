@@ -13,8 +13,8 @@ from delaytasks.core.events import Events
 from delaytasks.recurrence.api import Recurring
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.manual_clock import ManualClock
 from tests.recording import RecordingTimer, delays_on, record
 
@@ -33,7 +33,7 @@ class RecurringHarness:
         self.start = self.clock.now()
 
     def creation(self) -> Creation:
-        [shard] = wiring_of(self.delays).shards
+        shard = runtime_of(self.delays)
         table = RecurringTable(self.store.database, self.store.schema)
         return Creation(
             self.delays.settings, table, shard.new_id, self.clock, self.armed, self.events

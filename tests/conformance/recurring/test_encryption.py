@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from sqlalchemy import select
 
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.recurring.recurring_harness import RecurringHarness
 from tests.recording import new_key
 
@@ -26,7 +26,7 @@ def test_a_body_is_encrypted_in_the_schedule_and_in_its_tasks(
     harness.recurring.set("r", "report", SECRET, every="20s", start=harness.at(20))
     assert "4111" not in stored(store)[0]
     assert harness.recurring.get("r").body == SECRET, "also after a change of the tag"
-    harness.store = wiring_of(harness.delays).store
+    harness.store = runtime_of(harness.delays).store
     harness.sweep(0)
     assert [task.body for task in harness.tasks()] == [SECRET] * 3
     t = store.schema.tasks
@@ -44,7 +44,7 @@ def test_a_sweeper_without_the_key_makes_no_task_and_reports_it(
     owner = RecurringHarness(database_url, store, encryption_keys=[new_key()])
     owner.recurring.set("r", "report", SECRET, every="20s", start=owner.at(20))
     other = RecurringHarness(database_url, store, encryption_keys=keys)
-    other.store = wiring_of(other.delays).store
+    other.store = runtime_of(other.delays).store
     other.sweep(0)
     assert other.tasks() == []
     assert other.events.counts["recurring.failed"] == 1

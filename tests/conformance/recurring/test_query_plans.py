@@ -11,8 +11,8 @@ from sqlalchemy import insert
 
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conftest import open_store
 from tests.recording import RecordingTimer, delays_on
@@ -25,7 +25,7 @@ def many(database_url: str) -> Iterator[tuple[Store, Creation]]:
     """Yield 5,000 schedules, of which some are due, and a sweeper."""
     store = open_store(database_url, table_prefix="plan_")
     delays = delays_on(database_url, table_prefix="plan_")
-    [shard] = wiring_of(delays).shards
+    shard = runtime_of(delays)
     table, now = RecurringTable(store.database, store.schema), store.tasks.now()
     made = delays.recurring.set("first", "report", every="1h", overlap="skip")
     rows = [
@@ -40,7 +40,7 @@ def many(database_url: str) -> Iterator[tuple[Store, Creation]]:
             is_pg = store.database.url.get_backend_name() == "postgresql"
             for each in (store.schema.recurring, store.schema.keys):
                 connection.exec_driver_sql(f"ANALYZE {'' if is_pg else 'TABLE '}{each.name}")
-    events = wiring_of(delays).events
+    events = runtime_of(delays).events
     yield (
         store,
         Creation(delays.settings, table, shard.new_id, shard.clock, RecordingTimer(), events),

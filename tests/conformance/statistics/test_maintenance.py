@@ -12,13 +12,13 @@ from delaytasks import DelayTasks, Status
 from delaytasks.core.clock import UTC
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.maintenance.statistics_stage import StatisticsStage
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics import gauge_queries, maintenance
 from delaytasks.statistics.gauge_queries import GaugeQueries
 from delaytasks.statistics.maintenance import StatisticsMaintenance
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.bulk.bulk_tasks import put
 from tests.manual_clock import ManualClock
 
@@ -165,6 +165,6 @@ def test_the_stage_loads_the_package_only_when_it_is_due() -> None:
 def test_a_sweep_keeps_statistics_unless_the_setting_is_off(
     store: Store, delays: DelayTasks
 ) -> None:
-    [shard] = wiring_of(delays).shards
+    shard = runtime_of(delays)
     assert shard.sweeper.sweep(0)
     assert len(delays.statistics.gauges(since="2h")) == 1

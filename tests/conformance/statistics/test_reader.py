@@ -10,6 +10,7 @@ import pytest
 
 from delaytasks import DelayTasks, InvalidQueryError
 from delaytasks.core.run_counts import FailureCount, RunCounts
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics import reading
 from delaytasks.statistics.gauges import Gauges
 from delaytasks.statistics.periods import StoredRow
@@ -17,7 +18,6 @@ from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.reading import StepRange, count_rows, run_counts
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)
 MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
@@ -67,7 +67,7 @@ def test_the_rows_of_a_range_are_counted_up_to_a_limit(
     since, until = NOON - 2 * DAY, NOON + HOUR
     read = list(table.read(since, until, None))
     assert {row.period for row in read} == {"minute", "hour", "day"}
-    shards = wiring_of(delays).shards
+    shards = runtime_of(delays).shards
     assert count_rows(shards, since, until, 100) == len(read) == 9
     assert count_rows(shards, since, until, 5) == 5
 
@@ -116,7 +116,7 @@ def test_the_totals_of_a_range_need_one_count_for_each_tag(
     until = NOON + 50 * MINUTE
     for _ in range(2):  # as minutes, and as parts of an hour
         steps = StepRange.of(until, NOON, until, "1m", is_series=False)
-        [by_tag] = run_counts(wiring_of(delays).shards, steps, None).values()
+        [by_tag] = run_counts(runtime_of(delays).shards, steps, None).values()
         assert {tag: counts.started for tag, counts in by_tag.items()} == {"a": 2, "b": 2}
         table.pack("minute", NOON + HOUR)
 

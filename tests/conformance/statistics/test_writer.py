@@ -13,19 +13,19 @@ from delaytasks import DelayTasks
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.run_counts import RunCounts, RunStatistics
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.statistics.writer import WRITE_S, StatisticsWriter
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 
 
 @pytest.fixture
 def counts(store: Store, delays: DelayTasks) -> WorkerCounts:
-    made = WorkerCounts([wiring_of(delays).shards[0].clock], 10)
+    made = WorkerCounts(runtime_of(delays).clock, 10)
     run = RunCounts()
     run.add_outcome("done")
-    made.add(0, RunStatistics((("a", run.as_list()),)))
+    made.add(RunStatistics((("a", run.as_list()),)))
     return made
 
 
@@ -34,12 +34,17 @@ def written(delays: DelayTasks) -> int:
     return 0 if found is None else found.done
 
 
+def writer_of(delays: DelayTasks, counts: WorkerCounts, events: Events) -> StatisticsWriter:
+    runtime = runtime_of(delays)
+    return StatisticsWriter(runtime.store, runtime.clock, counts, events)
+
+
 def refuse(*_: Any) -> None:
     raise StoreUnavailableError("down")
 
 
 def test_counts_are_written_once(delays: DelayTasks, counts: WorkerCounts) -> None:
-    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
+    writer = writer_of(delays, counts, Events())
     writer.write()
     writer.write()
     assert written(delays) == 1
@@ -48,7 +53,7 @@ def test_counts_are_written_once(delays: DelayTasks, counts: WorkerCounts) -> No
 def test_counts_whose_write_failed_before_the_commit_are_written_later(
     delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
+    writer = writer_of(delays, counts, Events())
     with monkeypatch.context() as patch:
         patch.setattr(StatisticsTable, "add", refuse)
         with pytest.raises(StoreError):
@@ -61,8 +66,8 @@ def test_counts_whose_write_failed_before_the_commit_are_written_later(
 def test_counts_whose_commit_had_no_answer_are_not_written_twice(
     delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
-    database = wiring_of(delays).shards[0].store.database
+    writer = writer_of(delays, counts, Events())
+    database = runtime_of(delays).store.database
     begin: Callable[[], Any] = database.begin
 
     @contextmanager
@@ -83,7 +88,7 @@ def test_after_a_failed_write_the_loop_rests_as_long_as_after_another(
     delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events = Events()
-    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, events)
+    writer = writer_of(delays, counts, events)
     writer._turn()
     monkeypatch.setattr(StatisticsTable, "add", refuse)
     assert writer._turn() == WRITE_S
@@ -96,7 +101,7 @@ def test_counts_are_kept_after_an_error_that_is_not_of_the_database(
     def lose_group(*_: Any) -> None:
         raise NoResultFound
 
-    writer = StatisticsWriter(wiring_of(delays).shards[0], counts, Events())
+    writer = writer_of(delays, counts, Events())
     with monkeypatch.context() as patch:
         patch.setattr(StatisticsTable, "add", lose_group)
         with pytest.raises(NoResultFound):

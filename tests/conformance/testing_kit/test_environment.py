@@ -89,11 +89,11 @@ def test_the_time_of_freezegun_is_enough_without_moves(shop: KitShop) -> None:
 
 
 def test_the_instance_is_as_before_after_the_test(shop: KitShop) -> None:
-    before = shop.delays._wiring
+    before = shop.delays._runtime
     with DelaysTester(shop.delays) as tester:
         tester.travel_to(NEW_YEAR)
-        assert shop.delays._wiring is not before
-    assert shop.delays._wiring is before
+        assert shop.delays._runtime is not before
+    assert shop.delays._runtime is before
     task = shop.delays.schedule_delay("order.close", 1, "1h")
     assert task.due < NEW_YEAR
     with pytest.raises(RuntimeError, match="not started"):

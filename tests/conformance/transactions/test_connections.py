@@ -12,8 +12,8 @@ from delaytasks.core.errors import (
     OutcomeUnknownError,
     StoreUnavailableError,
 )
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import row_lists
-from delaytasks.wiring import wiring_of
 from tests.conformance.transactions.shop import SessionCaller
 
 
@@ -96,7 +96,7 @@ def test_if_an_id_is_taken_an_autocommit_batch_loses_and_duplicates_no_task(
     monkeypatch.setattr(row_lists, "MAX_TEXT", 100_000)
     with shop.engine.begin() as connection:
         old = shop.schedule(connection)
-    builder = wiring_of(shop.delays).producer._builder
+    builder = runtime_of(shop.delays).producer._builder
     ids = [builder._make_id() for _ in range(249)]
     monkeypatch.setattr(builder, "_make_id", iter([*ids[:240], old.id, *ids[240:]]).__next__)
     told: list[DelayTask] = []
@@ -116,7 +116,7 @@ def test_a_batch_that_is_written_again_after_a_lost_answer_exists_once(
     """One id was taken, so the builder made new ids."""
     with shop.engine.begin() as connection:
         old = shop.schedule(connection)
-    tasks, builder = wiring_of(shop.delays).store.tasks, wiring_of(shop.delays).producer._builder
+    tasks, builder = runtime_of(shop.delays).store.tasks, runtime_of(shop.delays).producer._builder
     ids, together = [builder._make_id() for _ in range(3)], tasks.together
     monkeypatch.setattr(builder, "_make_id", iter([ids[0], old.id, *ids[1:]]).__next__)
     monkeypatch.setattr(
@@ -136,8 +136,8 @@ def test_if_the_database_is_lost_after_an_id_was_taken_the_outcome_is_unknown(
         raise StoreUnavailableError("the database is gone")
 
     for insert_in in ("insert", "insert_many"):
-        monkeypatch.setattr(wiring_of(shop.delays).store.tasks, insert_in, lambda *_: False)
-    monkeypatch.setattr(wiring_of(shop.delays).store.tasks, "get", gone)
+        monkeypatch.setattr(runtime_of(shop.delays).store.tasks, insert_in, lambda *_: False)
+    monkeypatch.setattr(runtime_of(shop.delays).store.tasks, "get", gone)
     for schedule in (
         lambda: shop.delays.schedule_delay("mail", 1, 5),
         lambda: shop.delays.schedule_many([("mail", 1, 5)]),

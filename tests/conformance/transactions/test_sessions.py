@@ -17,8 +17,8 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.errors import (
     SessionUnusableError,
 )
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.conformance.transactions.shop import SessionCaller
 from tests.recording import delays_on, record
 
@@ -239,7 +239,7 @@ def test_a_task_that_comes_within_the_horizon_before_the_commit_is_armed_at_it(
 ) -> None:
     with shop.session() as session:
         task = shop.schedule(session, delay=600)
-        clock = wiring_of(shop.delays).clock
+        clock = runtime_of(shop.delays).clock
         later_us = clock.now_us() + 590_000_000
         monkeypatch.setattr(clock, "now_us", lambda: later_us)
         session.commit()

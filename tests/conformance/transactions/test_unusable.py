@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +16,10 @@ from delaytasks.core.errors import (
     DuplicateTaskError,
     SessionUnusableError,
 )
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import inserts
 from delaytasks.storage.store import Store
 from delaytasks.storage.transactions import transaction_of
-from delaytasks.wiring import wiring_of
 from tests.conformance.transactions.shop import SessionCaller, own_engine
 from tests.recording import delays_on, record
 
@@ -155,23 +154,9 @@ def test_missing_tables_are_named_with_the_remedy(database_url: str) -> None:
     delays.close()
 
 
-def test_missing_tables_of_a_shard_are_made_there(tmp_path: Path) -> None:
-    urls = [f"sqlite:///{tmp_path / name}" for name in ("first.sqlite3", "second.sqlite3")]
-    delays, engine = delays_on(urls), create_engine(urls[1])
-    for number, store in enumerate(wiring_of(delays).router.stores):
-        with store.database.begin() as connection:
-            store.schema.shards.create(connection)
-            connection.execute(insert(store.schema.shards).values(number=number))
-    remedy = "nothing was sent; to make the tables, run: "
-    with Session(engine) as session, pytest.raises(SessionUnusableError, match=remedy):
-        delays.schedule_delay("mail", {}, 5, session=session)
-    engine.dispose()
-    delays.close()
-
-
 def test_errors_about_the_callers_transaction_do_not_show_its_data(shop: SessionCaller) -> None:
     canary = "s3cr3t-canary"
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     t = store.schema.tasks
     with shop.session() as session:
         transaction = transaction_of(session, store.database.remedy_at)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, MODULE, ROOT, Project
 
 
@@ -31,18 +31,9 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Project]:
 
 @pytest.fixture
 def shop(bare: Project) -> Project:
-    store = wiring_of(bare.delays).store
+    store = runtime_of(bare.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.create_all(connection)
-    return bare
-
-
-@pytest.fixture
-def two(bare: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
-    """Return a project with two databases, whose tables the command line created."""
-    urls = [f"sqlite:///{tmp_path / name}.sqlite3" for name in ("first", "second")]
-    monkeypatch.setenv("DELAYTASKS_DATABASE_URL", " ".join(urls))
-    assert bare.json("db", "upgrade")["is_current"]
     return bare
 
 

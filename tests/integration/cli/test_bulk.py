@@ -18,7 +18,7 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.operations import bulk_run as bulk
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until
 
@@ -45,7 +45,7 @@ def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
 def test_running_tasks_are_left_and_reported(shop: Project) -> None:
     for _ in range(3):
         shop.schedule()
-    wiring_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
+    runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
     counted = shop("cancel", "--tag", "ok", "--dry-run")
     assert counted.stdout == "2 tasks would be cancelled\n"
     assert counted.stderr == "left as they are: 1 task (they run)\n"
@@ -108,7 +108,7 @@ def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) ->
         "2031-01-01T00:00:00+00:00"
     }
     wait_until(
-        lambda: wiring_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
+        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
         5,
         "time",
     )
@@ -286,7 +286,7 @@ def test_a_stopped_shift_prints_the_command_that_continues_it(
     monkeypatch.setattr(bulk, "BULK_ROWS", 2)
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
     wait_until(
-        lambda: wiring_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
+        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
         5,
         "time",
     )
@@ -311,15 +311,6 @@ def test_a_stopped_shift_prints_the_command_that_continues_it(
     assert {
         (shop.delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
     } == {3600}
-
-
-def test_a_bulk_command_works_on_both_of_two_databases(two: Project) -> None:
-    two.delays.schedule_many(("ok", None, 60) for _ in range(5))
-    for _ in range(20):
-        two.schedule(delay=60)
-    done = two.json("cancel", "--tag", "ok", "--yes")
-    assert (done["matched"], done["changed"], len(done["runs"])) == (25, 25, 2)
-    assert {entry["shard"] for entry in two.json("audit")} == {0, 1}
 
 
 def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
@@ -354,9 +345,7 @@ def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
 
 def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
     id = shop.json("schedule", "ok", "--delay", "0s")["id"]
-    [claimed] = (
-        wiring_of(shop.delays).shards[0].store.claims("w", None).claim_due("default", [0], 1)
-    )
+    [claimed] = runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
     assert shop.json("cancel", id, "--running")["requested"] == [id]
     assert "runs, and is asked to stop" in shop("cancel", id, "--terminate").stdout
     assert shop.delays.get(claimed).cancel_request == 2

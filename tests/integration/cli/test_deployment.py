@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import insert, update
 
 from delaytasks import Status
-from delaytasks.core.ids import home_of
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
-from delaytasks.storage import migrations
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Count, Stats
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 from tests.redis_server import RedisServer
 from tests.services import free_port
 
 
 def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     shop.schedule("ok", 60)
     late = shop.schedule("ok")
     shop.delays.cancel(shop.schedule("ok", 60))
@@ -82,7 +77,7 @@ def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:
 
 
 def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     store.workers.report("w1@host", ["letters"], "prefork", 2, 0)
     with store.database.begin() as connection:
         connection.execute(update(store.schema.workers).values(seen_at=db_now_plus(-60)))
@@ -99,7 +94,7 @@ def test_stats_shows_a_lost_worker_apart_from_the_others(shop: Project) -> None:
 
 
 def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
-    store, now = wiring_of(shop.delays).store, wiring_of(shop.delays).store.tasks.now()
+    store, now = runtime_of(shop.delays).store, runtime_of(shop.delays).store.tasks.now()
     shop("db", "upgrade")
     assert shop.json("stats")["on_time"] == []
     table = StatisticsTable(store.database, store.schema)
@@ -125,62 +120,6 @@ def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
     assert re.search(r"^mail +- +98\.00% .* 79\.80% \(202 late\) +-1920%$", said, re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_stats_sums_up_all_databases_and_names_the_unavailable_one(
-    two: Project, tmp_path: Path
-) -> None:
-    tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
-    for shard in wiring_of(two.delays).shards:
-        shard.store.workers.report("both", ["default"], "prefork", 2, 0)
-    found = two.json("stats")
-    assert found["counts"]["NOT_COMPLETE"] == 20
-    assert [worker["name"] for worker in found["workers"]] == ["both"]
-    assert [sweep["shard"] for sweep in found["sweeps"]] == [0, 1]
-    assert [database["error"] for database in found["databases"]] == [None, None]
-    two.delays.close()
-    (tmp_path / "first.sqlite3").write_text("no database any more")
-    found = two.json("stats", exit_code=1)
-    assert found["counts"]["NOT_COMPLETE"] == sum(task.shard == 1 for task in tasks)
-    assert "shard 0" in found["databases"][0]["error"]
-    assert re.search(r"^database +sqlite:\S+first.sqlite3: down", two("stats").stdout, re.MULTILINE)
-
-
-def test_db_shards_finish_records_the_keys_that_stay_in_the_old_shard(
-    two: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    urls = os.environ["DELAYTASKS_DATABASE_URL"]
-
-    def restart(database_url: str, before: str) -> None:
-        monkeypatch.setenv("DELAYTASKS_DATABASE_URL", database_url)
-        monkeypatch.setenv("DELAYTASKS_SHARDS_BEFORE", before)
-        two.delays.close()
-        del sys.modules[two.name]
-
-    restart(urls.split()[0], "none")
-    keys = [f"k{number}" for number in range(20)]
-    for key in keys:
-        two.delays.schedule_delay("ok", None, 3600, key=key)
-    restart(urls, "1")
-    found = two.json("db", "shards", exit_code=1)
-    assert [each["unknown_keys"] for each in found["shards"]] == [
-        sum(home_of("ok", key, 2) for key in keys),
-        0,
-    ]
-    assert [each["waiting"] for each in found["shards"]] == [20, 0]
-    assert f"run: delaytasks -A {two.name} db shards --finish" in two("db", "shards").stdout
-    assert two.json("db", "shards", "--finish")["is_finished"]
-    assert "delaytasks_shards_before can be removed" in two("db", "shards").stdout
-    restart(urls, "none")
-    found = two.json("db", "shards")
-    assert (found["is_growing"], found["is_finished"]) == (False, True)
-    assert [each["unknown_keys"] for each in found["shards"]] == [0, 0]
-    for key in keys:
-        assert (
-            two.error("schedule", "ok", "--delay", "1h", "--key", key, exit_code=1)["type"]
-            == "DuplicateTaskError"
-        )
-
-
 def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     shop.schedule("ok", 60)
     assert not shop.json("db", "shards")["shards"][0]["is_estimate"]
@@ -195,7 +134,7 @@ def test_an_estimate_is_shown_as_one(shop: Project, monkeypatch: pytest.MonkeyPa
 
 
 def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> None:
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     shop.schedule()
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(expected_time=db_now_plus(-30)))
@@ -205,7 +144,7 @@ def test_only_tasks_later_than_the_grace_period_are_overdue(shop: Project) -> No
 
 
 def test_stats_counts_runs_whose_lease_is_over(shop: Project) -> None:
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     shop.schedule()
     store.claims("dead", None).claim_due("default", [0], 1)
     assert shop.json("stats")["expired_leases"] == 0
@@ -232,13 +171,13 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
     redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
     monkeypatch.setenv("DELAYTASKS_TIMER", "redis")
     monkeypatch.setenv("DELAYTASKS_REDIS_URL", redis.url.replace("://", "://:canary@"))
-    store = wiring_of(bare.delays).store
+    store = runtime_of(bare.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.create_all(connection)
     store.workers.report("fresh", ["default", "letters"], "prefork", 2, 0)
     for delay in (5, 5, 500):
         bare.schedule("ok", delay)
-    wiring_of(bare.delays).flush()
+    runtime_of(bare.delays).flush()
     timer = bare.json("stats")["timer"]
     queues = {"default": {"waiting": 2, "taken": 0}, "letters": {"waiting": 0, "taken": 0}}
     assert timer == {
@@ -312,21 +251,9 @@ def test_db_upgrade_creates_the_tables_and_db_downgrade_drops_them(bare: Project
     bare.schedule(delay=60)
     assert bare("db", "upgrade").exit_code == 0
     assert len(bare.json("list")["tasks"]) == 1
-    wiring_of(bare.delays).store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
+    runtime_of(bare.delays).store.tasks.cancel(int(bare.json("list")["tasks"][0]["id"]))
     assert bare.json("db", "downgrade", "base", "--yes")["revision"] is None
     assert "run: delaytasks -A" in bare("db", "current").stdout
-
-
-def test_db_upgrade_and_db_downgrade_change_the_tables_of_all_databases(two: Project) -> None:
-    head = two.json("db", "current", "--check")["head"]
-    assert two("db", "current").stdout == "".join(
-        f"shard {n}: revision {head}, which is this version's\n" for n in (0, 1)
-    )
-    tasks = [two.delays.schedule_delay("ok", {}, 60, key=f"k{number}") for number in range(20)]
-    assert {task.shard for task in tasks} == {0, 1}, "each knows its number"
-    migrations.downgrade(wiring_of(two.delays).shards[1].store.database, revision="base")
-    assert two.json("db", "current", "--check", exit_code=1)["revision"] == [head, None]
-    assert two.json("db", "downgrade", "base", "--yes")["revision"] == [None, None]
 
 
 def test_a_downgrade_is_never_done_unasked(bare: Project) -> None:
@@ -357,7 +284,7 @@ def test_check_finds_tasks_that_would_not_run_with_this_code(shop: Project) -> N
 
 
 def test_check_finds_rows_that_no_worker_will_ever_run(shop: Project) -> None:
-    t = wiring_of(shop.delays).store.schema.tasks
+    t = runtime_of(shop.delays).store.schema.tasks
     far = datetime(9999, 1, 1, tzinfo=timezone.utc)
     rows: list[dict[str, Any]] = [
         {"id": 11, "status": 99},
@@ -369,7 +296,7 @@ def test_check_finds_rows_that_no_worker_will_ever_run(shop: Project) -> None:
         {"id": 17},
         {"id": 18, "tag": "deep", "message_body": "[" * 100_000},
     ]
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    with runtime_of(shop.delays).store.database.begin() as connection:
         for row in rows:
             connection.execute(insert(t).values(**{"tag": "ok", "message_body": "{}", **row}))
     shop.delays.processor("deep", schema=dict)(lambda body: None)

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta, timezone
 import pytest
 from sqlalchemy import text
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.doc_pages import block_beginning
 from tests.integration.cli.project import Project
 from tests.integration.cli.test_policies import sweep
@@ -41,7 +41,7 @@ def test_the_forecast_of_a_peak(shop: Project, monkeypatch: pytest.MonkeyPatch) 
         WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < :n)
         SELECT 'newsletter.send', '{}', 0, :due FROM numbers
     """
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    with runtime_of(shop.delays).store.database.begin() as connection:
         due = f"{at:%Y-%m-%d %H:%M:00.000000}"
         connection.execute(text(rows), {"n": 240_000, "due": due})
     words, lines = shown("docs/forecast.md", "$ delaytasks forecast")
@@ -50,7 +50,7 @@ def test_the_forecast_of_a_peak(shop: Project, monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_reason_why_a_task_has_not_run(shop: Project) -> None:
     words, lines = shown("docs/see-what-happens.md", "$ delaytasks why")
-    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
+    runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
     shop.schedule("mail.send", id=int(words[-1]))
     shop("pause", "--tag", "mail.send", "--actor", "ann@shop")
     sweep(shop)

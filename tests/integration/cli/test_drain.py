@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text, update
 
 from delaytasks import Status
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 from tests.services import free_port
 
@@ -40,22 +39,6 @@ def test_drain_runs_overdue_tasks_and_leaves_the_rest(shop: Project) -> None:
     assert shop.status(failed) is Status.FAILED
     assert shop.status(unknown) is Status.NOT_COMPLETE
     assert shop.status(later) is Status.NOT_COMPLETE
-
-
-@pytest.mark.slow
-def test_drain_runs_overdue_tasks_in_all_databases_that_answer(
-    two: Project, tmp_path: Path
-) -> None:
-    made = [two.delays.schedule_delay("ok", {}, 0, key=f"k{number}") for number in range(40)]
-    first, second = ([task for task in made if task.shard == number] for number in (0, 1))
-    assert two.json("drain", "--limit", str(len(first) + 1))["ran"] == len(first) + 1
-    assert {two.status(task) for task in first} == {Status.DONE}
-    two.delays.close()
-    (tmp_path / "first.sqlite3").write_text("no database any more")
-    assert "shard 0" in two.error("drain", exit_code=1)["error"]
-    assert {
-        wiring_of(two.delays).shards[1].store.tasks.read(task.id).status for task in second
-    } == {Status.DONE}
 
 
 def test_drain_prints_a_summary(shop: Project) -> None:
@@ -87,7 +70,7 @@ def test_drain_runs_only_the_given_queues_and_number(shop: Project) -> None:
 @pytest.mark.slow
 def test_drain_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
     task = shop.schedule()
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     refuse = f"""CREATE TRIGGER refuse BEFORE UPDATE ON {store.schema.tasks.name}
         WHEN NEW.status = {Status.RUNNING:d} BEGIN SELECT RAISE(ABORT, 'not today'); END"""
     with store.database.begin() as connection:
@@ -101,7 +84,7 @@ def test_drain_gives_up_a_database_that_refuses_claims(shop: Project) -> None:
 
 def test_drain_recovers_rows_of_a_dead_worker(shop: Project) -> None:
     task = shop.schedule()
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     store.claims("dead", None).claim_due("default", [0], 1)
     with store.database.begin() as connection:
         connection.execute(update(store.schema.tasks).values(lease_until=db_now_plus(-1)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timedelta, timezone
 
 from delaytasks import NewTask
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import Project
 
 
@@ -54,7 +54,7 @@ def test_only_the_most_important_steps_are_shown_without_all(shop: Project) -> N
 def test_queues_without_workers_and_paused_tags_are_named(shop: Project) -> None:
     shop.schedule("mail", 60, queue="lost")
     shop.schedule("report", 60)
-    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
+    runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
     shop.delays.pause(tag="report")
     said = shop("forecast")
     assert "2 tasks become due" in said.stdout

@@ -18,21 +18,21 @@ from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.core.settings import Settings
 from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 
 HOST = socket.gethostname()
 
 
 def report(shop: Project, name: str = f"celery@{HOST}", pool: str = "prefork") -> None:
-    wiring_of(shop.delays).store.workers.report(name, ["default"], pool, 2, 0)
+    runtime_of(shop.delays).store.workers.report(name, ["default"], pool, 2, 0)
 
 
 def age(shop: Project, table: str, **columns: float) -> None:
     """Set the times of a table's rows to this many seconds ago."""
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     values = {name: db_now_plus(-ago_s) for name, ago_s in columns.items()}
     with store.database.begin() as connection:
         connection.execute(update(getattr(store.schema, table)).values(**values))
@@ -51,7 +51,7 @@ def failed(shop: Project, *arguments: str) -> list[str]:
 def healthy(shop: Project) -> Project:
     """Return a project with a worker on this host, whose tables were just swept."""
     report(shop)
-    wiring_of(shop.delays).store.sweeps.begin_sweep(0, 1, 1)
+    runtime_of(shop.delays).store.sweeps.begin_sweep(0, 1, 1)
     return shop
 
 
@@ -96,7 +96,7 @@ def test_tables_have_to_be_of_this_version_or_a_newer_one(
 ) -> None:
     bare("db", "upgrade")
     report(bare)
-    wiring_of(bare.delays).store.sweeps.begin_sweep(0, 1, 1)
+    runtime_of(bare.delays).store.sweeps.begin_sweep(0, 1, 1)
     monkeypatch.setattr(migrations, "head", lambda: head)
     assert failed(bare) == expected
     remedy = f"this version has {head}; run: delaytasks -A {bare.name} db upgrade\n"
@@ -130,7 +130,7 @@ def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: P
         return text
 
     age(healthy, "workers", seen_at=60)
-    assert wiring_of(healthy.delays).store.workers.expire(15) == [f"celery@{HOST}"]
+    assert runtime_of(healthy.delays).store.workers.expire(15) == [f"celery@{HOST}"]
     assert failed(healthy) == failed(healthy, "worker", "--live") == ["worker"]
     lost = rf"celery@{re.escape(HOST)} was lost \d+m?s ago"
     assert re.fullmatch(f"none is registered; {lost}", detail())
@@ -142,7 +142,7 @@ def test_a_lost_worker_is_named_and_counts_as_little_as_a_missing_one(healthy: P
 
 
 def test_beat_is_healthy_as_long_as_its_messages_reach_a_worker(healthy: Project) -> None:
-    workers = wiring_of(healthy.delays).store.workers
+    workers = runtime_of(healthy.delays).store.workers
     assert failed(healthy, "beat") == failed(healthy, "beat", "--live") == []
     name = f"celery@{HOST}"
     workers.report(name, ["default"], "prefork", 2, 0, services=ServiceTimes(beat_s=1.0))
@@ -170,7 +170,7 @@ def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy
     assert failed(healthy) == []
     healthy.delays.resume(queue="letters")
     assert failed(healthy, "worker") == failed(healthy, "worker", "--live") == []
-    wiring_of(healthy.delays).store.workers.report("w", ["*"], "prefork", 2, 0)
+    runtime_of(healthy.delays).store.workers.report("w", ["*"], "prefork", 2, 0)
     assert failed(healthy) == []
 
 

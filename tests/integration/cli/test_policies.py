@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 from sqlalchemy import insert, update
 
 from delaytasks import DelayTask, Status
-from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, Project
 
 NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
 
 
 def sweep(shop: Project) -> None:
-    holding = wiring_of(shop.delays).sweeper._pauses
+    holding = runtime_of(shop.delays).sweeper._pauses
     assert holding is not None
     holding.walk(holding.policies(), lambda: None)
 
@@ -78,7 +76,7 @@ def test_policy_set_keeps_limits_that_are_not_named_and_none_removes_one(shop: P
 
 def _put(shop: Project, task: DelayTask, status: Status) -> None:
     """Set the status of a row directly, without a worker."""
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     t = store.schema.tasks
     store.database.autocommitted(
         lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
@@ -127,7 +125,7 @@ def test_stats_list_paused_tags_and_queues(shop: Project) -> None:
 
 
 def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None:
-    p = wiring_of(shop.delays).store.schema.policies
+    p = runtime_of(shop.delays).store.schema.policies
     rows = [
         {
             "kind": "tag",
@@ -138,7 +136,7 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
         }
         for number in range(250)
     ]
-    wiring_of(shop.delays).store.database.autocommitted(lambda c: c.execute(insert(p), rows))
+    runtime_of(shop.delays).store.database.autocommitted(lambda c: c.execute(insert(p), rows))
     first = shop.json("policy", "list")
     assert (len(first["policies"]), first["total"], first["next_page"]) == (100, 250, 2)
     last = shop.json("policy", "list", "--page", "3")
@@ -165,26 +163,3 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
     [one] = shop.delays.policies(tag="t0007")
     assert (one.name, one.concurrency) == ("t0007", 1)
     assert shop.delays.policies(queue="t0007") == []
-
-
-def test_a_policy_that_one_of_two_databases_lacks_is_reported(
-    two: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = (shard.store.policies for shard in wiring_of(two.delays).shards)
-
-    def down(*_: Any) -> Any:
-        raise StoreUnavailableError("it is away")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(second, "set", down)
-        error = two.error("pause", "--tag", "mail", exit_code=1)
-    assert error["type"] == "StoreUnavailableError"
-    assert "could not be set in shard 1, it is so in shard 0; do it again" in error["error"]
-    assert [policy.name for policy in first.read()] == ["mail"]
-    assert two.json("policy", "list")["policies"][0]["missing"] == [1]
-    assert "in shard 1" in two("policy", "list").stderr
-    assert two.json("pause", "--tag", "mail")["missing"] == []
-    assert [policy.name for policy in second.read()] == ["mail"]
-    with monkeypatch.context() as patched:
-        patched.setattr(second, "read", down)
-        assert two.json("policy", "list")["policies"][0]["missing"] == [1]

@@ -16,7 +16,7 @@ from celery.schedules import crontab, schedule
 from redis import Redis
 from sqlalchemy import update
 
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, ROOT, Project
 
 DAILY = ("--cron", "0 9 * * mon-fri", "--tz", "Europe/Berlin")
@@ -48,7 +48,7 @@ def test_the_next_occurrence_is_shown_although_it_has_its_task(shop: Project) ->
     made = shop.delays.recurring.set("r", "ok", every="5m")
     assert made.next_at is not None
     ahead = made.next_at + timedelta(minutes=10)
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     with store.database.begin() as connection:
         connection.execute(update(store.schema.recurring).values(next_at=ahead))
     header, row = shop("recurring", "list").stdout.splitlines()[:2]

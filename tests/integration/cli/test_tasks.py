@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import insert
 
 from delaytasks import Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import FAR, HOSTILE, Project
 
 
@@ -71,9 +71,9 @@ def test_list_begins_with_the_newest_and_with_an_option_with_the_oldest(shop: Pr
 
 def test_a_duration_counts_back_from_now(shop: Project) -> None:
     old, near = shop.schedule("ok"), shop.schedule("ok", 60)
-    t = wiring_of(shop.delays).store.schema.tasks
-    two_hours_ago = wiring_of(shop.delays).clock.now() - timedelta(hours=2)
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    t = runtime_of(shop.delays).store.schema.tasks
+    two_hours_ago = runtime_of(shop.delays).clock.now() - timedelta(hours=2)
+    with runtime_of(shop.delays).store.database.begin() as connection:
         connection.execute(t.update().where(t.c.id == old.id).values(expected_time=two_hours_ago))
 
     def ids(*options: str) -> list[str]:
@@ -134,7 +134,7 @@ def test_show_has_all_fields_and_the_allowed_moves(shop: Project) -> None:
 
 def test_untrusted_text_in_rows_is_escaped(shop: Project) -> None:
     """The commands escape each kind of text in a foreign row that could harm a terminal."""
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     hostile = {
         "id": 7,
         "tag": HOSTILE,
@@ -219,7 +219,7 @@ def test_an_invalid_id_stops_the_whole_command(shop: Project) -> None:
 
 def test_a_task_that_runs_or_is_done_cannot_be_cancelled(shop: Project) -> None:
     task = shop.schedule()
-    wiring_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
+    runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
     assert shop.error("cancel", str(task.id), exit_code=1)["type"] == "CancelTooLateError"
     done = shop.schedule()
     shop("drain")
@@ -290,7 +290,7 @@ def test_retry_runs_failed_and_cancelled_tasks_again(shop: Project) -> None:
     assert [(one["id"], one["type"]) for one in answer["failed"]] == [
         (ids[2], "InvalidStatusError")
     ]
-    assert shop.delays.get(failed.id).expected_time > wiring_of(
+    assert shop.delays.get(failed.id).expected_time > runtime_of(
         shop.delays
     ).clock.now() + timedelta(minutes=59)
     assert shop.error("rerun", exit_code=2)["type"] == "UsageError"
@@ -318,8 +318,8 @@ NONSENSE: list[dict[str, Any]] = [
 
 
 def test_commands_handle_rows_with_invalid_values(shop: Project) -> None:
-    t = wiring_of(shop.delays).store.schema.tasks
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    t = runtime_of(shop.delays).store.schema.tasks
+    with runtime_of(shop.delays).store.database.begin() as connection:
         for id, nonsense in enumerate(NONSENSE, 1):
             row = {"id": id, "tag": "ok", "message_body": "{}", "status": 4, **nonsense}
             connection.execute(insert(t).values(**row))

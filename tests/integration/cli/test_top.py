@@ -13,21 +13,21 @@ from delaytasks.cli.top import view
 from delaytasks.core.interfaces import Entry
 from delaytasks.operations.live import LiveSnapshot, snapshot
 from delaytasks.operations.verdict import Verdict
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import HOSTILE, Project
 
 ON_TIME = Verdict("good", "On time.", [])
 
 
 def read(shop: Project) -> LiveSnapshot:
-    return snapshot(wiring_of(shop.delays).shards, shop.delays.settings)
+    return snapshot(runtime_of(shop.delays).shards, shop.delays.settings)
 
 
 @pytest.fixture
 def busy(shop: Project) -> Project:
     """Return a project with tasks of each kind, and a worker."""
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     store.workers.report("w1@host", ["default", "letters"], "prefork", 4, 0, ["ok", "bad"])
     done, failed = shop.schedule("ok"), shop.schedule("bad")
     shop.delays.runner().run([Entry(done.id, 0, 0), Entry(failed.id, 0, 0)])
@@ -90,7 +90,7 @@ def test_the_view_fits_the_height_of_the_terminal(shop: Project) -> None:
 
 
 def test_untrusted_names_are_escaped(shop: Project) -> None:
-    task, store = shop.schedule("ok"), wiring_of(shop.delays).store
+    task, store = shop.schedule("ok"), runtime_of(shop.delays).store
     with store.database.begin() as connection:
         t = store.schema.tasks
         connection.execute(update(t).where(t.c.id == task.id).values(tag=HOSTILE[:100]))
@@ -107,7 +107,7 @@ def test_capped_counts_are_marked_as_minima(busy: Project, monkeypatch: pytest.M
 
 
 def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
-    store = wiring_of(busy.delays).store
+    store = runtime_of(busy.delays).store
     w = store.schema.workers
     seen_at = store.tasks.now() - timedelta(minutes=5)
     with store.database.begin() as connection:
@@ -118,7 +118,7 @@ def test_a_worker_that_is_silent_is_not_alive(busy: Project) -> None:
 
 
 def test_a_worker_that_was_lost_is_shown_and_not_counted(busy: Project) -> None:
-    store = wiring_of(busy.delays).store
+    store = runtime_of(busy.delays).store
     store.workers.report("w9@host", ["letters"], "prefork", 2, 0)
     w = store.schema.workers
     with store.database.begin() as connection:

@@ -9,14 +9,14 @@ from sqlalchemy import update
 
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.task import DelayTask
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.wiring import wiring_of
 from tests.integration.cli.project import Project
 
 
 def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
-    task, t = shop.schedule(tag, **options), wiring_of(shop.delays).store.schema.tasks
-    with wiring_of(shop.delays).store.database.begin() as connection:
+    task, t = shop.schedule(tag, **options), runtime_of(shop.delays).store.schema.tasks
+    with runtime_of(shop.delays).store.database.begin() as connection:
         connection.execute(
             update(t).where(t.c.id == task.id).values(expected_time=db_now_plus(-90))
         )
@@ -26,7 +26,7 @@ def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
 def deferred(shop: Project) -> DelayTask:
     task = overdue(shop, "gone")
     shop.delays.runner().run([Entry(task.id, 0, 0)])
-    assert shop.delays.get(task).expected_time > wiring_of(shop.delays).clock.now()
+    assert shop.delays.get(task).expected_time > runtime_of(shop.delays).clock.now()
     return task
 
 
@@ -81,7 +81,7 @@ def test_each_hint_repeats_how_the_user_called(shop: Project) -> None:
     assert shop.json("why", str(task.id))["remedy"] == f"Start a worker: {worker}"
     assert f"start one with: {worker}" in shop("stats").stdout
     assert f"delaytasks -A {shop.name} why 2305843009213693952" in shop("why", "--help").stdout
-    store = wiring_of(shop.delays).store
+    store = runtime_of(shop.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)
     assert f"run: delaytasks -A {shop.name} db upgrade\n" in shop("list").stderr
@@ -101,7 +101,7 @@ def test_why_escapes_the_error_text_of_a_processor(shop: Project) -> None:
 
 
 def test_show_of_a_deferred_task_has_its_due_time_and_the_next_try(shop: Project) -> None:
-    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
+    runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
     task = deferred(shop)
     shown = shop.json("show", str(task.id))
     assert shown["due_time"] < shown["expected_time"]
@@ -122,7 +122,7 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
     deferred(shop)
     for _ in range(2):
         overdue(shop, "mail")
-    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
+    runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0, ["ok"])
     found = shop.json("stats")
     assert found["overdue"]["count"] == 3
     late = [(each["queue"], each["tag"], each["tasks"], each["code"]) for each in found["late"]]
@@ -142,7 +142,7 @@ def test_stats_names_the_queue_and_the_tag_of_late_tasks(shop: Project) -> None:
 
 def test_stats_names_a_deferral_though_no_worker_publishes_its_tags(shop: Project) -> None:
     deferred(shop)
-    wiring_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
+    runtime_of(shop.delays).store.workers.report("w", ["default"], "prefork", 2, 0)
     [late] = shop.json("stats")["late"]
     assert (late["code"], late["tag"]) == ("no_processor", "gone")
     assert shop.json("stats")["workers"][0]["tags"] is None
@@ -167,6 +167,6 @@ def test_check_names_the_queue_and_warns_without_a_failure(shop: Project) -> Non
 
 def test_tasks_that_only_wait_for_a_free_worker_cause_no_warning(shop: Project) -> None:
     overdue(shop)
-    wiring_of(shop.delays).store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
+    runtime_of(shop.delays).store.workers.report("w", ["*"], "prefork", 2, 0, ["ok"])
     assert shop.json("check")["warnings"] == []
     assert [each["code"] for each in shop.json("stats")["late"]] == ["due"]

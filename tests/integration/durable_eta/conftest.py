@@ -10,7 +10,7 @@ import pytest
 
 import tests.durable_tasks  # noqa: F401 - the producers know its tasks
 from delaytasks import DelayTasks
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.running import Deployment, Process
 
 CONF: dict[str, Any] = {
@@ -32,7 +32,7 @@ class Shop(NamedTuple):
 
     @property
     def app(self) -> Any:
-        return wiring_of(self.delays).celery
+        return runtime_of(self.delays).celery
 
     def task(self, name: str) -> Any:
         return self.app.tasks[f"durable.{name}"]
@@ -46,7 +46,7 @@ def begin(folder: Any, database_url: str, broker_url: str, redis_url: str, **con
     deployment = Deployment(folder, database_url, broker_url, conf, durable_eta=True)
     # Queues that begin with the namespace are delaytasks' own, and accept nothing but JSON.
     queue = f"celery_{deployment.settings['namespace']}"
-    app = wiring_of(deployment.delays).celery
+    app = runtime_of(deployment.delays).celery
     deployment.conf["task_default_queue"] = app.conf.task_default_queue = queue
     return Shop(deployment.delays, deployment)
 

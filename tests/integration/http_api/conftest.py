@@ -14,8 +14,8 @@ from werkzeug.test import TestResponse
 from delaytasks import DelayTasks
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.application import make_api
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.wiring import wiring_of
 from tests.recording import delays_on
 
 
@@ -70,7 +70,7 @@ def site_at(url: str, folder: Path, **settings: Any) -> Iterator[ApiSite]:
 def site_on_a_file(folder: Path) -> Iterator[ApiSite]:
     """Yield an API on the SQLite file `api.sqlite3`."""
     with site_at(f"sqlite:///{folder / 'api.sqlite3'}", folder) as site:
-        with wiring_of(site.delays).store.database.begin() as connection:
+        with runtime_of(site.delays).store.database.begin() as connection:
             site.delays.create_tables(connection)
         yield site
 

@@ -11,9 +11,9 @@ from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.application import make_api
 from delaytasks.http_api.requests import instant_of
+from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
-from delaytasks.wiring import wiring_of
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
 FAR = "2222-01-01T00:00:00Z"
@@ -117,7 +117,7 @@ def test_a_callback_is_scheduled_to_public_addresses_only(site: ApiSite, shop: A
 
 def write_statistics(site: ApiSite, outcomes: dict[str, tuple[int, int]]) -> None:
     """Write the numbers of done and of failed tasks by tag, as a worker does."""
-    wiring, unwritten = wiring_of(site.delays), Unwritten()
+    wiring, unwritten = runtime_of(site.delays), Unwritten()
     now = wiring.clock.now()
     for tag, (done, failed) in outcomes.items():
         counts = RunCounts()
@@ -133,7 +133,7 @@ def test_statistics_have_totals_by_tag_and_gauges(site: ApiSite, shop: ApiCaller
     assert shop.json("GET", "/v1/statistics") == {"tags": {}, "gauges": None}
     write_statistics(site, {"mail": (5, 2), "order.close": (3, 0)})
     site.delays.schedule_delay("mail", {}, 60)
-    wiring_of(site.delays).sweeper.sweep(0)
+    runtime_of(site.delays).sweeper.sweep(0)
     found = shop.json("GET", "/v1/statistics?since=1d&tag=mail")
     assert found["gauges"]["pending"] == 1
     [(tag, totals)] = found["tags"].items()
@@ -225,7 +225,7 @@ def test_a_failing_database_and_a_bug_are_problems_without_secrets(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(type(wiring_of(site.delays).lookup), "get", fail)
+    monkeypatch.setattr(type(runtime_of(site.delays).lookup), "get", fail)
     answer = shop("GET", "/v1/tasks/7")
     assert (answer.status_code, answer.content_type) == (status, "application/problem+json")
     assert "secret" not in answer.text

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from delaytasks import DelayTasks
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.wiring import wiring_of
 from tests.integration.http_callbacks.caller import SECRETS, Caller
 from tests.recording import delays_on, record
 
@@ -26,7 +26,7 @@ def delays(tmp_path: Path) -> Iterator[DelayTasks]:
         callback_allow="127.0.0.1",
         callback_secrets=SECRETS[0],
     )
-    migrations.upgrade(wiring_of(made).store.database)
+    migrations.upgrade(runtime_of(made).store.database)
     record(made)
     yield made
     made.close()

@@ -15,9 +15,9 @@ from standardwebhooks import Webhook
 from delaytasks import Done, Retry, Status
 from delaytasks.core.callbacks import Callback
 from delaytasks.core.clock import Clock
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.webhooks import addresses
-from delaytasks.wiring import wiring_of
 from tests.integration.http_callbacks.caller import PATIENCE_S, SECRETS, Caller, task
 from tests.recording import delays_on
 from tests.services import free_port
@@ -184,7 +184,7 @@ def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
     delays = delays_on(
         f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes
     )
-    migrations.upgrade(wiring_of(delays).store.database, "")
+    migrations.upgrade(runtime_of(delays).store.database, "")
     inside, most, lock, all_in = 0, 0, threading.Lock(), threading.Event()
 
     def count(exchange: Any) -> None:

@@ -15,7 +15,7 @@ from delaytasks.core.errors import (
     InvalidHeaderError,
 )
 from delaytasks.core.settings import load_settings
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.http_callbacks.caller import SECRETS
 from tests.recording import run_now
 from tests.webserver import WebServer, answer, reset
@@ -30,7 +30,7 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
     first = run_now(delays, scheduled)
     assert first.status is Status.NOT_COMPLETE
     assert first.error == "HTTP 500\nbusy"
-    assert 14 < (first.expected_time - wiring_of(delays).clock.now()).total_seconds() <= 15
+    assert 14 < (first.expected_time - runtime_of(delays).clock.now()).total_seconds() <= 15
     web.answers["/paid"] = reset
     second = run_now(delays, scheduled)
     assert second.error is not None

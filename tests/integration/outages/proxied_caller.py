@@ -13,8 +13,8 @@ from celery import Celery
 from sqlalchemy import func, select
 
 from delaytasks import DelayTasks
+from delaytasks.runtime import runtime_of
 from delaytasks.timers.connection_limits import CONNECT_STEP_S
-from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.waiting import wait_until
@@ -65,7 +65,7 @@ class ProxiedCaller:
         with Celery(
             "reader", broker=self._broker_url, set_as_current=False
         ).connection_for_write() as connection:
-            queue = wiring_of(self.delays).publisher.queue("default")(connection)
+            queue = runtime_of(self.delays).publisher.queue("default")(connection)
             return int(queue.queue_declare(passive=False).message_count)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class ProxiedCaller:
         with Celery(
             "reader", broker=self._broker_url, set_as_current=False
         ).connection_for_write() as connection:
-            queue = wiring_of(self.delays).publisher.queue("default")(connection)
+            queue = runtime_of(self.delays).publisher.queue("default")(connection)
             queue.delete()
             queue.exchange.delete()
 

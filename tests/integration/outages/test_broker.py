@@ -11,7 +11,7 @@ from kombu import Queue
 from sqlalchemy import Engine, text
 
 from delaytasks import Status
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.outages.proxied_caller import (
     BROKERS,
     CONNECTS_S,
@@ -47,13 +47,13 @@ def test_scheduling_continues_without_the_broker(
         # AMQP does not confirm the publication. The message is lost, and the sweep finds the
         # overdue row.
         return
-    assert not wiring_of(delays).producer_timer.is_up
+    assert not runtime_of(delays).producer_timer.is_up
 
     # While one thread connects, and during the pause after an attempt, other callers do not wait,
     # and no further event reports the outage.
     assert seconds(lambda: [delays.schedule_delay("mail", {}, 5) for _ in range(5)]) < LIMIT_S
     wait_until(lambda: caller.count("timer.down") == 1, CONNECTS_S, "the broker to be given up")
-    assert not wiring_of(delays).producer_timer.is_up
+    assert not runtime_of(delays).producer_timer.is_up
     assert caller.rows() == before + 6
     assert caller.count("timer.down") == 1
 
@@ -62,7 +62,7 @@ def test_scheduling_continues_without_the_broker(
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
-        return wiring_of(delays).producer_timer.is_up
+        return runtime_of(delays).producer_timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     assert caller.count("timer.up") == 1
@@ -140,7 +140,7 @@ def test_arming_in_the_background_never_waits(connect: Connect, broker: str) -> 
 
     def schedule() -> bool:
         delays.schedule_delay("mail", {}, 5)
-        return wiring_of(delays).producer_timer.is_up
+        return runtime_of(delays).producer_timer.is_up
 
     wait_until(schedule, 5, "the timer to be up again", every_s=0.1)
     delays.close()
@@ -164,8 +164,8 @@ def test_a_forked_child_schedules_over_its_own_connections(
     sessions = {
         backend(engine)
         for engine in (
-            wiring_of(caller.delays).store.database.auto,
-            wiring_of(caller.delays).store.database.tx,
+            runtime_of(caller.delays).store.database.auto,
+            runtime_of(caller.delays).store.database.tx,
         )
     }
     child = os.fork()
@@ -173,8 +173,8 @@ def test_a_forked_child_schedules_over_its_own_connections(
         status = 1
         try:
             for engine in (
-                wiring_of(caller.delays).store.database.auto,
-                wiring_of(caller.delays).store.database.tx,
+                runtime_of(caller.delays).store.database.auto,
+                runtime_of(caller.delays).store.database.tx,
             ):
                 assert backend(engine) not in sessions
             for _ in range(50):
@@ -190,7 +190,7 @@ def test_a_forked_child_schedules_over_its_own_connections(
     assert len({task.id for task in tasks}) == len(tasks) == 102
     assert [task.body for task in tasks].count({"from": "child"}) == 50
     assert caller.broker.accepted > accepted
-    assert backend(wiring_of(caller.delays).store.database.auto) in sessions, (
+    assert backend(runtime_of(caller.delays).store.database.auto) in sessions, (
         "the child closed what is its parent's"
     )
     # Closing sends the messages that wait in the background.
@@ -205,7 +205,7 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
     caller = connect(broker="rabbitmq")
     caller.warm_up()
     before = caller.arrived()
-    mine = wiring_of(caller.delays).publisher.queue("bad")
+    mine = runtime_of(caller.delays).publisher.queue("bad")
     with Celery(
         "other", broker=caller._broker_url, set_as_current=False
     ).connection_for_write() as connection:
@@ -218,6 +218,6 @@ def test_a_queue_of_another_kind_keeps_no_other_queue_from_its_messages(connect:
         finally:
             other.delete()
             mine.exchange(connection).delete()
-    assert wiring_of(caller.delays).producer_timer.is_up
+    assert runtime_of(caller.delays).producer_timer.is_up
     assert caller.count("queue.refused") == 1
     assert caller.count("timer.down") == 0

@@ -16,7 +16,7 @@ from sqlalchemy import create_engine, make_url, text
 from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.core import clock as clock_module
 from delaytasks.core import errors as e
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.outages.proxied_caller import (
     DATABASES,
     SLACK_S,
@@ -58,7 +58,7 @@ def test_connections_killed_between_calls_are_replaced(
         lambda: d.find(),
         lambda: d.cancel(failed),
         lambda: d.rerun(failed),
-        lambda: wiring_of(d).sweeper.sweep(),
+        lambda: runtime_of(d).sweeper.sweep(),
     ]
     for call in calls:
         assert kill_connections(url) >= 1
@@ -206,7 +206,7 @@ def test_an_autocommit_statement_on_the_callers_connection_has_an_unknown_outcom
         )
 
     engine = create_engine(
-        wiring_of(caller.delays).store.database.url, isolation_level="AUTOCOMMIT"
+        runtime_of(caller.delays).store.database.url, isolation_level="AUTOCOMMIT"
     )
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))
@@ -275,7 +275,7 @@ def test_a_failed_connection_attempt_raises_unavailable_not_unknown(
 ) -> None:
     caller = connect(database)
     caller.warm_up()
-    wiring_of(caller.delays).store.close()
+    runtime_of(caller.delays).store.close()
     caller.database.swallow()
     with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
         caller.delays.schedule_delay("mail", {}, 60)
@@ -383,7 +383,7 @@ def test_a_wrong_broker_password_is_not_shown(
     caller = connect(broker="rabbitmq")
     delays = caller.connect(postgresql_url, f"amqp://canary:{CANARY}@127.0.0.1:5672//")
     delays.schedule_delay("mail", {}, 5)
-    assert not wiring_of(delays).producer_timer.is_up
+    assert not runtime_of(delays).producer_timer.is_up
     assert caller.count("timer.down") + delays.events.counts["timer.down"] == 1
     assert CANARY not in repr(caller.seen)
     delays.close()
@@ -391,7 +391,7 @@ def test_a_wrong_broker_password_is_not_shown(
 
 def test_an_exhausted_connection_pool_is_reported(connect: Connect) -> None:
     caller = connect(pool_size=1)
-    engine = wiring_of(caller.delays).store.database.auto
+    engine = runtime_of(caller.delays).store.database.auto
     engine.pool._timeout = 0.1  # type: ignore[attr-defined]
     held = [engine.connect() for _ in range(21)]
     with pytest.raises(e.StoreUnavailableError, match="pool_size = 1"):
@@ -422,13 +422,13 @@ def test_a_silent_database_delays_no_thread_that_reads_the_clock(
 ) -> None:
     caller = connect()
     caller.warm_up()
-    clock = wiring_of(caller.delays).clock
+    clock = runtime_of(caller.delays).clock
     caller.database.swallow()
     clock.forget()
     measuring = threading.Thread(target=clock.now_us, daemon=True)
     measuring.start()
     wait_until(clock._lock.locked, 5, "a thread to measure")
-    before = wiring_of(caller.delays).clock.now_us()
+    before = runtime_of(caller.delays).clock.now_us()
     assert seconds(lambda: [clock.certain_now() for _ in range(1000)]) < SLACK_S
     assert clock.now_us() > before
     caller.database.heal()

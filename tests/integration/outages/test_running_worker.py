@@ -13,7 +13,7 @@ import pytest
 
 from delaytasks import DelayTask
 from delaytasks.core.registered_worker import ServiceTimes
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 from tests.integration.outages.proxied_caller import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
 from tests.proxy import proxy_to
 from tests.running import Deployment, Process
@@ -154,7 +154,7 @@ class Outage:
         # A reset discards the swallowed bytes and their connections.
         self.place.broker.reset()
         self.place.broker.heal()
-        self.healed_at = wiring_of(self.place.deployment.delays).clock.now()
+        self.healed_at = runtime_of(self.place.deployment.delays).clock.now()
 
     def longest_s(self) -> float:
         """Return the longest delay of a task, in seconds.

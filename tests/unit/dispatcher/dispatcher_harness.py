@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
-from delaytasks.worker import pool, queue_drain, shard_queue
+from delaytasks.worker import chunk_queue, pool, queue_drain
 from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.dispatcher import Dispatcher
@@ -44,7 +43,7 @@ class Pool:
 
 
 class DispatcherHarness:
-    def __init__(self, shards: int = 1, **settings: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
         self.pool = Pool()
@@ -54,14 +53,14 @@ class DispatcherHarness:
         self.others_wait = OthersWait()
         self.dispatcher = Dispatcher(
             Settings(**settings),
-            [self.clock] * shards,
+            self.clock,
             self.events,
             self.pool,
             call_soon=lambda call: call(),
             near_entries=self,
             capacity_request=self.capacity_request,
             send_back=self.sent_back.append,
-            policy_stamp=lambda shard: Stamp(),
+            policy_stamp=Stamp,
             sends_events=lambda: False,
             others_wait=self.others_wait,
         )
@@ -74,10 +73,6 @@ class DispatcherHarness:
         now = self.clock.now_us()
         return [Entry(start + n, 0, now, "default", priority) for n in range(count)]
 
-    def entries_of(self, shard: int, count: int) -> list[Entry]:
-        first = 1 << 60 | shard << COUNTER_BITS
-        return [entry._replace(id=first + entry.id) for entry in self.entries(count)]
-
     def continue_s(self) -> list[float]:
         return [request.continue_s for request, _, _ in self.pool.requests]
 
@@ -86,9 +81,9 @@ class DispatcherHarness:
 
 
 class Hands:
-    """Replace the monotonic clock of the shard queues by one that a test sets."""
+    """Replace the monotonic clock of the chunk queue by one that a test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
-        for module in (pool, queue_drain, shard_queue):
+        for module in (pool, queue_drain, chunk_queue):
             monkeypatch.setattr(module, "monotonic", lambda: self.at)

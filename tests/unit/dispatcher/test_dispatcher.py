@@ -7,15 +7,17 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
+from delaytasks.worker.chunk_queue import BACKLOG_WAIT_S
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.shard_queue import BACKLOG_WAIT_S
 from delaytasks.worker.unfinished_work import UnfinishedWork
-from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness
+from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 
 
 def test_no_more_chunks_are_dispatched_than_the_pool_has_processes(
@@ -58,7 +60,7 @@ def test_late_entries_are_left_to_the_table_even_if_the_pool_is_busy(
     bench.dispatcher.take([])
     assert bench.dispatcher.waiting == 0
     assert bench.events.counts["entry.late"] == 5000
-    assert bench.dispatcher.take_left_to_table().queues == [("default", {0}, 0)]
+    assert bench.dispatcher.take_left_to_table().queues == [("default", {0})]
     bench.pool.end(Report(10, 10, 0.01))
     assert bench.pool.requests[-1][0].drained_queue == "default"
 
@@ -201,7 +203,7 @@ def test_work_that_a_chunk_reports_after_the_close_is_left_to_other_workers(
             waitlists=tuple(WaitlistState("default", tag) for tag in tags),
         )
     )
-    assert bench.sent_back == [UnfinishedWork([early], [("default", set(), 0)])]
+    assert bench.sent_back == [UnfinishedWork([early], [("default", set())])]
     assert not bench.held, "the wheel has stopped"
 
 
@@ -271,13 +273,44 @@ def test_a_chunk_has_all_rows_that_can_start_together_even_beyond_the_time_budge
 def test_detached_rows_are_known_until_their_process_reports_their_end(
     bench: DispatcherHarness,
 ) -> None:
-    [shard_queue] = bench.dispatcher.shard_queues
     bench.dispatcher.take(bench.entries(400))
     bench.pool.end(Report(10, 8, 0.01, pid=1, detached=(4, 5)))
     bench.pool.end(Report(10, 9, 0.01, pid=2, detached=(9,)))
-    assert shard_queue.detached == {1: (4, 5), 2: (9,)}
+    assert bench.dispatcher.running()[1] == {1: (4, 5), 2: (9,)}
     assert len(bench.pool.requests) == 2, "and the next chunks come"
     bench.pool.end(Report(1, 3, 0.01, pid=1))
     away = FailureReason.UNAVAILABLE
     bench.pool.end(Report(error="away", reason=away, pid=2, detached=(9, 12)))
-    assert shard_queue.detached == {2: (9, 12)}
+    assert bench.dispatcher.running()[1] == {2: (9, 12)}
+
+
+def test_after_a_chunk_found_the_database_unavailable_chunks_pause(
+    hands: Hands, bench: DispatcherHarness
+) -> None:
+    bench.dispatcher.take(bench.entries(100))
+    assert len(bench.pool.requests) == 2
+    bench.pool.end(Report(error="away", reason=FailureReason.UNAVAILABLE))
+    bench.dispatcher.take([])
+    assert len(bench.pool.requests) == 1
+    hands.at += 1
+    bench.dispatcher.take([])
+    assert len(bench.pool.requests) == 2, "after its pause it is tried again"
+
+
+@pytest.mark.parametrize("reason", [FailureReason.UNKNOWN, FailureReason.REFUSED])
+def test_a_failure_of_a_database_that_answers_pauses_nothing_and_is_not_repeated(
+    hands: Hands, reason: FailureReason
+) -> None:
+    """The sweep finds the rows of the chunk again, and requests the drain again."""
+    bench = DispatcherHarness()
+    bench.pool.limit = 1
+    bench.dispatcher.take(bench.entries(1))
+    bench.dispatcher.start_drain("default", [0])
+    failed = Report(error="KeyError: a bug, or a row that cannot be read", reason=reason)
+    assert len(bench.pool.end(failed).entries) == 1
+    assert bench.pool.end(failed).drained_queue == "default", "it does not wait"
+    bench.dispatcher.take(bench.entries(1, start=2))
+    assert len(bench.pool.end(failed).entries) == 1, "nor does the next task"
+    hands.at += 60
+    bench.dispatcher.pump()
+    assert bench.pool.requests == [], "neither the entries nor the drain are tried again"

@@ -9,8 +9,8 @@ from celery.concurrency import solo
 
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
+from delaytasks.worker.chunk_queue import CONTINUE_IN_TURN_S, CONTINUE_S
 from delaytasks.worker.queue_drain import HELD_UP_S
-from delaytasks.worker.shard_queue import CONTINUE_IN_TURN_S, CONTINUE_S
 from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
@@ -211,7 +211,7 @@ def test_other_workers_are_asked_once_to_help_with_what_is_left_to_the_table(
 ) -> None:
     learn(bench, 0.02)
     bench.dispatcher.take(bench.entries(100) + bench.entries(100, priority=5, start=101))
-    left = UnfinishedWork([], [("default", {0, 5}, 0)])
+    left = UnfinishedWork([], [("default", {0, 5})])
     assert bench.dispatcher.take_left_to_table() == left
     assert bench.dispatcher.take_left_to_table() == UnfinishedWork([], [])
 

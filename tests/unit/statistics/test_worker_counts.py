@@ -30,65 +30,65 @@ def started(counts: WorkerCounts) -> dict[str, int]:
 
 
 def test_totals_include_written_and_unwritten_counts() -> None:
-    counts = WorkerCounts([ManualClock(START)], 10)
-    counts.add(0, report("a", "b"))
-    counts.take(0)
-    counts.add(0, report("a"))
+    counts = WorkerCounts(ManualClock(START), 10)
+    counts.add(report("a", "b"))
+    counts.take()
+    counts.add(report("a"))
     assert started(counts) == {"a": 2, "b": 1}
     assert counts.totals()["a"].outcome("done") == 2
 
 
 def test_each_count_is_taken_once_and_belongs_to_the_minute_of_its_report() -> None:
     clock = ManualClock(START)
-    counts = WorkerCounts([clock], 10)
-    counts.add(0, report("a"))
+    counts = WorkerCounts(clock, 10)
+    counts.add(report("a"))
     clock.advance(31)
-    counts.add(0, report("a"))
-    taken = counts.take(0)
+    counts.add(report("a"))
+    taken = counts.take()
     assert {key: one.started for key, one in taken.runs.items()} == {
         (MINUTE, "a"): 1,
         (MINUTE + 1, "a"): 1,
     }
-    assert not counts.take(0)
+    assert not counts.take()
 
 
 def test_counts_that_could_not_be_written_are_taken_again_and_counted_once() -> None:
-    counts = WorkerCounts([ManualClock(START)], 10)
-    counts.add(0, report("a"))
-    counts.put_back(0, counts.take(0))
-    counts.add(0, report("a"))
+    counts = WorkerCounts(ManualClock(START), 10)
+    counts.add(report("a"))
+    counts.put_back(counts.take())
+    counts.add(report("a"))
     assert started(counts) == {"a": 2}
-    assert counts.take(0).runs[MINUTE, "a"].started == 2
+    assert counts.take().runs[MINUTE, "a"].started == 2
     assert started(counts) == {"a": 2}
 
 
 def test_tags_beyond_the_limit_are_counted_together() -> None:
-    counts = WorkerCounts([ManualClock(START)], 2)
-    counts.add(0, report("a", "b", "c", "d"))
-    counts.add(0, report("a", "d"))
+    counts = WorkerCounts(ManualClock(START), 2)
+    counts.add(report("a", "b", "c", "d"))
+    counts.add(report("a", "d"))
     assert started(counts) == {"a": 2, "b": 1, OTHER_TAGS: 3}
 
 
 def test_a_long_outage_keeps_a_bounded_number_of_minutes_and_all_counts() -> None:
     clock = ManualClock(START)
-    counts = WorkerCounts([clock], 1)
+    counts = WorkerCounts(clock, 1)
     for _ in range(2 * MAX_MINUTES):
-        counts.add(0, report("a"))
+        counts.add(report("a"))
         clock.advance(60)
-    taken = counts.take(0)
+    taken = counts.take()
     assert len(taken.runs) == MAX_MINUTES
     assert sum(one.started for one in taken.runs.values()) == 2 * MAX_MINUTES
 
 
 def test_failed_writes_keep_the_newest_minutes_and_all_counts() -> None:
     clock = ManualClock(START)
-    counts = WorkerCounts([clock], 10)
+    counts = WorkerCounts(clock, 10)
     for number in range(2 * MAX_MINUTES):
-        counts.add(0, report("a", "b"))
-        counts.put_back(0, counts.take(0))
+        counts.add(report("a", "b"))
+        counts.put_back(counts.take())
         if number < 2 * MAX_MINUTES - 1:
             clock.advance(60)
-    taken = counts.take(0)
+    taken = counts.take()
     newest = MINUTE + 2 * MAX_MINUTES - 1
     oldest = newest - MAX_MINUTES + 1
     assert {minute for minute, _ in taken.runs} == set(range(oldest, newest + 1))
@@ -98,36 +98,28 @@ def test_failed_writes_keep_the_newest_minutes_and_all_counts() -> None:
 
 
 def test_failed_writes_keep_a_bounded_number_of_groups() -> None:
-    counts = WorkerCounts([ManualClock(START)], 10)
+    counts = WorkerCounts(ManualClock(START), 10)
     for number in range(MAX_GROUPS_OF_WORKER + 5):
-        counts.add(0, report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
-        counts.put_back(0, counts.take(0))
-    assert len(counts.take(0).failures) == MAX_GROUPS_OF_WORKER
+        counts.add(report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
+        counts.put_back(counts.take())
+    assert len(counts.take().failures) == MAX_GROUPS_OF_WORKER
 
 
 def test_failures_of_one_pattern_are_added_and_groups_are_bounded() -> None:
-    counts = WorkerCounts([ManualClock(START)], 10)
+    counts = WorkerCounts(ManualClock(START), 10)
     for number in range(2 * MAX_GROUPS_OF_WORKER):
         failure = FailureCount("a", f"p{number}", 1, number, "error")
-        counts.add(0, report("a", failures=(failure,)))
-    counts.add(0, report("a", failures=(FailureCount("a", "p1", 4, 5, "newer"),)))
-    taken = counts.take(0)
+        counts.add(report("a", failures=(failure,)))
+    counts.add(report("a", failures=(FailureCount("a", "p1", 4, 5, "newer"),)))
+    taken = counts.take()
     assert len(taken.failures) == MAX_GROUPS_OF_WORKER
     assert taken.failures[MINUTE // 60, "a", "p1"] == FailureCount("a", "p1", 5, 5, "newer")
 
 
-def test_each_database_has_its_own_counts() -> None:
-    counts = WorkerCounts([ManualClock(START), ManualClock(START)], 10)
-    counts.add(1, report("a"))
-    assert not counts.take(0)
-    assert counts.take(1)
-    assert started(counts) == {"a": 1}
-
-
 def test_a_task_that_its_workers_lost_is_counted_and_grouped() -> None:
-    counts = WorkerCounts([ManualClock(START)], 10)
+    counts = WorkerCounts(ManualClock(START), 10)
     counts("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
     counts("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
     assert counts.totals()["a"].outcome(WORKER_LOST) == 1
-    [failure] = counts.take(0).failures.values()
+    [failure] = counts.take().failures.values()
     assert failure.pattern == "gave up: it died * times*"

@@ -5,20 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import insert, update
+from sqlalchemy import update
 
 from delaytasks import Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance import cleanup
 from delaytasks.maintenance import sweeper as sweeper_module
-from delaytasks.wiring import wiring_of
 from tests.conftest import open_store
 from tests.counting import counted
-from tests.recording import RecordingTimer, delays_on
+from tests.recording import RecordingTimer
 from tests.unit.sweeper.sweeper_harness import Make, SweeperHarness
 
 
@@ -189,29 +188,6 @@ def test_old_finished_rows_are_deleted_only_if_configured(
         field.sweep()
         assert sum(counted(field.store).values()) == left
         assert field.count("task.purged") == 28 - left
-
-
-def test_with_several_databases_the_events_of_a_sweep_name_the_database(tmp_path: Path) -> None:
-    past = datetime(2020, 1, 1, tzinfo=timezone.utc)
-    several = delays_on([f"sqlite:///{tmp_path / name}.db" for name in "ab"])
-    alone = delays_on(f"sqlite:///{tmp_path / 'alone'}.db")
-    for delays, shards in ((several, [0, 1]), (alone, [None])):
-        told: list[tuple[str, int | None]] = []
-        delays.events.subscribe(
-            lambda name, fields, told=told: told.append((name, fields.get("shard")))  # type: ignore[misc]
-        )
-        for store in wiring_of(delays).router.stores:
-            with store.database.begin() as connection:
-                store.schema.metadata.create_all(connection)
-                connection.execute(insert(store.schema.shards).values(number=store.shard))
-                row = {"tag": "mail", "message_body": "{}", "expected_time": past}
-                connection.execute(insert(store.schema.tasks).values(**row))
-        for shard, number in zip(wiring_of(delays).shards, shards, strict=True):
-            told.clear()
-            assert shard.sweeper.sweep()
-            assert told == [("queue.unserved", number), ("sweep.done", number)]
-            assert delays.events.counts["sweep.done"] == (number or 0) + 1
-        delays.close()
 
 
 def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from delaytasks.contrib.django.models import RecurringScheduleRow
 from delaytasks.core.errors import DelayTaskError, InvalidInputError, RecurringNotFoundError
 from delaytasks.recurrence.definition import Definition, options_of, timing_options
 from delaytasks.recurrence.schedule import Missed, Overlap, RecurringSchedule, check_readable
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: Occurrences that the page of a schedule shows.
 SHOWN_OCCURRENCES = 5
@@ -66,7 +66,7 @@ class RecurringForm(forms.ModelForm):
         name = cleaned.get("name", self.instance.pk)
         self.definition = definition_of(name, cleaned, self.stored)
         try:
-            wiring_of(project_delays()).recurring().checked(self.definition)
+            runtime_of(project_delays()).recurring.checked(self.definition)
         except InvalidInputError as error:
             raise forms.ValidationError(str(error)) from error
         return cleaned
@@ -156,7 +156,7 @@ class RecurringScheduleRowAdmin(admin.ModelAdmin):
     @admin.display(description="next occurrences")
     def next_occurrences(self, row: Any) -> str:
         schedule = stored_schedule(row.name)
-        now = wiring_of(project_delays()).clock.now()
+        now = runtime_of(project_delays()).clock.now()
         try:
             found = [] if schedule is None else schedule.next(SHOWN_OCCURRENCES, now)
         except DelayTaskError:  # another program has written the timing

@@ -10,10 +10,10 @@ from sqlalchemy import func, select
 from delaytasks.contrib.django.connection import DjangoConnection
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.filters import Filter
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.estimates import estimate
 from delaytasks.storage.filters import conditions
 from delaytasks.storage.queue_levels import has_status
-from delaytasks.wiring import wiring_of
 
 #: A larger number of tasks is the planner's estimate.
 MAX_EXACT_COUNT = 10_000
@@ -33,7 +33,7 @@ def count_tasks(delays: DjangoDelays, where: Filter, reads_rows: bool = True) ->
 
     Without `reads_rows`, the database estimates the number. SQLite has no estimates and counts.
     """
-    store = wiring_of(delays).store
+    store = runtime_of(delays).store
     connection: Any = DjangoConnection(connections[delays.alias])
     t, can = store.schema.tasks, store.database.can
     query = select(t.c.id).where(*conditions(t, where, can))

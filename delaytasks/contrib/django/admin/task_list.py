@@ -22,7 +22,7 @@ from delaytasks.core.page import Page
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.operations.error_search import error_filter, find_by_error
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: The name of the cursor in the address of a page.
 CURSOR = "cursor"
@@ -94,7 +94,7 @@ class TagFilter(TextFilter):
     title = parameter_name = "tag"
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
-        tags = (spec.tag for spec in wiring_of(project_delays()).registry)
+        tags = (spec.tag for spec in runtime_of(project_delays()).registry)
         return [(tag, tag) for tag in sorted(tags) if not tag.startswith("delaytasks.")]
 
 
@@ -103,7 +103,7 @@ class QueueFilter(TextFilter):
 
     def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
         delays = project_delays()
-        queues = {delays.settings.default_queue, *wiring_of(delays).registry.queues()}
+        queues = {delays.settings.default_queue, *runtime_of(delays).registry.queues()}
         return [(queue, queue) for queue in sorted(queues)]
 
 
@@ -176,7 +176,7 @@ class TaskList(ChangeList):
         delays = project_delays()
         values = {spec.parameter_name: spec.value() for spec in self.filter_specs}
         filters = {name: values[name] for name in ("tag", "queue", "status") if values[name]}
-        filters |= due_between(values["due"], wiring_of(delays).clock.now())
+        filters |= due_between(values["due"], runtime_of(delays).clock.now())
         self.search = TaskSearch(delays, filters, self.query.strip(), "asc" not in directions)
         return queryset
 

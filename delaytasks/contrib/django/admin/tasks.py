@@ -31,7 +31,7 @@ from delaytasks.core.ids import check_id
 from delaytasks.core.states import MOVES
 from delaytasks.core.task_json import pretty
 from delaytasks.core.text import last_line
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: Bodies may contain data of customers, so the permission to view tasks does not show them.
 _FOR_OPERATORS = (("Content", {"fields": ("body", "result_shown", "meta_shown")}),)
@@ -142,7 +142,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
 
     @admin.display(ordering="expected_time")
     def due(self, row: Any) -> Any:
-        return distance_html(row.task.due, wiring_of(project_delays()).clock.now())
+        return distance_html(row.task.due, runtime_of(project_delays()).clock.now())
 
     @admin.display(description="error")
     def last_error(self, row: Any) -> str:

@@ -15,7 +15,7 @@ from django.db import connections
 from delaytasks.cli.context import Cli
 from delaytasks.cli.main import AllCommands
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.wiring import wiring_of
+from delaytasks.runtime import runtime_of
 
 #: The Celery app of the project, as the processes of `up` find it.
 _APP = "delaytasks.contrib.django"
@@ -31,7 +31,7 @@ def _commands(ctx: click.Context) -> None:
     """
 
     def find() -> Any:
-        return wiring_of(project_delays()).celery
+        return runtime_of(project_delays()).celery
 
     ctx.obj = Cli(ctx, find, "python manage.py delays", _APP, "settings.DELAYTASKS")
 

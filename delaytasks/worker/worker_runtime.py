@@ -1,10 +1,9 @@
-"""The runtime of delayed tasks in the worker's main process, from its start to its stop."""
+"""What the main process of a worker does besides Celery, from its start to its stop."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -12,33 +11,37 @@ from celery import signals
 from celery.utils.nodenames import node_format
 from celery.worker import state
 
-from delaytasks.core.clock import Clock, from_us, monotonic
+from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, Timer
 from delaytasks.core.loop import Loop
-from delaytasks.core.settings import Settings
-from delaytasks.processors.registry import Registry
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.statistics.writer import StatisticsWriter, write_last
+from delaytasks.timers.eta import RUN
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.broker_connection import stop_reading
+from delaytasks.worker.calls import CallThread
+from delaytasks.worker.cancel_requests import CancelRequestReader
+from delaytasks.worker.capacity_request import CapacityRequest
 from delaytasks.worker.celery_patches import running_pids
+from delaytasks.worker.database_health import DatabaseOutages
+from delaytasks.worker.declared_schedules import DeclaredSchedules
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.lease_keeper import LeaseKeeper
 from delaytasks.worker.near_entries import NearEntries
+from delaytasks.worker.policy_loop import policy_loop
 from delaytasks.worker.processes import Processes, logical_queues
 from delaytasks.worker.service_watch import ServiceWatch
-from delaytasks.worker.sweep_loop import SweepLoops
-from delaytasks.worker.task_events import WorkerLostEvents
+from delaytasks.worker.sweep_loop import SweepLoop
+from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
 from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
 
 if TYPE_CHECKING:
+    from delaytasks.execution.runner import Report
     from delaytasks.metrics.endpoint import MetricsEndpoint
     from delaytasks.metrics.worker import WorkerMetrics
-    from delaytasks.routing.shard import Shard
-    from delaytasks.sharding.router import Router
-    from delaytasks.timers.publisher import Publisher
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.redis_poller import RedisPoller
-    from delaytasks.worker.table_poller import TablePollers
+    from delaytasks.worker.table_poller import TablePoller
 
 #: How often the watchdog checks the loops.
 WATCHDOG_S = 1.0
@@ -49,54 +52,144 @@ SUSPENDED_S = 3 * WATCHDOG_S
 WATCH_STUCK_S = 30.0
 
 
-@dataclass(eq=False)
 class WorkerRuntime:
     """Keeps near entries, sends chunks to the pool, sweeps, and renews leases.
 
-    `build_runtime` makes one from its parts. `celery_worker` is Celery's worker, or a worker that
-    does without a broker.
+    `celery_worker` is Celery's worker, or a worker that does without a broker. With `polls_table`
+    and the timer `direct` it looks for near tasks in the table. `on_report` and `row_budget` are
+    those of the dispatcher. A test replaces a part by setting its attribute before `loops` is used.
     """
 
-    celery_worker: Any
-    settings: Settings
-    events: Events
-    clock: Clock
-    router: Router
-    registry: Registry
-    processes: Processes
-    publisher: Publisher
-    timer: Timer
-    dispatcher: Dispatcher
-    near_entries: NearEntries
-    wheel_thread: WheelThread[Entry]
-    sweep_loops: SweepLoops
-    service_watch: ServiceWatch
-    table_pollers: TablePollers | None
-    redis_poller: RedisPoller | None
-    work_sender: WorkSender
-    worker_lost_events: WorkerLostEvents
-    #: What the worker has run; None if the setting `statistics` is off.
-    counts: WorkerCounts | None
-    statistics_writers: Sequence[StatisticsWriter]
-    #: The loops of these parts.
-    loops: Sequence[Loop]
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        processes: Processes,
+        celery_worker: Any,
+        *,
+        polls_table: bool = True,
+        on_report: Callable[[Report], None] | None = None,
+        row_budget: int | None = None,
+    ) -> None:
+        self.runtime = runtime
+        self.processes = processes
+        self.celery_worker = celery_worker
+        self.polls_table = polls_table
+        self._on_report = on_report
+        self._row_budget = row_budget
+        self.settings = runtime.settings
+        self.events = runtime.events
+        self.clock = runtime.clock
+        self.store = runtime.store
+        self.registry = runtime.registry
+        self.timer = runtime.timer
+        self.outages = DatabaseOutages(self.events)
+        self.capacity_request = CapacityRequest()
+        self.service_watch = ServiceWatch(self.timer, self._check_timer)
+        self.work_sender = WorkSender(self.settings, self.timer, self.store.sweeps, self.events)
+        hub_or_worker = celery_worker.hub or celery_worker
+        has_event_loop = hasattr(hub_or_worker, "call_soon")
+        self._call_thread = None if has_event_loop else CallThread(self.events)
+        self._call_soon = (self._call_thread or hub_or_worker).call_soon
+        #: What the worker has run; None if the setting `statistics` is off.
+        self.counts: WorkerCounts | None = None
+        self.statistics_writer: StatisticsWriter | None = None
+        if self.settings.statistics:
+            self.counts = WorkerCounts(self.clock, self.settings.statistics_tags)
+            self.statistics_writer = StatisticsWriter(
+                self.store, self.clock, self.counts, self.events
+            )
+        self.near_entries = NearEntries(self.settings, self.clock, self.events)
+        self.dispatcher = self._make_dispatcher()
+        self.wheel_thread = WheelThread(
+            self.near_entries.wheel, self.dispatcher.take, self.events, self.settings.grace_s
+        )
+        self.sweep_loop = SweepLoop(self, DeclaredSchedules(runtime))
+        self.lease_keeper = LeaseKeeper(
+            runtime, processes, self.dispatcher, celery_worker.pool, celery_worker.hub
+        )
+        self.table_poller = self._make_table_poller()
+        self.redis_poller = self._make_redis_poller()
+        self.worker_lost_events = WorkerLostEvents(processes.task_events(), self._sends_events)
         watch = Loop("watch", self._watch, self.events, WATCH_STUCK_S)
-        self.watchdog = Watchdog(self.events, [watch, *self.loops])
+        self.watchdog = Watchdog(self.events, [watch, *self._loops()])
         self._was_connected = False
         self._endpoint: MetricsEndpoint | None = None
 
-    @property
-    def shards(self) -> Sequence[Shard]:
-        return self.router.shards
+    def _make_dispatcher(self) -> Dispatcher:
+        return Dispatcher(
+            self.settings,
+            self.clock,
+            self.events,
+            self.celery_worker.pool,
+            call_soon=self._call_soon,
+            near_entries=self.near_entries,
+            capacity_request=self.capacity_request,
+            send_back=self.work_sender.send_back,
+            policy_stamp=lambda: self.runtime.policy_cache.stamp,
+            sends_events=self._sends_events,
+            others_wait=self.processes.others_wait,
+            on_report=self._on_report,
+            row_budget=self._row_budget,
+            counts=self.counts,
+        )
+
+    def _make_table_poller(self) -> TablePoller | None:
+        timer = self.runtime.direct_timer
+        if timer is None or not self.polls_table:
+            return None
+        from delaytasks.worker.table_poller import TablePoller
+
+        return TablePoller(
+            self.runtime,
+            timer,
+            self.processes,
+            self.dispatcher,
+            self.celery_worker.hostname,
+        )
+
+    def _make_redis_poller(self) -> RedisPoller | None:
+        if self.runtime.redis_timer is None:
+            return None
+        # Imported here, since other deployments need no Redis client.
+        from delaytasks.worker.redis_poller import RedisPoller
+
+        return RedisPoller(
+            self.runtime.redis_timer,
+            self.clock,
+            self.events,
+            self.processes,
+            self.dispatcher,
+            self.capacity_request,
+            self.sweep_loop,
+        )
+
+    def _loops(self) -> list[Loop]:
+        requests = CancelRequestReader(self.runtime, self.processes, self.celery_worker.pool)
+        return [
+            self.wheel_thread.loop,
+            self.sweep_loop.loop,
+            self.lease_keeper.loop,
+            policy_loop(self.runtime, self.outages, requests),
+            *([] if self._call_thread is None else [self._call_thread.loop]),
+            *([] if self.table_poller is None else self.table_poller.loops),
+            *([] if self.redis_poller is None else self.redis_poller.loops),
+            *([] if self.statistics_writer is None else [self.statistics_writer.loop]),
+        ]
+
+    def _sends_events(self) -> bool:
+        return wants_task_events(getattr(self.celery_worker, "consumer", None))
+
+    def _check_timer(self) -> None:
+        """Connect to the broker and send nothing. The Redis poller tries its server by itself."""
+        runtime = self.runtime
+        if runtime.redis_timer is None and runtime.direct_timer is None:
+            runtime.publisher.send(RUN, self.settings.default_queue, [])
 
     def start(self) -> None:
-        self.router.each(lambda shard: shard.clock.refresh_if_due())
-        for shard in self.shards:
-            # From now on the lease keeper refreshes the clock, so that neither the event loop nor
-            # the timing wheel waits for the database.
-            shard.clock.refreshes_inline = False
+        self.clock.refresh_if_due()
+        # From now on the lease keeper refreshes the clock, so that neither the event loop nor the
+        # timing wheel waits for the database.
+        self.clock.refreshes_inline = False
         self.events.subscribe(self.worker_lost_events)
         if self.counts is not None:
             self.events.subscribe(self.counts)
@@ -142,8 +235,8 @@ class WorkerRuntime:
         # The pollers stop first. Otherwise they would take what is sent back.
         if self.redis_poller is not None:
             self.redis_poller.stop()
-        if self.table_pollers is not None:
-            self.table_pollers.stop()
+        if self.table_poller is not None:
+            self.table_poller.stop()
         # The dispatcher closes before the wheel, so that it sends back all that comes from now on.
         unfinished = self.dispatcher.close()
         waiting = unfinished.entries + self.wheel_thread.stop()
@@ -155,13 +248,14 @@ class WorkerRuntime:
         if self._endpoint is not None:
             self._endpoint.stop()
         # Last, since a worker without a row may have died.
-        self.router.each(self.sweep_loops.stop)
-        if self.table_pollers is not None:
-            self.events.attempt("stop", "wake others", self.table_pollers.wake_others)
+        self.sweep_loop.stop()
+        if self.table_poller is not None:
+            self.events.attempt("stop", "wake others", self.table_poller.wake_others)
 
     def write_statistics(self, **_: Any) -> None:
         """Write what the worker has counted since the last write."""
-        write_last(self.statistics_writers, self.events)
+        if self.statistics_writer is not None:
+            write_last(self.statistics_writer, self.events)
 
     def _watch(self) -> float:
         """Do once a second what needs no database."""
@@ -172,7 +266,7 @@ class WorkerRuntime:
         if consumer is not None:  # `celery control add_consumer` and `cancel_consumer` change it
             names = (queue.name for queue in consumer.queues)
             self.processes.queues = logical_queues(names, self.settings.namespace)
-        self.dispatcher.shard_health.check_answers()
+        self.outages.check_answer()
         late_s = self.near_entries.wheel.late_s
         if late_s > self.settings.grace_s:
             self.events.emit("wheel.late", seconds=late_s)
@@ -186,7 +280,7 @@ class WorkerRuntime:
         self.service_watch.mark_broker_back()
         if self._was_connected:
             self.recall()
-            self.sweep_loops.forget_armed()
+            self.sweep_loop.forget_armed()
         self._was_connected = True
 
     def recall(self) -> None:
@@ -210,9 +304,6 @@ class WorkerRuntime:
             "timer_is_up": self.timer.is_up,
             # `celery inspect` prints the answer as JSON, so it is text.
             "oldest_chunk": from_us(int(min(in_flight))).isoformat() if in_flight else None,
-            "shards": {
-                str(shard): info for shard, info in self.dispatcher.shard_health.info().items()
-            },
             "loops": self.watchdog.info(),
             "events": dict(self.events.counts),
         }

@@ -1,1 +1,0 @@
-"""The databases of a deployment, and the router that sends each call to its database."""

@@ -1,0 +1,436 @@
+"""The objects behind one `DelayTasks`, each of them listed once.
+
+A part is made by its first use and kept. The packages below this module receive the `Runtime`, or a
+few of its parts, and never import this module when they are loaded. A test replaces a part by
+setting the attribute before the part is used.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from delaytasks.core.callbacks import CALLBACK
+from delaytasks.core.clock import Clock, wall_ms
+from delaytasks.core.encryption import Cipher
+from delaytasks.core.events import Events
+from delaytasks.core.forks import reset_in_child
+from delaytasks.core.ids import IdMaker
+from delaytasks.core.private_files import tighten_data_folder
+from delaytasks.core.settings import load_settings
+from delaytasks.core.task import DelayTask
+from delaytasks.core.thread_pool import ThreadPool
+from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.maintenance.pause_sweeper import PauseSweeper
+from delaytasks.maintenance.recurring_stage import RecurringStage
+from delaytasks.maintenance.statistics_stage import StatisticsStage
+from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.operations.bulk import BulkOperations
+from delaytasks.operations.callbacks import Callbacks
+from delaytasks.operations.celery_tasks import CeleryTasks
+from delaytasks.operations.lookup import Lookup
+from delaytasks.operations.policies import PolicyOperations
+from delaytasks.operations.revocations import Revocations
+from delaytasks.operations.single_tasks import SingleTasks
+from delaytasks.operations.transactions import CallerTransactions
+from delaytasks.operations.waiting import Waiting
+from delaytasks.processors.registry import Registry
+from delaytasks.scheduling.producer import Producer
+from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.start_checks import StartChecks
+from delaytasks.storage.migrations import url_of
+from delaytasks.storage.store import Store
+from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.publisher import Publisher
+from delaytasks.twins import AsyncCalls, InFramework
+
+if TYPE_CHECKING:
+    from datetime import datetime
+
+    from delaytasks.core.interfaces import Timer, Transaction
+    from delaytasks.forecast.operations import ForecastOperations
+    from delaytasks.operations.why import Explanations
+    from delaytasks.recurrence.operations import RecurringOperations
+    from delaytasks.timers.background import BackgroundTimer
+    from delaytasks.timers.direct import DirectTimer
+    from delaytasks.timers.redis import RedisTimer
+
+T = TypeVar("T")
+#: Is entered around each call of a processor.
+ProcessorContext = Callable[[DelayTask], AbstractContextManager[Any]]
+
+
+class PublishesMessages(Protocol):
+    """Publishes the messages of Celery tasks that waited as rows."""
+
+    def publish(self, messages: Sequence[Any]) -> list[Exception | None]: ...
+    def close(self) -> None: ...
+
+
+class part(cached_property[T]):
+    """A `cached_property` that two threads cannot make twice."""
+
+    if not TYPE_CHECKING:
+
+        def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
+            if instance is None:
+                return self
+            with instance._lock:
+                return super().__get__(instance, owner)
+
+
+class Runtime:
+    """Everything that one set of settings makes, and the registry and events that outlive it.
+
+    Parameters
+    ----------
+    celery_app
+        The Celery app, which is configured.
+    arguments
+        The settings given to `DelayTasks`.
+    registry, events
+        The processors and the events of the instance.
+    ask_now
+        Reads the time of the database, for the clock; by default from the store.
+    ambient_transaction
+        Returns the transaction of a call without `session=`.
+    processor_contexts
+        Web frameworks enter these around each call of a processor, the first one outermost.
+    in_framework
+        Runs the calls of coroutines as a web framework requires.
+    tables_remedy
+        How to make the tables, for messages.
+    """
+
+    def __init__(
+        self,
+        celery_app: Any,
+        arguments: Mapping[str, Any],
+        registry: Registry,
+        events: Events,
+        ask_now: Callable[[bool], datetime],
+        ambient_transaction: Callable[[], Transaction | None],
+        processor_contexts: Sequence[ProcessorContext],
+        in_framework: InFramework,
+        tables_remedy: str,
+    ) -> None:
+        self._lock = threading.RLock()
+        reset_in_child(self)
+        self.celery = celery_app
+        self.registry = registry
+        self.events = events
+        self.ask_now = ask_now
+        self.processor_contexts = processor_contexts
+        self.in_framework = in_framework
+        self.tables_remedy = tables_remedy
+        self._ambient_transaction = ambient_transaction
+        self.settings = settings = load_settings(celery_app.conf, os.environ, **arguments)
+        if settings.has_structured_log:
+            from delaytasks.core.structured_log import log_structured
+
+            events.use_log(log_structured)
+        if not settings.database_url:
+            tighten_data_folder(Path(settings.data_dir))
+        registry.set_in_flight(CALLBACK, settings.callback_in_flight)
+        self.cipher = Cipher(settings.encryption_keys) if settings.encryption_keys else None
+
+    # Temporary, until the readers of state take the runtime itself.
+    number = 0
+
+    @property
+    def shards(self) -> Sequence[Runtime]:
+        return (self,)
+
+    @property
+    def stores(self) -> Sequence[Store]:
+        return (self.store,)
+
+    def named(self, name: str) -> str:
+        return name
+
+    def after_fork(self) -> None:
+        self._lock = threading.RLock()
+
+    def check(self) -> None:
+        """Make the parts that raise the errors of wrong settings."""
+        _ = self.producer, self.callbacks
+
+    # -- the database -----------------------------------------------------------------------------
+
+    @part
+    def store(self) -> Store:
+        settings = self.settings
+        return Store(url_of(settings), settings, self.cipher, tables_remedy=self.tables_remedy)
+
+    @part
+    def clock(self) -> Clock:
+        return Clock(self.ask_now)
+
+    @part
+    def new_id(self) -> IdMaker:
+        return IdMaker(wall_ms, self.settings.shard)
+
+    @part
+    def policy_cache(self) -> PolicyCache:
+        return PolicyCache(self.store.policies.changes)
+
+    @part
+    def transactions(self) -> CallerTransactions:
+        return CallerTransactions(self._ambient_transaction, self.store.database.remedy_at)
+
+    # -- timers -----------------------------------------------------------------------------------
+
+    @part
+    def publisher(self) -> Publisher:
+        settings = self.settings
+        return Publisher(self.celery, settings.namespace, settings.publish_limit_s, self.events)
+
+    @part
+    def eta_timer(self) -> EtaTimer:
+        return EtaTimer(self.publisher, self.clock)
+
+    @part
+    def direct_timer(self) -> DirectTimer | None:
+        """The timer if no broker is used."""
+        if self.settings.uses_broker:
+            return None
+        from delaytasks.timers.direct import DirectTimer
+
+        return DirectTimer(self.store.notices, self.clock)
+
+    @part
+    def redis_timer(self) -> RedisTimer | None:
+        """The timer if it is of this kind."""
+        if not self.settings.uses_broker or self.settings.timer != "redis":
+            return None
+        from delaytasks.timers.redis import RedisTimer
+        from delaytasks.timers.redis_location import redis_location
+
+        settings, conf = self.settings, self.celery.conf
+        location = redis_location(
+            settings.redis_url, conf.broker_url, conf.broker_transport_options
+        )
+        return RedisTimer(location, settings, self.eta_timer, self.clock, self.events)
+
+    @part
+    def timer(self) -> Timer:
+        """Arms rows in the calling thread."""
+        return self.direct_timer or self.redis_timer or self.eta_timer
+
+    @part
+    def background_timer(self) -> BackgroundTimer | None:
+        """The queue in front of the timer with `arm="background"`: producers do not wait."""
+        if self.settings.arm != "background":
+            return None
+        from delaytasks.timers.background import BackgroundTimer, can_run_threads
+
+        return BackgroundTimer(self.timer, self.clock) if can_run_threads() else None
+
+    @part
+    def producer_timer(self) -> Timer:
+        """Arms the rows of producers."""
+        return self.background_timer or self.timer
+
+    # -- schedule and sweep -----------------------------------------------------------------------
+
+    @part
+    def queues(self) -> QueueRouting:
+        return QueueRouting(self.settings, self.registry)
+
+    @part
+    def producer(self) -> Producer:
+        return Producer(
+            self.settings,
+            self.store.tasks,
+            self.clock,
+            self.new_id,
+            self.producer_timer,
+            self.registry,
+            self.queues,
+            self.events,
+            None if self.direct_timer is None else self.direct_timer.notify,
+        )
+
+    @part
+    def pauses(self) -> PauseSweeper:
+        return PauseSweeper(
+            self.settings,
+            self.policy_cache,
+            self.store.policies,
+            self.store.paused_rows,
+            self.clock,
+            self.timer,
+            self.events,
+        )
+
+    @part
+    def sweeper(self) -> Sweeper:
+        settings, store = self.settings, self.store
+        return Sweeper(
+            settings,
+            store.sweeps,
+            store.workers,
+            self.clock,
+            self.timer,
+            self.events,
+            self.pauses,
+            RecurringStage(settings, store.due_schedules, lambda: self._make_recurring_tasks),
+            StatisticsStage(lambda: self._keep_statistics) if settings.statistics else None,
+        )
+
+    @part
+    def _make_recurring_tasks(self) -> Any:
+        """Make the tasks of recurring schedules; the sweep calls this."""
+        from delaytasks.recurrence.creation import Creation
+        from delaytasks.recurrence.queries import RecurringTable
+
+        table = RecurringTable(self.store.database, self.store.schema)
+        return Creation(
+            self.settings, table, self.new_id, self.clock, self.timer, self.events
+        ).create
+
+    @part
+    def _keep_statistics(self) -> Any:
+        from delaytasks.statistics.maintenance import StatisticsMaintenance
+
+        return StatisticsMaintenance(self.settings, self.store, self.clock).run
+
+    # -- operations -------------------------------------------------------------------------------
+
+    @part
+    def lookup(self) -> Lookup:
+        return Lookup(self)
+
+    @part
+    def single(self) -> SingleTasks:
+        return SingleTasks(self)
+
+    @part
+    def bulk(self) -> BulkOperations:
+        return BulkOperations(self)
+
+    @part
+    def waiting(self) -> Waiting:
+        return Waiting(self.store)
+
+    @part
+    def policies(self) -> PolicyOperations:
+        return PolicyOperations(self)
+
+    @part
+    def callbacks(self) -> Callbacks:
+        return Callbacks(self.celery, self.settings, self.clock)
+
+    @part
+    def celery_tasks(self) -> CeleryTasks:
+        return CeleryTasks(self)
+
+    @part
+    def message_publisher(self) -> PublishesMessages:
+        """Publishes the messages of Celery tasks that waited as rows."""
+        from delaytasks.durable_eta.publisher import PUBLISH_LIMIT_S, MessagePublisher
+        from delaytasks.timers.broker_link import REFUSES_ALL_WRITES, bounded_connection
+
+        # The publisher waits for the confirmations of many messages together.
+        connect = partial(
+            bounded_connection, self.celery, PUBLISH_LIMIT_S, read_timeout=PUBLISH_LIMIT_S,
+            confirm_publish=False,
+        )  # fmt: skip
+        return MessagePublisher(
+            self.celery, connect, PUBLISH_LIMIT_S, self.clock.now, REFUSES_ALL_WRITES
+        )
+
+    @part
+    def revocations(self) -> Revocations:
+        return Revocations(self)
+
+    @part
+    def explanations(self) -> Explanations:
+        from delaytasks.operations.why import Explanations
+
+        return Explanations(self)
+
+    @part
+    def recurring(self) -> RecurringOperations:
+        from delaytasks.recurrence.operations import RecurringOperations
+
+        return RecurringOperations(self)
+
+    @part
+    def forecasts(self) -> ForecastOperations:
+        from delaytasks.forecast.operations import ForecastOperations
+
+        return ForecastOperations(self)
+
+    @part
+    def checks(self) -> StartChecks:
+        return StartChecks(self)
+
+    @part
+    def async_calls(self) -> AsyncCalls:
+        return AsyncCalls(
+            ThreadPool(self.settings.pool_size, "delaytasks-async"),
+            self.clock,
+            self.events,
+            self.in_framework,
+            self.transactions.current_session,
+        )
+
+    # -- end --------------------------------------------------------------------------------------
+
+    def flush(self) -> bool:
+        """Arm the entries that wait for the background timer. Return False if that takes too
+        long.
+        """
+        return self.background_timer is None or self.background_timer.flush()
+
+    def close(self) -> None:
+        """Send the entries that wait to be armed, and close the connections of all made parts."""
+        redis_timer = self._made("redis_timer")
+        for each in (
+            self._made("async_calls"),
+            self._made("background_timer"),
+            None if redis_timer is None else redis_timer.link,
+            self._made("callbacks"),
+            self._made("message_publisher"),
+            self._made("publisher"),
+            self._made("store"),
+        ):
+            if each is not None:
+                each.close()
+
+    def _made(self, name: str) -> Any:
+        return self.__dict__.get(name)
+
+
+class HasRuntime(Protocol):
+    """A `DelayTasks`, as the packages below it see it."""
+
+    @property
+    def _runtime(self) -> Runtime: ...
+
+    def _renew_runtime(self, **settings: Any) -> None: ...
+
+
+def runtime_of(delays: HasRuntime) -> Runtime:
+    """Return the objects behind `delays`."""
+    return delays._runtime
+
+
+def renew_runtime(delays: HasRuntime, **settings: Any) -> None:
+    """Close the objects behind `delays`; the next call makes them anew with these settings too."""
+    delays._renew_runtime(**settings)
+
+
+def use_direct_timer(delays: HasRuntime) -> None:
+    """From now on this process contacts neither broker nor Redis and finds near rows in the table.
+
+    To be called before anything is scheduled or run.
+    """
+    if runtime_of(delays).settings.uses_broker:
+        renew_runtime(delays, timer="direct")
