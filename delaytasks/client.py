@@ -7,6 +7,7 @@ call. This module is longer than 300 lines only because every method has a compl
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -29,15 +30,28 @@ from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.celery_calls import forced
 from delaytasks.core.celery_tags import ANY_CELERY_TASK
 from delaytasks.core.durations import Delay
+from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.events import Events
+from delaytasks.core.interfaces import connection_of
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.page import Page
-from delaytasks.core.policies import UNCHANGED, Policy, Unchanged
+from delaytasks.core.policies import UNCHANGED, Policy, Unchanged, named
 from delaytasks.core.settings import hide_secrets
 from delaytasks.core.tables_remedy import TABLES_REMEDY
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.touch_result import TouchResult
 from delaytasks.handles import Body, Converted, Processor
+from delaytasks.operations.bulk import read_audit, rerun_bulk, run_bulk
+from delaytasks.operations.policies import NO_POLICY, change_policy, limits_of, read_policies
+from delaytasks.operations.tasks import (
+    Pauses,
+    cancel_task,
+    find_tasks,
+    name_of,
+    named_task,
+    read_task,
+    touch_tasks,
+)
 from delaytasks.processors.registry import MAX_BATCH, Registry
 from delaytasks.twins import twin
 from delaytasks.worker.processes import Processes
@@ -46,7 +60,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.core.filters import Filters
-    from delaytasks.core.interfaces import OnConflict, Transaction
+    from delaytasks.core.interfaces import OnConflict, To, Transaction
     from delaytasks.core.new_task import ScheduleOptions, TaskOptions
     from delaytasks.core.outcomes import Outcome
     from delaytasks.core.settings import Settings
@@ -532,9 +546,8 @@ class DelayTasks:
         >>> if not delays.cancel(tag="order.close", key="7"):
         ...     return "too late to pay"
         """
-        return self._runtime.single.cancel(
-            task, tag, key, version, strict, request_of(running, terminate), session
-        )
+        request = request_of(running, terminate)
+        return cancel_task(self._runtime, task, tag, key, version, strict, request, session)
 
     acancel = twin(cancel)
 
@@ -578,7 +591,13 @@ class DelayTasks:
         --------
         >>> delays.reschedule(tag="order.close", key="7", delay=3600)
         """
-        return self._runtime.single.reschedule(task, delay, at, tag, key, version, session)
+        runtime = self._runtime
+        with named_task(runtime, task, tag, key, session) as (id, transaction, on):
+            due = runtime.producer.due_of(delay, at)
+            moved = runtime.store.tasks.reschedule(id, due, version, on)
+        runtime.events.emit("task.rescheduled", **moved.event_fields)
+        runtime.producer.arm_after_commit([moved], transaction)
+        return moved
 
     areschedule = twin(reschedule)
 
@@ -617,7 +636,14 @@ class DelayTasks:
         >>> if not delays.touch(tag="device.offline", key="d-17", delay=90):
         ...     print("too late")
         """
-        return self._runtime.single.touch(task, delay, tag, key, session)
+        runtime, name = self._runtime, name_of(task, tag, key)
+        with runtime.transactions.guard(session) as transaction:
+            due, on = runtime.producer.due_of(delay), connection_of(transaction)
+            if isinstance(name, tuple):  # no other statement looks the key up
+                waits = runtime.store.touches.touch_key(*name, due, on)
+                return TouchResult.of([name[1]], {name[1]} if waits else set())
+            waits = runtime.store.touches.touch(id_of(name), due, on)
+            return TouchResult.of([id_of(name)], {id_of(name)} if waits else set())
 
     atouch = twin(touch)
 
@@ -673,8 +699,7 @@ class DelayTasks:
         >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90).gone
         ['d-18']
         """
-        single = self._runtime.single
-        return single.touch_many(tasks, delay, tag, keys, session)
+        return touch_tasks(self._runtime, tasks, delay, tag, keys, session)
 
     if TYPE_CHECKING:  # the type of `twin` has no overloads
 
@@ -729,7 +754,13 @@ class DelayTasks:
         --------
         >>> delays.rerun(task.id, delay=60)
         """
-        return self._runtime.single.rerun(task, delay, version, session)
+        runtime = self._runtime
+        with named_task(runtime, task, None, None, session) as (id, transaction, on):
+            due = runtime.producer.due_of(delay)
+            moved = runtime.store.tasks.rerun(id, due, version, on)
+        runtime.events.emit("task.rerun", **moved.event_fields)
+        runtime.producer.arm_after_commit([moved], transaction)
+        return moved
 
     arerun = twin(rerun)
 
@@ -767,7 +798,8 @@ class DelayTasks:
         >>> delays.get(tag="order.close", key="7").status
         <Status.NOT_COMPLETE: 0>
         """
-        return self._runtime.lookup.get(task, tag, key, session)
+        with named_task(self._runtime, task, tag, key, session) as (id, _, on):
+            return self._runtime.store.tasks.read(id, on)
 
     aget = twin(get)
 
@@ -809,7 +841,12 @@ class DelayTasks:
         >>> delays.wait(task, "30s").result
         {'receipt': 7}
         """
-        return self._runtime.waiting.wait(task, timeout, tag, key)
+        runtime, pauses = self._runtime, Pauses(timeout)
+        found = read_task(runtime, task, tag, key)
+        while not found.is_finished:
+            time.sleep(pauses.next(found))
+            found = runtime.store.tasks.read(found.id)
+        return found
 
     def attempts(self, task: int | str | DelayTask, *, session: Any = None) -> list[Attempt]:
         """Read the failed attempts of a task.
@@ -835,7 +872,8 @@ class DelayTasks:
         --------
         >>> [attempt.error for attempt in delays.attempts(task)]
         """
-        return self._runtime.lookup.attempts(task, session)
+        with named_task(self._runtime, task, None, None, session) as (id, _, on):
+            return self._runtime.store.tasks.attempts(id, on)
 
     aattempts = twin(attempts)
 
@@ -889,7 +927,7 @@ class DelayTasks:
         >>> for task in delays.find(tag="order.close", status=["FAILED", "CANCELLED"]):
         ...     print(task.id, task.error)
         """
-        return self._runtime.lookup.find(filters, cursor, limit, newest_first, session)
+        return find_tasks(self._runtime, filters, cursor, limit, newest_first, session)
 
     afind = twin(find)
 
@@ -935,7 +973,7 @@ class DelayTasks:
         >>> delays.cancel_many(tag="mail.send", key_prefix="eu-").changed
         1200
         """
-        return self._runtime.bulk.cancel(options)
+        return run_bulk(self._runtime, "cancel", None, options)
 
     acancel_many = twin(cancel_many)
 
@@ -984,7 +1022,19 @@ class DelayTasks:
         >>> delays.reschedule_many(by=3600, tag="mail.send")
         >>> delays.reschedule_many(spread="10m", tag="mail.send", since=nine, until=ten)
         """
-        return self._runtime.bulk.reschedule(delay, at, by, spread, options)
+        if [delay, at, by, spread].count(None) != 3:
+            raise InvalidScheduleError(
+                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four"
+            )
+        producer = self._runtime.producer
+        to: To
+        if spread is not None:
+            to = producer.spread_of(spread)
+        elif by is not None:
+            to = producer.shift_of(by)
+        else:
+            to = producer.due_of(delay, at)
+        return run_bulk(self._runtime, "reschedule", to, options)
 
     areschedule_many = twin(reschedule_many)
 
@@ -1026,7 +1076,7 @@ class DelayTasks:
         >>> delays.rerun_many(tag="mail.send", since=yesterday)
         >>> delays.rerun_many(audit=cancelled.runs[0])
         """
-        return self._runtime.bulk.rerun(delay, audit, options)
+        return rerun_bulk(self._runtime, delay, audit, options)
 
     arerun_many = twin(rerun_many)
 
@@ -1048,7 +1098,7 @@ class DelayTasks:
         >>> delays.audit(limit=1)[0].actor
         'maria'
         """
-        return self._runtime.bulk.audit(limit)
+        return read_audit(self._runtime, limit)
 
     aaudit = twin(audit)
 
@@ -1072,7 +1122,8 @@ class DelayTasks:
         >>> [policy.name for policy in delays.policies() if policy.is_paused]
         ['mail.send']
         """
-        return self._runtime.policies.read(tag, queue)
+        only = () if tag is None and queue is None else named(tag, queue)
+        return read_policies(self._runtime.store.policies, *only).policies
 
     apolicies = twin(policies)
 
@@ -1106,7 +1157,7 @@ class DelayTasks:
         --------
         >>> delays.pause(tag="mail.send")
         """
-        return self._runtime.policies.pause(tag, queue, actor)
+        return change_policy(self._runtime, tag, queue, {"is_paused": True}, actor)
 
     apause = twin(pause)
 
@@ -1136,7 +1187,7 @@ class DelayTasks:
         --------
         >>> delays.resume(tag="mail.send")
         """
-        return self._runtime.policies.resume(tag, queue, actor)
+        return change_policy(self._runtime, tag, queue, {"is_paused": False}, actor)
 
     aresume = twin(resume)
 
@@ -1184,8 +1235,8 @@ class DelayTasks:
         --------
         >>> delays.set_policy(tag="mail.send", concurrency=10, rate="100/s")
         """
-        policies = self._runtime.policies
-        return policies.set_limits(tag, queue, concurrency, key_concurrency, rate, actor)
+        limits = limits_of(tag, queue, concurrency, key_concurrency, rate)
+        return change_policy(self._runtime, tag, queue, limits, actor)
 
     aset_policy = twin(set_policy)
 
@@ -1213,7 +1264,7 @@ class DelayTasks:
         --------
         >>> delays.clear_policy(tag="mail.send")
         """
-        return self._runtime.policies.clear(tag, queue, actor)
+        return change_policy(self._runtime, tag, queue, NO_POLICY, actor)
 
     aclear_policy = twin(clear_policy)
 
@@ -1533,8 +1584,16 @@ class DelayTasks:
         >>> (await delays.await_(task, "30s")).result
         {'receipt': 7}
         """
-        await self._async_calls()  # makes the runtime without blocking the event loop
-        return await self._runtime.waiting.wait_async(self._run_async, task, timeout, tag, key)
+        import asyncio
+
+        calls, pauses = await self._async_calls(), Pauses(timeout)
+        runtime = self._runtime
+        # As for `wait`, each read is a transaction of its own, whatever the session of `using`.
+        found = await calls.run(read_task, runtime, task, tag, key)
+        while not found.is_finished:
+            await asyncio.sleep(pauses.next(found))
+            found = await calls.run(runtime.store.tasks.read, found.id)
+        return found
 
     # -- asyncio ----------------------------------------------------------------------------------
 

@@ -22,13 +22,14 @@ from delaytasks.core.cancel_request import request_of
 from delaytasks.core.durations import Delay
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.task import DelayTask
+from delaytasks.operations.tasks import cancel_task, find_tasks
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.core.cancel_result import CancelResult
-    from delaytasks.core.filters import TagFilters
+    from delaytasks.core.filters import Filters, TagFilters
     from delaytasks.core.interfaces import OnConflict
     from delaytasks.core.new_task import TaskOptions
     from delaytasks.core.page import Page
@@ -184,8 +185,8 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> close_order.cancel(key="7")
         """
-        single, request = self._delays._runtime.single, request_of(running, terminate)
-        return single.cancel(None, self.tag, key, version, strict, request, session)
+        runtime, request = self._delays._runtime, request_of(running, terminate)
+        return cancel_task(runtime, None, self.tag, key, version, strict, request, session)
 
     acancel = twin(cancel)
 
@@ -204,8 +205,9 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> [task.id for task in close_order.find(status="FAILED")]
         """
-        lookup = self._delays._runtime.lookup
-        return lookup.find({**filters, "tag": self.tag}, cursor, limit, newest_first, session)
+        filters_of_tag: Filters = {**filters, "tag": self.tag}
+        runtime = self._delays._runtime
+        return find_tasks(runtime, filters_of_tag, cursor, limit, newest_first, session)
 
     afind = twin(find)
 

@@ -30,15 +30,10 @@ from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import RecurringStage
 from delaytasks.maintenance.statistics_stage import StatisticsStage
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.operations.bulk import BulkOperations
 from delaytasks.operations.callbacks import Callbacks
 from delaytasks.operations.celery_tasks import CeleryTasks
-from delaytasks.operations.lookup import Lookup
-from delaytasks.operations.policies import PolicyOperations
 from delaytasks.operations.revocations import Revocations
-from delaytasks.operations.single_tasks import SingleTasks
 from delaytasks.operations.transactions import CallerTransactions
-from delaytasks.operations.waiting import Waiting
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
@@ -301,26 +296,6 @@ class Runtime:
         return StatisticsMaintenance(self.settings, self.store, self.clock).run
 
     # -- operations -------------------------------------------------------------------------------
-
-    @part
-    def lookup(self) -> Lookup:
-        return Lookup(self)
-
-    @part
-    def single(self) -> SingleTasks:
-        return SingleTasks(self)
-
-    @part
-    def bulk(self) -> BulkOperations:
-        return BulkOperations(self)
-
-    @part
-    def waiting(self) -> Waiting:
-        return Waiting(self.store)
-
-    @part
-    def policies(self) -> PolicyOperations:
-        return PolicyOperations(self)
 
     @part
     def callbacks(self) -> Callbacks:

@@ -16,6 +16,7 @@ from delaytasks.console.requests import safe_next, state, viewer
 from delaytasks.console.task_filters import number_of
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import DelayTaskError
+from delaytasks.operations.bulk import record_action
 from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> No
     logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
     try:
         task = number_of(str(what.get("id", "")))
-        runtime_of(state().delays).bulk.record(
-            action, what, actor, is_refused=is_refused, task=task
+        record_action(
+            runtime_of(state().delays), action, what, actor, is_refused=is_refused, task=task
         )
     except DelayTaskError:
         # The action itself may be done, and the log has it.

@@ -20,6 +20,7 @@ from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidInputError, InvalidQueryError, SearchTimeoutError
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.operations.bulk import read_audit
 from delaytasks.operations.error_search import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
 
@@ -225,7 +226,7 @@ def stop_bulk(id: str) -> Response:
 def audit() -> str:
     wiring, before = runtime_of(state().delays), number_of(request.args.get("before", ""))
     entries = state().cache.get(
-        ("audit", before), 2.0, lambda: wiring.bulk.audit(AUDIT_ENTRIES + 1, before)
+        ("audit", before), 2.0, lambda: read_audit(wiring, AUDIT_ENTRIES + 1, before)
     )
     shown = entries[:AUDIT_ENTRIES]
     return render_template(

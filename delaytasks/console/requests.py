@@ -6,6 +6,7 @@ import hmac
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -19,6 +20,7 @@ from delaytasks.console.cache import SharedCache
 from delaytasks.console.login_limit import LoginLimit
 from delaytasks.console.viewers import Access, Role, Viewer
 from delaytasks.core.latest import Latest
+from delaytasks.operations.policies import read_policies
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
@@ -86,7 +88,7 @@ class ConsoleState:
         return read_state(
             runtime_of(delays).shards,
             delays.settings,
-            wiring.policies.read_all,
+            partial(read_policies, wiring.store.policies),
             recent_failures,
             services,
             wiring.clock.now(),

@@ -8,6 +8,7 @@ from delaytasks.client import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.filters import Filters
 from delaytasks.core.page import Page
+from delaytasks.operations.tasks import find_tasks
 from delaytasks.runtime import runtime_of
 
 #: Seconds after which a search ends.
@@ -20,7 +21,7 @@ class Searches:
     """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
 
     def __init__(self, delays: DelayTasks) -> None:
-        self._lookup = runtime_of(delays).lookup
+        self._runtime = runtime_of(delays)
         self._began = monotonic()
 
     def find(
@@ -28,6 +29,6 @@ class Searches:
     ) -> Page:
         """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
         left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
-        return self._lookup.find(
-            cast("Filters", filters), cursor, limit, newest_first, None, left_s
+        return find_tasks(
+            self._runtime, cast("Filters", filters), cursor, limit, newest_first, None, left_s
         )

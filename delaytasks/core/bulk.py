@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Any
 
 from delaytasks.core.errors import InvalidQueryError
 from delaytasks.core.filters import Filter, Filters, filter_of
+from delaytasks.core.interfaces import To
+from delaytasks.core.spread import Spread
 from delaytasks.core.states import LIVE, MOVES, Status
 
 
@@ -145,3 +147,15 @@ class AuditEntry:
             for name, value in asdict(self).items()
         }
         return {**shown, "id": str(self.id)}
+
+
+def new_due(id: int, due: datetime, to: To, now: datetime | None) -> datetime | None:
+    """Return the due time that a bulk operation gives a task; None if it gives none."""
+    if not isinstance(to, timedelta | Spread) or now is None:
+        return to if isinstance(to, datetime) else None
+    try:
+        if isinstance(to, Spread):
+            return to.of(id, max(due, now))  # overdue tasks are distributed from now on
+        return max(due + to, now)  # a time in the past means now
+    except OverflowError:  # another program's row, due at the end of time
+        return due

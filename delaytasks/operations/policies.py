@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
     from delaytasks.storage.policies import PolicyTable, RowCount
 
-_EMPTY: dict[str, Any] = {
+#: The fields of a policy without pause and limits.
+NO_POLICY: dict[str, Any] = {
     "is_paused": False,
     "concurrency": None,
     "key_concurrency": None,
@@ -40,66 +41,55 @@ class CountedPolicies(NamedTuple):
     held: int | None
 
 
-class PolicyOperations:
-    def __init__(self, runtime: Runtime) -> None:
-        self._table = runtime.store.policies
-        self._events = runtime.events
+def read_policies(table: PolicyTable, *only: Any) -> CountedPolicies:
+    """Return all policies, or that of a kind and a name, with the numbers of their rows."""
+    policies, held = _counted(table.read(*only), table)
+    policies.sort(key=lambda policy: (policy.kind, policy.name))
+    return CountedPolicies([each for each in policies if not each.is_empty or each.held], held)
 
-    def read(self, tag: str | None, queue: str | None) -> list[Policy]:
-        return self._read(*(() if tag is None and queue is None else named(tag, queue))).policies
 
-    def read_all(self) -> CountedPolicies:
-        """Return all policies, and the number of all HELD rows from the same queries."""
-        return self._read()
+def change_policy(
+    runtime: Runtime,
+    tag: str | None,
+    queue: str | None,
+    changes: dict[str, Any],
+    actor: str | None,
+) -> Policy:
+    """Change fields of the policy of a tag or queue, and return it."""
+    kind, name = named(tag, queue)
+    who = actor_of(actor)
+    policy, is_new = runtime.store.policies.set(kind, name, changes, who)
+    if is_new:
+        new_values = {field: getattr(policy, field) for field in changes}
+        runtime.events.emit(
+            "policy.changed", kind=kind, policy=name, changes=repr(new_values), actor=who
+        )
+    return policy
 
-    def _read(self, *only: Any) -> CountedPolicies:
-        policies, held = _counted(self._table.read(*only), self._table)
-        policies.sort(key=lambda policy: (policy.kind, policy.name))
-        return CountedPolicies([each for each in policies if not each.is_empty or each.held], held)
 
-    def pause(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
-        return self._set(*named(tag, queue), {"is_paused": True}, actor)
-
-    def resume(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
-        return self._set(*named(tag, queue), {"is_paused": False}, actor)
-
-    def set_limits(
-        self,
-        tag: str | None,
-        queue: str | None,
-        concurrency: int | Unchanged | None,
-        key_concurrency: int | Unchanged | None,
-        rate: str | Unchanged | None,
-        actor: str | None,
-    ) -> Policy:
-        kind, name = named(tag, queue)
-        if kind == "queue":
-            raise InvalidPolicyError(
-                f"queue {name!r} can be paused, and limits are for tags: name the tags of the queue"
-            )
-        changes: dict[str, Any] = {}
-        if concurrency is not UNCHANGED:
-            changes["concurrency"] = check_limit(concurrency, "concurrency")
-        if key_concurrency is not UNCHANGED:
-            changes["key_concurrency"] = check_limit(key_concurrency, "key_concurrency")
-        if rate is not UNCHANGED:
-            changes["rate"], changes["rate_period_s"] = parse_rate(rate)
-        if not changes:
-            raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
-        return self._set(kind, name, changes, actor)
-
-    def clear(self, tag: str | None, queue: str | None, actor: str | None) -> Policy:
-        return self._set(*named(tag, queue), _EMPTY, actor)
-
-    def _set(self, kind: Kind, name: str, changes: dict[str, Any], actor: str | None) -> Policy:
-        who = actor_of(actor)
-        policy, is_new = self._table.set(kind, name, changes, who)
-        if is_new:
-            new_values = {field: getattr(policy, field) for field in changes}
-            self._events.emit(
-                "policy.changed", kind=kind, policy=name, changes=repr(new_values), actor=who
-            )
-        return policy
+def limits_of(
+    tag: str | None,
+    queue: str | None,
+    concurrency: int | Unchanged | None,
+    key_concurrency: int | Unchanged | None,
+    rate: str | Unchanged | None,
+) -> dict[str, Any]:
+    """Return the checked fields that `set_policy` changes."""
+    kind, name = named(tag, queue)
+    if kind == "queue":
+        raise InvalidPolicyError(
+            f"queue {name!r} can be paused, and limits are for tags: name the tags of the queue"
+        )
+    changes: dict[str, Any] = {}
+    if concurrency is not UNCHANGED:
+        changes["concurrency"] = check_limit(concurrency, "concurrency")
+    if key_concurrency is not UNCHANGED:
+        changes["key_concurrency"] = check_limit(key_concurrency, "key_concurrency")
+    if rate is not UNCHANGED:
+        changes["rate"], changes["rate_period_s"] = parse_rate(rate)
+    if not changes:
+        raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
+    return changes
 
 
 def _counted(policies: list[Policy], table: PolicyTable) -> tuple[list[Policy], int | None]:

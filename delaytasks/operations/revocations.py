@@ -13,6 +13,7 @@ from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Transaction, connection_of
 from delaytasks.core.task import DelayTask
+from delaytasks.operations.tasks import cancel_task
 
 if TYPE_CHECKING:
     from delaytasks.durable_eta.stored_message import StoredMessage
@@ -28,7 +29,7 @@ class Revocations:
         self._app = runtime.celery
         self._rows = runtime.store.celery_rows
         self._transactions = runtime.transactions
-        self._single = runtime.single
+        self._runtime = runtime
 
     def revoke(self, task_ids: Iterable[str]) -> None:
         """Cancel the waiting rows of these Celery tasks, and store the state REVOKED of each.
@@ -64,11 +65,7 @@ class Revocations:
                 page = self._rows.page(page[-1].id, STAMPS_PAGE, on)
 
     def _cancel(self, live: Iterable[DelayTask], transaction: Transaction | None) -> None:
-        cancelled = [
-            task
-            for task in live
-            if self._single.cancel(task.id, None, None, None, False, STOP, None)
-        ]
+        cancelled = [task for task in live if cancel_task(self._runtime, task.id, request=STOP)]
         if cancelled and transaction is not None:
             transaction.after_commit(cancelled, self._store_revoked)
         else:

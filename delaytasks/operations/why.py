@@ -9,7 +9,7 @@ from delaytasks.core.reasons import Explanation, Reason, TransportFacts
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.why import why
-from delaytasks.operations.lookup import TaskReference, find_id, name_of
+from delaytasks.operations.tasks import TaskReference, find_id, name_of
 from delaytasks.storage.facts import FactReader
 from delaytasks.timers.broker_status import broker_error
 

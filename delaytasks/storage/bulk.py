@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Update, case, func, select, update
 
-from delaytasks.core.bulk import BulkFilter
+from delaytasks.core.bulk import BulkFilter, new_due
 from delaytasks.core.clock import LATEST, to_us
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Step, To
@@ -235,7 +235,7 @@ class Bulk:
         now = on.execute(select(db_now())).scalar_one() if is_relative else None
         rows, entries = [], []
         for id, version, expected, queue, priority, due in locked:
-            new = due_of(id, due, to, now)
+            new = new_due(id, due, to, now)
             rows.append(
                 {"id": id, "version": version, "expected_time": instant_text(self._db, new)}
             )
@@ -259,14 +259,3 @@ class Bulk:
         )
         mine = listed(self._db, t.c.id, "ids")  # else a small table would be scanned
         return update(t).where(mine, t.c.id == w.c.id, t.c.version == w.c.version).values(values)
-
-
-def due_of(id: int, due: datetime, to: To, now: datetime | None) -> datetime | None:
-    if not isinstance(to, timedelta | Spread) or now is None:
-        return to if isinstance(to, datetime) else None
-    try:
-        if isinstance(to, Spread):
-            return to.of(id, max(due, now))  # overdue tasks are distributed from now on
-        return max(due + to, now)  # a time in the past means now
-    except OverflowError:  # another program's row, due at the end of time
-        return due

@@ -15,7 +15,6 @@ from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
-from delaytasks.operations.single_tasks import SingleTasks
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.event_loops import (
@@ -170,7 +169,7 @@ class BlockedCancellations:
 @pytest.fixture
 def blocked(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedCancellations]:
     cancellations = BlockedCancellations()
-    monkeypatch.setattr(SingleTasks, "cancel", cancellations)
+    monkeypatch.setattr("delaytasks.client.cancel_task", cancellations)
     yield cancellations
     cancellations.goes_on.set()
 

@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
 from delaytasks.core.interfaces import Entry
-from delaytasks.operations import waiting
+from delaytasks.operations import tasks
 from delaytasks.runtime import runtime_of
 from tests.event_loops import engine_at
 from tests.event_loops import run as run_coroutine
@@ -118,7 +118,7 @@ def test_a_coroutine_does_not_sleep_beyond_its_timeout(
     async def sleep(seconds: float) -> None:
         pauses.append(seconds)
 
-    monkeypatch.setattr(waiting, "monotonic", lambda: sum(pauses))
+    monkeypatch.setattr(tasks, "monotonic", lambda: sum(pauses))
     monkeypatch.setattr(asyncio, "sleep", sleep)
     with pytest.raises(WaitTimeoutError):
         run_coroutine(delays.await_(task, 0.1))
@@ -140,7 +140,7 @@ def test_the_pauses_of_a_coroutine_between_two_reads_grow(
     monkeypatch.setattr(asyncio, "sleep", sleep)
     assert run_coroutine(delays.await_(task)).result == 1
     assert pauses == sorted(pauses)
-    assert (pauses[0], pauses[-1]) == (waiting.FIRST_S, waiting.LONGEST_S)
+    assert (pauses[0], pauses[-1]) == (tasks.FIRST_S, tasks.LONGEST_S)
 
 
 def test_a_coroutine_does_not_read_in_the_transaction_of_its_session(

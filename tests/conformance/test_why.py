@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
+from functools import partial
 
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.reasons import Explanation
+from delaytasks.operations.bulk import record_action
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import delays_on
@@ -43,13 +45,13 @@ def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: Del
 
 def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks) -> None:
     mine, other = delays.schedule_delay("a", {}, 60), delays.schedule_delay("a", {}, 60)
-    bulk = runtime_of(delays).bulk
+    record = partial(record_action, runtime_of(delays))
     for task in (mine, other):
         delays.cancel(task)
-    bulk.record("cancel_task", {"id": str(mine.id)}, "ann", task=mine.id)
-    bulk.record("cancel_task", {"id": str(mine.id)}, "bob", task=mine.id, is_refused=True)
-    bulk.record("cancel_task", {"id": f"{mine.id}0"}, "bob")
-    bulk.record("rerun_task", {"id": str(mine.id)}, "bob", task=mine.id)
+    record("cancel_task", {"id": str(mine.id)}, "ann", task=mine.id)
+    record("cancel_task", {"id": str(mine.id)}, "bob", task=mine.id, is_refused=True)
+    record("cancel_task", {"id": f"{mine.id}0"}, "bob")
+    record("rerun_task", {"id": str(mine.id)}, "bob", task=mine.id)
     [entry] = [entry for entry in delays.audit() if entry.actor == "ann"]
     [reason] = explain(delays, mine).reasons
     assert f"by ann (entry {entry.id} of the audit)" in reason.sentence

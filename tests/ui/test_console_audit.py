@@ -13,6 +13,7 @@ from delaytasks.console.bulk_runs import MOST_ACTIVE, BulkRunState, new_run_id
 from delaytasks.console.requests import EXTENSION
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.bulk import AuditEntry, BulkResult
+from delaytasks.operations.bulk import record_action
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post, token_of
 from tests.ui.test_console_access import routes
@@ -109,9 +110,9 @@ def test_the_pages_of_the_audit_have_each_entry_once(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pages_many, "AUDIT_ENTRIES", 3)
-    client, bulk = own_site.client(), runtime_of(own_site.delays).bulk
+    client, runtime = own_site.client(), runtime_of(own_site.delays)
     for number in range(8):
-        bulk.record("pause", {"tag": f"tag-{number}"}, "maria")
+        record_action(runtime, "pause", {"tag": f"tag-{number}"}, "maria")
     total, seen, path = len(newest(own_site, 100)), list[str](), "/audit"
     while path:
         text = client.get(path).text

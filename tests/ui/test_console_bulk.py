@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 from werkzeug.datastructures import MultiDict
 
+from delaytasks.console import searches
 from delaytasks.console.viewers import Role
-from delaytasks.operations import bulk_run
-from delaytasks.runtime import runtime_of
+from delaytasks.operations import bulk
+from delaytasks.operations.tasks import find_tasks
 from tests.ui.console_site import Site, post
 from tests.ui.test_console_pages import heading
 from tests.waiting import wait_until
@@ -96,7 +97,7 @@ def test_a_bulk_run_that_is_stopped_leaves_the_rest(
 
         return cancel_many(**options, on_progress=wait_and_report)
 
-    monkeypatch.setattr(bulk_run, "BULK_ROWS", 10)
+    monkeypatch.setattr(bulk, "BULK_ROWS", 10)
     monkeypatch.setattr(delays, "cancel_many", cancel_slowly)
     page = post(client, "/bulk", action="cancel", tag="order.close").location
     assert has_begun.wait(30)
@@ -132,14 +133,13 @@ def test_a_bulk_action_leaves_out_the_chosen_statuses_that_cannot_move(own_site:
 def test_the_count_before_a_bulk_action_reads_small_pages(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits, lookup = [], runtime_of(site.delays).lookup
-    find = lookup.find
+    limits: list[int] = []
 
-    def finding(filters: Any, cursor: Any, limit: int, *others: Any) -> Any:
+    def finding(runtime: Any, filters: Any, cursor: Any, limit: int, *others: Any) -> Any:
         limits.append(limit)
-        return find(filters, cursor, limit, *others)
+        return find_tasks(runtime, filters, cursor, limit, *others)
 
-    monkeypatch.setattr(lookup, "find", finding)
+    monkeypatch.setattr(searches, "find_tasks", finding)
     text = site.client().get("/bulk?action=cancel&queue=default").text
     assert int(re.findall(r"\d+", heading(text))[0]) > 100
     assert len(limits) > 1

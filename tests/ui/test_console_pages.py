@@ -12,6 +12,7 @@ from sqlalchemy import update
 
 from delaytasks import Status
 from delaytasks.cli.deployment import read_deployment
+from delaytasks.console import searches
 from delaytasks.console.queries import ConsoleQueries
 from delaytasks.console.searches import SEARCH_S
 from delaytasks.console.viewers import Role
@@ -20,7 +21,7 @@ from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.installed import installed_version
 from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.operations.error_search import error_matcher
-from delaytasks.operations.policies import CountedPolicies
+from delaytasks.operations.policies import CountedPolicies, read_policies
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.operations.why import Explanations
 from delaytasks.runtime import runtime_of
@@ -288,7 +289,7 @@ def test_a_search_that_takes_too_long_asks_for_a_narrower_filter(
         limits.append(arguments[-1])
         raise SearchTimeoutError("the search took longer than 5 s: narrow its filter")
 
-    monkeypatch.setattr(runtime_of(site.delays).lookup, "find", find)
+    monkeypatch.setattr(searches, "find_tasks", find)
     client = site.client()
     for path in ("/tasks?tag=nothing", "/tasks?error=timeout", "/bulk?action=cancel&tag=nothing"):
         answer = client.get(path)
@@ -363,14 +364,13 @@ def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.Mo
     """Fifty open consoles read the state of the database as often as one."""
     state = site.app.extensions["delaytasks_console"]
     state.cache.forget()
-    policies, reads = runtime_of(site.delays).policies, list[CountedPolicies]()
-    read_all = policies.read_all
+    reads = list[CountedPolicies]()
 
-    def counting() -> CountedPolicies:
-        reads.append(read_all())
+    def counting(table: Any) -> CountedPolicies:
+        reads.append(read_policies(table))
         return reads[-1]
 
-    monkeypatch.setattr(policies, "read_all", counting)
+    monkeypatch.setattr("delaytasks.console.requests.read_policies", counting)
     for _ in range(10):
         assert site.client().get("/").status_code == 200
     # The number depends on how long ten pages take; without the cache it is 10.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from delaytasks.operations import bulk_run as engine_bulk
+from delaytasks.operations import bulk as engine_bulk
 from delaytasks.storage import bulk as store_bulk
 
 

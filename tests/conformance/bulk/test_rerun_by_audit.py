@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks import BulkResult, DelayTasks, InvalidIdError, InvalidQueryError, Status
-from delaytasks.operations import bulk, bulk_run
+from delaytasks.operations import bulk
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import counts, put, schedule, statuses
@@ -19,7 +19,7 @@ from tests.recording import RecordingTimer
 def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
     store: Store, delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_run, "BULK_ROWS", 2)
+    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
     tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
     held, retried = tasks[0], put(store, tasks[1], attempts=2)
     put(store, held, status=int(Status.HELD))
@@ -81,7 +81,7 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: 
 def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch, point: str
 ) -> None:
-    monkeypatch.setattr(bulk_run, "BUSY_S", 0)
+    monkeypatch.setattr(bulk, "BUSY_S", 0)
     task = schedule(delays)
     result = delays.cancel_many(tag="mail")
     store = runtime_of(delays).store.bulk
@@ -136,7 +136,7 @@ def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTa
 def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
     delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulk_run.BulkRun, "_end", lambda *_: None)
+    monkeypatch.setattr(bulk.BulkRun, "_end", lambda *_: None)
     schedule(delays)
     result = delays.cancel_many(tag="mail")
     assert delays.audit()[0].state == "running"

@@ -118,7 +118,7 @@ def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_aga
 
 DIES = """
 import os, sys
-from delaytasks.operations import bulk_run as bulk
+from delaytasks.operations import bulk
 from tests.recording import delays_on
 bulk.BULK_ROWS = 3
 delays = delays_on(sys.argv[1], table_prefix="s_")

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
-from delaytasks.operations import bulk_run as bulk
+from delaytasks.operations import bulk
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until
@@ -236,7 +236,7 @@ def test_a_bulk_command_asks_for_a_confirmation_with_the_count(
 
 SLOW = """
 import os, time
-from delaytasks.operations import bulk_run as bulk
+from delaytasks.operations import bulk
 from {name} import app
 
 bulk.BULK_ROWS = 2

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from delaytasks import DelayTasks
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.application import make_api
@@ -225,7 +226,7 @@ def test_a_failing_database_and_a_bug_are_problems_without_secrets(
     def fail(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(type(runtime_of(site.delays).lookup), "get", fail)
+    monkeypatch.setattr(DelayTasks, "get", fail)
     answer = shop("GET", "/v1/tasks/7")
     assert (answer.status_code, answer.content_type) == (status, "application/problem+json")
     assert "secret" not in answer.text

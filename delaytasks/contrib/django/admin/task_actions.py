@@ -32,6 +32,7 @@ from delaytasks.core.inputs import ACTOR_LENGTH
 from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import one_line
+from delaytasks.operations.bulk import record_action
 from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)
@@ -164,7 +165,8 @@ class _ActionRequest:
             self._admin.log_change(self._request, row_of(task), f"{self._which.words}.")
         what = {"ids": changed, "refused": len(refused)}
         actor = actor_name(self._request)
-        runtime_of(self._delays).bulk.record(self._which.name, what, actor, is_refused=not changed)
+        runtime = runtime_of(self._delays)
+        record_action(runtime, self._which.name, what, actor, is_refused=not changed)
         self._report(len(changed), len(refused), f": {refused[0]}" if refused else "")
 
     def _move(self, id: int, version: int, delay: float) -> DelayTask:
