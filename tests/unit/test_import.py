@@ -32,9 +32,7 @@ OTHERS = (
 )
 #: The first call that schedules or looks up a task loads these modules.
 WITH_THE_FIRST_CALL = (
-    "delaytasks.composition",
-    "delaytasks.operations",
-    "delaytasks.routing",
+    "delaytasks.runtime",
     "delaytasks.storage",
 )
 SCHEDULE = """
