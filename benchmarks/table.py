@@ -37,6 +37,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
 from delaytasks.recurrence.definition import Definition
 from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.recurrence.recurring import checked
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
@@ -256,11 +257,11 @@ def settle_down(name: str = _t.name) -> None:
 def fill_recurring(made: DelayTasks, timings: Iterable[tuple[str, str]]) -> None:
     """Store a recurring schedule for each cron expression and time zone."""
     store, clock = runtime_of(made).store, runtime_of(made).clock
-    now, operations = clock.certain_now(), runtime_of(made).recurring
+    now = clock.certain_now()
     table = RecurringTable(store.database, store.schema)
     rows: list[dict[str, Any]] = []
     for number, (cron, tz) in enumerate(timings):
-        new = operations.checked(Definition(f"r{number}", TAG, {"due": 0}, cron, {"tz": tz}))
+        new = checked(runtime_of(made), Definition(f"r{number}", TAG, {"due": 0}, cron, {"tz": tz}))
         next_at = new.parsed().after(now)
         stored = replace(new, id=number, next_at=next_at, create_time=now, update_time=now)
         rows.append(table.values(stored))

@@ -23,7 +23,7 @@ from delaytasks.handles import Processor
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
-    from delaytasks.recurrence.api import Recurring
+    from delaytasks.recurrence.recurring import Recurring
 
     recurring: Recurring
 

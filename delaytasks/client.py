@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     )
     from delaytasks.maintenance.deploy_check import Finding
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
-    from delaytasks.recurrence.api import Recurring
+    from delaytasks.recurrence.recurring import Recurring
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.statistics.api import Statistics
     from delaytasks.storage.borrowed_connections import ConnectionSource
@@ -1279,7 +1279,7 @@ class DelayTasks:
         >>> delays.recurring.set("nightly", "report.send", cron="0 2 * * *", tz="Europe/Berlin")
         """
         # Imported here: most processes have no recurring schedules.
-        from delaytasks.recurrence.api import Recurring
+        from delaytasks.recurrence.recurring import Recurring
 
         return Recurring(
             self._registry,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from delaytasks.core.interfaces import Timer, Transaction
     from delaytasks.forecast.operations import ForecastOperations
     from delaytasks.operations.why import Explanations
-    from delaytasks.recurrence.operations import RecurringOperations
+    from delaytasks.recurrence.queries import RecurringTable
     from delaytasks.timers.background import BackgroundTimer
     from delaytasks.timers.direct import DirectTimer
     from delaytasks.timers.redis import RedisTimer
@@ -282,11 +282,9 @@ class Runtime:
     def _make_recurring_tasks(self) -> Any:
         """Make the tasks of recurring schedules; the sweep calls this."""
         from delaytasks.recurrence.creation import Creation
-        from delaytasks.recurrence.queries import RecurringTable
 
-        table = RecurringTable(self.store.database, self.store.schema)
         return Creation(
-            self.settings, table, self.new_id, self.clock, self.timer, self.events
+            self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
         ).create
 
     @part
@@ -331,10 +329,10 @@ class Runtime:
         return Explanations(self)
 
     @part
-    def recurring(self) -> RecurringOperations:
-        from delaytasks.recurrence.operations import RecurringOperations
+    def recurring_table(self) -> RecurringTable:
+        from delaytasks.recurrence.queries import RecurringTable
 
-        return RecurringOperations(self)
+        return RecurringTable(self.store.database, self.store.schema)
 
     @part
     def forecasts(self) -> ForecastOperations:

@@ -17,6 +17,7 @@ from delaytasks.core.durations import show_timing
 from delaytasks.core.errors import InvalidTimingError
 from delaytasks.recurrence.definition import preview
 from delaytasks.recurrence.imports import SOURCES, import_entries
+from delaytasks.recurrence.recurring import default_tz
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.recurrence.timing import zone_of
 from delaytasks.runtime import runtime_of
@@ -208,7 +209,7 @@ def next_(
         schedule = cli.delays.recurring.get(name)
         zone, found = schedule.tz, schedule.next(most, since)
     else:
-        zone = tz or runtime_of(cli.delays).recurring.default_tz
+        zone = tz or default_tz(runtime_of(cli.delays))
         found = preview(cron, {"every": every, "tz": zone}, since, most)
     if cli.is_json:
         print_json([show_instant(at) for at in found])
@@ -229,8 +230,7 @@ def import_(cli: Cli, source: str, dry_run: bool) -> None:
     delaytasks recurring import redbeat
     """
     cli.import_processors()
-    operations = runtime_of(cli.delays).recurring
-    found = [*import_entries(SOURCES[source](cli.app), operations, dry_run)]
+    found = [*import_entries(SOURCES[source](cli.app), runtime_of(cli.delays), dry_run)]
     if cli.is_json:
         print_json([entry._asdict() for entry in found])
     elif found:

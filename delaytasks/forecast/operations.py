@@ -116,7 +116,7 @@ class ForecastOperations:
         if store.due_schedules.exist((until - now).total_seconds()):
             from delaytasks.forecast.recurring_counts import recurring_counts
 
-            more = recurring_counts(self._runtime.recurring.table, now, until)
+            more = recurring_counts(self._runtime.recurring_table, now, until)
             due = DueCounts([*due.counts, *more.counts], due.is_estimate or more.is_estimate)
         workers = store.workers.registered(now, self._settings.silent_s)
         alive = {worker.name: worker for worker in workers if worker.is_alive}

@@ -4,10 +4,7 @@ A process imports this package when it uses `DelayTasks.recurring`, or when its 
 schedule is due. The modules:
 
 ====================  =============================================================================
-`api`                 the methods of `delays.recurring`
-`operations`          stores and changes schedules
-`lookup`              finds schedules in their databases
-`declarations`        the schedules that code declares, and how the table follows them
+`recurring`           the methods of `delays.recurring`, and the schedules that code declares
 `definition`          checks the arguments of callers
 `schedule`            a schedule as callers read it
 `timing`              when a schedule is due: cron expressions, intervals and the sun

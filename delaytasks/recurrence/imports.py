@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.errors import ConfigError, DelayTaskError
 from delaytasks.recurrence.definition import Definition
-from delaytasks.recurrence.operations import RecurringOperations
+from delaytasks.recurrence.recurring import checked, comparison, put
 from delaytasks.recurrence.targets import call_of
 from delaytasks.timers.eta import SWEEP
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import Runtime
 
 
 class CeleryEntry(NamedTuple):
@@ -41,7 +44,7 @@ class Imported(NamedTuple):
 
 
 def import_entries(
-    entries: Iterator[CeleryEntry], operations: RecurringOperations, is_dry_run: bool
+    entries: Iterator[CeleryEntry], runtime: Runtime, is_dry_run: bool
 ) -> Iterator[Imported]:
     """Store the entries one by one, and yield the result for each.
 
@@ -52,18 +55,18 @@ def import_entries(
         if entry.task == SWEEP:
             continue  # it makes beat sweep, and a copy of it is in each beat's store
         try:
-            yield _import(entry, operations, is_dry_run)
+            yield _import(entry, runtime, is_dry_run)
         except (DelayTaskError, TypeError, ValueError) as error:
             yield Imported(entry.name, entry.task, "refused", problem=str(error))
 
 
-def _import(entry: CeleryEntry, operations: RecurringOperations, is_dry_run: bool) -> Imported:
+def _import(entry: CeleryEntry, runtime: Runtime, is_dry_run: bool) -> Imported:
     if entry.problem is not None:
         return Imported(entry.name, entry.task, "refused", problem=entry.problem)
-    new = operations.checked(_definition(entry))
-    result = operations.comparison(new)
+    new = checked(runtime, _definition(entry))
+    result = comparison(runtime, new)
     if not is_dry_run:
-        operations.put(new, is_paused=not entry.is_enabled)
+        put(runtime, new, is_paused=not entry.is_enabled)
     return Imported(entry.name, entry.task, result, new.timing)
 
 

@@ -27,7 +27,7 @@ class DeclaredSchedules:
     def follow(self) -> None:
         is_first = self._followed_at < 0
         if self._runtime.registry.schedules or (is_first and self._are_stored()):
-            from delaytasks.recurrence.declarations import follow
+            from delaytasks.recurrence.recurring import follow
 
             follow(self._runtime)
         self._followed_at = monotonic()

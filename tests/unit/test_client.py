@@ -26,7 +26,7 @@ from delaytasks.core.bulk import BulkOptions
 from delaytasks.core.filters import Filters
 from delaytasks.core.new_task import TaskOptions
 from delaytasks.processors.registry import ProcessorOptions
-from delaytasks.recurrence.api import Recurring
+from delaytasks.recurrence.recurring import Recurring
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.api import Statistics

@@ -10,9 +10,9 @@ from sqlalchemy import update
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.events import Events
-from delaytasks.recurrence.api import Recurring
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.manual_clock import ManualClock

@@ -15,6 +15,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import RecurringScheduleRow
 from delaytasks.core.errors import DelayTaskError, InvalidInputError, RecurringNotFoundError
 from delaytasks.recurrence.definition import Definition, options_of, timing_options
+from delaytasks.recurrence.recurring import checked
 from delaytasks.recurrence.schedule import Missed, Overlap, RecurringSchedule, check_readable
 from delaytasks.runtime import runtime_of
 
@@ -66,7 +67,7 @@ class RecurringForm(forms.ModelForm):
         name = cleaned.get("name", self.instance.pk)
         self.definition = definition_of(name, cleaned, self.stored)
         try:
-            runtime_of(project_delays()).recurring.checked(self.definition)
+            checked(runtime_of(project_delays()), self.definition)
         except InvalidInputError as error:
             raise forms.ValidationError(str(error)) from error
         return cleaned

@@ -1,22 +1,44 @@
 """`delays.recurring`: declares, stores, changes and reads recurring schedules.
 
-This module is longer than 300 lines only because every method has a complete docstring.
+Each worker compares the table with the schedules that its code declares, at its start and then
+every `FOLLOW_S`. A worker that has the processor of a tag, or a Celery task, knows all declared
+schedules of it. It therefore adds and changes them, and removes those that its code no longer
+declares. A pause belongs to the operator and stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from datetime import datetime
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.core.inputs import check_schedule_name
+from delaytasks.core.actors import actor_of
+from delaytasks.core.errors import (
+    ConfigError,
+    InvalidScheduleError,
+    InvalidTimingError,
+    RecurringNotFoundError,
+    TaskStateError,
+)
+from delaytasks.core.inputs import check_page_limit, check_schedule_name, check_tag
+from delaytasks.core.interfaces import CallerConnection
+from delaytasks.core.new_task import NewTask
+from delaytasks.core.task import DelayTask
 from delaytasks.processors.registry import Registry
-from delaytasks.recurrence.declarations import follow
-from delaytasks.recurrence.definition import Definition, RecurringOptions
-from delaytasks.recurrence.targets import RecurringTarget, target_of
+from delaytasks.recurrence.creation import task_of
+from delaytasks.recurrence.definition import Definition, RecurringOptions, started
+from delaytasks.recurrence.schedule import (
+    DEFINED,
+    RecurringSchedule,
+    has_same_start,
+    is_same_definition,
+)
+from delaytasks.recurrence.targets import RecurringTarget, is_known, target_of
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
@@ -205,9 +227,9 @@ class Recurring:
         ...     "report-acme", "report.send", {"tenant": "acme"}, cron="0 9 * * *", tz="Asia/Tokyo"
         ... )
         """
-        operations = self._get_runtime().recurring
-        new = operations.checked(self._definition(tag, name, body, cron, options))
-        return operations.put(new, session, actor)
+        runtime = self._get_runtime()
+        new = checked(runtime, self._definition(tag, name, body, cron, options))
+        return put(runtime, new, session, actor)
 
     aset = twin(set)
 
@@ -240,7 +262,7 @@ class Recurring:
         --------
         >>> delays.recurring.remove("report-acme")
         """
-        return self._get_runtime().recurring.remove(name, session, actor)
+        return remove_schedule(self._get_runtime(), name, session, actor)
 
     aremove = twin(remove)
 
@@ -271,7 +293,16 @@ class Recurring:
         >>> delays.recurring.pause("report-acme").is_paused
         True
         """
-        return self._get_runtime().recurring.pause(name, session, actor)
+        runtime = self._get_runtime()
+
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+            if known.is_paused:
+                return Change(known)
+            cancelled = _cancel_waiting(runtime, on, known, now)
+            changes = {"is_paused": True, "next_at": None}
+            return Change(runtime.recurring_table.update(on, known, changes), "paused", cancelled)
+
+        return _change_known(runtime, name, work, session, actor)
 
     apause = twin(pause)
 
@@ -300,7 +331,15 @@ class Recurring:
         >>> delays.recurring.resume("report-acme").next_at
         datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)
         """
-        return self._get_runtime().recurring.resume(name, session, actor)
+        runtime = self._get_runtime()
+
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+            if not known.is_paused:
+                return Change(known)
+            changes = {"is_paused": False, "next_at": known.parsed().after(now)}
+            return Change(runtime.recurring_table.update(on, known, changes), "resumed")
+
+        return _change_known(runtime, name, work, session, actor)
 
     aresume = twin(resume)
 
@@ -329,7 +368,25 @@ class Recurring:
         >>> delays.recurring.run("report-acme").key
         'report-acme@2026-11-24T20:15:00.123Z'
         """
-        return self._get_runtime().recurring.run(name, session)
+        runtime = self._get_runtime()
+        made: list[DelayTask] = []
+
+        def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+            at = now.replace(microsecond=now.microsecond // 1000 * 1000)
+            task = task_of(known, at, at, runtime.new_id(), now)
+            made[:] = [task]  # a transaction may be tried again
+            table, cancelled = runtime.recurring_table, list[DelayTask]()
+            changes: dict[str, Any] = {"last_task_id": task.id}
+            if known.overlap == "skip" and not known.is_paused:
+                cancelled += _cancel_waiting(runtime, on, known, now)
+                changes["next_at"] = known.parsed().after(now)
+            table.write(on, made)
+            return Change(table.update(on, known, changes), "run", cancelled)
+
+        _change_known(runtime, name, work, session, None)
+        runtime.events.emit("task.scheduled", id=made[0].id, tag=made[0].tag)
+        runtime.producer.arm_after_commit(made, runtime.transactions.of(session))
+        return made[0]
 
     arun = twin(run)
 
@@ -358,7 +415,13 @@ class Recurring:
         >>> delays.recurring.get("report-acme").tz
         'Asia/Tokyo'
         """
-        return self._get_runtime().recurring.get(name)
+        runtime = self._get_runtime()
+        found = runtime.recurring_table.find(check_schedule_name(name))
+        if found is None:
+            raise RecurringNotFoundError(
+                f"there is no recurring schedule {name!r}; `delaytasks recurring list` shows all"
+            )
+        return found
 
     aget = twin(get)
 
@@ -391,7 +454,11 @@ class Recurring:
         >>> [schedule.name for schedule in delays.recurring.list(tag="report.send")]
         ['report-acme', 'report-initech']
         """
-        return self._get_runtime().recurring.list(tag, prefix, after, limit)
+        runtime = self._get_runtime()
+        check_page_limit(limit)
+        return runtime.recurring_table.page(
+            None if tag is None else check_tag(tag), prefix, after, limit
+        )
 
     alist = twin(list)
 
@@ -424,7 +491,8 @@ class Recurring:
         >>> delays.recurring.next("report-acme", 1)
         [datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)]
         """
-        return self._get_runtime().recurring.next(name, count, after)
+        runtime = self._get_runtime()
+        return self.get(name).next(count, after or runtime.clock.certain_now())
 
     anext = twin(next)
 
@@ -445,3 +513,240 @@ class Recurring:
                 "write @delays.recurring(...) above the decorator that makes it one"
             )
         return found
+
+
+# -- the table -----------------------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """A schedule after a change, and the tasks that were cancelled because of the change."""
+
+    schedule: RecurringSchedule
+    #: The kind of the change; empty if nothing was changed.
+    action: str = ""
+    cancelled: Sequence[DelayTask] = ()
+
+
+#: Changes a locked schedule on a connection.
+ChangeKnown = Callable[[Any, RecurringSchedule, datetime], Change]
+
+
+def default_tz(runtime: Runtime) -> str:
+    """Return the time zone of cron expressions without one."""
+    return str(runtime.celery.conf.timezone or "UTC")
+
+
+def checked(runtime: Runtime, definition: Definition) -> RecurringSchedule:
+    """Return the schedule of a definition; write nothing."""
+
+    def build(new: NewTask) -> DelayTask:
+        [task] = runtime.producer.build([new], "reject")
+        return task
+
+    return definition.checked(build, default_tz(runtime))
+
+
+def comparison(runtime: Runtime, new: RecurringSchedule) -> str:
+    """Return whether `put` would have "added" or "changed" the schedule, or "unchanged"."""
+    known = runtime.recurring_table.find(new.name)
+    if known is None:
+        return "added"
+    return "unchanged" if is_same_definition(known, new) else "changed"
+
+
+def put(
+    runtime: Runtime,
+    new: RecurringSchedule,
+    session: Any = None,
+    actor: str | None = None,
+    is_declared: bool = False,
+    is_paused: bool = False,
+) -> RecurringSchedule:
+    """Store a schedule. Another definition replaces the stored one; the same changes nothing.
+
+    A pause remains; `is_paused` is for a schedule that is new. Tasks of the replaced definition
+    that wait for later occurrences are cancelled.
+    """
+    table, who = runtime.recurring_table, actor_of(actor)
+
+    def work(on: Any, now: datetime) -> Change:
+        known = table.find(new.name, on, locks=True)
+        if known is None:
+            id = runtime.new_id()
+            made = _first(replace(new, is_paused=is_paused), id, now, who, is_declared)
+            if table.insert(on, made):
+                return Change(made, "added")
+            known = table.lock(on, new.name)
+        if known.is_declared and not is_declared:
+            raise InvalidScheduleError(
+                f"the recurring schedule {known.name!r} is declared in code: change it there, "
+                "or choose another name"
+            )
+        if is_same_definition(known, new) and known.is_declared == is_declared:
+            return Change(known)
+        cancelled = _cancel_waiting(runtime, on, known, now)
+        changes = _changes(known, new, now) | {
+            "is_declared": is_declared,
+            "update_time": now,
+            "updated_by": who,
+        }
+        if not known.is_paused:
+            changes["next_at"] = _next_at(known, changes, now)
+        return Change(table.update(on, known, changes), "changed", cancelled)
+
+    return _change(runtime, work, session, who)
+
+
+def remove_schedule(
+    runtime: Runtime, name: str, session: Any, actor: str | None
+) -> RecurringSchedule:
+    """Delete the schedule, and cancel the waiting tasks of later occurrences."""
+
+    def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
+        cancelled = _cancel_waiting(runtime, on, known, now)
+        runtime.recurring_table.delete(on, known)
+        return Change(known, "removed", cancelled)
+
+    return _change_known(runtime, name, work, session, actor)
+
+
+def _change_known(
+    runtime: Runtime,
+    name: str,
+    work: ChangeKnown,
+    session: Any,
+    actor: str | None,
+) -> RecurringSchedule:
+    check_schedule_name(name)
+
+    def change(on: Any, now: datetime) -> Change:
+        return work(on, runtime.recurring_table.lock(on, name), now)
+
+    return _change(runtime, change, session, actor_of(actor))
+
+
+def _change(
+    runtime: Runtime, work: Callable[[Any, datetime], Change], session: Any, who: str
+) -> RecurringSchedule:
+    """Run `work` in the caller's transaction, or in one of our own."""
+    transaction, now = runtime.transactions.of(session), runtime.clock.certain_now()
+    with transaction.guard() if transaction is not None else nullcontext() as on:
+        change = runtime.recurring_table.transaction(lambda c: work(c, now), on)
+    if change.action:
+        name = change.schedule.name
+        runtime.events.emit("recurring.changed", schedule=name, change=change.action, actor=who)
+    for task in change.cancelled:
+        runtime.events.emit("task.cancelled", id=task.id, tag=task.tag)
+        runtime.producer.disarm_after_commit(task, transaction)
+    return change.schedule
+
+
+def _cancel_waiting(
+    runtime: Runtime, on: CallerConnection, known: RecurringSchedule, now: datetime
+) -> Sequence[DelayTask]:
+    """Cancel the tasks that sweeps have made ahead and that wait for their due times."""
+    if known.last_at is None:
+        return []
+    try:
+        keys = [known.key_of(at) for at in known.between(now, known.last_at)]
+    except InvalidTimingError:
+        return []  # another program wrote the timing, and no sweep made tasks of it
+    cancelled: list[DelayTask] = []
+    for id in runtime.recurring_table.ids_of_keys(on, known.tag, keys):
+        try:
+            task = runtime.store.tasks.cancel(id, on=on)
+        except TaskStateError:
+            continue  # the task runs
+        cancelled += [] if task is None else [task]
+    return cancelled
+
+
+def _first(
+    new: RecurringSchedule, id: int, now: datetime, who: str, is_declared: bool
+) -> RecurringSchedule:
+    """Return a new schedule as it is stored."""
+    made = replace(
+        new,
+        start_at=started(new, now),
+        is_declared=is_declared,
+        create_time=now,
+        update_time=now,
+        updated_by=who,
+        id=id,
+    )
+    return made if made.is_paused else replace(made, next_at=made.parsed().after(now))
+
+
+def _next_at(
+    known: RecurringSchedule, changes: Mapping[str, Any], now: datetime
+) -> datetime | None:
+    """Return the first occurrence without a task after a change.
+
+    An occurrence that has passed without a task stays missed if the times are the same, so that
+    `missed` applies to it.
+    """
+    since = now
+    if known.next_at is not None and changes.keys().isdisjoint({"timing", "tz", "start_at"}):
+        since = min(now, known.next_at - timedelta(seconds=1))
+    return replace(known, **changes).parsed().after(since)
+
+
+def _changes(known: RecurringSchedule, new: RecurringSchedule, now: datetime) -> dict[str, Any]:
+    """Return the fields in which a new definition differs from the stored one."""
+    changes = {
+        field: getattr(new, field)
+        for field in DEFINED
+        if getattr(known, field) != getattr(new, field)
+    }
+    if not has_same_start(known, new):
+        changes["start_at"] = new.start_at
+    elif "timing" in changes:
+        changes["start_at"] = started(new, now)
+    return changes
+
+
+# -- declarations --------------------------------------------------------------------------------
+
+
+def follow(runtime: Runtime) -> None:
+    """Make the declared schedules in the table those of this process.
+
+    A declaration that cannot be stored is reported and stops no other one.
+    """
+    registry, events = runtime.registry, runtime.events
+    declared = _by_name([make() for make in registry.schedules])
+    known = {schedule.name: schedule for schedule in runtime.recurring_table.declared()}
+    for definition in declared.values():
+        store = partial(_store, runtime, definition, known.get(definition.name))
+        events.attempt("recurring", definition.name, store)
+    for schedule in known.values():
+        if schedule.name not in declared:
+            remove = partial(_remove, runtime, schedule)
+            events.attempt("recurring", schedule.name, remove)
+
+
+def _by_name(definitions: Sequence[Definition]) -> dict[str, Definition]:
+    found: dict[str, Definition] = {}
+    for each in definitions:
+        if found.setdefault(each.name, each) != each:
+            raise ConfigError(
+                f"code declares the recurring schedule {each.name!r} twice, so no declaration is "
+                "stored: give one of them another name="
+            )
+    return found
+
+
+def _store(runtime: Runtime, definition: Definition, known: RecurringSchedule | None) -> None:
+    new = checked(runtime, definition)
+    if known is None or not is_same_definition(known, new):
+        put(runtime, new, is_declared=True)
+
+
+def _remove(runtime: Runtime, known: RecurringSchedule) -> None:
+    """Remove a schedule that is no longer declared, if this process has the code of its tasks."""
+    if not is_known(known, runtime.registry, runtime.celery.tasks):
+        return
+    try:
+        remove_schedule(runtime, known.name, None, None)
+    except RecurringNotFoundError:
+        pass  # another worker has removed it
