@@ -57,14 +57,11 @@ def pages_of(failed_id: str, key: str) -> dict[str, str]:
         "admin: tasks, the first due first": f"{TASKS}?o=5",
         "admin: tasks that wait": f"{TASKS}?status=NOT_COMPLETE",
         "admin: finished tasks": f"{TASKS}?status=DONE",
-        "admin: tasks that are due in an hour": f"{TASKS}?due=hour",
         "admin: tasks of a tag": f"{TASKS}?tag={TAG}",
         "admin: search for an id": f"{TASKS}?q={failed_id}",
         "admin: search for a key": f"{TASKS}?q={quote(key)}",
         "admin: search for an error": f"{TASKS}?q=is+not+paid",
         "admin: one task": f"{TASKS}{failed_id}/change/",
-        "admin: policies": "/admin/delaytasks/policyrow/",
-        "admin: recurring schedules": "/admin/delaytasks/recurringschedulerow/",
     }
 
 

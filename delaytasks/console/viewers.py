@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -125,3 +126,9 @@ class ProxyAccess:
         except ValueError:
             return False
         return any(peer in network for network in self._proxies)
+
+
+def derived_key(secret: str | bytes) -> str:
+    """Return a key for the console's sessions, with which nobody can sign those of the host."""
+    text = secret if isinstance(secret, bytes) else secret.encode()
+    return hashlib.sha256(b"delaytasks console:" + text).hexdigest()

@@ -146,8 +146,7 @@ def mount_console(
     """
     # Imported here: applications without the console need no Flask.
     from delaytasks.console.application import make_console
-    from delaytasks.console.viewers import HostAccess
-    from delaytasks.contrib.flask_console import derived_key
+    from delaytasks.console.viewers import HostAccess, derived_key
 
     def find(environ: Mapping[str, Any]) -> Viewer | None:
         return viewer(Request(environ["asgi.scope"]))

@@ -1,18 +1,19 @@
 """Integrates with Flask: configuration, sessions of Flask-SQLAlchemy and application contexts.
 
-See docs/flask.md.
+Also mounts the console and the HTTP API. See docs/flask.md.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery
 from flask import Flask, Request, abort, current_app, has_app_context
 from sqlalchemy import URL, make_url
+from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
 from delaytasks import api
 from delaytasks.attachment import attach
@@ -32,7 +33,9 @@ from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.transactions import _PENDING, transaction_of
 
 if TYPE_CHECKING:
+    from delaytasks.console.viewers import Viewer
     from delaytasks.core.settings import Settings
+    from delaytasks.http_api.api_keys import FindsKeys
     from delaytasks.webhooks import Received
 
 
@@ -200,6 +203,108 @@ def verified(request: Request, secrets: str | Iterable[str]) -> Received:
         abort(401, str(error))
     except BodyNotJSONError as error:
         abort(400, str(error))
+
+
+def mount_console(
+    app: Flask, path: str, viewer: Callable[[], Viewer | None], delays: DelayTasks | None = None
+) -> Flask:
+    """Serve the console below a path of a Flask app, for the users of this app.
+
+    Parameters
+    ----------
+    app
+        The Flask app.
+    path
+        The path, such as `/delays`.
+    viewer
+        Returns the viewer of the current request, or None to refuse it. It is called in the
+        request context of `app`, so it can use `current_user` of Flask-Login, or `session`.
+    delays
+        The `DelayTasks`. By default the `FlaskDelays` of the app.
+
+    Returns
+    -------
+    flask.Flask
+        The console, which is an application of its own.
+
+    Raises
+    ------
+    ConfigError
+        If the app has no secret key, or no `DelayTasks`.
+
+    Examples
+    --------
+    >>> mount_console(app, "/delays", lambda: Viewer(current_user.name, Role.OPERATE))
+    """
+    # Imported here: most apps do not mount it.
+    from delaytasks.console.application import make_console
+    from delaytasks.console.viewers import HostAccess, derived_key
+
+    found = delays or _delays_of(app)
+    if not app.secret_key:
+        raise ConfigError("the console signs its sessions: set the secret key of the Flask app")
+
+    def find(environ: Mapping[str, Any]) -> Viewer | None:
+        # The console's own part of the path is no page of the app.
+        with app.request_context(dict(environ)):
+            return viewer()
+
+    console = make_console(found, HostAccess(find), secret_key=derived_key(app.secret_key))
+    _mount(app, path, console)
+    return console
+
+
+def mount_api(
+    app: Flask, path: str, keys: FindsKeys, delays: DelayTasks | None = None, **options: Any
+) -> Flask:
+    """Serve the HTTP API below a path of a Flask app.
+
+    Parameters
+    ----------
+    app
+        The Flask app.
+    path
+        The path, such as `/delays`.
+    keys
+        The API keys.
+    delays
+        The `DelayTasks`. By default the `FlaskDelays` of the app.
+    **options
+        The options of `make_api`.
+
+    Returns
+    -------
+    flask.Flask
+        The API, which is an application of its own.
+
+    Raises
+    ------
+    ConfigError
+        If the app has no `DelayTasks`.
+
+    Examples
+    --------
+    >>> mount_api(app, "/delays", ApiKeyFile(Path("api-keys.json")))
+    """
+    # Imported here: most apps do not mount it.
+    from delaytasks.http_api.application import make_api
+
+    made = make_api(delays or _delays_of(app), keys, **options)
+    _mount(app, path, made)
+    return made
+
+
+def _delays_of(app: Flask) -> DelayTasks:
+    """Return the `FlaskDelays` of an app."""
+    found: DelayTasks | None = app.extensions.get("delaytasks")
+    if found is None:
+        raise ConfigError("the Flask app has no FlaskDelays: call init_app(app), or give delays=")
+    return found
+
+
+def _mount(app: Flask, path: str, wsgi: Any) -> None:
+    """Serve a WSGI application below a path. It runs in no context of `app`."""
+    app.wsgi_app = DispatcherMiddleware(app.wsgi_app, {path.rstrip("/"): wsgi})  # type: ignore[method-assign]
 
 
 def _make_celery(app: Flask) -> Celery:

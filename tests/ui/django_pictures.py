@@ -45,7 +45,7 @@ def draw() -> None:
 
 
 def _fill() -> int:
-    """Make tasks, a policy and schedules; return the id of a task that failed."""
+    """Make tasks; return the id of a task that failed."""
     from sqlalchemy import func, update
 
     from delaytasks.runtime import runtime_of
@@ -66,10 +66,6 @@ def _fill() -> int:
         delays.schedule_delay("order.close", {"order": 7000 + number}, 600 * number,
                               key=f"order-{number}")  # fmt: skip
     delays.cancel(tag="order.close", key="order-20")
-    delays.set_policy(tag="mail.send", concurrency=20, rate="100/s", actor="maria")
-    delays.pause(tag="pay.notify", actor="maria")
-    delays.recurring.set("nightly-report", "report.send", {"days": 1}, cron="0 2 * * *",
-                         tz="Europe/Berlin", overlap="skip", actor="maria")  # fmt: skip
     store = runtime_of(delays).store
     tasks, attempts = store.schema.tasks, store.schema.attempts
     with store.database.begin() as connection:
@@ -97,15 +93,12 @@ def _draw_pages(address: str, session: str, failed: int) -> None:
         page.goto(f"{pages}delaytaskrow/?tag=order.close")
         _save(page, "tasks")
         page.check("#action-toggle")
-        page.click("div.actions span.question a")
         page.select_option("select[name=action]", "reschedule_tasks")
         page.click("div.actions button[type=submit]")
         _save(page, "confirm")
         page.goto(f"{pages}delaytaskrow/{failed}/change/")
         page.click("summary >> nth=0")
         _save(page, "task", 1400)
-        page.goto(f"{pages}recurringschedulerow/nightly-report/change/")
-        _save(page, "recurring", 1100)
         browser.close()
 
 

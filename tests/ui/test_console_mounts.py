@@ -23,7 +23,7 @@ from delaytasks.console.server import standalone
 from delaytasks.console.users import FIRST_USER
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.contrib import fastapi as fastapi_mounts
-from delaytasks.contrib.flask_console import mount_console
+from delaytasks.contrib.flask import mount_console
 from delaytasks.core.errors import ConfigError
 from delaytasks.serving import make_server
 from tests.integration.django_settings import configured
@@ -99,7 +99,7 @@ def test_in_django_staff_are_the_viewers(delays: DelayTasks) -> None:
 
         people["viewer"] = Viewer("ann", Role.OPERATE)
         with override_settings(ALLOWED_HOSTS=["testserver"]):
-            from delaytasks.contrib.django.console import console_urls
+            from delaytasks.contrib.django.mounting import console_urls
 
             class Urls:
                 urlpatterns = [path("delays/", include(console_urls(viewer, delays)))]

@@ -204,8 +204,14 @@ def test_recurring_schedules_are_imported_by_a_worker_that_finds_one_in_the_data
 @pytest.mark.parametrize(
     ("statement", "said"),
     [
-        ("import delaytasks.contrib.django.console", "the console needs more packages (flask)"),
-        ("import delaytasks.contrib.django.api", "the HTTP API needs more packages (flask)"),
+        (
+            "from delaytasks.contrib.django import mounting; mounting.console_urls()",
+            "the console needs more packages (flask)",
+        ),
+        (
+            "from delaytasks.contrib.django import mounting; mounting.api_urls(None)",
+            "the HTTP API needs more packages (flask)",
+        ),
         ("import delaytasks.http_api.application", "the HTTP API needs more packages (flask)"),
         (
             "from delaytasks.contrib.fastapi import mount_console; "

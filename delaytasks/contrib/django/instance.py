@@ -39,14 +39,7 @@ class DjangoDelays(DelayTasks):
 
     _tables_remedy = MIGRATE_REMEDY
 
-    def __init__(
-        self,
-        celery_app: Any,
-        alias: str = "default",
-        object_of: str | None = None,
-        **options: Any,
-    ) -> None:
-        """`object_of` is the dotted path of the hook that the admin's links call."""
+    def __init__(self, celery_app: Any, alias: str = "default", **options: Any) -> None:
         if not isinstance(alias, str):
             raise ConfigError(
                 f"settings.DELAYTASKS['database'] = {alias!r} is not one alias of "
@@ -59,7 +52,6 @@ class DjangoDelays(DelayTasks):
                 f"({known})"
             )
         self.alias = alias
-        self._object_of = object_of
         #: The name of the database that the wiring was made for.
         self._database: Any = None
         super().__init__(celery_app, **options)
@@ -74,11 +66,6 @@ class DjangoDelays(DelayTasks):
         autodiscover_modules("delays", *(["tasks"] if has_tasks else []))
         # While a worker sets Django up, Celery is already sending the signal for entry points.
         import_entry_points()
-
-    def object_of(self, task: DelayTask) -> Any:
-        """Return the object that the key of a task names, or its URL, or None."""
-        # Imported here: at the start of Django, no module may import models.
-        return None if self._object_of is None else import_string(self._object_of)(task)
 
     @property
     def _runtime(self) -> Runtime:
@@ -158,7 +145,7 @@ def project_delays() -> DjangoDelays:
             "Django's: name an alias of settings.DATABASES as 'database' instead"
         )
     path, alias = options.pop("celery_app", None), options.pop("database", "default")
-    delays = DjangoDelays(_celery_app(path), alias, options.pop("object_of", None), **options)
+    delays = DjangoDelays(_celery_app(path), alias, **options)
     try:
         runtime_of(delays)  # raises the errors of wrong settings
     except ConfigError as error:

@@ -10,16 +10,14 @@ from django.db import DEFAULT_DB_ALIAS, models
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.encryption import decoded
 from delaytasks.core.inputs import (
-    ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,
     QUEUE_LENGTH,
-    SCHEDULE_NAME_LENGTH,
     TAG_LENGTH,
 )
 from delaytasks.core.states import Status
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.schema import BODY, TIMING_LENGTH
+from delaytasks.storage.schema import BODY
 
 
 def table_name(name: str = "yb_delay_task_message") -> str:
@@ -119,79 +117,3 @@ class DelayTaskRow(ReadOnlyRow):
         if cipher is not None:
             text = cipher.read(text, BODY, self.id, self.tag)
         return decoded(text, f"the body of task {self.id}")
-
-
-class PolicyRow(ReadOnlyRow):
-    """A row of `yb_delay_policy`. Its key is `kind` and `name`; Django's admin needs one column."""
-
-    kind = models.CharField(max_length=8, choices=[("tag", "tag"), ("queue", "queue")])
-    name = models.CharField(max_length=TAG_LENGTH, primary_key=True)
-    is_paused = models.BooleanField("paused", default=False)
-    concurrency = models.PositiveIntegerField(null=True, blank=True)
-    key_concurrency = models.PositiveIntegerField(null=True, blank=True)
-    rate = models.IntegerField(null=True)
-    rate_period_s = models.FloatField(null=True)
-    version = models.BigIntegerField(default=0)
-    update_time = models.DateTimeField("changed")
-    updated_by = models.CharField("changed by", max_length=ACTOR_LENGTH, null=True)
-
-    class Meta(ReadOnlyRow.Meta):
-        db_table = table_name("yb_delay_policy")
-        verbose_name = "policy"
-        verbose_name_plural = "policies"
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}"
-
-
-class RecurringScheduleRow(ReadOnlyRow):
-    """A row of `yb_delay_recurring`."""
-
-    name = models.CharField(max_length=SCHEDULE_NAME_LENGTH, primary_key=True)
-    tag = models.CharField(max_length=TAG_LENGTH)
-    queue = models.CharField(max_length=QUEUE_LENGTH, blank=True)
-    priority = models.SmallIntegerField(default=0)
-    timing = models.CharField(max_length=TIMING_LENGTH)
-    tz = models.CharField("time zone", max_length=64, blank=True)
-    start_at = models.DateTimeField("start", null=True, blank=True)
-    jitter_s = models.FloatField("jitter in seconds", default=0)
-    missed = models.CharField(max_length=16)
-    most_missed = models.IntegerField(default=100)
-    overlap = models.CharField(max_length=16)
-    is_declared = models.BooleanField("declared in code", default=False)
-    is_paused = models.BooleanField("paused", default=False)
-    next_at = models.DateTimeField("next occurrence", null=True)
-    last_at = models.DateTimeField("tasks until", null=True)
-    last_task_id = models.BigIntegerField(null=True)
-    update_time = models.DateTimeField("changed")
-    updated_by = models.CharField("changed by", max_length=ACTOR_LENGTH, null=True)
-
-    class Meta(ReadOnlyRow.Meta):
-        db_table = table_name("yb_delay_recurring")
-        verbose_name = "recurring schedule"
-
-    def __str__(self) -> str:
-        return str(self.name)
-
-
-class BulkOperationRow(ReadOnlyRow):
-    """A row of `yb_delay_audit`."""
-
-    id = models.BigIntegerField(primary_key=True)
-    action = models.CharField(max_length=32)
-    filter = models.TextField()
-    actor = models.CharField(max_length=ACTOR_LENGTH)
-    state = models.CharField(max_length=16)
-    started_at = models.DateTimeField("started")
-    seen_at = models.DateTimeField("last step")
-    finished_at = models.DateTimeField("finished", null=True)
-    matched = models.BigIntegerField()
-    changed = models.BigIntegerField()
-    refused = models.BigIntegerField()
-
-    class Meta(ReadOnlyRow.Meta):
-        db_table = table_name("yb_delay_audit")
-        verbose_name = "bulk operation"
-
-    def __str__(self) -> str:
-        return f"{self.action} by {self.actor}"

@@ -71,8 +71,6 @@ CELERY_BROKER_CONNECTION_RETRY_ON_STARTUP = True
 
 DELAYTASKS = {
     "namespace": os.environ.get("SHOP_NAMESPACE", "shop"),
-    # The admin links the key of a task to the order.
-    "object_of": "orders.links.object_of",
 }
 #: For the tasks of `django.tasks`, such as orders/tasks.py.
 TASKS = {"default": {"BACKEND": "delaytasks.contrib.django.tasks_backend.DelayTasksBackend"}}

@@ -19,7 +19,7 @@ from flask import Flask
 
 from delaytasks.cli.main import main
 from delaytasks.contrib.fastapi import mount_wsgi
-from delaytasks.contrib.flask_api import mount_api
+from delaytasks.contrib.flask import mount_api
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.serving import make_server
 from tests.event_loops import run
@@ -106,7 +106,7 @@ def django_urls(site: ApiSite) -> Iterator[None]:
         from django.test import override_settings
         from django.urls import include, path
 
-        from delaytasks.contrib.django.api import api_urls
+        from delaytasks.contrib.django.mounting import api_urls
 
         class Urls:
             urlpatterns = [path("delays/", include(api_urls(site.keys, site.delays)))]

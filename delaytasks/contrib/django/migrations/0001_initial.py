@@ -1,17 +1,14 @@
-"""The tables of delaytasks, which SQLAlchemy defines, and the read-only models of them."""
+"""The tables of delaytasks, which SQLAlchemy defines, and the read-only model of tasks."""
 
 from __future__ import annotations
 
-from django.db import migrations, models
+from django.db import migrations
 from django.db.migrations.state import ModelState
 
-from delaytasks.contrib.django import models as rows
 from delaytasks.contrib.django import tables
+from delaytasks.contrib.django.models import DelayTaskRow
 
-
-def _create(model: type[models.Model]) -> migrations.CreateModel:
-    state = ModelState.from_model(model)
-    return migrations.CreateModel(state.name, list(state.fields.items()), state.options)
+_ROW = ModelState.from_model(DelayTaskRow)
 
 
 class Migration(migrations.Migration):
@@ -21,13 +18,5 @@ class Migration(migrations.Migration):
     dependencies: list[tuple[str, str]] = []
     operations = [
         migrations.RunPython(tables.upgrade, tables.downgrade, elidable=False),
-        *map(
-            _create,
-            (
-                rows.DelayTaskRow,
-                rows.PolicyRow,
-                rows.RecurringScheduleRow,
-                rows.BulkOperationRow,
-            ),
-        ),
+        migrations.CreateModel(_ROW.name, list(_ROW.fields.items()), _ROW.options),
     ]

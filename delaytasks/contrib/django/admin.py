@@ -1,0 +1,421 @@
+"""Delayed tasks in Django's admin: a list, the page of a task, and three actions.
+
+The pages use Django's classes for their looks only. The tasks come from `find`, whose cursor is a
+position in an index, and the actions call the public functions with the version that the user saw.
+The mounted console has the rest: policies, schedules, bulk actions, statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from django.contrib import admin, messages
+from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
+from django.contrib.admin.options import IncorrectLookupParameters
+from django.contrib.admin.views.main import ChangeList
+from django.db import transaction
+from django.http import HttpResponseRedirect
+from django.template.defaultfilters import date as date_text
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.timezone import localtime
+
+from delaytasks.contrib.django.instance import project_delays
+from delaytasks.contrib.django.models import DelayTaskRow
+from delaytasks.core.attempt import Attempt
+from delaytasks.core.durations import parse_duration, show_duration
+from delaytasks.core.errors import (
+    DelayTaskError,
+    InvalidIdError,
+    InvalidInputError,
+    InvalidKeyError,
+    InvalidQueryError,
+    TaskNotFoundError,
+    TaskStateError,
+)
+from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import ACTOR_LENGTH
+from delaytasks.core.page import Page
+from delaytasks.core.states import MOVES, Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.task_json import pretty
+from delaytasks.core.text import last_line, one_line
+from delaytasks.operations.bulk import record_action
+from delaytasks.operations.error_search import find_by_error
+from delaytasks.runtime import runtime_of
+
+__all__ = ["DelayTaskRowAdmin"]
+
+#: The name of the cursor in the address of a page.
+CURSOR = "cursor"
+NOTHING_SHOWN = "–"
+ERROR_LENGTH = 120
+
+
+def row_of(task: DelayTask) -> DelayTaskRow:
+    """Return the row of a task for the admin's pages, which read the attribute `task`."""
+    same = "id tag queue priority attempts lapses worker".split()
+    same += "expected_time create_time execution_time update_time lease_until".split()
+    row = DelayTaskRow(status=int(task.status), **{name: getattr(task, name) for name in same})
+    row.task = task
+    return row
+
+
+# -- find -----------------------------------------------------------------------------------------
+
+
+class StatusFilter(admin.SimpleListFilter):
+    title = parameter_name = "status"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        return [(status.name, status.name) for status in Status]
+
+    def queryset(self, request: Any, queryset: Any) -> Any:
+        return queryset  # `TaskList` reads the value
+
+
+class TagFilter(StatusFilter):
+    title = parameter_name = "tag"
+
+    def lookups(self, request: Any, model_admin: Any) -> list[tuple[str, str]]:
+        tags = (spec.tag for spec in runtime_of(project_delays()).registry)
+        return [(tag, tag) for tag in sorted(tags) if not tag.startswith("delaytasks.")]
+
+    def has_output(self) -> bool:
+        return True  # a link of the project may name a tag that this process does not know
+
+
+class TaskList(ChangeList):
+    """The page of tasks. `next_page` is the query string of the next one."""
+
+    next_page: str | None
+
+    def get_queryset(self, request: Any, exclude_parameters: Any = None) -> Any:
+        """Return a queryset that is not evaluated."""
+        for parameters in (self.params, self.filter_params):
+            parameters.pop(CURSOR, None)
+        return super().get_queryset(request, exclude_parameters)
+
+    def get_results(self, request: Any) -> None:
+        try:
+            page = self._page(request.GET.get(CURSOR) or None)
+        except InvalidInputError as error:
+            raise IncorrectLookupParameters(str(error)) from error
+        self.result_list = [row_of(task) for task in page]
+        self.result_count = len(self.result_list)
+        self.next_page = page.cursor and self.get_query_string({CURSOR: page.cursor})
+        self.full_result_count, self.show_full_result_count = None, False
+        self.show_admin_actions = bool(self.result_list)
+        self.can_show_all, self.multi_page, self.paginator = False, True, None
+
+    def _page(self, cursor: str | None) -> Page:
+        """Find the text in the search field: an id, a key, or else a part of the error text."""
+        delays, text = project_delays(), self.query.strip()
+        values = {spec.parameter_name: spec.value() for spec in self.filter_specs}
+        filters = {name: value for name, value in values.items() if value}
+        is_newest_first = "asc" not in self.get_ordering_field_columns().values()
+
+        def find(**more: Any) -> Page:
+            size = {"limit": self.list_per_page, "newest_first": is_newest_first}
+            return delays.find(**filters, cursor=cursor, **size, **more)
+
+        if not text:
+            return find()
+        if text.isascii() and text.isdigit():
+            try:
+                return Page([delays.get(check_id(text))], None)
+            except (InvalidInputError, TaskNotFoundError):
+                pass  # a key may be a number
+        try:
+            found = find(key=text)
+        except InvalidKeyError:  # too long for a key
+            found = Page([], None)
+        if found.tasks:
+            return found
+        return find_by_error(
+            delays.find, filters, text, cursor, is_newest_first, self.list_per_page
+        )[0]
+
+
+# -- act ------------------------------------------------------------------------------------------
+
+
+class TaskAction(NamedTuple):
+    """An action on selected tasks."""
+
+    name: str
+    #: The move of `core/states.py`.
+    move: str
+    words: str
+    done: str
+    asks_delay: bool = False
+
+    @property
+    def sources(self) -> str:
+        return " or ".join(sorted(each.name for each in MOVES[self.move].sources))
+
+
+TASK_ACTIONS = (
+    TaskAction("cancel_tasks", "cancel", "Cancel", "cancelled"),
+    TaskAction("reschedule_tasks", "reschedule", "Reschedule", "rescheduled", asks_delay=True),
+    TaskAction("rerun_tasks", "rerun", "Run again", "waiting again"),
+)
+
+
+def _admin_action(which: TaskAction) -> Callable[..., Any]:
+    """Return the function that Django's admin calls for an action."""
+
+    @admin.action(description=f"{which.words} selected tasks", permissions=["operate"])
+    def act(model_admin: Any, request: Any, queryset: Any) -> Any:
+        try:
+            if request.POST.get("is_confirmed") == "yes":
+                return _move_tasks(model_admin, request, which)
+            return _question(model_admin, request, which)
+        except DelayTaskError as error:
+            model_admin.message_user(request, str(error), messages.ERROR)
+            return None
+
+    act.__name__ = which.name
+    decorated: Callable[..., Any] = act
+    return decorated
+
+
+def _question(model_admin: Any, request: Any, which: TaskAction) -> Any:
+    """Return the page that shows which of the selected tasks would change."""
+    selected = dict.fromkeys(request.POST.getlist(ACTION_CHECKBOX_NAME))
+    tasks = [project_delays().get(check_id(id)) for id in selected]
+    movable = [task for task in tasks if task.status in MOVES[which.move].sources]
+    if not movable:
+        raise InvalidQueryError(f"{which.words}: no selected task is {which.sources}")
+    context = {
+        **model_admin.admin_site.each_context(request),
+        "opts": model_admin.opts,
+        "media": model_admin.media,
+        "title": which.words,
+        "which": which,
+        "checkbox": ACTION_CHECKBOX_NAME,
+        "page": request.POST.get("page", ""),
+        "tasks": movable,
+        "left": len(tasks) - len(movable),
+    }
+    return TemplateResponse(request, "admin/delaytasks/delaytaskrow/confirm.html", context)
+
+
+def _move_tasks(model_admin: Any, request: Any, which: TaskAction) -> Any:
+    """Move the tasks that still have the versions that the user saw."""
+    delay = request.POST.get("delay", "") if which.asks_delay else "0"
+    delay_s, changed, refused = parse_duration(delay).total_seconds(), list[int](), list[str]()
+    for id, version in _versions(request.POST.getlist("version")):
+        try:
+            task = _moved(which, id, version, delay_s)
+        except TaskStateError as error:
+            refused.append(str(error))
+            continue
+        changed.append(id)
+        model_admin.log_change(request, row_of(task), f"{which.words}.")
+    what, actor = {"ids": changed, "refused": len(refused)}, request.user.get_username()
+    record_action(
+        runtime_of(project_delays()),
+        which.name,
+        what,
+        one_line(actor, ACTOR_LENGTH - 1),
+        is_refused=not changed,
+    )
+    text = f"{len(changed)} {'task is' if len(changed) == 1 else 'tasks are'} {which.done}."
+    if refused:
+        text += f" {len(refused)} refused: {refused[0]}"
+    model_admin.message_user(request, text, messages.WARNING if refused else messages.SUCCESS)
+    if request.POST.get("page") != "task":
+        return None
+    id, site = check_id(request.POST.get(ACTION_CHECKBOX_NAME)), model_admin.admin_site.name
+    view = "admin:delaytasks_delaytaskrow_change"
+    return HttpResponseRedirect(reverse(view, args=(id,), current_app=site))
+
+
+def _moved(which: TaskAction, id: int, version: int, delay_s: float) -> DelayTask:
+    delays = project_delays()
+    if which.move == "cancel":
+        delays.cancel(id, version=version, strict=True)
+        return delays.get(id)
+    move = delays.rerun if which.move == "rerun" else delays.reschedule
+    return move(id, delay_s, version=version)
+
+
+def _versions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
+    for text in texts:
+        id, _, version = text.partition(":")
+        if not version.isdecimal():
+            raise InvalidQueryError(f"{text!r:.40} is not a task and its version")
+        yield check_id(id), int(version)
+
+
+# -- show -----------------------------------------------------------------------------------------
+
+
+def _instant(instant: datetime | None) -> str:
+    """Return an instant in Django's current time zone."""
+    if instant is None:
+        return NOTHING_SHOWN
+    return str(date_text(localtime(instant), "Y-m-d H:i:s T"))
+
+
+def _text(text: str | None) -> Any:
+    """Return a text of several lines; HTML in it is escaped."""
+    return format_html('<pre class="delays-text">{}</pre>', text) if text else NOTHING_SHOWN
+
+
+def _attempts(attempts: Sequence[Attempt]) -> Any:
+    if not attempts:
+        return NOTHING_SHOWN
+    rows = format_html_join(
+        "",
+        "<tr><td>{}</td><td>{}</td><td>{}</td><td>{}</td>"
+        "<td><details><summary>{}</summary>{}</details></td></tr>",
+        (
+            (
+                each.number,
+                _instant(each.began),
+                _instant(each.ended),
+                each.worker or NOTHING_SHOWN,
+                last_line(each.error, ERROR_LENGTH),
+                _text(each.error),
+            )
+            for each in attempts
+        ),
+    )
+    return format_html(
+        "<table><thead><tr><th>attempt</th><th>began</th><th>ended</th><th>worker</th>"
+        "<th>error</th></tr></thead><tbody>{}</tbody></table>",
+        rows,
+    )
+
+
+#: Bodies may contain data of customers, so the permission to view tasks does not show them.
+_FOR_OPERATORS = (("Content", {"fields": ("body", "result_shown", "meta_shown")}),)
+_TIMES = ("due_at", "next_try", "create_time", "execution_time", "update_time", "lease_until")
+
+
+@admin.register(DelayTaskRow)
+class DelayTaskRowAdmin(admin.ModelAdmin):
+    """Lists and shows tasks. Even a superuser cannot add, edit or delete a row.
+
+    The permission `change` allows the actions, which call the functions of delaytasks.
+
+    Examples
+    --------
+    >>> admin.site.unregister(DelayTaskRow)
+    >>> admin.site.register(DelayTaskRow, DelayTaskRowAdmin)
+    """
+
+    list_display = ("id", "status_shown", "tag", "key", "due", "attempts", "queue", "last_error")
+    list_filter = (StatusFilter, TagFilter)
+    list_per_page = 100
+    ordering = ("-expected_time",)
+    sortable_by = ("due",)
+    #: Shows the search field; `TaskList` searches.
+    search_fields = ("id",)
+    search_help_text = "An id, a key, or a part of the error text (* stands for any text)"
+    show_facets = admin.ShowFacets.NEVER
+    actions = [_admin_action(each) for each in TASK_ACTIONS]
+    change_list_template = "admin/delaytasks/delaytaskrow/change_list.html"
+    change_form_template = "admin/delaytasks/delaytaskrow/change_form.html"
+    fieldsets = (
+        (None, {"fields": ("id", "status_shown", "tag", "key", "queue", "priority")}),
+        ("Times", {"fields": _TIMES}),
+        ("Runs", {"fields": ("attempts", "lapses", "worker", "error", "failed_attempts")}),
+    )
+
+    class Media:
+        css = {"all": ("delaytasks/admin.css",)}
+
+    def has_add_permission(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    has_change_permission = has_delete_permission = has_add_permission
+
+    def has_operate_permission(self, request: Any) -> bool:
+        return bool(request.user.has_perm("delaytasks.change_delaytaskrow"))
+
+    def get_changelist(self, request: Any, **_: Any) -> type[TaskList]:
+        return TaskList
+
+    def get_search_results(self, request: Any, queryset: Any, search_term: str) -> Any:
+        return queryset, False
+
+    def get_object(self, request: Any, object_id: str, from_field: Any = None) -> Any:
+        try:
+            return row_of(project_delays().get(check_id(object_id)))
+        except (InvalidIdError, TaskNotFoundError):
+            return None
+
+    def get_fieldsets(self, request: Any, obj: Any = None) -> Any:
+        return self.fieldsets + (_FOR_OPERATORS if self.has_operate_permission(request) else ())
+
+    def get_readonly_fields(self, request: Any, obj: Any = None) -> list[str]:
+        return [name for _, options in self.get_fieldsets(request) for name in options["fields"]]
+
+    # An action writes audit entries on another connection, which SQLite would let wait for the
+    # transaction of ATOMIC_REQUESTS.
+    @transaction.non_atomic_requests(using=project_delays().alias)
+    def changelist_view(self, request: Any, extra_context: Any = None) -> Any:
+        return super().changelist_view(request, extra_context)
+
+    def change_view(
+        self, request: Any, object_id: str, form_url: str = "", extra_context: Any = None
+    ) -> Any:
+        row = self.get_object(request, object_id)
+        may_operate = row is not None and self.has_operate_permission(request)
+        actions = [
+            each
+            for each in TASK_ACTIONS
+            if may_operate and row.task.status in MOVES[each.move].sources
+        ]
+        return super().change_view(
+            request, object_id, form_url, {**(extra_context or {}), "task_actions": actions}
+        )
+
+    @admin.display(description="status")
+    def status_shown(self, row: Any) -> Any:
+        name = row.task.status.name
+        return format_html('<span class="delays-status delays-{}">{}</span>', name.lower(), name)
+
+    def key(self, row: Any) -> Any:
+        return row.task.key or NOTHING_SHOWN
+
+    @admin.display(ordering="expected_time")
+    def due(self, row: Any) -> Any:
+        due, now = row.task.due, runtime_of(project_delays()).clock.now()
+        text = show_duration((due - now).total_seconds())
+        shown = f"in {text}" if due > now else f"{text} ago"
+        return format_html('<span title="{}">{}</span>', _instant(due), shown)
+
+    @admin.display(description="error")
+    def last_error(self, row: Any) -> str:
+        return last_line(row.task.error, ERROR_LENGTH) if row.task.error else ""
+
+    @admin.display(description="due")
+    def due_at(self, row: Any) -> Any:
+        return _instant(row.task.due)
+
+    def next_try(self, row: Any) -> Any:
+        return _instant(row.task.expected_time if row.task.due_time else None)
+
+    def error(self, row: Any) -> Any:
+        return _text(row.task.error)
+
+    def failed_attempts(self, row: Any) -> Any:
+        return _attempts(project_delays().attempts(row.task))
+
+    def body(self, row: Any) -> Any:
+        return _text(pretty(lambda: row.task.body, row.task.body_json))
+
+    @admin.display(description="result")
+    def result_shown(self, row: Any) -> Any:
+        return _text(pretty(lambda: row.task.result, row.task.result_json or ""))
+
+    @admin.display(description="meta")
+    def meta_shown(self, row: Any) -> Any:
+        return _text("\n".join(f"{name}={value}" for name, value in row.task.meta.items()))
