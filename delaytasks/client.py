@@ -25,7 +25,6 @@ from delaytasks.attachment import attach
 from delaytasks.core.attempt import Attempt
 from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult
 from delaytasks.core.callbacks import CALLBACK, MESSAGE, RETRY_SCHEDULE, Callback, Message
-from delaytasks.core.cancel_request import request_of
 from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.celery_calls import forced
 from delaytasks.core.celery_tags import ANY_CELERY_TASK
@@ -502,7 +501,6 @@ class DelayTasks:
         version: int | None = None,
         strict: bool = False,
         running: bool = False,
-        terminate: bool = False,
         session: Any = None,
     ) -> CancelResult:
         """Cancel a task that waits, and with `running` one that runs.
@@ -520,9 +518,6 @@ class DelayTasks:
         running
             Ask a running task to stop: within about a second its `is_cancelled` is true, and its
             `check_lease` raises `TaskCancelledError`. It is then CANCELLED, unless it succeeds.
-        terminate
-            Like `running`. In addition the processor of a prefork worker is interrupted by a
-            `TaskCancelledError`, as by a soft time limit.
         session
             A SQLAlchemy Session or Connection whose transaction the change becomes part of.
 
@@ -546,8 +541,7 @@ class DelayTasks:
         >>> if not delays.cancel(tag="order.close", key="7"):
         ...     return "too late to pay"
         """
-        request = request_of(running, terminate)
-        return cancel_task(self._runtime, task, tag, key, version, strict, request, session)
+        return cancel_task(self._runtime, task, tag, key, version, strict, running, session)
 
     acancel = twin(cancel)
 

@@ -18,7 +18,6 @@ from typing import (
     overload,
 )
 
-from delaytasks.core.cancel_request import request_of
 from delaytasks.core.durations import Delay
 from delaytasks.core.new_task import NewTask, new_task_of
 from delaytasks.core.task import DelayTask
@@ -176,7 +175,6 @@ class Processor(Generic[Body, P, Returned_co]):
         version: int | None = None,
         strict: bool = False,
         running: bool = False,
-        terminate: bool = False,
         session: Any = None,
     ) -> CancelResult:
         """Cancel the task of this tag that has the key. See `DelayTasks.cancel`.
@@ -185,8 +183,8 @@ class Processor(Generic[Body, P, Returned_co]):
         --------
         >>> close_order.cancel(key="7")
         """
-        runtime, request = self._delays._runtime, request_of(running, terminate)
-        return cancel_task(runtime, None, self.tag, key, version, strict, request, session)
+        runtime = self._delays._runtime
+        return cancel_task(runtime, None, self.tag, key, version, strict, running, session)
 
     acancel = twin(cancel)
 

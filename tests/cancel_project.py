@@ -6,7 +6,7 @@ import asyncio
 import time
 from typing import Any
 
-from delaytasks import DelayTask, TaskCancelledError, processor
+from delaytasks import DelayTask, processor
 from tests.project import note
 
 MOST_S = 60.0
@@ -36,13 +36,3 @@ async def coroutine(body: dict[str, Any], task: DelayTask) -> None:
     for _ in range(int(MOST_S / STEP_S)):
         await asyncio.sleep(STEP_S)
         task.check_lease()
-
-
-@processor("cancel.deaf", retries="1s")
-def deaf(body: dict[str, Any], task: DelayTask) -> None:
-    note(body, task.id, "began")
-    try:
-        time.sleep(MOST_S)
-    except TaskCancelledError:
-        note(body, task.id, "interrupted")
-        raise

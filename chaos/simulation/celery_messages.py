@@ -10,7 +10,6 @@ from typing import Any
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishRecord
 from chaos.simulation.stage import Play
-from delaytasks.core.cancel_request import STOP
 from delaytasks.core.celery_tags import ANY_CELERY_TASK
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
@@ -119,7 +118,7 @@ class CeleryCalls:
             for row in CeleryRows(store.database, store.schema).live([str(id)]):
                 self._play.world.step()
                 try:
-                    self._play.tasks.cancel(row.id, request=STOP)
+                    self._play.tasks.cancel(row.id, running=True)
                 except TaskStateError:
                     pass  # it has ended meanwhile
             answer = "ok"

@@ -25,7 +25,6 @@ _key = click.option("--key", help="With --tag: the one task that has this key.")
 @_ids
 @_key
 @click.option("--running", is_flag=True, help="Ask tasks that run to stop.")
-@click.option("--terminate", is_flag=True, help="The same, and interrupt them (prefork pools).")
 @takes_many
 @pass_cli
 def cancel(
@@ -33,7 +32,6 @@ def cancel(
     ids: tuple[str, ...],
     key: str | None,
     running: bool,
-    terminate: bool,
     many: Many,
 ) -> None:
     """Cancel waiting tasks: by their ids, by tag and key, or many that match filters.
@@ -48,8 +46,8 @@ def cancel(
     """
     delays = cli.delays
     if many.is_meant(ids, key):
-        if running or terminate:
-            raise click.UsageError("--running and --terminate are for tasks by id or by key.")
+        if running:
+            raise click.UsageError("--running is for tasks by id or by key.")
         move_many(cli, "cancelled", many, delays.cancel_many)
         return
     cancelled: list[str] = []
@@ -58,7 +56,7 @@ def cancel(
 
     def cancel_one(id: int) -> None:
         # With `strict`, the exit code tells a script that the task may have run.
-        result = delays.cancel(id, strict=True, running=running, terminate=terminate)
+        result = delays.cancel(id, strict=True, running=running)
         (requested if result.is_requested else cancelled if result else unchanged).append(str(id))
         if not cli.is_json:
             say(f"cancelled task {id}" if result else result.reason)

@@ -65,7 +65,7 @@ class DelayTask:
     meta_json
         The meta as it is stored. `meta` decodes it.
     cancel_request
-        1 if the running task was asked to stop, 2 if it is interrupted as well; else None.
+        1 if the running task was asked to stop; else None.
     lease_until, worker, ip
         The end of the lease, the name of the worker and its IPv4 address as a number.
     error

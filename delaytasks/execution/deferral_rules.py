@@ -39,19 +39,19 @@ class DeferralRules:
         events: Events,
         registry: Registry,
         keeps_time_limits: bool,
-        cancel_request: Callable[[int, int], int | None],
+        is_asked_to_stop: Callable[[int, int], bool],
     ) -> None:
         self._clock = clock
         self._events = events
         self._registry = registry
         self._keeps_time_limits = keeps_time_limits
-        self._cancel_request = cancel_request
+        self._is_asked_to_stop = is_asked_to_stop
         self._keys = [name for name in names_of(settings.encryption_keys) if name != PLAIN]
         self._readable = {NO_NAME, *self._keys}
 
     def settlement(self, processor: ProcessorSpec | None, task: DelayTask) -> Settlement | None:
         """Return the settlement of a task that is not run here now, or None if the task can run."""
-        if task.cancel_request is not None or self._cancel_request(task.id, task.version):
+        if task.cancel_request is not None or self._is_asked_to_stop(task.id, task.version):
             self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
             return Settlement(task, "expire", error=CANCELLED_EARLIER)
         if processor is None:  # a deploy may bring it

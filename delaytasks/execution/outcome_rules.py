@@ -214,6 +214,6 @@ def _is_unfinished(run: TaskRun, value: object, error: BaseException | None) -> 
 
 
 def _is_cancelled(run: TaskRun, error: BaseException | None) -> bool:
-    return run.cancel_request is not None or (
+    return run.is_asked_to_stop or (
         isinstance(error, TaskCancelledError) and error.id == run.task.id
     )

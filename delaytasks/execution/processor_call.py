@@ -73,7 +73,7 @@ class ProcessorCall:
         self._run(id).check_lease()
 
     def is_cancelled(self, id: int) -> bool:
-        return any(run.task.id == id and run.cancel_request is not None for run in self.runs)
+        return any(run.task.id == id and run.is_asked_to_stop for run in self.runs)
 
     def _run(self, id: int) -> TaskRun:
         for run in self.runs:

@@ -83,7 +83,7 @@ class Runner:
     `execute` calls a processor in the context that it expects, and `thread_context` keeps this
     context between rows that a thread runs one after another. With `may_detach`, concurrent rows
     may go on while the next chunk runs: another process has to renew their leases, and `finish` has
-    to be called at the end. `last_renewal` and `cancel_request` are described in `Lease`,
+    to be called at the end. `last_renewal` and `is_asked_to_stop` are described in `Lease`,
     `has_others` in `ClaimAhead`, and `watcher` returns the watcher of the moment.
     """
 
@@ -103,7 +103,7 @@ class Runner:
         thread_slots: ThreadSlots | None = None,
         may_detach: bool = False,
         last_renewal: Callable[[], LastRenewal] = lambda: NO_RENEWAL,
-        cancel_request: Callable[[int, int], int | None] = lambda id, version: None,
+        is_asked_to_stop: Callable[[int, int], bool] = lambda id, version: False,
         thread_context: ThreadContext = nullcontext,
         watcher: Callable[[], Watcher | None] = lambda: None,
         has_others: Callable[[], bool] = lambda: False,
@@ -116,11 +116,11 @@ class Runner:
         executor = TaskExecutor(
             claims,
             clock,
-            DeferralRules(settings, clock, events, registry, keeps_time_limits, cancel_request),
+            DeferralRules(settings, clock, events, registry, keeps_time_limits, is_asked_to_stop),
             OutcomeRules(settings, clock, events),
             execute,
             transaction_of,
-            Lease(settings.lease_s, max_wait_s, last_renewal, cancel_request),
+            Lease(settings.lease_s, max_wait_s, last_renewal, is_asked_to_stop),
             watcher,
             self._counter,
             partial(emit_start, events) if settings.has_structured_log else None,

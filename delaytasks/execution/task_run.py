@@ -38,8 +38,8 @@ class Lease:
     max_wait_s: float
     #: Returns the last renewal that succeeded.
     last_renewal: Callable[[], LastRenewal]
-    #: Returns the request to stop the run of this id and version, or None.
-    cancel_request: Callable[[int, int], int | None]
+    #: Whether a caller has asked the run of this id and version to stop.
+    is_asked_to_stop: Callable[[int, int], bool]
 
     def left_s(self, began: float) -> float:
         """Return how long the lease of a row lasts whose run began at `began`.
@@ -102,13 +102,13 @@ class TaskRun:
         transaction.after_commit([task], self._committed)
 
     @property
-    def cancel_request(self) -> int | None:
-        """The request of `cancel(running=True)` to stop this run, or None."""
-        return self._lease.cancel_request(self.task.id, self.task.version)
+    def is_asked_to_stop(self) -> bool:
+        """Whether `cancel(running=True)` has asked this run to stop."""
+        return self._lease.is_asked_to_stop(self.task.id, self.task.version)
 
     def check_lease(self) -> None:
         task, left_s = self.task, self._lease.left_s(self.began)
-        if self.cancel_request is not None:
+        if self.is_asked_to_stop:
             raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
         if left_s < self._lease.duration_s * LAST_PART:
             end = f"ends in {left_s:.1f} s" if left_s > 0 else "has ended"

@@ -128,7 +128,6 @@ NEW_CALLBACK = _closed(
 _HOW_TO_CANCEL = {
     "version": VERSION,
     "running": _described(BOOLEAN, "Ask a running task to stop."),
-    "terminate": _described(BOOLEAN, "Interrupt a running task."),
 }
 CANCEL_TASK = _closed(_HOW_TO_CANCEL)
 RESCHEDULE_TASK = _closed({**_DUE, "version": VERSION})

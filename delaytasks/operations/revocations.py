@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.cancel_request import STOP
 from delaytasks.core.celery_calls import called_task
 from delaytasks.core.celery_tags import celery_key
 from delaytasks.core.errors import DelayTaskError
@@ -65,7 +64,7 @@ class Revocations:
                 page = self._rows.page(page[-1].id, STAMPS_PAGE, on)
 
     def _cancel(self, live: Iterable[DelayTask], transaction: Transaction | None) -> None:
-        cancelled = [task for task in live if cancel_task(self._runtime, task.id, request=STOP)]
+        cancelled = [task for task in live if cancel_task(self._runtime, task.id, running=True)]
         if cancelled and transaction is not None:
             transaction.after_commit(cancelled, self._store_revoked)
         else:

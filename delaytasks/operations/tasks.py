@@ -145,13 +145,13 @@ def cancel_task(
     key: str | None = None,
     version: int | None = None,
     strict: bool = False,
-    request: int | None = None,
+    running: bool = False,
     session: Any = None,
 ) -> CancelResult:
     """Cancel a task, as `DelayTasks.cancel` explains."""
     try:
         with named_task(runtime, task, tag, key, session) as (id, transaction, on):
-            cancelled = runtime.store.tasks.cancel(id, version, on, request)
+            cancelled = runtime.store.tasks.cancel(id, version, on, running)
     except TaskStateError as error:
         refused = CancelResult.of_refusal(error)
         if strict or refused is None:

@@ -86,7 +86,7 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         Column("due_time", UTCDateTime),
         # Pairs of strings that the caller gave to the task, as JSON.
         Column("meta", LongText),
-        # 1 if a running task was asked to stop, 2 if its process is to be interrupted, else NULL.
+        # 1 if a running task was asked to stop, else NULL.
         Column("cancel_request", SmallInteger),
         *_indexes(prefix),
         info={"storage": STORAGE},

@@ -20,7 +20,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import pages
 from delaytasks.storage.attempts import Attempts
-from delaytasks.storage.cancel_requests import CancelRequests
+from delaytasks.storage.cancel_requests import ASKED, CancelRequests
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES, is_duplicate
 from delaytasks.storage.filters import conditions
@@ -175,11 +175,11 @@ class Tasks:
         id: int,
         version: int | None = None,
         on: CallerConnection | None = None,
-        request: int | None = None,
+        running: bool = False,
     ) -> DelayTask | None:
         """Return the task as it was left, or None if it was cancelled already.
 
-        With `request`, a running task is asked to stop, and returned as RUNNING.
+        With `running`, a running task is asked to stop, and returned as RUNNING.
         """
         tried: list[DelayTask] = []
 
@@ -196,11 +196,11 @@ class Tasks:
                     task = self._moves.take(connection, "cancel", id, version)
                     break
                 except CancelTooLateError:
-                    if request is None or number == CANCEL_TRIES - 1:
+                    if not running or number == CANCEL_TRIES - 1:
                         raise
-                running = self.read(id, connection)
-                if self.cancel_requests.make(connection, running, request):
-                    return replace(running, cancel_request=request)
+                found = self.read(id, connection)
+                if self.cancel_requests.make(connection, found):
+                    return replace(found, cancel_request=ASKED)
                 # The run has ended between these statements, and the row may wait again.
             if task.status is Status.CANCELLED:
                 return None

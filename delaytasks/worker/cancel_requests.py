@@ -7,16 +7,45 @@ children share.
 
 from __future__ import annotations
 
-import os
+import mmap
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.cancel_request import INTERRUPT
 from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.requested_runs import SIGNAL
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
     from delaytasks.worker.processes import Processes
+
+#: The most rows of a worker that are asked to stop at the same time.
+MOST_ROWS = 1000
+
+
+class RequestedRuns:
+    """The runs of this worker that were asked to stop, by id and version.
+
+    Each number is written as a whole, and the count last.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, 8 * (1 + 2 * MOST_ROWS))).cast("q")
+
+    def record(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Replace the rows."""
+        memory = self._memory
+        memory[0] = 0
+        for number, row in enumerate(rows[:MOST_ROWS]):
+            memory[1 + 2 * number], memory[2 + 2 * number] = row
+        memory[0] = min(len(rows), MOST_ROWS)
+
+    def has(self, id: int, version: int) -> bool:
+        """Return whether this run was asked to stop."""
+        memory = self._memory
+        if not memory[0]:  # as nearly always
+            return False
+        return any(
+            memory[at] == id and memory[at + 1] == version for at in range(1, 1 + 2 * memory[0], 2)
+        )
 
 
 class CancelRequestReader:
@@ -29,13 +58,5 @@ class CancelRequestReader:
 
     def read(self) -> None:
         """Tell the processes which of their rows were asked to stop."""
-        pids = {self._processes.name(pid): pid for pid in running_pids(self._pool)}
-        rows = self._requests.of(pids)
-        self._processes.requested_runs.record(rows)
-        if not self._processes.keeps_time_limits:
-            return  # signals reach only the main thread of a process
-        for pid in {pids[row.worker] for row in rows if row.request == INTERRUPT}:
-            try:
-                os.kill(pid, SIGNAL)
-            except ProcessLookupError:  # it has just died, and its rows are recovered
-                continue
+        names = [self._processes.name(pid) for pid in running_pids(self._pool)]
+        self._processes.requested_runs.record(self._requests.of(names))

@@ -30,7 +30,6 @@ from delaytasks.worker.current_task import (
     retry_of,
     row_in_context,
 )
-from delaytasks.worker.requested_runs import Interrupts
 from delaytasks.worker.task_signals import (
     has_receivers,
     result_of,
@@ -131,7 +130,7 @@ class CeleryTaskContext:
 
     The Celery task in the signals is named after the tag, and made once per tag. `around` are
     context managers that are entered around each call. With `keeps_time_limits` this process is of
-    a pool that can keep time limits. `interrupts` lets a signal interrupt calls.
+    a pool that can keep time limits.
     """
 
     def __init__(
@@ -141,14 +140,12 @@ class CeleryTaskContext:
         clock: Clock,
         around: Sequence[Callable[[DelayTask], AbstractContextManager[Any]]] = (),
         keeps_time_limits: bool = False,
-        interrupts: Interrupts | None = None,
     ) -> None:
         self._app = app
         self._hostname = hostname
         self._clock = clock
         self._around = around
         self._keeps_time_limits = keeps_time_limits
-        self._interrupts = interrupts or Interrupts()
         self._tasks: dict[str, Any] = {}
         self._stacks = _ThreadStacks()
         event_loop.at_start(_show_coroutines)
@@ -182,11 +179,9 @@ class CeleryTaskContext:
             if error is None:
                 try:
                     if self._keeps_time_limits and processor.has_time_limits:
-                        interruptible = partial(self._call_interruptibly, call, argument)
-                        value = limited(processor, interruptible, self._interrupts.stop)
+                        value = limited(processor, partial(self._call, call, argument))
                     else:
-                        with self._interrupts.during(call):
-                            value = self._call(call, argument) if self._around else call(argument)
+                        value = self._call(call, argument) if self._around else call(argument)
                     if isinstance(value, TaskPredicate):
                         raise value
                 except BaseException as raised:
@@ -200,11 +195,6 @@ class CeleryTaskContext:
                 row_in_context.reset(token)
                 if stack is not reused:
                     stack.clear()
-
-    def _call_interruptibly(self, call: ProcessorCall, argument: Any) -> Any:
-        """Call a processor within its time limits, which an interrupt must not keep from ending."""
-        with self._interrupts.during(call):
-            return self._call(call, argument)
 
     def _call(self, call: ProcessorCall, argument: Any) -> Any:
         """Call a processor within the context managers of `around`."""

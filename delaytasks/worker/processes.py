@@ -14,8 +14,8 @@ from celery import signals
 
 from delaytasks.core.forks import reset_in_child
 from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.worker.cancel_requests import RequestedRuns
 from delaytasks.worker.outcome_counts import OutcomeCounts
-from delaytasks.worker.requested_runs import Interrupts, RequestedRuns
 from delaytasks.worker.shared_memory import OthersWait, Renewals
 from delaytasks.worker.time_limits import can_limit_time
 
@@ -61,7 +61,6 @@ class Processes:
         self._sends_events = False
         self._thread_slots = ThreadSlots()
         self._outcome_counts: OutcomeCounts | None = None
-        self._interrupts = Interrupts()
 
     @property
     def runtime(self) -> Runtime:
@@ -151,7 +150,7 @@ class Processes:
             keeps_time_limits=self.keeps_time_limits or not self.is_worker,
             thread_slots=self._thread_slots,
             last_renewal=self.renewals.last,
-            cancel_request=self.requested_runs.of,
+            is_asked_to_stop=self.requested_runs.has,
             # The main process of a worker renews the leases of the rows that are left.
             may_detach=self.is_worker and self.may_detach,
             thread_context=task_context.reuse_stack,
@@ -162,15 +161,12 @@ class Processes:
     def _task_context(self, clock: Clock) -> CeleryTaskContext:
         from delaytasks.worker.celery_context import CeleryTaskContext
 
-        if self.keeps_time_limits:
-            self._interrupts.install()
         return CeleryTaskContext(
             self.runtime.celery,
             self.hostname,
             clock,
             self.runtime.processor_contexts,
             self.keeps_time_limits,
-            self._interrupts,
         )
 
     def _finish(self, **_: Any) -> None:

@@ -56,17 +56,13 @@ def check_time_limits(
             )
 
 
-def limited(
-    processor: ProcessorSpec, call: Callable[[], T], on_error: Callable[[], None] = lambda: None
-) -> T:
+def limited(processor: ProcessorSpec, call: Callable[[], T]) -> T:
     """Call a processor within its limits.
 
     Both limits must be disarmed, even if the soft one strikes at the last moment. So each one has a
-    `finally` of its own, and the soft one is the inner one. For the same reason, the handlers of
-    other signals must raise only within `call`. If `call` raises, `on_error` keeps them from it,
-    since the soft limit may have ended `call` before it could.
+    `finally` of its own, and the soft one is the inner one.
     """
-    soft = partial(_soft_limited, processor.soft_time_limit_s, call, on_error)
+    soft = partial(_soft_limited, processor.soft_time_limit_s, call)
     if processor.time_limit_s is None:
         return soft()
     faulthandler.dump_traceback_later(processor.time_limit_s, exit=True, file=STDERR)
@@ -76,7 +72,7 @@ def limited(
         faulthandler.cancel_dump_traceback_later()
 
 
-def _soft_limited(limit_s: float | None, call: Callable[[], T], on_error: Callable[[], None]) -> T:
+def _soft_limited(limit_s: float | None, call: Callable[[], T]) -> T:
     if limit_s is None:
         return call()
 
@@ -88,9 +84,6 @@ def _soft_limited(limit_s: float | None, call: Callable[[], T], on_error: Callab
         signal.setitimer(signal.ITIMER_REAL, limit_s)
         try:
             return call()
-        except BaseException:
-            on_error()
-            raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     finally:

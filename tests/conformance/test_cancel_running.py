@@ -19,10 +19,9 @@ from delaytasks import (
     Status,
     TaskCancelledError,
 )
-from delaytasks.core.cancel_request import INTERRUPT, STOP
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.worker.requested_runs import RequestedRuns
+from delaytasks.worker.cancel_requests import RequestedRuns
 from tests.runner_harness import RunnerHarness
 
 
@@ -32,10 +31,10 @@ class CancellingHarness(RunnerHarness):
     def __init__(self, store: Store) -> None:
         super().__init__(store)
         self.requested = RequestedRuns()
-        self.runner = self.make_runner(cancel_request=self.requested.of)
+        self.runner = self.make_runner(is_asked_to_stop=self.requested.has)
 
-    def cancel(self, task: DelayTask, request: int = STOP) -> DelayTask | None:
-        found = self.store.tasks.cancel(task.id, request=request)
+    def cancel(self, task: DelayTask) -> DelayTask | None:
+        found = self.store.tasks.cancel(task.id, running=True)
         self.read_requests()
         return found
 
@@ -112,13 +111,13 @@ def test_a_request_that_comes_too_late_for_its_run_prevents_the_next_one(
     @bench.registry.processor("again")
     def work(body: object, task: DelayTask) -> Any:
         ran.append(task.attempts)
-        bench.store.tasks.cancel(task.id, request=STOP)  # the process hears nothing of it
+        bench.store.tasks.cancel(task.id, running=True)  # the process hears nothing of it
         return Snooze(0)
 
     task = bench.schedule("again")
     bench.run(task)
     waits = bench.now(task)
-    assert (waits.status, waits.cancel_request) == (Status.NOT_COMPLETE, STOP)
+    assert (waits.status, waits.cancel_request) == (Status.NOT_COMPLETE, 1)
     bench.change(task, expected_time=task.expected_time)
     bench.run(bench.now(task))
     ended = bench.now(task)
@@ -150,10 +149,10 @@ def test_a_rerun_forgets_the_request(bench: CancellingHarness) -> None:
 
 def test_a_request_is_for_one_run_of_the_row(bench: CancellingHarness) -> None:
     task = run(bench, fail)
-    assert bench.requested.of(task.id, task.version - 1) == STOP
-    assert bench.requested.of(task.id, task.version) is None
+    assert bench.requested.has(task.id, task.version - 1)
+    assert not bench.requested.has(task.id, task.version)
     bench.read_requests()
-    assert bench.requested.of(task.id, task.version - 1) is None
+    assert not bench.requested.has(task.id, task.version - 1)
 
 
 def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
@@ -170,15 +169,14 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
     result = delays.cancel(tag="mail", key="k", running=True, strict=True)
     assert (bool(result), result.is_requested, result.status) == (False, True, Status.RUNNING)
     assert numbers.changes(None, False).cancel_requests == before + 1
-    assert delays.cancel(task, terminate=True).is_requested
     found = delays.get(task)
-    assert (found.version, found.cancel_request) == (claimed.version, INTERRUPT)
+    assert (found.version, found.cancel_request) == (claimed.version, 1)
     with pytest.raises(StaleVersionError):
         delays.cancel(task, running=True, version=claimed.version - 1)
     with store.database.tx.connect() as connection:
         assert delays.cancel(task, running=True, session=connection).is_requested
         connection.rollback()
-    assert delays.get(task).cancel_request == INTERRUPT
+    assert delays.get(task).cancel_request == 1
 
 
 def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
@@ -189,10 +187,10 @@ def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
     requests, t = runtime_of(delays).store.tasks.cancel_requests, store.schema.tasks
     make = requests.make
 
-    def make_too_late(on: Any, running: DelayTask, request: int) -> bool:
+    def make_too_late(on: Any, running: DelayTask) -> bool:
         given_back = {"status": int(Status.NOT_COMPLETE), "version": running.version + 1}
         on.execute(update(t).where(t.c.id == running.id).values(given_back))
-        return make(on, running, request)
+        return make(on, running)
 
     monkeypatch.setattr(requests, "make", make_too_late)
     assert delays.cancel(task, running=True)
@@ -202,7 +200,7 @@ def test_a_row_that_is_given_back_while_it_is_asked_to_stop_is_cancelled(
 def test_a_task_that_waits_is_cancelled_as_usual(delays: DelayTasks) -> None:
     task = delays.schedule_delay("mail", {}, 60)
     assert delays.cancel(task, running=True)
-    assert not delays.cancel(task, terminate=True)
+    assert not delays.cancel(task, running=True)
     assert delays.get(task).is_cancelled
 
 

@@ -25,7 +25,7 @@ def defer(delays: DelayTasks) -> Any:
     registry = Registry()
     registry.processor("limited", time_limit=60)(lambda body: None)
     rules = DeferralRules(
-        delays.settings, wiring.clock, delays.events, registry, False, lambda id, version: None
+        delays.settings, wiring.clock, delays.events, registry, False, lambda id, version: False
     )
     deferral = rules.settlement(registry.get("limited"), claimed)
     assert deferral is not None

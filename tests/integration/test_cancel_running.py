@@ -69,25 +69,3 @@ def test_a_running_task_notices_its_cancellation_and_is_not_retried(
         assert d.delays.get(other).status is Status.RUNNING
         d.delays.cancel(other, running=True)
         d.wait_for([other], Status.CANCELLED)
-
-
-@pytest.mark.parametrize("database", ["postgresql", "mysql"])
-def test_terminate_interrupts_a_processor_that_checks_nothing(
-    deploy: Deploy, database: str
-) -> None:
-    d = deploy(database)
-    worker = d.worker(concurrency=2)
-    task, other = begun(d, "cancel.deaf"), begun(d, "cancel.deaf")
-    assert d.delays.cancel(task, terminate=True).is_requested
-    d.wait_for([task], Status.CANCELLED)
-    assert [run for run in d.runs() if run[0] == str(task.id)] == [
-        [str(task.id), "began"],
-        [str(task.id), "interrupted"],
-    ]
-    assert d.delays.get(other).status is Status.RUNNING
-    note = d.schedule("test.note")
-    d.wait_for([note])
-    assert d.delays.get(note).worker == d.delays.get(task).worker, "its process lives on"
-    d.delays.cancel(other, terminate=True)
-    d.wait_for([other], Status.CANCELLED)
-    assert "Traceback" not in worker.log()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -15,8 +13,6 @@ import pytest
 from celery import Celery, current_task, signals
 from celery._state import _task_stack
 
-from delaytasks.core.cancel_request import INTERRUPT
-from delaytasks.core.errors import TaskCancelledError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.last_renewal import NO_RENEWAL
 from delaytasks.core.task import DelayTask
@@ -26,7 +22,6 @@ from delaytasks.execution.task_run import Lease, TaskRun
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.celery_context import CeleryTaskContext
 from delaytasks.worker.current_task import row_in_context
-from delaytasks.worker.requested_runs import SIGNAL, Interrupts
 from tests.manual_clock import ManualClock
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
@@ -67,7 +62,7 @@ def processor(tag: str, function: Callable[[Any], object]) -> ProcessorSpec:
     return found
 
 
-NO_LEASE = Lease(60, 0.05, lambda: NO_RENEWAL, lambda id, version: None)
+NO_LEASE = Lease(60, 0.05, lambda: NO_RENEWAL, lambda id, version: False)
 
 
 def call(processor: ProcessorSpec, task: DelayTask) -> ProcessorCall:
@@ -185,46 +180,3 @@ def test_signals_are_sent_for_each_row(task_context: CeleryTaskContext) -> None:
         signals.task_prerun.disconnect(before)
         signals.task_postrun.disconnect(after)
     assert told == [("1", None), ("1", "SUCCESS"), ("2", None), ("2", "SUCCESS")]
-
-
-def test_an_interrupt_does_not_keep_the_time_limits_from_their_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The request to interrupt comes when the processor has ended and its limits have not."""
-    requested: list[int | None] = [None]
-    ended: list[str] = []
-
-    def end_hard_limit() -> None:
-        requested[0] = INTERRUPT
-        signal.raise_signal(SIGNAL)
-        ended.append("hard limit")
-
-    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *args, **options: None)
-    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", end_hard_limit)
-    before = signal.getsignal(SIGNAL)
-    interrupts = Interrupts()
-    interrupts.install()
-    try:
-        context = CeleryTaskContext(
-            Celery(set_as_current=False),
-            "w@host",
-            ManualClock(DUE),
-            keeps_time_limits=True,
-            interrupts=interrupts,
-        )
-        registry = Registry()
-        registry.processor("a", soft_time_limit=60, time_limit=90)(lambda body: None)
-        [limited] = registry
-        lease = replace(NO_LEASE, cancel_request=lambda id, version: requested[0])
-        run = TaskRun(task_of(1), Mock(), lambda session, task: None, lease)
-        context(ProcessorCall(limited, [run]), end)
-        assert ended == ["hard limit"]
-
-        requested[0] = None
-        registry.processor("b", time_limit=90)(lambda body: end_hard_limit())
-        interrupted = registry.get("b")
-        assert interrupted is not None
-        with pytest.raises(TaskCancelledError):  # within the processor it strikes
-            context(ProcessorCall(interrupted, [run]), end)
-    finally:
-        signal.signal(SIGNAL, before)

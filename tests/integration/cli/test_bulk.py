@@ -347,8 +347,8 @@ def test_a_running_task_is_asked_to_stop(shop: Project) -> None:
     id = shop.json("schedule", "ok", "--delay", "0s")["id"]
     [claimed] = runtime_of(shop.delays).store.claims("w", None).claim_due("default", [0], 1)
     assert shop.json("cancel", id, "--running")["requested"] == [id]
-    assert "runs, and is asked to stop" in shop("cancel", id, "--terminate").stdout
-    assert shop.delays.get(claimed).cancel_request == 2
+    assert "runs, and is asked to stop" in shop("cancel", id, "--running").stdout
+    assert shop.delays.get(claimed).cancel_request == 1
     assert shop.error("cancel", "--tag", "ok", "--running", "--yes", exit_code=2)["type"] == (
         "UsageError"
     )
