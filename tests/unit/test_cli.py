@@ -91,7 +91,6 @@ def test_all_documented_commands_exist() -> None:
         "why",
         "tail",
         "top",
-        "report",
         "cancel",
         "reschedule",
         "rerun",

@@ -64,7 +64,7 @@ def completed(*words: str) -> list[str]:
 
 
 def test_commands_options_and_values_are_completed() -> None:
-    assert completed("re") == ["recurring", "report", "rerun", "reschedule", "resume"]
+    assert completed("re") == ["recurring", "rerun", "reschedule", "resume"]
     assert completed("-A", "shop", "db", "up") == ["upgrade"]
     assert completed("health", "--max-") == ["--max-overdue", "--max-sweep-age"]
     [status] = completed("list", "--status", "FA")
