@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from delaytasks.core.outcomes import Outcome
     from delaytasks.core.settings import Settings
     from delaytasks.execution.runner import Runner
-    from delaytasks.forecast.result import Forecast
+    from delaytasks.forecast import Forecast
     from delaytasks.handles import (
         BatchDecorator,
         Decorator,
@@ -1298,65 +1298,43 @@ class DelayTasks:
 
     # -- forecast ---------------------------------------------------------------------------------
 
-    def forecast(
-        self,
-        days: float = 7,
-        *,
-        tag: str | None = None,
-        workers: int | None = None,
-        processes: int | None = None,
-        rate: float | None = None,
-        target: Delay = 60,
-        step: Delay = 3600,
-        max_age: Delay = 0,
-    ) -> Forecast:
-        """Compute what becomes due in the next days, and how late it starts.
+    def forecast(self, days: float = 7, *, processes: int | None = None) -> Forecast:
+        """Compute what becomes due in each hour, and whether the processes of workers suffice.
 
         The tasks that wait are counted, or estimated if there are very many. Occurrences of
-        recurring schedules that have no tasks yet are added. Then the workers are simulated.
+        recurring schedules that have no tasks yet are added. Each task needs the mean duration
+        that workers have measured for its tag in the last week.
 
         Parameters
         ----------
         days
-            The time from now on, in days.
-        tag
-            Return the numbers of this tag only. The other tags are simulated, too, because they
-            share the workers.
-        workers
-            The number of workers of each pool. By default those that are alive.
+            The time from now on, in days, at most 92.
         processes
-            The number of processes of each worker. By default that of the workers that are alive,
+            The number of processes that run tasks. By default those of the workers that are alive,
             or else Celery's setting `worker_concurrency`.
-        rate
-            The number of tasks that one process runs in a second, for tags that were not measured.
-        target
-            The lateness for which the smallest number of workers is computed.
-        step
-            The length of the steps of the result.
-        max_age
-            Accept a result of the same question that was computed up to this time ago.
 
         Returns
         -------
         Forecast
-            The steps, tags and workers.
+            The hours and tags.
 
         Raises
         ------
         InvalidInputError
             If an argument is wrong.
         StoreUnavailableError
-            If no database can be reached. `forecast.missing` lists some that cannot.
+            If the database cannot be reached.
 
         Examples
         --------
         >>> forecast = delays.forecast()
-        >>> forecast.worst.due, forecast.late_s, forecast.needed_workers
-        (1200000, 840.0, 4)
+        >>> forecast.first_full.due, forecast.first_full.utilization
+        (240000, 2.5)
         """
-        return self._runtime.forecasts.forecast(
-            days, tag, workers, processes, rate, target, step, max_age
-        )
+        # Imported here: most processes make no forecasts.
+        from delaytasks.forecast import make_forecast
+
+        return make_forecast(self._runtime, days, processes)
 
     aforecast = twin(forecast)
 

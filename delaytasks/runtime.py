@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delaytasks.core.interfaces import Timer, Transaction
-    from delaytasks.forecast.operations import ForecastOperations
     from delaytasks.operations.why import Explanations
     from delaytasks.recurrence.queries import RecurringTable
     from delaytasks.timers.background import BackgroundTimer
@@ -333,12 +332,6 @@ class Runtime:
         from delaytasks.recurrence.queries import RecurringTable
 
         return RecurringTable(self.store.database, self.store.schema)
-
-    @part
-    def forecasts(self) -> ForecastOperations:
-        from delaytasks.forecast.operations import ForecastOperations
-
-        return ForecastOperations(self)
 
     @part
     def checks(self) -> StartChecks:

@@ -78,7 +78,6 @@ CASES: dict[str, Callable[[CaseContext], None]] = {
     "console": console.run,
     "metrics": metrics.run,
     "forecast": forecast.run,
-    "forecast_at_size": forecast.run_at_size,
 }
 #: Names that stand for several cases.
 GROUPS: dict[str, list[str]] = {
@@ -97,4 +96,4 @@ GROUPS: dict[str, list[str]] = {
     ],
 }
 #: Cases that take minutes to set up; they compute medians themselves.
-ONCE = {"at_size", "console", "forecast_at_size"}
+ONCE = {"at_size", "console", "forecast"}

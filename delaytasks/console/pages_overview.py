@@ -16,7 +16,7 @@ from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.page import Page
-from delaytasks.forecast.sentences import peak_sentences
+from delaytasks.forecast import headline
 from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.problems import Problem
 from delaytasks.operations.state import DeploymentState
@@ -71,15 +71,15 @@ def overview() -> str:
 
 
 def _ahead(found: DeploymentState) -> list[Problem]:
-    """Return a problem if the last forecast has a peak that will start late."""
+    """Return a problem if an hour of the last forecast does not fit."""
     if found.is_down or not found.alive:
-        return []  # the forecast would be that of an assumed worker
+        return []  # the forecast would be that of assumed processes
     recent = state().forecast.get()
-    peak = None if recent is None else recent[0].peak
-    if recent is None or peak is None or (found.overdue and peak.start <= found.now):
+    full = None if recent is None else recent[0].first_full
+    if recent is None or full is None or (found.overdue and full.start <= found.now):
         return []  # the overdue tasks are the peak
-    sentences = peak_sentences(recent[0], day_and_time)
-    return [Problem("warning", f"A peak is ahead. {sentences}", "forecast")] if sentences else []
+    text = f"A peak is ahead. {headline(recent[0], day_and_time)}"
+    return [Problem("warning", text, "forecast")]
 
 
 def _on_time(delays: DelayTasks) -> list[dict[str, Any]]:

@@ -1,24 +1,20 @@
-"""The metrics of a forecast of the next week: its peak, and the workers that it needs."""
+"""The metrics of a forecast of the next week: the hour that keeps the processes busiest."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from delaytasks.forecast.result import Forecast
+from delaytasks.forecast import Forecast
 from delaytasks.metrics.families import Family, gauge
 
 _ABOUT = {
     "delaytasks_forecast_age_seconds": "How old the forecast is.",
-    "delaytasks_forecast_peak_late_seconds": (
-        "How late the tasks of the peak will start. The peak is the hour of the next week whose "
-        "tasks start latest."
+    "delaytasks_forecast_peak_utilization": (
+        "The share of the busiest hour of the next week for which its tasks keep the processes "
+        "busy. Above 1, tasks start late."
     ),
-    "delaytasks_forecast_peak_tasks": "Tasks that are due in the hour of the peak.",
+    "delaytasks_forecast_peak_tasks": "Tasks that are due in this hour.",
     "delaytasks_forecast_peak_in_seconds": "Time until this hour begins; 0 if it has begun.",
-    "delaytasks_forecast_needed_workers": (
-        "Workers with which no task of the next week starts more than a minute late; absent if no "
-        "number is enough."
-    ),
 }
 
 
@@ -33,8 +29,8 @@ def _values(recent: tuple[Forecast, float] | None) -> tuple[float | None, ...]:
     if recent is None:
         return (None,) * len(_ABOUT)
     forecast, age_s = recent
-    peak, needed = forecast.peak, forecast.needed_workers
+    peak = forecast.peak
     if peak is None:
-        return age_s, 0.0, 0, None, needed
+        return age_s, 0.0, 0, None
     ahead_s = (peak.start - forecast.made_at).total_seconds() - age_s
-    return age_s, peak.late_s_served, peak.due, max(ahead_s, 0.0), needed
+    return age_s, peak.utilization, peak.due, max(ahead_s, 0.0)

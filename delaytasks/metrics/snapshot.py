@@ -13,6 +13,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.latest import Latest
 from delaytasks.core.registered_worker import beat_age_s
+from delaytasks.forecast import make_forecast
 from delaytasks.metrics.budgets import budget_family, read_budgets
 from delaytasks.metrics.families import Family, Sample, gauge
 from delaytasks.metrics.peak import peak_families
@@ -51,7 +52,7 @@ class DatabaseMetrics:
     def __init__(self, wiring: Runtime, rest_s: float = REST_S) -> None:
         self._wiring = wiring
         self._rest_s = rest_s
-        self._forecast = Latest("forecast", lambda: wiring.forecasts.of_next_week())
+        self._forecast = Latest("forecast", lambda: make_forecast(wiring))
         self._budgets = Latest("error budgets", lambda: read_budgets(wiring))
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()

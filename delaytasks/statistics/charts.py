@@ -31,9 +31,6 @@ ROUND_TIMES = [
 #: The durations on an axis: from a millisecond to four weeks.
 ROUND_S = (0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 36_000.0, 259_200.0, 2_419_200.0)
 
-#: The label of the values that are on time.
-ON_TIME = "on time"
-
 
 class Series(NamedTuple):
     """The values of one name, one for each step. The style of the page has its colour."""
@@ -109,23 +106,13 @@ def stacked_bars(starts: Sequence[datetime], step: timedelta, parts: Sequence[Se
     return _chart(label, starts, step, scale, shapes, titles)
 
 
-def lines(
-    starts: Sequence[datetime], step: timedelta, parts: Sequence[Series], on_time_s: float = 0.0
-) -> str:
-    """Return a chart of durations, on a logarithmic scale. A step without value is a gap.
-
-    Values below `on_time_s` are at the bottom, which has the label "on time".
-    """
+def lines(starts: Sequence[datetime], step: timedelta, parts: Sequence[Series]) -> str:
+    """Return a chart of durations, on a logarithmic scale. A step without value is a gap."""
     known = [value for part in parts for value in part.values if value is not None]
-    scale = _durations_from(on_time_s, known) if on_time_s else _durations(known)
+    scale = _durations(known)
     shapes = [shape for part in parts for shape in _line(part, len(starts), scale)]
-
-    def shown(value: float | None) -> str:
-        is_on_time = value is not None and value < on_time_s
-        return ON_TIME if is_on_time else show_measured(value)
-
     titles = [
-        _title(start, step, {part.name: shown(part.values[n]) for part in parts})
+        _title(start, step, {part.name: show_measured(part.values[n]) for part in parts})
         for n, start in enumerate(starts)
     ]
     label = "Durations by time: " + ", ".join(part.name for part in parts)
@@ -181,19 +168,6 @@ def _durations(values: Sequence[float]) -> Scale:
         lambda value: (math.log10(value) - low) / (high - low) if value > 0 else 0.0,
         [(mark, show_measured(mark)) for mark in marks],
     )
-
-
-def _durations_from(on_time_s: float, values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale of the values that are not on time, above a line of the others."""
-    scale = _durations([value for value in values if value >= on_time_s] or [on_time_s])
-    bottom = 1 / len(scale.lines)
-
-    def position(value: float) -> float:
-        if value < on_time_s:
-            return 0.0
-        return bottom + (1 - bottom) * max(scale.position(value), 0.0)
-
-    return Scale(position, [(0.0, ON_TIME), *scale.lines])
 
 
 # -- shapes ---------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ def close(body: Any) -> None:
 
 @processor("newsletter.send")
 def send(body: Any) -> None:
-    time.sleep(0.05)
+    time.sleep(0.1)
 
 
 @processor("report.build")

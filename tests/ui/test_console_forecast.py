@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks import NewTask
+from delaytasks import NewTask, forecast
 from delaytasks.console.viewers import Role
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, make_delays, post
@@ -30,42 +30,43 @@ def peak(tmp_path: Path) -> Iterator[Site]:
     site.delays.close()
 
 
-def test_the_forecast_says_when_the_peak_is_and_how_many_workers_it_needs(peak: Site) -> None:
-    text = peak.client(Role.VIEW).get("/forecast?workers=2&processes=1&target=5s").text
-    # A process is assumed to run about 20 tasks in a second.
-    late = (
-        r"600 tasks of newsletter\.send, which 2 workers would start up to 1\ds late, and "
-        r"4 workers up to \ds late\.$"
+def test_the_forecast_names_the_busiest_hour_and_whether_it_fits(peak: Site) -> None:
+    text = peak.client(Role.VIEW).get("/forecast").text
+    busy = (
+        r"The processes suffice\. The busiest hour is \w+ \w+ \d+, \d\d:00 UTC: 600 tasks of "
+        r"newsletter\.send keep \d+ process(es)? busy for \d+s\.$"
     )
-    assert re.search(late, heading(text)), heading(text)
-    needed = (
-        r"Queues default: 2 workers with 2 processes .*; [678] workers would start each task at"
-    )
-    assert re.search(needed, text)
+    assert re.search(busy, heading(text)), heading(text)
     assert "No worker is alive" in text
+    assert '<section class="verdict good"' in text
+
+
+def test_an_hour_that_does_not_fit_is_a_warning(
+    peak: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 24.0)
+    text = peak.client().get("/forecast?processes=2").text
+    assert re.search(
+        r"From .*: 600 tasks .* busy for 2h\. 4 processes would run them", heading(text)
+    )
     assert '<section class="verdict warn"' in text
-    relaxed = peak.client().get("/forecast?workers=2&processes=1&target=1m").text
-    assert '<section class="verdict good"' in relaxed
-    quick = peak.client().get("/forecast?workers=100&processes=8").text
-    assert heading(quick).startswith("✓ On time")
+    assert '<span class="bad-text">200%</span>' in text
 
 
-def test_the_charts_have_each_step_and_tag(peak: Site) -> None:
+def test_the_charts_have_each_hour_and_the_largest_tag(peak: Site) -> None:
     peak.delays.schedule_delay("order.close", {}, 3600 * 24)
-    text = peak.client().get("/forecast").text
-    due, late = re.findall(r'<svg class="chart".*?</svg>', text)
-    assert due.count("<title>") == late.count("<title>") > 24 * 7
+    text = peak.client().get("/forecast?processes=1").text
+    due, busy = re.findall(r'<svg class="chart".*?</svg>', text)
+    assert due.count("<title>") == busy.count("<title>") > 24 * 7
     assert due.count(f"newsletter.send {PEAK}, other tags 0") == 1
     assert due.count("newsletter.send 0, other tags 1") == 1
-    assert re.search(r"these workers \d+s, twice as many \d", late)
-    assert late.count("these workers on time, twice as many on time") > 24 * 6
-    assert late.count(">on time</text>") == 1, "the label of the bottom"
+    assert busy.count("% of the hour 1, more than the hour 0") == 1
 
 
 def test_an_operator_spreads_a_peak(peak: Site) -> None:
     assert "action=spread" not in peak.client(Role.VIEW).get("/forecast").text
     client = peak.client(Role.OPERATE)
-    page = "/forecast?workers=2&processes=1"
+    page = "/forecast"
     [link] = re.findall(r'href="(/bulk\?action=spread[^"]*)"', client.get(page).text)
     text = client.get(html.unescape(link)).text
     assert heading(text) == f"Spread {PEAK} tasks?"
@@ -74,10 +75,9 @@ def test_an_operator_spreads_a_peak(peak: Site) -> None:
     run = post(client, "/bulk", **{**fields, "delay": "10m"}).location
     assert f"{PEAK} changed" in finish(client, run)
     assert len({task.due for task in peak.delays.find(tag="newsletter.send", limit=PEAK)}) > 100
-    assert heading(client.get(page).text).startswith("✓ On time")
 
 
-@pytest.mark.parametrize("query", ["workers=many", "workers=0", "target=soon", "tag=" + "x" * 200])
+@pytest.mark.parametrize("query", ["processes=many", "processes=0"])
 def test_a_wrong_question_is_explained(site: Site, query: str) -> None:
     answer = site.client().get(f"/forecast?{query}")
     assert answer.status_code == 400

@@ -31,7 +31,7 @@ def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> lis
     return [html.unescape(each) for each in re.findall(r'<option value="([^"]*)">', options)]
 
 
-@pytest.mark.parametrize("path", ["/tasks", "/forecast", "/recurring"])
+@pytest.mark.parametrize("path", ["/tasks", "/recurring"])
 def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, path: str) -> None:
     add_worker(own_site, "of.a.worker")
     write_runs(own_site.delays, "of.statistics", timedelta(minutes=2), 1)

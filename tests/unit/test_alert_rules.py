@@ -35,8 +35,8 @@ HEALTHY = {
     'delaytasks_worker_broker_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
     'delaytasks_worker_timer_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
     'delaytasks_beat_age_seconds{shard="0"}': "4x20 45 4x99",
-    # A small lateness is no problem, and nor is a large one that is not a forecast any more.
-    "delaytasks_forecast_peak_late_seconds": "300x75 900x45",
+    # A busy hour is no problem, and nor is a full one that is not a forecast any more.
+    "delaytasks_forecast_peak_utilization": "0.9x75 2x45",
     "delaytasks_forecast_peak_in_seconds": "3600x75 0x45",
     'delaytasks_timer_up{instance="w1"}': "1x120",
     'delaytasks_loop_alive{instance="w1",loop="sweep"}': "1x120",
@@ -77,9 +77,9 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"worker": "w1"},
     ),
     "DelayTasksBeatSilent": ({'delaytasks_beat_age_seconds{shard="0"}': "61+60x120"}, {}),
-    "DelayTasksPeakWillBeLate": (
+    "DelayTasksPeakAhead": (
         {
-            "delaytasks_forecast_peak_late_seconds": "840x120",
+            "delaytasks_forecast_peak_utilization": "1.4x120",
             "delaytasks_forecast_peak_in_seconds": "7200x120",
         },
         {},

@@ -1,0 +1,528 @@
+"""What becomes due in each hour of the next days, and whether the processes of the workers suffice.
+
+A forecast counts the waiting tasks of each hour, adds the occurrences of recurring schedules that
+have no task yet, and multiplies them with the mean duration that workers have measured for their
+tag. The sum is the time for which all processes are busy. If it is longer than an hour, tasks of
+the hour start late. Limits of tags, retries, and tasks that are scheduled later are left out.
+
+The cost is bounded, however many tasks wait: see `_waiting`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
+
+from delaytasks.core.clock import from_us
+from delaytasks.core.durations import show_duration
+from delaytasks.core.errors import DelayTaskError, InvalidQueryError, StoreError
+from delaytasks.core.number_checks import is_integer
+from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.states import WAITING
+from delaytasks.core.text import count, shown, some_values
+from delaytasks.storage.estimates import estimate
+from delaytasks.storage.queue_levels import has_status, levels
+from delaytasks.storage.types import epoch_s
+
+if TYPE_CHECKING:
+    from delaytasks.recurrence.queries import RecurringTable
+    from delaytasks.recurrence.schedule import RecurringSchedule
+    from delaytasks.runtime import Runtime
+    from delaytasks.storage.store import Store
+
+HOUR_S = 3600
+MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
+#: The duration of a task of which nothing is known, in seconds.
+ASSUMED_DURATION_S = 0.05
+#: The time before now whose runs count, and the runs that a mean needs.
+MEASURED, LEAST_MEASURED_RUNS = "7d", 10
+#: Up to this number, waiting rows are counted exactly.
+MAX_EXACT = 200_000
+#: About this number of waiting rows is in a sample, for which about this number of rows is read.
+SAMPLED, MAX_READ = 100_000, 500_000
+#: The smallest part of a table to sample, in percent.
+LEAST_PERCENT = 0.001
+#: Without samples, the planner estimates ranges of the index, and the tags of this number of rows
+#: are read from each. Ranges with more than a part of all rows are divided.
+TAGS_READ, PARTS, LEAST_PART = 50, 1000, 500
+#: The most recurring schedules that are read, and the most occurrences that are computed.
+MAX_SCHEDULES, MAX_OCCURRENCES = 20_000, 50_000
+#: Names in one note.
+MAX_NAMES = 5
+
+#: A queue, a tag and an hour, which is a number of hours since 1970.
+DueKey = tuple[str, str, int]
+#: Numbers of tasks. An estimate may be a fraction.
+Due = dict[DueKey, float]
+
+
+@dataclass(frozen=True, slots=True)
+class TagForecast:
+    """The tasks of one tag in the time of a forecast.
+
+    Attributes
+    ----------
+    tag
+        The tag.
+    due
+        The number of tasks that become due.
+    duration_s
+        The seconds for which one task occupies a process.
+    is_measured
+        Whether workers have measured the duration. Otherwise it is assumed.
+
+    Examples
+    --------
+    >>> [(tag.tag, tag.due) for tag in delays.forecast().tags]
+    [('newsletter.send', 1200000), ('mail.send', 3150)]
+    """
+
+    tag: str
+    due: int
+    duration_s: float
+    is_measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ForecastHour:
+    """One hour of a forecast.
+
+    Attributes
+    ----------
+    start
+        The begin of the hour. Hours without tasks are left out.
+    due
+        The number of tasks that become due. Overdue tasks count in the first hour.
+    due_by_tag
+        The same for each tag, the largest first.
+    busy_s
+        The seconds for which these tasks keep the processes busy.
+    processes
+        The number of these processes.
+    queue
+        The queue that these processes serve, if they are busier than those of all workers together;
+        else None.
+
+    Examples
+    --------
+    >>> hour = delays.forecast().peak
+    >>> hour.due, hour.busy_s, hour.utilization
+    (240000, 9000.0, 2.5)
+    """
+
+    start: datetime
+    due: int
+    due_by_tag: dict[str, int]
+    busy_s: float
+    processes: int
+    queue: str | None = None
+
+    @property
+    def utilization(self) -> float:
+        """The share of the hour for which the processes are busy. Above 1, tasks start late."""
+        return self.busy_s / HOUR_S
+
+    @property
+    def needed_processes(self) -> int:
+        """The number of processes that run these tasks within the hour."""
+        return math.ceil(self.utilization * self.processes)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What becomes due in the next days, and how busy it keeps the processes.
+
+    Attributes
+    ----------
+    made_at, until
+        The time of the forecast, and the end of the time that it covers.
+    processes
+        The number of processes of all workers.
+    due
+        The number of tasks that become due, including the overdue ones.
+    paused
+        The number of these that do not run, because their tag or queue is paused.
+    is_estimate
+        Whether the numbers of tasks are estimates, because there are too many to count.
+    hours
+        The hours in which tasks become due, in order.
+    tags
+        The tags, the one with the most tasks first.
+    notes
+        Sentences about what the forecast assumes or leaves out.
+
+    Examples
+    --------
+    >>> forecast = delays.forecast(days=7)
+    >>> forecast.first_full.start, forecast.first_full.utilization
+    (datetime.datetime(2026, 11, 30, 9, 0, tzinfo=datetime.timezone.utc), 2.5)
+    """
+
+    made_at: datetime
+    until: datetime
+    processes: int
+    due: int
+    paused: int
+    is_estimate: bool
+    hours: tuple[ForecastHour, ...]
+    tags: tuple[TagForecast, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak(self) -> ForecastHour | None:
+        """The hour that keeps the processes busy for the longest time."""
+        return max(self.hours, key=lambda hour: hour.busy_s, default=None)
+
+    @property
+    def first_full(self) -> ForecastHour | None:
+        """The first hour whose tasks need more time than the processes have."""
+        return next((hour for hour in self.hours if hour.utilization > 1), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the forecast as a JSON document."""
+        document = asdict(self)
+        for name in ("made_at", "until"):
+            document[name] = document[name].isoformat()
+        for hour, found in zip(document["hours"], self.hours, strict=True):
+            hour |= {"start": found.start.isoformat(), "utilization": found.utilization}
+        first = self.first_full
+        return {**document, "first_full": None if first is None else first.start.isoformat()}
+
+
+# -- in words -------------------------------------------------------------------------------------
+
+
+def headline(found: Forecast, show: Callable[[datetime], str]) -> str:
+    """Return what matters most: the first hour that is too full, else the busiest hour.
+
+    Parameters
+    ----------
+    found
+        The forecast.
+    show
+        Shows the start of an hour, as the reader sees times.
+    """
+    if (full := found.first_full) is not None:
+        needed = count(full.needed_processes, "process", "processes")
+        return f"From {_busy(full, show)}. {needed} would run them within the hour."
+    if (peak := found.peak) is not None:
+        return f"The processes suffice. The busiest hour is {_busy(peak, show)}."
+    return "Nothing becomes due."
+
+
+def busiest(found: Forecast, most: int) -> list[ForecastHour]:
+    """Return the hours that keep the processes busiest, in the order of time."""
+    ranked = sorted(found.hours, key=lambda hour: (hour.busy_s, hour.due))
+    return sorted(ranked[-most:], key=lambda hour: hour.start)
+
+
+def _busy(hour: ForecastHour, show: Callable[[datetime], str]) -> str:
+    """Return, for example, "09:00: 4 tasks of mail.send keep 2 processes busy for 1s"."""
+    tag, due = next(iter(hour.due_by_tag.items()))
+    whose = f" of {tag}" if due >= hour.due else f" ({due:,} of {tag})"
+    processes = count(hour.processes, "process", "processes")
+    served = "" if hour.queue is None else f" that serve the queue {hour.queue}"
+    verb = "keeps" if hour.due == 1 else "keep"
+    return (
+        f"{show(hour.start)}: {count(hour.due, 'task')}{whose} {verb} {processes}{served} busy for "
+        f"{show_duration(hour.busy_s)}"
+    )
+
+
+# -- make -----------------------------------------------------------------------------------------
+
+
+def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = None) -> Forecast:
+    """Do what `DelayTasks.forecast` does."""
+    is_number = isinstance(days, (int, float)) and not isinstance(days, bool)
+    if not (is_number and 0 < days <= MAX_DAYS):
+        raise InvalidQueryError(f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}")
+    if processes is not None and not is_integer(processes, 1, MAX_PROCESSES):
+        raise InvalidQueryError(
+            f"processes is an integer from 1 to {MAX_PROCESSES:,}, not {shown(processes)}"
+        )
+    now = runtime.clock.certain_now()
+    until = now + timedelta(days=days)
+    due, is_estimate = _due(runtime, now, until)
+    registered = runtime.store.workers.registered(now, runtime.settings.silent_s)
+    workers = [worker for worker in registered if worker.is_alive]
+    policies = runtime.store.policies.read()
+    notes = []
+    if processes is None and not workers:
+        processes = runtime.celery.conf.worker_concurrency or os.cpu_count() or 1
+        notes.append("No worker is alive, so the number of processes is assumed.")
+    capacity = _capacity({queue for queue, _, _ in due}, workers, processes)
+    if unserved := sorted(queue for queue in capacity if queue and not capacity[queue]):
+        notes.append(f"No worker serves the queues {some_values(unserved, MAX_NAMES)}.")
+    tags = _tags(runtime, due, now)
+    if assumed := sorted(tag for tag, found in tags.items() if not found.is_measured):
+        notes.append(
+            f"A duration of {show_duration(ASSUMED_DURATION_S)} is assumed for tags without "
+            f"measurements: {some_values(assumed, MAX_NAMES)}."
+        )
+    limited = {each.name for each in policies if each.kind == "tag" and any(each.limits)}
+    if left_out := sorted(limited & tags.keys()):
+        notes.append(f"The limits of tags are left out: {some_values(left_out, MAX_NAMES)}.")
+    is_paused = {(each.kind, each.name) for each in policies if each.is_paused}
+    paused = {key for key in due if ("queue", key[0]) in is_paused or ("tag", key[1]) in is_paused}
+    return Forecast(
+        made_at=now,
+        until=until,
+        processes=capacity[None],
+        due=sum(tag.due for tag in tags.values()),
+        paused=round(sum(due[key] for key in paused)),
+        is_estimate=is_estimate,
+        hours=tuple(_hours(due, paused, tags, capacity)),
+        tags=tuple(sorted(tags.values(), key=lambda tag: (-tag.due, tag.tag))),
+        notes=tuple(notes),
+    )
+
+
+def _due(runtime: Runtime, now: datetime, until: datetime) -> tuple[Due, bool]:
+    """Return the waiting tasks and the occurrences, and whether their numbers are estimates."""
+    due, is_estimate = _waiting(runtime.store, now, until)
+    if runtime.store.due_schedules.exist((until - now).total_seconds()):
+        more, has_more = _recurring(runtime.recurring_table, now, until)
+        for key, tasks in more.items():
+            due[key] = due.get(key, 0.0) + tasks
+        is_estimate |= has_more
+    return due, is_estimate
+
+
+def _capacity(
+    queues: Collection[str], workers: Collection[RegisteredWorker], given: int | None
+) -> dict[str | None, int]:
+    """Return the processes that serve each queue, and those of all workers under None."""
+    return {
+        queue: given
+        or sum(max(each.concurrency, 1) for each in workers if not queue or each.serves(queue))
+        for queue in (None, *queues)
+    }
+
+
+def _tags(runtime: Runtime, due: Due, now: datetime) -> dict[str, TagForecast]:
+    measured, tasks = _mean_durations(runtime, now), defaultdict[str, float](float)
+    for (_, tag, _), number in due.items():
+        tasks[tag] += number
+    found: dict[str, TagForecast] = {}
+    for tag, number in tasks.items():
+        processor = runtime.registry.get(tag)
+        # A process runs so many tasks concurrently, or in one batch.
+        together = 1 if processor is None else max(processor.in_flight or 1, processor.batch or 1)
+        duration_s = measured.get(tag, ASSUMED_DURATION_S) / together
+        found[tag] = TagForecast(tag, round(number), duration_s, tag in measured)
+    return found
+
+
+def _hours(
+    due: Due,
+    paused: Collection[DueKey],
+    tags: Mapping[str, TagForecast],
+    capacity: Mapping[str | None, int],
+) -> Iterator[ForecastHour]:
+    """Yield the hours, each with the processes that are busy for the longest time."""
+    by_tag: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    needed_s: dict[int, dict[str | None, float]] = defaultdict(lambda: defaultdict(float))
+    for key, tasks in due.items():
+        queue, tag, hour = key
+        by_tag[hour][tag] += tasks
+        if key not in paused and capacity[queue]:
+            needed_s[hour][None] += tasks * tags[tag].duration_s
+            needed_s[hour][queue] += tasks * tags[tag].duration_s
+    for hour, counts in sorted(by_tag.items()):
+        busy: dict[str | None, float] = {None: 0.0}
+        busy |= {queue: seconds / capacity[queue] for queue, seconds in needed_s[hour].items()}
+        queue_of = max(busy, key=lambda queue: busy[queue])
+        largest = sorted(counts.items(), key=lambda item: -item[1])
+        yield ForecastHour(
+            from_us(hour * HOUR_S * 1_000_000),
+            round(sum(counts.values())),
+            {tag: round(tasks) for tag, tasks in largest},
+            busy[queue_of],
+            capacity[queue_of],
+            queue_of,
+        )
+
+
+def _mean_durations(runtime: Runtime, now: datetime) -> dict[str, float]:
+    """Return the mean duration of a call for each tag with enough runs."""
+    from delaytasks.statistics.reading import StepRange, run_counts
+
+    totals: defaultdict[str, RunCounts] = defaultdict(RunCounts)
+    steps = StepRange.of(now, MEASURED, None, "1d", is_series=False)
+    try:
+        found = run_counts([runtime], steps, None)
+    except StoreError:  # for example, there are no tables of statistics yet
+        return {}
+    for by_tag in found.values():
+        for tag, counts in by_tag.items():
+            totals[tag].add(counts)
+    return {
+        tag: counts.duration_s / counts.started
+        for tag, counts in totals.items()
+        if counts.started >= LEAST_MEASURED_RUNS
+    }
+
+
+def _recurring(table: RecurringTable, now: datetime, until: datetime) -> tuple[Due, bool]:
+    """Count the occurrences up to `until` that have no rows yet.
+
+    The first occurrences of a schedule with very many are computed, and the others are estimated
+    from their mean interval.
+    """
+    schedules: list[RecurringSchedule] = []
+    while len(schedules) < MAX_SCHEDULES:
+        page = table.page(None, None, schedules[-1].name if schedules else None, 1000)
+        schedules += page
+        if len(page) < 1000:
+            break
+    coming = [
+        (each, max(each.next_at, now))
+        for each in schedules
+        if each.next_at is not None and each.next_at <= until
+    ]
+    most = max(MAX_OCCURRENCES // max(len(coming), 1), 5)
+    due: Due = defaultdict(float)
+    is_estimate = False
+    for schedule, first in coming:
+        times = [first]
+        try:
+            for at in schedule.between(first, until):
+                times.append(at)
+                if len(times) > most:
+                    break
+        except DelayTaskError:  # another program wrote the timing; the sweep reports it
+            continue
+        for at in times:
+            due[schedule.queue, schedule.tag, int(at.timestamp()) // HOUR_S] += 1
+        if len(times) > most:
+            is_estimate = True
+            interval_s = max((times[-1] - first).total_seconds() / most, 1.0)
+            begin, end = times[-1].timestamp() + interval_s, until.timestamp()
+            while begin < end:
+                in_hour_s = min(HOUR_S - begin % HOUR_S, end - begin)
+                hour = int(begin // HOUR_S)
+                due[schedule.queue, schedule.tag, hour] += in_hour_s / interval_s
+                begin += in_hour_s
+    return due, is_estimate
+
+
+# -- the waiting rows -----------------------------------------------------------------------------
+
+
+def _waiting(store: Store, now: datetime, until: datetime) -> tuple[Due, bool]:
+    """Count the rows that are due up to `until`, and return whether the numbers are estimates.
+
+    Up to `MAX_EXACT` rows are counted exactly, through the index that claims use. If there are
+    more, PostgreSQL reads a random sample of the table's blocks. MySQL and MariaDB have no samples:
+    the planner estimates how many rows are in each range of the index, and the tags of a few of
+    them are read.
+    """
+    t, can = store.schema.tasks, store.database.can
+
+    def read(connection: Connection) -> tuple[Due, bool]:
+        waiting = estimate(connection, select(t.c.id).where(has_status(t, *WAITING)))
+        # The estimate may be old, so that counting is tried if it is not far above the limit.
+        if not can.estimates or waiting <= 2 * MAX_EXACT:
+            found = _counted(connection, t, now, until, MAX_EXACT if can.estimates else None)
+            if found is not None:
+                return {**found}, False
+        if can.block_samples:
+            return _sampled(connection, t, now, until, waiting), True
+        return _estimated_ranges(connection, t, now, until, waiting), True
+
+    return store.database.autocommitted(read)
+
+
+def _counted(
+    connection: Connection, t: Any, now: datetime, until: datetime, most: int | None
+) -> Counter[DueKey] | None:
+    """Count the rows, or return None if there are more than `most`."""
+    found: Counter[DueKey] = Counter()
+    for status in WAITING:
+        for queue, priority in levels(connection, t, status):
+            rows = select(t.c.queue, t.c.tag, t.c.expected_time).where(
+                has_status(t, status),
+                t.c.queue == queue,
+                t.c.priority == priority,
+                t.c.expected_time <= until,
+            )
+            if most is not None:
+                rows = rows.limit(most - found.total() + 1)
+            found.update(_grouped(connection, rows.subquery(), now))
+            if most is not None and found.total() > most:
+                return None
+    return found
+
+
+def _sampled(connection: Connection, t: Any, now: datetime, until: datetime, waiting: int) -> Due:
+    """Estimate the numbers from a random sample of the table's blocks."""
+    all_rows = estimate(connection, select(t.c.id))
+    wanted = min(SAMPLED / max(waiting, 1), MAX_READ / max(all_rows, 1)) * 100
+    percent = min(max(wanted, LEAST_PERCENT), 100.0)
+    # With a seed, two forecasts of an unchanged table are the same.
+    sample = tablesample(t, func.system(literal(percent)), seed=literal(0))
+    rows = select(sample.c.queue, sample.c.tag, sample.c.expected_time).where(
+        sample.c.status.in_([int(status) for status in WAITING]), sample.c.expected_time <= until
+    )
+    found = _grouped(connection, rows.subquery(), now)
+    return {key: tasks * 100 / percent for key, tasks in found.items()}
+
+
+def _estimated_ranges(
+    connection: Connection, t: Any, now: datetime, until: datetime, waiting: int
+) -> Due:
+    """Estimate how many rows each range of the index has, and how many of them each tag has.
+
+    A range with very many rows is divided, because its first rows may have other tags than most of
+    its rows: a peak ends up in a range of one second.
+    """
+    found: Due = defaultdict(float)
+    most = max(waiting / PARTS, LEAST_PART)
+    first, end = int(now.timestamp()) // HOUR_S, int(until.timestamp()) // HOUR_S + 1
+    due = t.c.expected_time
+
+    def read(level: Sequence[Any], queue: str, begin: int, length: int) -> None:
+        stop = min(from_us((begin + length) * 1_000_000), until)
+        here = [*level, due < stop]
+        if begin > first * HOUR_S:  # the first range has all overdue rows
+            here.append(due >= from_us(begin * 1_000_000))
+        some = select(t.c.tag).where(*here).order_by(due).limit(TAGS_READ)
+        tags = Counter(connection.scalars(some))
+        rows = tags.total()
+        if rows == TAGS_READ:
+            rows = max(estimate(connection, select(t.c.id).where(*here)), rows)
+            if rows > most and length > 1:
+                part = math.ceil(length / 4)
+                for start in range(begin, begin + length, part):
+                    read(level, queue, start, min(part, begin + length - start))
+                return
+        for tag, share in tags.items():
+            found[queue, tag, begin // HOUR_S] += rows * share / tags.total()
+
+    for status in WAITING:
+        for queue, priority in levels(connection, t, status):
+            level = [has_status(t, status), t.c.queue == queue, t.c.priority == priority]
+            for hour in range(first, end):
+                read(level, queue, hour * HOUR_S, HOUR_S)
+    return found
+
+
+def _grouped(connection: Connection, rows: FromClause, now: datetime) -> Counter[DueKey]:
+    """Count rows by queue, tag and hour. Overdue rows count in the hour of `now`."""
+    due = rows.c.expected_time
+    second = case((due <= now, int(now.timestamp())), else_=epoch_s(due))
+    inner = select(rows.c.queue, rows.c.tag, (second - second % HOUR_S).label("hour")).subquery()
+    columns = (inner.c.queue, inner.c.tag, inner.c.hour)
+    query = select(*columns, func.count()).group_by(*columns)
+    return Counter(
+        {(queue, tag, hour // HOUR_S): n for queue, tag, hour, n in connection.execute(query)}
+    )
