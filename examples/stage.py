@@ -93,11 +93,11 @@ class Stage:
     def make_tables(self) -> None:
         self.run("delaytasks", "-A", self._app, "db", "upgrade")
 
-    def start_worker(self) -> None:
+    def start_worker(self, name: str = "worker") -> None:
         """Start a worker with beat."""
-        options = ["worker", "--beat", f"--schedule={self._folder / 'beat'}", "--loglevel=INFO"]
-        options += ["--concurrency=2", "--without-gossip", "--without-mingle"]
-        self.start("worker", ["celery", "-A", self._app, *options], lambda log: " ready." in log)
+        options = ["worker", "--beat", f"--schedule={self._folder / name}.beat", "--loglevel=INFO"]
+        options += ["--concurrency=2", "--without-gossip", "--without-mingle", f"-n{name}@%h"]
+        self.start(name, ["celery", "-A", self._app, *options], lambda log: " ready." in log)
 
     def start(self, name: str, words: Sequence[str], is_ready: Callable[[str], bool]) -> None:
         """Start a Python module as a process, and wait until its log shows that it is ready."""

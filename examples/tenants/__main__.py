@@ -1,41 +1,53 @@
-"""One recurring schedule per tenant: `python -m examples.tenants`."""
+"""Tenants on several databases: `python -m examples.tenants`."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections import Counter
+
+from delaytasks.core.ids import shard_of
 from examples.stage import Stage
 
-TENANTS = {"acme": "Europe/Berlin", "globex": "America/New_York", "initech": "Asia/Tokyo"}
+TENANTS = [f"tenant-{number}" for number in range(12)]
+APP = "examples.tenants.app"
 
 
 def main() -> None:
-    with Stage("examples.tenants.app") as stage:
-        from examples.tenants.app import add_tenant, delays, remove_tenant, send_now
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Stage(APP, url_variable="TENANTS_DATABASES") as stage,
+    ):
+        urls = [f"sqlite:///{folder}/{number}.sqlite3" for number in range(3)]
+        os.environ["TENANTS_DATABASES"] = " ".join(urls)
+        for number in range(3):
+            os.environ["DELAYTASKS_SHARD"] = str(number)
+            stage.make_tables()
+            stage.start_worker(f"worker-{number}")
+        from examples.tenants.app import TAG, connect, has_paid, remind_later, shards
 
-        stage.make_tables()
-        stage.start_worker()
-        for name, tz in TENANTS.items():
-            add_tenant(name, tz)
-            [first] = delays.recurring.next(f"report-{name}", 1)
-            stage.say(f"{name} gets its next report at {first.isoformat()} ({tz})")
-        delays.recurring.pause("report-globex", actor="billing")
-        stage.say("globex has not paid: its schedule is paused")
-        id = send_now("acme")
-        stage.wait_until(lambda: delays.get(id).status.name == "DONE", "the report of acme")
-        stage.say("acme asked for a report between two occurrences, and has it")
-        delays.recurring.set(
-            "clock-initech", "report.send", {"tenant": "initech"}, every="1s", meta={"clock": "1"}
-        )
-        stage.wait_until(
-            lambda: len(delays.find(meta={"clock": "1"}, status="DONE").tasks) >= 3,
-            "three occurrences",
-        )
-        stage.say("a schedule of initech with every=1s has run three times")
-        remove_tenant("initech")
-        delays.recurring.remove("clock-initech")
-        names = [schedule.name for schedule in delays.recurring.list()]
-        stage.say(f"initech leaves; schedules: {', '.join(names)}")
-        assert names == ["report-acme", "report-globex"]
-        delays.close()
+        old, _ = connect(urls[:2])
+        made = [remind_later(old, tenant, "1h") for tenant in TENANTS]
+        places = Counter(shard_of(task.id) for task in made)
+        stage.say(f"12 tenants on two databases: {places[0]} and {places[1]}")
+
+        moving, _ = connect(urls, "moving")
+        again = [remind_later(moving, tenant, "2s") for tenant in TENANTS]
+        assert [task.id for task in again] == [task.id for task in made]
+        left = len(list(moving.misplaced()))
+        stage.say(f"a third database is added; {left} tenants will move there")
+        stage.say(f"tenant-3 has paid: {has_paid(moving, 'tenant-3')}")
+        stage.wait_until(lambda: len(shards.find(tag=TAG, status="DONE")) == 11, "11 reminders")
+        stage.say("11 tenants are reminded, each by the worker of its database")
+
+        assert not list(moving.misplaced())
+        places = Counter(shard_of(remind_later(shards, name, "1h").id) for name in TENANTS)
+        stage.say(f"their next reminders are on three databases: {sorted(places.values())}")
+        assert places[2] == left
+        cancelled = shards.cancel_many(tag=TAG)
+        stage.say(f"one call cancels {cancelled.changed} tasks on {len(cancelled.runs)} databases")
+        for each in (old, moving, shards):
+            each.close()
 
 
 if __name__ == "__main__":

@@ -1,45 +1,52 @@
-"""Each tenant has a recurring report at nine o'clock, in the time zone of the tenant."""
+"""Tenants on several databases: the tasks of a tenant are in one of them.
+
+The variable TENANTS_DATABASES lists the databases. Web processes use all of them by `shards`. A
+worker serves the one database whose number is in DELAYTASKS_SHARD.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
+from typing import Any
 
 from celery import Celery
 
-from delaytasks import DelayTasks
+from delaytasks import DelayTask, DelayTasks, Shards
 
 logger = logging.getLogger(__name__)
-app = Celery("reports")
-app.conf.imports = ["examples.tenants.app"]
-delays = DelayTasks(app)
+TAG = "invoice.remind"
 
 
-@delays.processor("report.send", retries="1m 10m")
-def send_report(body: dict[str, str]) -> None:
-    logger.info("the report of %s is sent", body["tenant"])
+def remind(body: dict[str, str]) -> None:
+    logger.info("%s is reminded of an invoice", body["tenant"])
 
 
-def add_tenant(name: str, tz: str, cron: str = "0 9 * * *") -> None:
-    """Call this when a tenant is created or changed; `session=` would make it one transaction.
+def connect(databases: Sequence[str], newest: Any = "settled") -> tuple[Shards, list[Celery]]:
+    """Return the databases as one object, and the Celery app of each."""
+    apps = [Celery(f"tenants-{number}") for number in range(len(databases))]
+    members = []
+    for number, (app, url) in enumerate(zip(apps, databases, strict=True)):
+        app.conf.imports = ["examples.tenants.app"]
+        members.append(DelayTasks(app, url, shard=number, namespace=f"tenants-{number}"))
+    shards = Shards(members, newest=newest)
+    shards.processor(TAG, retries="1m 10m")(remind)
+    return shards, apps
 
-    The jitter distributes the reports of many tenants over ten minutes. The meta lets operators
-    find or cancel the tasks of a tenant: `delaytasks list --meta tenant=acme`.
-    """
-    delays.recurring.set(
-        f"report-{name}",
-        "report.send",
-        {"tenant": name},
-        cron=cron,
-        tz=tz,
-        jitter="10m",
-        meta={"tenant": name},
+
+shards, apps = connect(os.environ["TENANTS_DATABASES"].split())
+#: The Celery app of a worker's database, for `celery -A examples.tenants.app worker`.
+app = apps[int(os.environ.get("DELAYTASKS_SHARD", "0"))]
+
+
+def remind_later(shards: Shards, tenant: str, delay: str) -> DelayTask:
+    """Remind a tenant once. A second call moves the reminder."""
+    return shards.schedule_delay(
+        TAG, {"tenant": tenant}, delay, key=tenant, meta={"tenant": tenant}, on_conflict="replace"
     )
 
 
-def remove_tenant(name: str) -> None:
-    delays.recurring.remove(f"report-{name}")
-
-
-def send_now(name: str) -> int:
-    """Send a report between two occurrences, and return the id of its task."""
-    return delays.recurring.run(f"report-{name}").id
+def has_paid(shards: Shards, tenant: str) -> bool:
+    """Cancel the reminder, and return whether the payment was in time."""
+    return bool(shards.cancel(tag=TAG, key=tenant))

@@ -1,4 +1,4 @@
-"""Let the tests use a new SQLite file, and no broker."""
+"""Let the tests use two new SQLite files, and no broker."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ import tempfile
 
 folder = tempfile.mkdtemp(prefix="delaytasks-example-")
 atexit.register(shutil.rmtree, folder)
-os.environ["DELAYTASKS_DATABASE_URL"] = f"sqlite:///{folder}/example.sqlite3"
+urls = [f"sqlite:///{folder}/{number}.sqlite3" for number in range(2)]
+os.environ["TENANTS_DATABASES"] = " ".join(urls)
 os.environ["CELERY_BROKER_URL"] = "memory://"

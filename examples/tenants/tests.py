@@ -1,44 +1,49 @@
-"""Tests of the schedules of tenants, which need neither a broker nor a worker."""
+"""Tests of several databases, which need neither a broker nor a worker. Each has a tester."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from contextlib import ExitStack
 
 import pytest
 from sqlalchemy import create_engine
 
 from delaytasks.testing import DelaysTester
-from examples.tenants.app import add_tenant, delays, remove_tenant, send_now
+from examples.tenants.app import TAG, has_paid, remind_later, shards
+
+TENANTS = [f"tenant-{number}" for number in range(12)]
 
 
 @pytest.fixture
-def tester() -> Iterator[DelaysTester]:
-    engine = create_engine(f"sqlite:///{delays.settings.data_dir}/delays.sqlite3")
-    with engine.begin() as connection:
-        delays.create_tables(connection)
-    engine.dispose()
-    with DelaysTester(delays) as tester:
-        tester.clear()
-        tester.travel_to(datetime(2029, 12, 31, 12, tzinfo=timezone.utc))
-        yield tester
+def testers() -> Iterator[list[DelaysTester]]:
+    with ExitStack() as stack:
+        testers = []
+        for delays, url in zip(
+            shards.members, os.environ["TENANTS_DATABASES"].split(), strict=True
+        ):
+            engine = create_engine(url)
+            with engine.begin() as connection:
+                delays.create_tables(connection)
+            engine.dispose()
+            testers.append(stack.enter_context(DelaysTester(delays)))
+            testers[-1].clear()
+        yield testers
 
 
-def test_a_tenant_gets_a_report_each_day_in_its_time_zone(tester: DelaysTester) -> None:
-    add_tenant("acme", "Europe/Berlin")
-    add_tenant("initech", "Asia/Tokyo")
-    runs = [(run.task.body["tenant"], run.at.day, run.at.hour) for run in tester.fast_forward("2d")]
-    # It is 9:00 in Tokyo at 0:00 UTC, and in Berlin at 8:00 UTC.
-    assert sorted(runs) == [("acme", 1, 8), ("acme", 2, 8), ("initech", 1, 0), ("initech", 2, 0)]
+def test_each_tenant_is_reminded_once(testers: list[DelaysTester]) -> None:
+    for tenant in TENANTS * 2:
+        remind_later(shards, tenant, "1h")
+    runs = [tester.fast_forward("2h") for tester in testers]
+    assert all(runs)
+    reminded = [run.task.body["tenant"] for some in runs for run in some]
+    assert sorted(reminded) == sorted(TENANTS)
 
 
-def test_a_report_between_two_occurrences_is_sent_immediately(tester: DelaysTester) -> None:
-    add_tenant("globex", "America/New_York")
-    id = send_now("globex")
-    assert [run.task.id for run in tester.run_due()] == [id]
-
-
-def test_a_tenant_that_left_gets_no_report(tester: DelaysTester) -> None:
-    add_tenant("acme", "Europe/Berlin")
-    remove_tenant("acme")
-    assert tester.fast_forward("2d") == []
+def test_a_tenant_that_has_paid_is_not_reminded(testers: list[DelaysTester]) -> None:
+    for tenant in TENANTS:
+        remind_later(shards, tenant, "1h")
+    assert has_paid(shards, "tenant-3")
+    assert [tester.fast_forward("2h") for tester in testers]
+    assert not has_paid(shards, "tenant-4")
+    assert len(shards.find(tag=TAG, status="DONE")) == 11
