@@ -1,26 +1,82 @@
-"""Makes a Celery app serve a `DelayTasks`: tasks, bootsteps, beat's schedule."""
+"""Makes a Celery app serve a `DelayTasks`: tasks, bootsteps, beat, and rows for delayed calls."""
 
 from __future__ import annotations
 
 import logging
 import re
+from functools import update_wrapper
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 import celery
 from celery import signals
 from celery.app import utils
+from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
 
+from delaytasks.core.celery_calls import CeleryCall, is_forced
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import PREFIX, secret_names
-from delaytasks.interception.send_task import intercept
 from delaytasks.timers.eta import SWEEP
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
     from delaytasks.runtime import HasRuntime
     from delaytasks.worker.processes import Processes
+
+
+# -- rows for delayed calls -----------------------------------------------------------------------
+#
+# `Task.apply_async`, signatures, canvas and `Task.retry` all call the app's `send_task`. Without
+# the setting `durable_eta`, and for calls without a delay, it does what it did before.
+
+
+CONTROL = "celery.app.control:Control"
+
+
+class DurableSendTask:
+    """Takes the place of `send_task` of one Celery app."""
+
+    def __init__(self, app: Any, delays: HasRuntime) -> None:
+        self._app = app
+        self._delays = delays
+        self._send = app.send_task
+        update_wrapper(self, self._send)
+
+    def __call__(
+        self,
+        name: str,
+        args: Any = None,
+        kwargs: Any = None,
+        countdown: Any = None,
+        eta: Any = None,
+        task_id: str | None = None,
+        producer: Any = None,
+        connection: Any = None,
+        *more: Any,
+        durable_eta: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        call = CeleryCall(name, args, kwargs, countdown, eta, task_id, producer, connection)
+        if countdown or eta or is_forced(self._app):
+            task = options.get("task_type") or self._app.tasks.get(name)
+            tasks = self._delays._runtime.celery_tasks
+            if tasks.is_durable(call, task, durable_eta):
+                return tasks.send(self._send, call, *more, **options)
+        return self._send(*call, *more, **options)
+
+
+def intercept(app: Any, delays: HasRuntime) -> None:
+    """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
+    app.send_task = DurableSendTask(app, delays)
+    if app.control_cls == CONTROL:
+        app.control_cls = "delaytasks.operations.revocations:DurableControl"
+    else:
+        from delaytasks.operations.revocations import RevokesRows
+
+        app.control_cls = type("DurableControl", (RevokesRows, symbol_by_name(app.control_cls)), {})
+    app.__dict__.pop("control", None)  # made by the previous class
+
 
 logger = get_logger(__name__)
 
@@ -51,7 +107,7 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
 
     def add_to_beat(sender: Any, **_: Any) -> None:
         # Imported here: a process that only registers processors does not need it.
-        from delaytasks.beat import add_sweeps
+        from delaytasks.start_checks import add_sweeps
 
         wiring = processes.runtime
         add_sweeps(sender, wiring.settings, wiring.publisher)

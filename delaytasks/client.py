@@ -71,10 +71,10 @@ if TYPE_CHECKING:
         SchemaBatchDecorator,
         SchemaDecorator,
     )
-    from delaytasks.maintenance.deploy_check import Finding
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
     from delaytasks.recurrence.recurring import Recurring
     from delaytasks.runtime import ProcessorContext, Runtime
+    from delaytasks.start_checks import Finding
     from delaytasks.statistics.api import Statistics
     from delaytasks.storage.borrowed_connections import ConnectionSource
     from delaytasks.twins import AsyncCalls

@@ -6,6 +6,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from celery.app.control import Control
+from celery.utils.functional import maybe_list
+
 from delaytasks.core.celery_calls import called_task
 from delaytasks.core.celery_tags import celery_key
 from delaytasks.core.errors import DelayTaskError
@@ -17,6 +20,7 @@ from delaytasks.operations.tasks import cancel_task
 if TYPE_CHECKING:
     from delaytasks.durable_eta.stored_message import StoredMessage
     from delaytasks.runtime import Runtime
+
 
 #: The rows that `revoke_by_stamped_headers` reads in one statement.
 STAMPS_PAGE = 500
@@ -94,3 +98,35 @@ class Revocations:
             return called_task(task.body)
         except (DelayTaskError, ValueError):
             return None
+
+
+# -- Celery's remote control ----------------------------------------------------------------------
+
+
+class RevokesRows:
+    """Cancels waiting rows before workers are told to revoke the tasks."""
+
+    app: Any
+
+    @property
+    def _revocations(self) -> Revocations:
+        revocations: Revocations = self.app.delaytasks._runtime.revocations
+        return revocations
+
+    def broadcast(
+        self, command: str, arguments: Mapping[str, Any] | None = None, *args: Any, **options: Any
+    ) -> Any:
+        given = {**options, **(arguments or {})}
+        try:
+            if command in ("revoke", "terminate"):
+                self._revocations.revoke(maybe_list(given["task_id"]))
+            elif command == "revoke_by_stamped_headers":
+                self._revocations.revoke_by_stamped_headers(given["headers"])
+        finally:
+            # Also if the database is unavailable, since a worker may have the message already.
+            replies = super().broadcast(command, arguments, *args, **options)  # type: ignore[misc]
+        return replies
+
+
+class DurableControl(RevokesRows, Control):  # type: ignore[misc]
+    """The class of `app.control`."""

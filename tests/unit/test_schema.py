@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
 from delaytasks.core.states import Status
-from delaytasks.maintenance.deploy_check import find_problems
+from delaytasks.start_checks import find_problems
 from delaytasks.storage.stats import Stats
 from tests.conftest import open_store
 from tests.counting import counted
