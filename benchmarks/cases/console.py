@@ -24,9 +24,8 @@ from benchmarks.sides import Ours, Side
 from benchmarks.stage import CaseContext
 from benchmarks.viewers import USER
 from benchmarks.waiting import BenchError, wait_until
-from delaytasks.console.server import USERS
-from delaytasks.console.users import UserFile
-from delaytasks.console.viewers import Role
+from delaytasks.console.application import USERS
+from delaytasks.console.viewers import Role, UserFile
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import Status
 from delaytasks.runtime import runtime_of

@@ -61,13 +61,13 @@ def console(
         # --proxy is compared with the address that --trusted-proxy replaces by the browser's.
         raise ConfigError("--proxy-header and --trusted-proxy cannot be combined")
     with needs_extra("console"):
-        from delaytasks.console import server
+        from delaytasks.console import application
         from delaytasks.serving import serve_at
     access = None
     if proxy_header is not None:
-        access = server.proxy_access(cli.delays, proxy_header, proxies or ("127.0.0.1", "::1"))
+        access = application.proxy_access(cli.delays, proxy_header, proxies or ("127.0.0.1", "::1"))
     cli.import_processors()
-    app = server.standalone(cli.delays, click.echo, access)
+    app = application.standalone(cli.delays, click.echo, access)
     serve_at(
         app, host, port, prefix, trusted_proxy, lambda url: click.echo(f"console at {url} ready.")
     )
@@ -93,9 +93,9 @@ def console_user(cli: Cli, name: str, role: str, remove: bool, password: str | N
     delaytasks console-user ann --remove
     """
     with needs_extra("console"):
-        from delaytasks.console import server
+        from delaytasks.console import application
         from delaytasks.console.viewers import Role
-    users = server.users_of(cli.delays)
+    users = application.users_of(cli.delays)
     if remove:
         if not users.remove(name):
             raise ConfigError(f"{users.path} has no user {name!r:.40}")

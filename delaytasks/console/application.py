@@ -1,39 +1,46 @@
-"""Makes the WSGI application of the console."""
+"""Makes the WSGI application of the console, with its login page, and serves it alone."""
 
 from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from flask import Flask, abort, redirect, render_template, request, session, url_for
+from werkzeug.exceptions import HTTPException
+from werkzeug.wrappers import Response
+
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
-from delaytasks.core.installed import installed_version, needs_extra
-
-with needs_extra("console", "the console"):
-    from flask import Flask, render_template, request, session
-    from werkzeug.exceptions import HTTPException
-
-from delaytasks.console import (
-    pages_forecast,
-    pages_login,
-    pages_many,
-    pages_overview,
-    pages_policies,
-    pages_recurring,
-    pages_tags,
-    pages_tasks,
+from delaytasks.console import pages_overview, pages_plans, pages_tags, pages_tasks
+from delaytasks.console.pages_tags import known_names
+from delaytasks.console.requests import (
+    SESSION_S,
+    ConsoleState,
+    audit_refusals,
+    back,
+    csrf_token,
+    now_s,
+    protect,
+    requires,
+    safe_next,
+    state,
+    viewer,
 )
-from delaytasks.console.actions import audit_refusals
-from delaytasks.console.known_names import known_names
-from delaytasks.console.requests import SESSION_S, ConsoleState, csrf_token, protect, viewer
-from delaytasks.console.shown import install_filters, zone_label
-from delaytasks.console.viewers import Access, Role
+from delaytasks.console.shown import install_filters, zone_label, zone_of
+from delaytasks.console.viewers import FIRST_USER, Access, ProxyAccess, Role, UserFile, session_key
+from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
+from delaytasks.core.installed import installed_version
+from delaytasks.core.text import one_line
 from delaytasks.operations.health import HealthChecks
 from delaytasks.operations.probes import Probes
 from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)
+THEMES = ("auto", "light", "dark")
+#: The files in the data folder.
+USERS, KEY = "console-users.json", "console-key"
 #: Bytes that one request may contain.
 MOST_BYTES = 1_000_000
 #: The pages of the navigation: endpoint, name, and the key that opens the page after `g`.
@@ -92,16 +99,8 @@ def make_console(
     install_filters(app)
     protect(app, ConsoleState(delays, access))
     audit_refusals(app)
-    for pages in (
-        pages_login,
-        pages_overview,
-        pages_tasks,
-        pages_tags,
-        pages_many,
-        pages_forecast,
-        pages_policies,
-        pages_recurring,
-    ):
+    _install_login(app)
+    for pages in (pages_overview, pages_tasks, pages_tags, pages_plans):
         pages.install(app)
     Probes(lambda: HealthChecks(runtime_of(delays).shards, delays.settings)).add_to(app)
     app.context_processor(_of_every_page)
@@ -164,3 +163,99 @@ def _failed(error: Exception) -> tuple[str, int]:
 
 def _error_page(code: int, title: str, text: str) -> tuple[str, int]:
     return render_template("error.html", code=code, title=title, text=text), code
+
+
+# -- login ----------------------------------------------------------------------------------------
+
+
+def _install_login(app: Flask) -> None:
+    app.add_url_rule("/login", view_func=login, methods=["GET"])
+    app.add_url_rule("/login", view_func=log_in, methods=["POST"])
+    app.add_url_rule("/logout", view_func=log_out, methods=["POST"])
+    app.add_url_rule("/preferences", view_func=preferences, methods=["POST"])
+
+
+def login() -> tuple[str, int]:
+    if not state().access.has_login:
+        abort(404)
+    return _login_page(None, 200)
+
+
+def log_in() -> tuple[str, int] | Response:
+    users, limit = state().access, state().logins
+    if not isinstance(users, UserFile):
+        abort(404)
+    name, address = request.form.get("name", ""), request.remote_addr or ""
+    wait_s = limit.wait_s(name[:200], address)
+    if wait_s:
+        return _login_page(f"Too many failed logins. Try again in {wait_s:.0f} seconds.", 429)
+    found = users.check(name, request.form.get("password", "")[:1000])
+    if found is None:
+        limit.failed(name[:200], address)
+        logger.warning("console: failed login as %s from %s", one_line(name, 60), address)
+        return _login_page("The name or the password is wrong.", 401)
+    limit.succeeded(name[:200], address)
+    kept = {each: session[each] for each in ("zone", "theme") if each in session}
+    session.clear()  # also the CSRF token: an attacker may have set the old one
+    session.permanent = True
+    session.update(kept, logged_in_at=now_s(), **found)
+    logger.info("console: login of %s from %s", one_line(name, 60), address)
+    return redirect(safe_next(request.form.get("next")), 303)
+
+
+def _login_page(problem: str | None, code: int) -> tuple[str, int]:
+    target = request.values.get("next", "")
+    return render_template("login.html", next=target, problem=problem), code
+
+
+@requires(Role.VIEW)
+def log_out() -> Response:
+    session.clear()
+    return redirect(url_for("login" if state().access.has_login else "overview"), 303)
+
+
+@requires(Role.VIEW)
+def preferences() -> Response:
+    """Choose the time zone and the colours."""
+    zone, theme = request.form.get("zone"), request.form.get("theme")
+    if zone and zone_of(zone) is not None:
+        session["zone"] = zone
+    if theme in THEMES:
+        session["theme"] = theme
+    return back()
+
+
+# -- alone ----------------------------------------------------------------------------------------
+
+
+def users_of(delays: DelayTasks) -> UserFile:
+    """Return the file of users in the data folder."""
+    return UserFile(Path(delays.settings.data_dir).absolute() / USERS)
+
+
+def proxy_access(delays: DelayTasks, header: str, proxies: Sequence[str]) -> ProxyAccess:
+    """Return the rule for a proxy that names the user in a header; the file has the roles."""
+    return ProxyAccess(header, proxies, Role.VIEW, users_of(delays).role)
+
+
+def standalone(
+    delays: DelayTasks, say: Callable[[str], None], access: Access | None = None
+) -> Flask:
+    """Return the console for a server of its own.
+
+    Parameters
+    ----------
+    say
+        Prints the first password. It is generated once, and stored only as a hash.
+    access
+        The rule that names the viewers; None means the file of users.
+    """
+    users = users_of(delays)
+    key = session_key(users.path.with_name(KEY))
+    if access is not None:
+        return make_console(delays, access, secret_key=key)
+    password = users.make_first()
+    if password is not None:
+        say(f"The console's first user is {FIRST_USER} with the password {password}")
+        say(f"It is printed once; {users.path} has its hash.")
+    return make_console(delays, users, secret_key=key)

@@ -1,20 +1,35 @@
-"""The list of tasks, one task, and the actions on one task."""
+"""The pages of tasks: the list, one task, actions on many tasks, and the audit table."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
-from flask import Flask, redirect, render_template, request, url_for
+from flask import Flask, abort, redirect, render_template, request, url_for
 from werkzeug.wrappers import Response
 
 from delaytasks.client import DelayTasks
-from delaytasks.console.actions import act
-from delaytasks.console.pages_many import possible_actions
-from delaytasks.console.requests import requires, state, viewer
-from delaytasks.console.shown import viewer_zone
-from delaytasks.console.task_filters import instant_of, number_of, query_of, read_page
-from delaytasks.console.timeline import timeline_of
+from delaytasks.console.queries import (
+    Searches,
+    TaskQuery,
+    instant_of,
+    number_of,
+    query_of,
+    read_page,
+)
+from delaytasks.console.requests import (
+    BulkRunState,
+    ReportProgress,
+    act,
+    new_run_id,
+    record,
+    requires,
+    state,
+    viewer,
+)
+from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
+from delaytasks.core.bulk import BulkResult
 from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import (
     InvalidDelayError,
@@ -25,17 +40,243 @@ from delaytasks.core.errors import (
 from delaytasks.core.ids import check_id
 from delaytasks.core.page import Page
 from delaytasks.core.reasons import Reason
-from delaytasks.core.states import Status, moves_from
+from delaytasks.core.states import MOVES, Status, moves_from
+from delaytasks.core.task import DelayTask
 from delaytasks.core.trace_meta import trace_id_of
+from delaytasks.operations.bulk import read_audit
+from delaytasks.operations.error_search import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
 
 
 def install(app: Flask) -> None:
+    app.add_url_rule("/bulk", view_func=bulk)
+    app.add_url_rule("/bulk", view_func=start_bulk, methods=["POST"])
+    app.add_url_rule("/bulk/<id>", view_func=bulk_run)
+    app.add_url_rule("/bulk/<id>/stop", view_func=stop_bulk, methods=["POST"])
+    app.add_url_rule("/audit", view_func=audit)
+    app.add_url_rule("/audit/<id>/rerun", view_func=rerun_entry, methods=["POST"])
     app.add_url_rule("/tasks", view_func=tasks)
     app.add_url_rule("/tasks/<id>", view_func=task)
     for view in (cancel_task, rerun_task, reschedule_task, run_task_now):
         name = view.__name__.removesuffix("_task").removesuffix("_task_now")
         app.add_url_rule(f"/tasks/<id>/{name}", view_func=view, methods=["POST"])
+
+
+class BulkAction(NamedTuple):
+    """An action on many tasks, and the move of each of them."""
+
+    word: str
+    move: str
+
+    @property
+    def sources(self) -> set[str]:
+        """The statuses of the tasks that it changes."""
+        return {status.name for status in MOVES[self.move].sources}
+
+
+ACTIONS = {
+    "rerun": BulkAction("Run again", "rerun"),
+    "cancel": BulkAction("Cancel", "cancel"),
+    "reschedule": BulkAction("Reschedule", "reschedule"),
+    "spread": BulkAction("Spread", "reschedule"),
+}
+#: Tasks that are counted before a viewer confirms, in pages of this size: they contain the bodies.
+MOST_MATCHES_COUNTED, COUNT_PAGE = 5_000, 100
+#: Tasks that are shown as examples.
+EXAMPLE_TASKS = 10
+AUDIT_ENTRIES = 200
+
+
+# -- count and confirm ----------------------------------------------------------------------------
+
+
+def _query(given: Any) -> TaskQuery:
+    """Return the filters of a bulk action; raise `InvalidQueryError` if there are none."""
+    query = query_of(given, runtime_of(state().delays).clock.now(), viewer_zone())
+    if not query.has_filters:
+        raise InvalidQueryError(
+            "select some tasks or choose a filter first, so that not all tasks are changed"
+        )
+    return query
+
+
+def possible_actions(statuses: Collection[str] = ()) -> dict[str, str]:
+    """Return the names and words of the actions that change tasks of one of these statuses.
+
+    Without statuses, the tasks may have any.
+    """
+    chosen = set(statuses) or {status.name for status in Status}
+    return {name: action.word for name, action in ACTIONS.items() if chosen & action.sources}
+
+
+def _statuses(action: str, query: TaskQuery) -> list[str]:
+    """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can.
+
+    A rerun takes CANCELLED tasks only if the viewer has chosen this status or selected the tasks.
+    """
+    sources = ACTIONS[action].sources
+    if action == "rerun" and not query.filters.keys() & {"status", "ids"}:
+        sources = {"FAILED"}
+    wanted = sources & set(query.filters.get("status", sources))
+    if not wanted:
+        names = ", ".join(sorted(sources))
+        raise InvalidQueryError(f"{ACTIONS[action].word} is for tasks that are {names}")
+    return sorted(wanted)
+
+
+def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
+    """Return the filters as the bulk functions take them."""
+    filters = dict(query.filters)
+    if query.error:
+        filters["error"] = error_filter(query.error)
+    if "status" in filters or (action == "rerun" and "ids" in filters):
+        filters["status"] = _statuses(action, query)
+    return filters
+
+
+def _counted(action: str, query: TaskQuery) -> tuple[int, bool, list[DelayTask]]:
+    """Return the number of tasks that can move, whether there may be more, and some of them.
+
+    A bounded number of tasks is read, also if only few of them have the error text.
+    """
+    matches = error_matcher(query.error) if query.error else (lambda error: True)
+    count, read, cursor, examples = 0, 0, None, list[DelayTask]()
+    searched = {**query.filters, "status": _statuses(action, query)}
+    searches = Searches(state().delays)
+    while read < MOST_MATCHES_COUNTED:
+        try:
+            page = searches.find(**searched, cursor=cursor, limit=COUNT_PAGE)
+        except SearchTimeoutError:
+            if not read:
+                raise
+            break
+        found = [task for task in page if matches(task.error or "")]
+        count, read, cursor = count + len(found), read + len(page), page.cursor
+        examples = (examples + found)[:EXAMPLE_TASKS]
+        if cursor is None:
+            return count, False, examples
+    return count, True, examples
+
+
+@requires(Role.OPERATE)
+def bulk() -> str:
+    action = request.args.get("action", "")
+    if action not in ACTIONS:
+        abort(404)
+    query = _query(request.args)
+    count, has_more, examples = _counted(action, query)
+    given = {name: list(filter(None, values)) for name, values in request.args.lists()}
+    kept = {name: values for name, values in given.items() if values and name != "action"}
+    return render_template(
+        "bulk.html",
+        page="tasks",
+        action=action,
+        word=ACTIONS[action].word,
+        count=count,
+        has_more=has_more,
+        examples=examples,
+        kept=kept,
+        selected=len(set(query.filters.get("ids", ()))),
+        now=runtime_of(state().delays).clock.now(),
+    )
+
+
+# -- run ------------------------------------------------------------------------------------------
+
+
+@requires(Role.OPERATE)
+def start_bulk() -> Response:
+    action = request.form.get("action", "")
+    if action not in ACTIONS:
+        abort(404)
+    filters = _filters(action, _query(request.form))
+    delays, actor = state().delays, viewer().name
+    delay = parse_duration(request.form.get("delay", "").strip() or "0")
+
+    def work(report: ReportProgress) -> BulkResult:
+        options: dict[str, Any] = {**filters, "actor": actor, "on_progress": report}
+        if action == "cancel":
+            return delays.cancel_many(**options)
+        if action == "reschedule":
+            return delays.reschedule_many(delay, **options)
+        if action == "spread":
+            return delays.reschedule_many(spread=delay, **options)
+        return delays.rerun_many(delay, **options)
+
+    expected = number_of(request.form.get("expected") or "0")
+    if expected is None:
+        raise InvalidInputError("the number of expected tasks is not a number")
+    return _start(action, filters, expected, work)
+
+
+def _start(
+    action: str,
+    filters: dict[str, Any],
+    expected: int,
+    work: Callable[[ReportProgress], BulkResult],
+) -> Response:
+    run = BulkRunState(new_run_id(), action, viewer().name, filters, expected)
+    if not state().runs.start(run, work):
+        raise InvalidQueryError("several bulk actions are running: wait until one has ended")
+    state().cache.forget()
+    return redirect(url_for("bulk_run", id=run.id), 303)
+
+
+def _run_of(id: str) -> BulkRunState:
+    run = state().runs.get(id)
+    if run is None:
+        abort(404, "This process does not know the run. The audit table has its result.")
+    return run
+
+
+@requires(Role.OPERATE)
+def bulk_run(id: str) -> str:
+    run = _run_of(id)
+    word = ACTIONS[run.action].word if run.action in ACTIONS else run.action
+    return render_template("bulk_run.html", page="tasks", run=run, word=word)
+
+
+@requires(Role.OPERATE)
+def stop_bulk(id: str) -> Response:
+    run = _run_of(id)
+    has_ended = run.state != "running"
+    run.stop.set()
+    entries = () if run.result is None else run.result.runs
+    what = {"action": run.action, "started by": run.actor, "audit": ", ".join(map(str, entries))}
+    record("stop_bulk", what, is_refused=has_ended)
+    return redirect(url_for("bulk_run", id=id), 303)
+
+
+# -- audit ----------------------------------------------------------------------------------------
+
+
+@requires(Role.VIEW)
+def audit() -> str:
+    wiring, before = runtime_of(state().delays), number_of(request.args.get("before", ""))
+    entries = state().cache.get(
+        ("audit", before), 2.0, lambda: read_audit(wiring, AUDIT_ENTRIES + 1, before)
+    )
+    shown = entries[:AUDIT_ENTRIES]
+    return render_template(
+        "audit.html",
+        page="audit",
+        entries=shown,
+        more=shown[-1].id if len(entries) > AUDIT_ENTRIES else None,
+        now=wiring.clock.now(),
+    )
+
+
+@requires(Role.OPERATE)
+def rerun_entry(id: str) -> Response:
+    """Run the tasks again that an operation has cancelled."""
+    if number_of(id) is None:
+        abort(404)
+    delays, actor = state().delays, viewer().name
+
+    def work(report: ReportProgress) -> BulkResult:
+        return delays.rerun_many(audit=id, actor=actor, on_progress=report)
+
+    return _start("rerun", {"audit": id}, 0, work)
 
 
 @requires(Role.VIEW)

@@ -1,15 +1,29 @@
-"""What the console reads beyond the public API. Each statement reads a bounded number of rows."""
+"""What the pages read from the databases: counts, searches with a time limit, and the filters of
+the page of tasks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import datetime
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, tzinfo
+from typing import Any, NamedTuple, cast
 
 from sqlalchemy import Connection, func, literal, select
+from werkzeug.datastructures import MultiDict
 
-from delaytasks.core.filters import Filter
+from delaytasks.client import DelayTasks
+from delaytasks.core.clock import UTC, monotonic
+from delaytasks.core.durations import parse_duration
+from delaytasks.core.errors import InvalidDelayError, InvalidQueryError, StoreError
+from delaytasks.core.filters import Filter, Filters, check_ids
+from delaytasks.core.inputs import ALL_QUEUES
+from delaytasks.core.page import Page
+from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.states import Status
+from delaytasks.operations.error_search import error_filter, find_by_error
+from delaytasks.operations.tasks import find_tasks
+from delaytasks.runtime import runtime_of
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.pages import first
 from delaytasks.storage.queue_levels import has_status, steps
@@ -83,3 +97,178 @@ class ConsoleQueries:
             )
             for queue in sorted(names)
         ]
+
+
+#: The bars of the histogram of due times, and the time of each.
+BARS, BAR = 30, timedelta(minutes=1)
+
+
+@dataclass(frozen=True)
+class DueSoon:
+    """Waiting tasks that are due in each of the next minutes."""
+
+    counts: Sequence[int]
+    #: Whether more tasks are due than were counted.
+    is_cut: bool
+
+
+def count_due(delays: DelayTasks, now: datetime) -> DueSoon:
+    """Count what is due soon in the databases that answer."""
+    counts, is_cut = [0] * BARS, False
+    for shard in runtime_of(delays).shards:
+        try:
+            due = ConsoleQueries(shard.store).due_between(now, now + BARS * BAR)
+        except StoreError:
+            continue  # the state of the deployment has the error
+        is_cut |= len(due) >= MOST_DUE
+        for at in due:
+            counts[min((at - now) // BAR, BARS - 1)] += 1
+    return DueSoon(counts, is_cut)
+
+
+def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> list[QueueCounts]:
+    """Return the queues that have live tasks, workers or a pause."""
+    served = {queue for worker in workers for queue in worker.queues if queue != ALL_QUEUES}
+    found: dict[str, QueueCounts] = {}
+    for shard in runtime_of(delays).shards:
+        for each in ConsoleQueries(shard.store).queues(
+            sorted({delays.settings.default_queue, *served}), delays.settings.grace_s
+        ):
+            seen = found.get(each.name)
+            found[each.name] = each if seen is None else _together(seen, each)
+    return [found[name] for name in sorted(found)]
+
+
+def _together(a: QueueCounts, b: QueueCounts) -> QueueCounts:
+    return QueueCounts(
+        a.name,
+        a.waiting + b.waiting,
+        a.overdue + b.overdue,
+        a.running + b.running,
+        a.held + b.held,
+        min((each.oldest for each in (a, b) if each.oldest is not None), default=None),
+    )
+
+
+#: Seconds after which a search ends.
+SEARCH_S = 5.0
+#: The least limit of a search that continues an earlier one.
+LEAST_SEARCH_S = 0.1
+
+
+class Searches:
+    """Reads pages of tasks. All pages together end after `SEARCH_S` seconds."""
+
+    def __init__(self, delays: DelayTasks) -> None:
+        self._runtime = runtime_of(delays)
+        self._began = monotonic()
+
+    def find(
+        self, *, limit: int, cursor: str | None = None, newest_first: bool = False, **filters: Any
+    ) -> Page:
+        """Return a page like `DelayTasks.find`, or raise `SearchTimeoutError`."""
+        left_s = max(SEARCH_S - (monotonic() - self._began), LEAST_SEARCH_S)
+        return find_tasks(
+            self._runtime, cast("Filters", filters), cursor, limit, newest_first, None, left_s
+        )
+
+
+TASKS_PER_PAGE = 50
+_TEXTS = ("tag", "key", "key_prefix", "queue")
+_INSTANT_FILTERS = ("since", "until", "created_since", "created_until")
+#: Raise the error of a wrong pattern, or of a wrong id.
+_TYPED_CHECKS: dict[str, Callable[[Any], object]] = {"error": error_filter, "ids": check_ids}
+
+
+@dataclass(frozen=True)
+class TaskQuery:
+    """The filters of `find`, and what the console adds to them."""
+
+    filters: dict[str, Any]
+    #: A part of the error text, or a pattern in which `*` stands for any text.
+    error: str
+    cursor: str | None
+    is_oldest_first: bool
+    #: The values as they were typed, for the form and the addresses of other pages.
+    typed: dict[str, Any]
+
+    @property
+    def has_filters(self) -> bool:
+        return bool(self.filters or self.error)
+
+
+def query_of(given: MultiDict[str, str], now: datetime, zone: tzinfo) -> TaskQuery:
+    """Read the filters; raise an `InvalidInputError` if one is wrong."""
+    typed: dict[str, Any] = {}
+    filters: dict[str, Any] = {}
+    for name in (*_TEXTS, *_INSTANT_FILTERS, "meta", "error"):
+        # Browsers send the line ends of a pattern as CR LF.
+        if text := given.get(name, "").replace("\r\n", "\n").strip():
+            typed[name] = text
+    filters.update((name, typed[name]) for name in _TEXTS if name in typed)
+    for name in _INSTANT_FILTERS:
+        if name in typed:
+            filters[name] = instant_of(typed[name], now, zone)
+    typed |= _lists(given)
+    filters |= _lists(given)
+    for name, check in _TYPED_CHECKS.items():
+        if name in typed:
+            check(typed[name])
+    if "meta" in typed:
+        filters["meta"] = _meta_of(typed["meta"])
+    is_oldest_first = given.get("order") == "oldest"
+    if is_oldest_first:
+        typed["order"] = "oldest"
+    cursor = given.get("cursor") or None
+    return TaskQuery(filters, typed.get("error", ""), cursor, is_oldest_first, typed)
+
+
+def _lists(given: MultiDict[str, str]) -> dict[str, list[str]]:
+    """Return the filters that may have several values."""
+    found = {name: list(filter(None, given.getlist(name))) for name in ("status", "ids")}
+    return {name: values for name, values in found.items() if values}
+
+
+def number_of(text: str) -> int | None:
+    """Return the number that a request contains, or None if it is none or a far too large one."""
+    # `int` refuses some texts that `isdigit` accepts, such as a superscript, and very long ones.
+    is_number = text.isascii() and text.isdigit() and len(text) <= 20
+    return int(text) if is_number else None
+
+
+def instant_of(text: str, now: datetime, zone: tzinfo) -> datetime:
+    """Return the instant of `2026-11-25T03:00`, in `zone` unless it has one, or of `1h` ago."""
+    try:
+        return now - parse_duration(text)
+    except (InvalidDelayError, OverflowError):
+        pass
+    try:
+        instant = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
+    except ValueError:
+        raise InvalidQueryError(
+            f"{text!r:.40} is not a time: write 2026-11-25T03:00, or 1h for an hour ago"
+        ) from None
+    return (instant if instant.tzinfo else instant.replace(tzinfo=zone)).astimezone(UTC)
+
+
+def _meta_of(text: str) -> dict[str, str]:
+    pairs = {}
+    for each in text.split(","):
+        name, sign, value = each.partition("=")
+        if not sign:
+            raise InvalidQueryError(f"{each!r:.40} is not a pair: write name=value")
+        pairs[name.strip()] = value.strip()
+    return pairs
+
+
+def read_page(delays: DelayTasks, query: TaskQuery) -> tuple[Page, int]:
+    """Return a page of tasks, and how many tasks were searched for the error text."""
+    newest_first, searches = not query.is_oldest_first, Searches(delays)
+    if not query.error:
+        page = searches.find(
+            **query.filters, cursor=query.cursor, limit=TASKS_PER_PAGE, newest_first=newest_first
+        )
+        return page, 0
+    return find_by_error(
+        searches.find, query.filters, query.error, query.cursor, newest_first, TASKS_PER_PAGE
+    )

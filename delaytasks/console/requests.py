@@ -1,31 +1,204 @@
-"""What happens before and after each request: the viewer, the role, the CSRF token, the headers."""
+"""What the requests of one console share, and what happens before and after each of them.
+
+`ConsoleState` has the cached snapshot that all viewers share, and the bulk operations that run in
+threads. Each request is checked: the viewer, the role, the CSRF token. Each action is recorded in
+the audit table with the name of its viewer.
+"""
 
 from __future__ import annotations
 
 import hmac
+import logging
 import secrets
-from collections.abc import Callable
-from dataclasses import replace
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from flask import Flask, Response, abort, current_app, g, redirect, request, session, url_for
+from flask import Flask, Response, abort, current_app, flash, g, redirect, request, session, url_for
 from flask.sessions import SecureCookieSessionInterface
 from werkzeug.wrappers import Response as AnyResponse
 
 from delaytasks.client import DelayTasks
-from delaytasks.console.bulk_runs import BulkRuns
-from delaytasks.console.cache import SharedCache
-from delaytasks.console.login_limit import LoginLimit
-from delaytasks.console.viewers import Access, Role, Viewer
+from delaytasks.console.queries import number_of
+from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer
+from delaytasks.core.bulk import BulkResult
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.latest import Latest
+from delaytasks.operations.bulk import record_action
 from delaytasks.operations.policies import read_policies
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.recent_failures import recent_failures
 from delaytasks.timers.broker_link import bounded_connection
+
+T = TypeVar("T")
+#: Values that are kept. The ones that were read longest ago are dropped first.
+MOST_VALUES = 200
+#: A value is kept 20 times as long as its read took, so that its reads take 5 % of the time.
+KEPT_PER_READ = 20.0
+#: But not longer than this.
+LONGEST_KEPT_S = 60.0
+#: Seconds for which the waiting threads get the error of a read instead of repeating it.
+ERROR_KEPT_S = 4.0
+
+
+class _Slot:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.until = float("-inf")
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+class SharedCache:
+    """Keeps each value for some seconds. One thread reads it anew while the others wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: OrderedDict[Hashable, _Slot] = OrderedDict()
+
+    def get(
+        self,
+        key: Hashable,
+        kept_s: float,
+        read: Callable[[], T],
+        *,
+        has_failed: Callable[[T], bool] = lambda value: False,
+    ) -> T:
+        """Return the value of `key`; call `read` if it is older than `kept_s` seconds.
+
+        A value whose read took long is kept for longer, so that a slow database is not read all the
+        time. An error of `read` is kept too, and raised in all threads that ask meanwhile.
+
+        Parameters
+        ----------
+        has_failed
+            Says that a value contains an error. It is then kept for `kept_s` seconds, however long
+            the database was silent.
+        """
+        with self._lock:
+            slot = self._slots.setdefault(key, _Slot())
+            self._slots.move_to_end(key)
+            while len(self._slots) > MOST_VALUES:
+                self._slots.popitem(last=False)
+        with slot.lock:
+            if monotonic() >= slot.until:
+                began, slot.error = monotonic(), None
+                try:
+                    slot.value = read()
+                except Exception as error:
+                    slot.error, slot.until = error, monotonic() + min(kept_s, ERROR_KEPT_S)
+                    raise
+                ended = monotonic()
+                slow_s = min(KEPT_PER_READ * (ended - began), LONGEST_KEPT_S)
+                slot.until = ended + (kept_s if has_failed(slot.value) else max(kept_s, slow_s))
+            if slot.error is not None:
+                raise slot.error.with_traceback(None)  # each raise would make it longer
+            value: T = slot.value
+            return value
+
+    def forget(self) -> None:
+        """Drop all values, after an action whose effect the viewer wants to see."""
+        with self._lock:
+            self._slots.clear()
+
+
+logger = logging.getLogger(__name__)
+#: Runs that are remembered, and the most that are active simultaneously.
+MOST_RUNS_REMEMBERED, MOST_ACTIVE = 100, 4
+State = Literal["running", "done", "stopped", "failed"]
+#: Reports the counts so far. It raises `KeyboardInterrupt` if the run was asked to stop.
+ReportProgress = Callable[[BulkResult], None]
+
+
+@dataclass
+class BulkRunState:
+    """A bulk operation. The thread of the operation writes the fields, and pages read them."""
+
+    id: str
+    action: str
+    actor: str
+    filters: dict[str, Any]
+    #: The tasks that matched when the viewer confirmed.
+    expected: int
+    state: State = "running"
+    result: BulkResult | None = None
+    error: str | None = None
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def done(self) -> int:
+        return 0 if self.result is None else self.result.changed + self.result.refused
+
+    @property
+    def matched(self) -> int:
+        return self.expected if self.result is None else self.result.matched
+
+
+class BulkRuns:
+    """The bulk operations of this process."""
+
+    def __init__(self, on_end: Callable[[], None] = lambda: None) -> None:
+        """`on_end` is called at the end of each operation."""
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._runs: OrderedDict[str, BulkRunState] = OrderedDict()
+
+    def get(self, id: str) -> BulkRunState | None:
+        with self._lock:
+            return self._runs.get(id)
+
+    def start(self, run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> bool:
+        """Start the operation in a thread. Return False if too many are active."""
+        with self._lock:
+            if sum(each.state == "running" for each in self._runs.values()) >= MOST_ACTIVE:
+                return False
+            self._runs[run.id] = run
+            while len(self._runs) > MOST_RUNS_REMEMBERED:
+                self._runs.popitem(last=False)
+        thread = threading.Thread(
+            target=self._work, args=(run, work), name=f"console {run.action}", daemon=True
+        )
+        thread.start()
+        return True
+
+    def _work(self, run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> None:
+        state = _end_of(run, work)
+        self._on_end()  # before viewers see the end, so that their next page has fresh counts
+        run.state = state
+
+
+def _end_of(run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> State:
+    """Do the work, and return how it ended."""
+
+    def report(result: BulkResult) -> None:
+        run.result = result
+        if run.stop.is_set():
+            raise KeyboardInterrupt  # the audit entry is "stopped", as after Ctrl-C
+
+    try:
+        run.result = work(report)
+    except KeyboardInterrupt:
+        return "stopped"
+    except DelayTaskError as error:
+        run.error = str(error)
+        return "failed"
+    except Exception as error:
+        logger.exception("the bulk operation %s of the console failed", run.action)
+        run.error = f"{type(error).__name__}: {error}"
+        return "failed"
+    return "done"
+
+
+def new_run_id() -> str:
+    return secrets.token_urlsafe(9)
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Seconds for which all viewers see the same numbers, and the same answer of the broker.
@@ -236,3 +409,74 @@ def safe_next(target: str | None) -> str:
         and "\\" not in (target or "")
     )
     return f"{request.script_root}{target}" if is_ours else url_for("overview")
+
+
+#: The statuses of a refused action. The form of a request that is too large (413) cannot be read.
+REFUSED = {400, 403, 404}
+#: Fields that are not part of an audit entry. A body may contain secrets.
+_LEFT_OUT = {"csrf", "next", "body", "version", "expected", "is_change"}
+#: Fields of a refused form that are audited, and their characters: nobody has checked them.
+MOST_FIELDS, MOST_CHARACTERS = 20, 200
+
+
+def act(action: str, what: dict[str, Any], do: Callable[[], str]) -> AnyResponse:
+    """Do one action, write its audit entry, and return to the page it came from.
+
+    Parameters
+    ----------
+    action
+        The name in the audit table.
+    what
+        The task, tag, queue or schedule, as a JSON value.
+    do
+        Does it, and returns a sentence for the viewer.
+    """
+    try:
+        sentence, error = do(), None
+    except (DelayTaskError, TypeError, ValueError) as problem:
+        sentence, error = str(problem), problem
+    record(action, what, is_refused=error is not None)
+    flash(sentence, "good" if error is None else "bad")
+    state().cache.forget()
+    return back()
+
+
+def back() -> AnyResponse:
+    return redirect(safe_next(request.form.get("next")), 303)
+
+
+def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> None:
+    """Log an action of the viewer, and write its audit entry."""
+    actor = viewer().name
+    logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
+    try:
+        task = number_of(str(what.get("id", "")))
+        record_action(
+            runtime_of(state().delays), action, what, actor, is_refused=is_refused, task=task
+        )
+    except DelayTaskError:
+        # The action itself may be done, and the log has it.
+        logger.exception("console: the audit entry of %s could not be written", action)
+
+
+def audit_refusals(app: Flask) -> None:
+    """Let the app audit the actions that are refused: by role, token or origin, or as impossible.
+
+    `act` answers with a redirect, so its refusals are not recorded twice.
+    """
+    app.after_request(_audit_refusal)
+
+
+def _audit_refusal(response: Response) -> Response:
+    if request.method == "POST" and response.status_code in REFUSED and g.get("viewer") is not None:
+        view = current_app.view_functions.get(request.endpoint or "")
+        if getattr(view, "console_role", Role.VIEW) > Role.VIEW:
+            record(request.endpoint or "", _refused_form(), is_refused=True)
+    return response
+
+
+def _refused_form() -> dict[str, Any]:
+    fields = {name: ", ".join(values) for name, values in request.form.lists()}
+    fields |= request.view_args or {}
+    shown = [(name, text) for name, text in fields.items() if text and name not in _LEFT_OUT]
+    return {name[:MOST_CHARACTERS]: text[:MOST_CHARACTERS] for name, text in shown[:MOST_FIELDS]}

@@ -1,17 +1,30 @@
-"""The roles of the console, and the rules that name the viewer of a request."""
+"""The roles of the console, and the rules that name the viewer of a request.
+
+Viewers log in with a password of the file `console-users.json`, are named by a proxy that
+authenticates, or are the users of the web framework that mounts the console.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import ipaddress
+import secrets
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, Protocol
 
+from werkzeug.security import check_password_hash, generate_password_hash
+
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.inputs import ACTOR_LENGTH
+from delaytasks.core.private_files import make_folder, write_file
 from delaytasks.core.text import one_line
+from delaytasks.core.watched_file import WatchedFile
 
 
 class Role(IntEnum):
@@ -132,3 +145,144 @@ def derived_key(secret: str | bytes) -> str:
     """Return a key for the console's sessions, with which nobody can sign those of the host."""
     text = secret if isinstance(secret, bytes) else secret.encode()
     return hashlib.sha256(b"delaytasks console:" + text).hexdigest()
+
+
+#: A shorter password is refused.
+MIN_PASSWORD = 10
+#: The hash that an unknown name is compared with, so that it takes as long as a known one.
+_NOBODY = generate_password_hash(secrets.token_urlsafe())
+FIRST_USER = "admin"
+
+
+class UserFile:
+    """Users who log in on the console's own page. The file is read again when it changes."""
+
+    has_login = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = WatchedFile(path, {"users": {}}, _read_users, "console users")
+
+    # -- read -------------------------------------------------------------------------------------
+
+    def users(self) -> dict[str, dict[str, str]]:
+        """Return the users by name; none if there is no file yet."""
+        return self._file.read()
+
+    def role(self, name: str) -> Role | None:
+        user = self.users().get(name)
+        return None if user is None else Role.named(user["role"])
+
+    def viewer(self, environ: Mapping[str, Any], session: Mapping[str, Any]) -> Viewer | None:
+        """Return the user of a session, unless the password has changed since the login."""
+        name = session.get("user")
+        user = self.users().get(name) if isinstance(name, str) else None
+        if user is None or session.get("password") != _mark(user.get("password", "")):
+            return None
+        return Viewer.of(name, user["role"])
+
+    def check(self, name: str, password: str) -> dict[str, str] | None:
+        """Return what the session of a user keeps, or None if name or password is wrong."""
+        hashed = self.users().get(name, {}).get("password", "")
+        is_right = check_password_hash(hashed or _NOBODY, password)
+        return {"user": name, "password": _mark(hashed)} if hashed and is_right else None
+
+    # -- write ------------------------------------------------------------------------------------
+
+    def set(self, name: str, password: str, role: Role) -> None:
+        """Add a user, or replace one."""
+        if not name.strip():
+            raise ConfigError("the name of a console user is not empty")
+        if len(password) < MIN_PASSWORD:
+            raise ConfigError(f"a password of the console has at least {MIN_PASSWORD} characters")
+        users = dict(self.users())
+        users[name] = {"password": generate_password_hash(password), "role": role.label}
+        self._file.write({"users": users})
+
+    def remove(self, name: str) -> bool:
+        """Remove a user; return False if there is none of this name."""
+        users = dict(self.users())
+        is_known = users.pop(name, None) is not None
+        if is_known:
+            self._file.write({"users": users})
+        return is_known
+
+    def make_first(self) -> str | None:
+        """Make an administrator if there are no users, and return the generated password."""
+        if self.users():
+            return None
+        password = secrets.token_urlsafe(15)
+        self.set(FIRST_USER, password, Role.ADMIN)
+        return password
+
+
+def session_key(path: Path) -> str:
+    """Return the key that signs sessions. It is made once, so sessions survive a restart."""
+    try:
+        return path.read_text(encoding="ascii")
+    except FileNotFoundError:
+        make_folder(path.parent)
+        write_file(path, secrets.token_hex(32))
+        return path.read_text(encoding="ascii")
+
+
+def _read_users(document: Any) -> dict[str, dict[str, str]]:
+    users: dict[str, dict[str, str]] = document["users"]
+    for each in users.values():
+        Role.named(each["role"])
+    return users
+
+
+def _mark(hashed: str) -> str:
+    """Return a value that changes with the password and reveals nothing about it."""
+    return hashlib.sha256(f"console session:{hashed}".encode()).hexdigest()[:16]
+
+
+#: Failed logins of one name from one address, and of all names from one address, that are allowed
+#: in a period, and the period.
+MOST_FAILURES, MOST_OF_ADDRESS, PERIOD_S = 5, 50, 300.0
+#: Names and addresses that are remembered. The oldest are forgotten first.
+MOST_REMEMBERED = 10_000
+
+
+class LoginLimit:
+    """Counts failed logins in the memory of this process.
+
+    A name alone has no limit: anyone could lock out an operator by name.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        #: The times of failures by name and address. The name None counts all names.
+        self._failures: OrderedDict[tuple[str | None, str], list[float]] = OrderedDict()
+
+    def wait_s(self, name: str, address: str) -> float:
+        """Return the seconds until this name may try again from this address, 0 if it may now."""
+        now = monotonic()
+        with self._lock:
+            waits = [0.0]
+            for subject, most in _subjects(name, address).items():
+                recent = [at for at in self._failures.get(subject, []) if now - at < PERIOD_S]
+                if len(recent) >= most:
+                    waits.append(recent[-most] + PERIOD_S - now)
+            return max(waits)
+
+    def failed(self, name: str, address: str) -> None:
+        with self._lock:
+            for subject, most in _subjects(name, address).items():
+                times = self._failures.setdefault(subject, [])
+                times.append(monotonic())
+                del times[:-most]
+                self._failures.move_to_end(subject)
+            while len(self._failures) > MOST_REMEMBERED:
+                self._failures.popitem(last=False)
+
+    def succeeded(self, name: str, address: str) -> None:
+        # The count of the address stays: a user could reset it between guesses of other passwords.
+        with self._lock:
+            self._failures.pop((name, address), None)
+
+
+def _subjects(name: str, address: str) -> dict[tuple[str | None, str], int]:
+    """Return what is counted, and how many failures of each are allowed."""
+    return {(name, address): MOST_FAILURES, (None, address): MOST_OF_ADDRESS}

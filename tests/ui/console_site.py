@@ -18,8 +18,7 @@ from sqlalchemy import update
 
 from delaytasks import DelayTasks, Retry
 from delaytasks.console.application import make_console
-from delaytasks.console.bulk_runs import BulkRunState, ReportProgress, new_run_id
-from delaytasks.console.requests import EXTENSION
+from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.viewers import HostAccess, Role, Viewer
 from delaytasks.core.bulk import BulkResult
 from delaytasks.core.run_counts import RunCounts

@@ -20,7 +20,7 @@ from sqlalchemy import delete, func, update
 from delaytasks import DelayTasks, NewTask
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION
-from delaytasks.console.users import UserFile
+from delaytasks.console.viewers import UserFile
 from delaytasks.runtime import runtime_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium

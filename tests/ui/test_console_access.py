@@ -11,10 +11,18 @@ from werkzeug.routing import Rule
 
 from delaytasks.console import requests
 from delaytasks.console.application import make_console
-from delaytasks.console.login_limit import MOST_FAILURES, MOST_OF_ADDRESS, LoginLimit
 from delaytasks.console.requests import SESSION_S
-from delaytasks.console.users import FIRST_USER, UserFile
-from delaytasks.console.viewers import HostAccess, ProxyAccess, Role, Viewer
+from delaytasks.console.viewers import (
+    FIRST_USER,
+    MOST_FAILURES,
+    MOST_OF_ADDRESS,
+    HostAccess,
+    LoginLimit,
+    ProxyAccess,
+    Role,
+    UserFile,
+    Viewer,
+)
 from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.errors import ConfigError
 from delaytasks.runtime import runtime_of

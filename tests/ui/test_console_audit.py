@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from delaytasks.console import actions, pages_many
-from delaytasks.console.bulk_runs import MOST_ACTIVE, BulkRunState, new_run_id
-from delaytasks.console.requests import EXTENSION
+from delaytasks.console import pages_tasks, requests
+from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, BulkRunState, new_run_id
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.bulk import AuditEntry, BulkResult
 from delaytasks.operations.bulk import record_action
@@ -90,8 +89,8 @@ def test_a_refused_form_is_audited_in_part_only(
     *_, shown = refusal(own_site)
     assert "body" not in shown
     assert "csrf" not in shown
-    assert len(shown) == actions.MOST_FIELDS
-    assert max(map(len, shown.values())) == actions.MOST_CHARACTERS
+    assert len(shown) == requests.MOST_FIELDS
+    assert max(map(len, shown.values())) == requests.MOST_CHARACTERS
 
 
 def test_no_viewer_and_no_action_means_no_entry(own_site: Site) -> None:
@@ -109,7 +108,7 @@ def test_no_viewer_and_no_action_means_no_entry(own_site: Site) -> None:
 def test_the_pages_of_the_audit_have_each_entry_once(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages_many, "AUDIT_ENTRIES", 3)
+    monkeypatch.setattr(pages_tasks, "AUDIT_ENTRIES", 3)
     client, runtime = own_site.client(), runtime_of(own_site.delays)
     for number in range(8):
         record_action(runtime, "pause", {"tag": f"tag-{number}"}, "maria")

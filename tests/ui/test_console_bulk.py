@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from werkzeug.datastructures import MultiDict
 
-from delaytasks.console import searches
+from delaytasks.console import queries
 from delaytasks.console.viewers import Role
 from delaytasks.operations import bulk
 from delaytasks.operations.tasks import find_tasks
@@ -139,7 +139,7 @@ def test_the_count_before_a_bulk_action_reads_small_pages(
         limits.append(limit)
         return find_tasks(runtime, filters, cursor, limit, *others)
 
-    monkeypatch.setattr(searches, "find_tasks", finding)
+    monkeypatch.setattr(queries, "find_tasks", finding)
     text = site.client().get("/bulk?action=cancel&queue=default").text
     assert int(re.findall(r"\d+", heading(text))[0]) > 100
     assert len(limits) > 1

@@ -19,9 +19,8 @@ from starlette.requests import Request
 
 from delaytasks import DelayTasks
 from delaytasks.cli.main import main
-from delaytasks.console.server import standalone
-from delaytasks.console.users import FIRST_USER
-from delaytasks.console.viewers import Role, Viewer
+from delaytasks.console.application import standalone
+from delaytasks.console.viewers import FIRST_USER, Role, Viewer
 from delaytasks.contrib import fastapi as fastapi_mounts
 from delaytasks.contrib.flask import mount_console
 from delaytasks.core.errors import ConfigError

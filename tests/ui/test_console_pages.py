@@ -12,9 +12,8 @@ from sqlalchemy import update
 
 from delaytasks import Status
 from delaytasks.cli.deployment import read_deployment
-from delaytasks.console import searches
-from delaytasks.console.queries import ConsoleQueries
-from delaytasks.console.searches import SEARCH_S
+from delaytasks.console import queries
+from delaytasks.console.queries import SEARCH_S, ConsoleQueries
 from delaytasks.console.viewers import Role
 from delaytasks.core.clock import UTC
 from delaytasks.core.errors import SearchTimeoutError
@@ -289,7 +288,7 @@ def test_a_search_that_takes_too_long_asks_for_a_narrower_filter(
         limits.append(arguments[-1])
         raise SearchTimeoutError("the search took longer than 5 s: narrow its filter")
 
-    monkeypatch.setattr(searches, "find_tasks", find)
+    monkeypatch.setattr(queries, "find_tasks", find)
     client = site.client()
     for path in ("/tasks?tag=nothing", "/tasks?error=timeout", "/bulk?action=cancel&tag=nothing"):
         answer = client.get(path)

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks.console.application import make_console
-from delaytasks.console.users import UserFile
-from delaytasks.console.viewers import HostAccess
+from delaytasks.console.viewers import HostAccess, UserFile
 from delaytasks.operations import probes
 from tests.ui.console_site import Site
 

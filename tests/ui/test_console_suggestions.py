@@ -11,7 +11,7 @@ import pytest
 from flask.testing import FlaskClient
 from sqlalchemy import event
 
-from delaytasks.console import known_names
+from delaytasks.console import pages_tags
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.runtime import runtime_of
@@ -59,7 +59,7 @@ def test_the_forms_of_policies_suggest_tags_and_queues(site: Site) -> None:
 def test_the_names_are_bounded_and_those_of_policies_stay(
     own_site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(known_names, "MOST_SUGGESTED", 4)
+    monkeypatch.setattr(pages_tags, "MOST_SUGGESTED", 4)
     for number in range(5):
         own_site.delays.pause(queue=f"queue-{number}")
     add_worker(own_site, *(f"a.worker.{number}" for number in range(5)))
@@ -76,12 +76,12 @@ def test_the_names_are_read_without_the_table_of_tasks(own_site: Site) -> None:
     for engine in (store.database.auto, store.database.tx):
         event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
     with own_site.app.test_request_context():
-        found = known_names.known_names()
+        found = pages_tags.known_names()
         assert found.tags
         assert seen
         assert not [each for each in seen if store.schema.tasks.name in each]
         seen.clear()
-        assert known_names.known_names() == found
+        assert pages_tags.known_names() == found
         assert seen == [], "all viewers share them for a minute"
 
 

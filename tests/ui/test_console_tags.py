@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from delaytasks.console import run_charts
-from delaytasks.console.run_charts import PERIODS
+from delaytasks.console import pages_tags
+from delaytasks.console.pages_tags import PERIODS
 from delaytasks.console.viewers import Role
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.run_counts import OTHER_TAGS
@@ -188,12 +188,12 @@ def test_a_year_of_many_tags_reads_those_with_the_most_runs(
     for number in range(9):
         write_runs(empty.delays, f"tag.{number}", 2 * MINUTE, number + 1)
         write_runs(empty.delays, f"tag.{number}", 90 * DAY, 1)
-    monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 18)
+    monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 18)
     client = empty.client()
     assert len(rows(client.get("/tags?period=year").text)) == 9
     empty.app.extensions["delaytasks_console"].history.forget()
-    monkeypatch.setattr(run_charts, "MOST_CHART_ROWS", 17)
-    monkeypatch.setattr(run_charts, "RECENT_ROWS_OF_TAG", 5 - 365)  # 5 rows in a year
+    monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 17)
+    monkeypatch.setattr(pages_tags, "RECENT_ROWS_OF_TAG", 5 - 365)  # 5 rows in a year
     text = client.get("/tags?period=year").text
     assert [row["Tag"] for row in rows(text)] == ["tag.8", "tag.7", "tag.6"]
     assert "Only the 3 tags with the most runs in the last week are counted" in text

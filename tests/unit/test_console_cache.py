@@ -7,15 +7,15 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from delaytasks.console import cache
-from delaytasks.console.cache import SharedCache
+from delaytasks.console import requests
+from delaytasks.console.requests import SharedCache
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The seconds of the clock that the cache reads, in a list of one."""
     now = [1000.0]
-    monkeypatch.setattr(cache, "monotonic", lambda: now[0])
+    monkeypatch.setattr(requests, "monotonic", lambda: now[0])
     return now
 
 
