@@ -960,7 +960,7 @@ class DelayTasks:
         InvalidQueryError
             If there is no filter and `everything` is False, or a filter is wrong.
         StoreUnavailableError
-            If no database can be reached. `result.missing` lists some that cannot.
+            If the database cannot be reached.
 
         Examples
         --------
@@ -1145,7 +1145,7 @@ class DelayTasks:
         InvalidPolicyError
             Unless exactly one of `tag` and `queue` is given.
         StoreUnavailableError
-            If a database cannot be reached. The message names the shards that have the policy.
+            If the database cannot be reached.
 
         Examples
         --------
@@ -1294,7 +1294,7 @@ class DelayTasks:
         # Imported here: most processes read no statistics.
         from delaytasks.statistics.api import Statistics
 
-        return Statistics(lambda: self._runtime.shards, self._registry, self._run_async)
+        return Statistics(lambda: self._runtime, self._registry, self._run_async)
 
     # -- forecast ---------------------------------------------------------------------------------
 

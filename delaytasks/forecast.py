@@ -359,7 +359,7 @@ def _mean_durations(runtime: Runtime, now: datetime) -> dict[str, float]:
     totals: defaultdict[str, RunCounts] = defaultdict(RunCounts)
     steps = StepRange.of(now, MEASURED, None, "1d", is_series=False)
     try:
-        found = run_counts([runtime], steps, None)
+        found = run_counts(runtime.store, steps, None)
     except StoreError:  # for example, there are no tables of statistics yet
         return {}
     for by_tag in found.values():

@@ -133,20 +133,6 @@ class Runtime:
         registry.set_in_flight(CALLBACK, settings.callback_in_flight)
         self.cipher = Cipher(settings.encryption_keys) if settings.encryption_keys else None
 
-    # Temporary, until the readers of state take the runtime itself.
-    number = 0
-
-    @property
-    def shards(self) -> Sequence[Runtime]:
-        return (self,)
-
-    @property
-    def stores(self) -> Sequence[Store]:
-        return (self.store,)
-
-    def named(self, name: str) -> str:
-        return name
-
     def after_fork(self) -> None:
         self._lock = threading.RLock()
 

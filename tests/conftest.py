@@ -152,13 +152,6 @@ def mysql_url(services: Services) -> Iterator[str]:
     yield from _own(_url(services, "mysql"))
 
 
-@pytest.fixture(scope="session")
-def shard_urls(services: Services, postgresql_url: str, mysql_url: str) -> Iterator[list[str]]:
-    """Three databases: two of PostgreSQL, one of MariaDB or MySQL."""
-    for second in _own(_url(services, "postgresql"), "_second"):
-        yield [postgresql_url, second, mysql_url]
-
-
 def _own(url: str, part: str = "") -> Iterator[str]:
     mine, drop = own_database(url, part)
     yield mine

@@ -61,11 +61,9 @@ async def engine_at(url: str, driver: str | None = None) -> AsyncIterator[AsyncE
 def own_threads(delays: DelayTasks) -> set[int]:
     """Return the set to which each statement of our own connections adds its thread."""
     seen: set[int] = set()
-    for shard in runtime_of(delays).shards:
-        for engine in (shard.store.database.auto, shard.store.database.tx):
-            event.listen(
-                engine, "before_cursor_execute", lambda *_: seen.add(threading.get_ident())
-            )
+    database = runtime_of(delays).store.database
+    for engine in (database.auto, database.tx):
+        event.listen(engine, "before_cursor_execute", lambda *_: seen.add(threading.get_ident()))
     return seen
 
 

@@ -38,7 +38,7 @@ class RecordingTimer:
         self.disarmed += entries
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
         self.requested_drains.append((queue, list(priorities), messages))
         return self.is_up

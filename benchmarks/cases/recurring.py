@@ -96,10 +96,9 @@ def _timing(number: int, is_hourly: bool) -> tuple[str, str]:
 def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
     """Sweep at the usual pace. The first sweep arms a whole horizon, and is not measured."""
     wiring = runtime_of(delays)
-    [shard] = wiring.shards
     schedules = RecurringTable(wiring.store.database, wiring.store.schema)
     creation = Creation(
-        delays.settings, schedules, shard.new_id, wiring.clock, wiring.timer, wiring.events
+        delays.settings, schedules, wiring.new_id, wiring.clock, wiring.timer, wiring.events
     )
     wiring.sweeper.sweep()
     sweeps_s = creation_s = scheduling_s = 0.0

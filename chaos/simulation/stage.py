@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "horizon_s": 10,
     "max_lost_leases": 4,
     "redis_slots": 2,
-    # The shards of simulated workers have no table of statistics.
+    # Simulated workers have no table of statistics.
     "statistics": False,
 }
 RETRY_SCHEDULE = RetrySchedule("1s 3s")

@@ -24,12 +24,12 @@ from delaytasks.cli.output import (
 )
 from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
-from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
     from delaytasks.core.reasons import Explanation
     from delaytasks.core.task import DelayTask
+    from delaytasks.runtime import Runtime
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
 
@@ -86,12 +86,17 @@ class Cli:
                 "make one with DelayTasks(app) where the app is made"
             )
         self._ctx.call_on_close(found.close)
-        runtime_of(found).store.database.expect_file()  # only `up` and `db upgrade` make one
+        found._runtime.store.database.expect_file()  # only `up` and `db upgrade` make one
         return found
 
     @property
+    def runtime(self) -> Runtime:
+        """The objects behind `delays`."""
+        return self.delays._runtime
+
+    @property
     def store(self) -> Store:
-        return runtime_of(self.delays).store
+        return self.runtime.store
 
     @property
     def database_url(self) -> str:
@@ -142,13 +147,13 @@ class Cli:
 
     def answer_task(self, task: DelayTask, done: str) -> None:
         """Print the task, or a sentence such as "scheduled task 7 (mail): due …"."""
-        self.answer(task_json(task), sentence(task, done, runtime_of(self.delays).clock.now()))
+        self.answer(task_json(task), sentence(task, done, self.runtime.clock.now()))
 
     def explain(
         self, task: DelayTask | str | None, tag: str | None = None, key: str | None = None
     ) -> Explanation:
         """Explain why a task has not run, or how it ended. The key may be that of an ended task."""
-        explain = runtime_of(self.delays).explanations.of
+        explain = self.runtime.explanations.of
         try:
             explanation = explain(task, tag, key)
         except TaskNotFoundError as error:
@@ -180,7 +185,7 @@ class Cli:
         """Print a note if the broker does not answer. JSON documents have no notes."""
         if self.is_json:
             return
-        wiring = runtime_of(self.delays)
+        wiring = self.runtime
         wiring.flush()
         wait_for_unfinished()  # the connection to a distant broker may still be in progress
         if not wiring.timer.is_up:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from delaytasks.operations.policies import read_policies
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.recent_failures import recent_failures
@@ -16,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_deployment(delays: DelayTasks) -> DeploymentState:
-    """Read all databases, and ask the broker whether it answers.
+    """Read the tables, and ask the broker whether it answers.
 
     Raises
     ------
@@ -30,8 +28,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
         error = broker_error(wiring.celery, queue, settings.publish_limit_s)
     services = ServicesState(settings.timer, uses_broker, error)
     now = wiring.clock.now()
-    count_policies = partial(read_policies, wiring.store.policies)
-    state = read_state(wiring.shards, settings, count_policies, recent_failures, services, now)
-    if state.is_down and (down := state.databases[0].error) is not None:
-        raise down
+    state = read_state(wiring, recent_failures, services, now)
+    if state.database.error is not None:
+        raise state.database.error
     return state

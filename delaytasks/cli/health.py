@@ -82,7 +82,7 @@ def health(
     )
     queue = wiring.publisher.queue(settings.default_queue)
     checks = HealthChecks(
-        wiring.shards,
+        wiring.store,
         settings,
         lambda: broker_error(wiring.celery, queue, settings.publish_limit_s),
     )

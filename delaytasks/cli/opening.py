@@ -14,7 +14,6 @@ from click.core import ParameterSource
 from delaytasks.cli.celery_app import find_app
 from delaytasks.cli.context import DEFAULT_APP, Cli
 from delaytasks.core.errors import ConfigError
-from delaytasks.runtime import runtime_of
 
 _ORIGINS: dict[ParameterSource | None, str] = {
     ParameterSource.COMMANDLINE: "command line",
@@ -70,4 +69,4 @@ def _celery_of_flask(app: Any) -> Any:
             f"the Flask app {app.name!r} has no delayed tasks; call init_app(app) of a FlaskDelays "
             "where the app is made"
         )
-    return runtime_of(delays).celery
+    return delays._runtime.celery

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import datetime
 from typing import Any
 
@@ -99,10 +99,6 @@ def say(text: str, **style: Any) -> None:
 def reason(error: str | None) -> str:
     """Return the line of a traceback that names the error."""
     return last_line(error, 80) or NOTHING
-
-
-def shards_text(numbers: Sequence[int]) -> str:
-    return ", ".join(f"shard {number}" for number in numbers)
 
 
 def block(text: str) -> str:

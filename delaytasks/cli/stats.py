@@ -46,7 +46,7 @@ def stats(cli: Cli) -> None:
         print_json(found)
     else:
         _print(found, cli.hints)
-    if any(database["error"] for database in found["databases"]):
+    if found["database"]["error"]:
         sys.exit(1)
 
 
@@ -98,8 +98,7 @@ def _fields(found: dict[str, Any], hints: Hints) -> Iterator[tuple[str, Cell]]:
     yield "lease over", _alarm(f"{expired:,}", expired)
     if paused := _paused_text(found, hints):
         yield "paused", (paused, "yellow")
-    for database in found["databases"]:
-        yield "database", _database_cell(database, hints)
+    yield "database", _database_cell(found["database"], hints)
     yield "broker", _broker_cell(found["broker"])
     yield "timer", _timer_cell(found["timer"])
     yield "versions", ", ".join(f"{name} {number}" for name, number in found["versions"].items())
@@ -148,11 +147,9 @@ def _timer_cell(timer: dict[str, Any]) -> Cell:
 
 
 def _print_sweeps(sweeps: list[dict[str, Any]]) -> None:
-    has_shards = len({sweep["shard"] for sweep in sweeps}) > 1
     rows: list[list[Cell]] = []
     for sweep in sweeps:
-        number = sweep["sweep_partition"]
-        name = f"{sweep['shard']}/{number}" if has_shards else number
+        name = sweep["sweep_partition"]
         last = (_ago(sweep["age_s"]), BAD if sweep["is_late"] else GOOD)
         rows.append([name, last, sweep["armed_until"]])
     print_table(("sweep", "last", "armed until"), rows)

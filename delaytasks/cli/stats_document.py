@@ -20,7 +20,6 @@ from delaytasks.core.states import Status
 from delaytasks.operations.overdue import ExplainedGroup
 from delaytasks.operations.state import DatabaseState, DeploymentState, SweepState
 from delaytasks.operations.verdict import verdict_of
-from delaytasks.runtime import Runtime as Shard
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.on_time import gather_on_time
 from delaytasks.storage import migrations
@@ -57,10 +56,7 @@ def gather(cli: Cli) -> dict[str, Any]:
         },
         "broker": broker,
         "timer": _timer(delays, workers, broker),
-        "databases": [
-            _database(cli, shard, database)
-            for shard, database in zip(runtime_of(delays).shards, state.databases, strict=True)
-        ],
+        "database": _database(cli, state.database),
         "versions": {
             **{
                 name: installed_version(name) or "(not installed)"
@@ -76,10 +72,10 @@ def _late(cli: Cli, group: ExplainedGroup) -> dict[str, Any]:
     return {**document, "why": cli.hints.rewrite(document["why"])}
 
 
-def _database(cli: Cli, shard: Shard, state: DatabaseState) -> dict[str, Any]:
-    """Return the address of a database, and its answers to further questions."""
+def _database(cli: Cli, state: DatabaseState) -> dict[str, Any]:
+    """Return the address of the database, and its answers to further questions."""
     document: dict[str, Any] = {
-        "url": shard.store.database.shown_url,
+        "url": state.url,
         "server": state.server,
         "revision": None,
         "head": migrations.head(),
@@ -89,7 +85,7 @@ def _database(cli: Cli, shard: Shard, state: DatabaseState) -> dict[str, Any]:
     if state.error is None:
         try:
             document["revision"] = migrations.current(*cli.tables)
-            document["replication"] = replication_of(shard.store)
+            document["replication"] = replication_of(cli.store)
         except StoreError as error:
             document["error"] = str(error)
     return document
@@ -97,15 +93,15 @@ def _database(cli: Cli, shard: Shard, state: DatabaseState) -> dict[str, Any]:
 
 def _counts(state: DeploymentState) -> dict[str, Any]:
     """Return the number of tasks of each status, and the statuses whose number is an estimate."""
-    has_estimate = {s: any(one.counts[s].is_estimate for one in state.shards) for s in Status}
+    found = {} if state.tables is None else state.tables.counts
     return {
         "counts": {status.name: state.count(status) for status in Status},
-        "estimated": [status.name for status in Status if has_estimate[status]],
+        "estimated": [status.name for status, each in found.items() if each.is_estimate],
     }
 
 
 def _overdue(state: DeploymentState) -> dict[str, Any]:
-    """Return the sum of the overdue tasks, and the oldest one of all databases."""
+    """Return the sum of the overdue tasks, and the oldest one."""
     oldest = state.oldest
     return {
         "count": state.overdue,
@@ -138,7 +134,6 @@ def worker_json(now: datetime, worker: RegisteredWorker) -> dict[str, Any]:
 def _sweep(sweep: SweepState, is_armed: bool) -> dict[str, Any]:
     """Return a sweep. Without a broker no rows are armed."""
     return {
-        "shard": sweep.shard,
         "sweep_partition": sweep.partition,
         "age_s": sweep.age_s and round(sweep.age_s, 3),
         "is_late": sweep.is_late,

@@ -12,7 +12,6 @@ import click
 from delaytasks.core.clock import UTC
 from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
-from delaytasks.runtime import runtime_of
 
 
 def parse_instant(text: str) -> datetime:
@@ -89,7 +88,7 @@ class Past(click.ParamType):  # type: ignore[type-arg]  # generic only in later 
                 raise InvalidScheduleError(f"{error}; or as 1h, which means an hour ago") from None
         assert ctx is not None
         try:
-            return runtime_of(ctx.obj.delays).clock.now() - ago
+            return ctx.obj.runtime.clock.now() - ago
         except OverflowError:
             raise InvalidScheduleError(f"{value!r:.40} ago is before the year 1") from None
 

@@ -19,7 +19,6 @@ from delaytasks.core.durations import show_duration, show_measured
 from delaytasks.core.registered_worker import LostWorker, RegisteredWorker
 from delaytasks.operations.live import LiveGroup, LiveSnapshot, snapshot
 from delaytasks.operations.verdict import Verdict, verdict_of
-from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -93,7 +92,7 @@ def top(cli: Cli, every: timedelta, once: bool, for_: timedelta | None) -> None:
     verdicts = RecentVerdict(cli.delays)
 
     def read() -> LiveView:
-        found = snapshot(runtime_of(cli.delays).shards, cli.delays.settings)
+        found = snapshot(cli.store, cli.delays.settings)
         return LiveView(found, verdicts.get())
 
     if cli.is_json:
@@ -132,7 +131,7 @@ def view(found: LiveSnapshot, verdict: Verdict, width: int, height: int | None) 
     from rich.text import Text
 
     # The header, the headings, and the empty lines between the parts.
-    rows = max((height or 10_000) - 12 - len(found.down), 6)
+    rows = max((height or 10_000) - 12, 6)
     workers = found.workers[: max(rows // 4, 2)]
     queues = found.queues[: max(rows // 3, 2)]
     tags = found.tags[: max(rows - len(workers) - len(queues), 2)]
@@ -179,8 +178,6 @@ def _header(found: LiveSnapshot, verdict: Verdict) -> Sequence[Text]:
     if found.is_capped:
         state.append("   there are more tasks than these counts: they are minima", WARNING)
     lines.append(state)
-    for shard, error in found.down.items():
-        lines.append(Text(f"shard {shard}: {cell(error)}", BAD))
     return lines
 
 

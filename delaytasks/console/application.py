@@ -102,7 +102,7 @@ def make_console(
     _install_login(app)
     for pages in (pages_overview, pages_tasks, pages_tags, pages_plans):
         pages.install(app)
-    Probes(lambda: HealthChecks(runtime_of(delays).shards, delays.settings)).add_to(app)
+    Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
     app.context_processor(_of_every_page)
     app.register_error_handler(DelayTaskError, _refused)
     app.register_error_handler(HTTPException, _http_error)

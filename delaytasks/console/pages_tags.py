@@ -134,16 +134,16 @@ def _read_all(name: str) -> PeriodRuns:
 def _busiest_tags(period: ChartPeriod) -> list[str] | None:
     """Return the tags with the most runs in the last week; None if all tags can be read."""
     wiring = runtime_of(state().delays)
-    now, shards = wiring.clock.now(), wiring.shards
+    now = wiring.clock.now()
     since = now - parse_duration(period.since)
-    if count_rows(shards, since, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
+    if count_rows(wiring.store, since, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
         return None
     started = {
         tag: sum(total.started for total in steps.values())
         for tag, steps in read_runs("week").by_tag().items()
     }
     rows_of_tag = parse_duration(period.since).days + RECENT_ROWS_OF_TAG
-    most = max(MOST_CHART_ROWS // (rows_of_tag * len(shards)), 1)
+    most = max(MOST_CHART_ROWS // rows_of_tag, 1)
     return sorted(started, key=lambda tag: (-started[tag], tag))[:most]
 
 
@@ -244,16 +244,16 @@ def known_names() -> KnownNames:
 
 
 def _read(delays: DelayTasks) -> KnownNames:
-    """Read the names. Those of a database that does not answer are left out."""
+    """Read the names; none if the database does not answer."""
     tags, queues = dict[str, None](), {delays.settings.default_queue: None}
     now = runtime_of(delays).clock.now()
-    for shard in runtime_of(delays).shards:
-        with suppress(StoreError):
-            for policy in shard.store.policies.read():
-                (tags if policy.kind == "tag" else queues)[policy.name] = None
-            for worker in shard.store.workers.registered(now, delays.settings.silent_s):
-                tags.update(dict.fromkeys(worker.tags or ()))
-                queues.update(dict.fromkeys(worker.queues))
+    store = runtime_of(delays).store
+    with suppress(StoreError):
+        for policy in store.policies.read():
+            (tags if policy.kind == "tag" else queues)[policy.name] = None
+        for worker in store.workers.registered(now, delays.settings.silent_s):
+            tags.update(dict.fromkeys(worker.tags or ()))
+            queues.update(dict.fromkeys(worker.queues))
     with suppress(StoreError):
         tags.update(dict.fromkeys(each.tag for each in read_tags("hour").tags))
     tags.pop(OTHER_TAGS, None)

@@ -113,41 +113,24 @@ class DueSoon:
 
 
 def count_due(delays: DelayTasks, now: datetime) -> DueSoon:
-    """Count what is due soon in the databases that answer."""
-    counts, is_cut = [0] * BARS, False
-    for shard in runtime_of(delays).shards:
-        try:
-            due = ConsoleQueries(shard.store).due_between(now, now + BARS * BAR)
-        except StoreError:
-            continue  # the state of the deployment has the error
-        is_cut |= len(due) >= MOST_DUE
-        for at in due:
-            counts[min((at - now) // BAR, BARS - 1)] += 1
-    return DueSoon(counts, is_cut)
+    """Count what is due soon; nothing if the database does not answer."""
+    counts = [0] * BARS
+    try:
+        due = ConsoleQueries(runtime_of(delays).store).due_between(now, now + BARS * BAR)
+    except StoreError:
+        return DueSoon(counts, False)  # the state of the deployment has the error
+    for at in due:
+        counts[min((at - now) // BAR, BARS - 1)] += 1
+    return DueSoon(counts, len(due) >= MOST_DUE)
 
 
 def count_queues(delays: DelayTasks, workers: Sequence[RegisteredWorker]) -> list[QueueCounts]:
     """Return the queues that have live tasks, workers or a pause."""
     served = {queue for worker in workers for queue in worker.queues if queue != ALL_QUEUES}
-    found: dict[str, QueueCounts] = {}
-    for shard in runtime_of(delays).shards:
-        for each in ConsoleQueries(shard.store).queues(
-            sorted({delays.settings.default_queue, *served}), delays.settings.grace_s
-        ):
-            seen = found.get(each.name)
-            found[each.name] = each if seen is None else _together(seen, each)
-    return [found[name] for name in sorted(found)]
-
-
-def _together(a: QueueCounts, b: QueueCounts) -> QueueCounts:
-    return QueueCounts(
-        a.name,
-        a.waiting + b.waiting,
-        a.overdue + b.overdue,
-        a.running + b.running,
-        a.held + b.held,
-        min((each.oldest for each in (a, b) if each.oldest is not None), default=None),
+    found = ConsoleQueries(runtime_of(delays).store).queues(
+        sorted({delays.settings.default_queue, *served}), delays.settings.grace_s
     )
+    return sorted(found, key=lambda each: each.name)
 
 
 #: Seconds after which a search ends.

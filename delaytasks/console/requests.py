@@ -14,7 +14,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
@@ -30,7 +29,6 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.latest import Latest
 from delaytasks.operations.bulk import record_action
-from delaytasks.operations.policies import read_policies
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
@@ -248,7 +246,7 @@ class ConsoleState:
             "snapshot",
             SNAPSHOT_S,
             self._read_state,
-            has_failed=lambda taken: any(each.error for each in taken.databases),
+            has_failed=lambda taken: taken.is_down,
         )
         if not found.services.uses_broker:
             return found
@@ -259,9 +257,7 @@ class ConsoleState:
         delays, wiring = self.delays, runtime_of(self.delays)
         services = ServicesState(delays.settings.timer, wiring.direct_timer is None)
         return read_state(
-            runtime_of(delays).shards,
-            delays.settings,
-            partial(read_policies, wiring.store.policies),
+            wiring,
             recent_failures,
             services,
             wiring.clock.now(),

@@ -70,10 +70,6 @@ class Events:
         """Log events by `log` from now on. The settings, which choose it, are read later."""
         self._subscribers[0] = Repeats(log)
 
-    def about(self, **fields: Any) -> Events:
-        """Return a view of this stream that adds `fields` to each event."""
-        return _About(self, fields)
-
     def emit(self, name: str, count: int = 1, **fields: Any) -> None:
         self.counts[name] += count
         if count != 1:
@@ -132,20 +128,6 @@ class Events:
         is_reported = bool(self._unable) and not (subject in self._unable and is_new)
         self._unable.add(subject)
         return is_reported
-
-
-class _About(Events):
-    def __init__(self, events: Events, fields: dict[str, Any]) -> None:
-        self.counts, self._unable = events.counts, events._unable
-        self._last_errors = events._last_errors
-        self._events = events
-        self._fields = fields
-
-    def subscribe(self, subscriber: Subscriber) -> None:
-        self._events.subscribe(subscriber)
-
-    def emit(self, name: str, count: int = 1, **fields: Any) -> None:
-        self._events.emit(name, count, **self._fields, **fields)
 
 
 def log_event(name: str, fields: Mapping[str, Any]) -> None:

@@ -10,7 +10,6 @@ import itertools
 import random
 from collections.abc import Callable
 from datetime import datetime
-from hashlib import blake2b
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import InvalidIdError
@@ -52,19 +51,6 @@ class IdMaker:
 def shard_of(id: int) -> int:
     """Return the shard that an id names; 0 for the small ids that databases make."""
     return 0 if id < _FIRST_ID else id >> COUNTER_BITS & MAX_SHARDS - 1
-
-
-def home_of(tag: str, key: str, shards: int) -> int:
-    """Return the shard in which the tasks of a key are scheduled, by rendezvous hashing.
-
-    A new shard takes keys from every other shard, and no key moves between the others.
-    """
-    if shards == 1:
-        return 0
-    name = f"{tag}\0{key}".encode(errors="surrogatepass")
-    return max(
-        range(shards), key=lambda shard: blake2b(name, digest_size=8, salt=b"%d" % shard).digest()
-    )
 
 
 def first_id(instant: datetime) -> int:

@@ -12,7 +12,7 @@ class FailureReason(Enum):
 
     #: The pool process died. The other processes continue with the queue.
     PROCESS_LOST = "process lost"
-    #: The database cannot be reached or cannot work. Only this pauses the shard.
+    #: The database cannot be reached or cannot work. Only this pauses all chunks.
     UNAVAILABLE = "unavailable"
     #: The database answers and refuses a statement, for example because a table is missing.
     REFUSED = "refused"

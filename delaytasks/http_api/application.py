@@ -66,7 +66,7 @@ def make_api(
     for route in ROUTES:
         _add(app, gate, route)
     app.add_url_rule(DOCUMENT_PATH, view_func=_document)
-    Probes(lambda: HealthChecks(runtime_of(delays).shards, delays.settings)).add_to(app)
+    Probes(lambda: HealthChecks(runtime_of(delays).store, delays.settings)).add_to(app)
     app.after_request(_with_headers)
     app.register_error_handler(requests.RefusedRequestError, requests.refused)
     app.register_error_handler(DelayTaskError, requests.failed)

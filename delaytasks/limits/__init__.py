@@ -21,5 +21,5 @@ are HELD, and each has an entry in the waitlist of its queue and tag. The module
 The first seven run in the processes of the pool, in this chain: `Waitlist`, `WaitlistRunner` and
 `LimitedBacklogs` are called by `execution.runner`, and a waitlist calls `Admission`, which asks
 `CapacityMeter` for the number and `FairOrder` for the rows. `TrackedWaitlists` belongs to the
-dispatcher's `ShardQueue`, and learns from the reports of chunks (`core.waitlists`).
+dispatcher's `ChunkQueue`, and learns from the reports of chunks (`core.waitlists`).
 """

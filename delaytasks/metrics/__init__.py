@@ -1,9 +1,8 @@
-"""Metrics of a deployment: what its databases contain, and what a worker has run.
+"""Metrics of a deployment: what its tables contain, and what a worker has run.
 
     families       the values of one metric, without a library for metrics
-    snapshot       the metrics of the databases, the broker and the timer
+    snapshot       the metrics of the database, the broker and the timer
     peak           the metrics of a forecast
-    shard_labels   the values with labels of one database
     worker         the metrics of a worker's main process
     producer       the metrics of a process that schedules tasks
     prometheus     serves them to Prometheus, over HTTP or in a file

@@ -28,7 +28,7 @@ def _on_time(wiring: Runtime, period: str, tags: Sequence[str] | None) -> list[O
     steps = StepRange.of(wiring.clock.now(), period, None, "1m", is_series=False)
     return [
         OnTime(tag, None, counts.on_time, counts.late, TARGET)
-        for tag, counts in counts_by_tag(wiring.shards, steps, tags)
+        for tag, counts in counts_by_tag(wiring.store, steps, tags)
         if counts.on_time or counts.late
     ]
 

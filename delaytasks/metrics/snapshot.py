@@ -1,8 +1,9 @@
-"""The metrics of the databases, the broker and the timer of a deployment."""
+"""The metrics of the database, the broker and the timer of a deployment."""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -12,19 +13,12 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.latest import Latest
-from delaytasks.core.registered_worker import beat_age_s
+from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
 from delaytasks.forecast import make_forecast
 from delaytasks.metrics.budgets import budget_family, read_budgets
 from delaytasks.metrics.families import Family, Sample, gauge
 from delaytasks.metrics.peak import peak_families
-from delaytasks.metrics.shard_labels import (
-    MAX_QUEUES,
-    labelled_workers,
-    live_workers,
-    overdue_by_tag,
-    queue_workers,
-)
-from delaytasks.operations.state import ShardState, read_shard
+from delaytasks.operations.state import TableState, read_tables
 from delaytasks.timers.broker_status import broker_error
 
 if TYPE_CHECKING:
@@ -34,10 +28,12 @@ if TYPE_CHECKING:
 #: `REST_SHARE`: with millions of overdue rows the queries take seconds. The latter is at most
 #: `MAX_REST_S`, and does not count if a database was down, whose return must soon be visible.
 REST_S, REST_SHARE, MAX_REST_S = 4.0, 20, 60.0
+#: The most queues and the most workers that get labels.
+MAX_QUEUES, MAX_WORKERS = 100, 100
 
 
 class DatabaseMetrics:
-    """Reads the databases. Scrapes within a few seconds get the same values.
+    """Reads the database. Scrapes within a few seconds get the same values.
 
     Any number of threads may call it: one of them reads, and the others wait for its values.
 
@@ -56,7 +52,7 @@ class DatabaseMetrics:
         self._budgets = Latest("error budgets", lambda: read_budgets(wiring))
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()
-        self._all_are_up = True
+        self._is_up = True
         self._is_read_again_at = float("-inf")
 
     def families(self) -> Sequence[Family]:
@@ -65,31 +61,28 @@ class DatabaseMetrics:
             if began >= self._is_read_again_at:
                 self._families = list(self._read())
                 now, rest_s = monotonic(), self._rest_s
-                if self._all_are_up:
+                if self._is_up:
                     rest_s = max(rest_s, min(REST_SHARE * (now - began), MAX_REST_S))
                 self._is_read_again_at = now + rest_s
             return self._families
 
     def _read(self) -> Iterator[Family]:
-        wiring, found, states = self._wiring, list[ShardState](), list[Sample]()
-        for shard in wiring.shards:
-            try:
-                found.append(read_shard(shard, wiring.settings))
-            except StoreError:  # the value 0 of `delaytasks_database_up` reports it
-                states.append(Sample((str(shard.number),), 0.0))
-            else:
-                states.append(Sample((str(shard.number),), 1.0))
-        self._all_are_up = all(state.value for state in states)
-        yield _database_up(states)
+        wiring, found = self._wiring, None
+        try:
+            found = read_tables(wiring.store, wiring.settings)
+        except StoreError:
+            pass  # the value 0 of `delaytasks_database_up` reports it
+        self._is_up = found is not None
+        yield _database_up(float(self._is_up))
         yield from row_families(found)
         yield from worker_families(found)
         yield from service_families(found)
-        yield from peak_families(self._forecast.get() if found else None)
-        yield budget_family(self._budgets.get() if found else None)
+        yield from peak_families(self._forecast.get() if found is not None else None)
+        yield budget_family(self._budgets.get() if found is not None else None)
         if wiring.direct_timer is None:
             yield _broker_up([Sample((), float(self._is_broker_up()))])
         if wiring.redis_timer is not None:
-            served = {queue for one in found for queue in queue_workers(one)} - {ALL_QUEUES}
+            served = set() if found is None else queue_workers(found).keys() - {ALL_QUEUES}
             queues = sorted({wiring.settings.default_queue, *served})[:MAX_QUEUES]
             yield from _redis_timer(wiring.redis_timer.counts(queues))
 
@@ -102,14 +95,15 @@ class DatabaseMetrics:
 def known_families() -> list[Family]:
     """Return all metrics of `DatabaseMetrics`, without values."""
     timer = [family._replace(samples=()) for family in _redis_timer({})]
-    of_shards = [*row_families([]), *worker_families([]), *service_families([])]
+    of_tables = [*row_families(None), *worker_families(None), *service_families(None)]
     others = [*peak_families(None), budget_family(None), _broker_up([])]
-    return [_database_up([]), *of_shards, *others, *timer]
+    return [_database_up(None), *of_tables, *others, *timer]
 
 
-def _database_up(samples: Sequence[Sample]) -> Family:
+def _database_up(value: float | None) -> Family:
+    samples = [] if value is None else [Sample((), value)]
     about = "Whether the database answers."
-    return Family("delaytasks_database_up", about, "gauge", ("shard",), samples)
+    return Family("delaytasks_database_up", about, "gauge", (), samples)
 
 
 def _broker_up(samples: Sequence[Sample]) -> Family:
@@ -133,25 +127,24 @@ def _redis_timer(counts: Mapping[str, tuple[int, int]] | None) -> Iterator[Famil
     )
 
 
-def _per_shard(
-    found: Sequence[ShardState],
+def _of_tables(
+    found: TableState | None,
     name: str,
     about: str,
-    samples: Callable[[ShardState], Iterable[tuple[tuple[object, ...], float]]],
+    samples: Callable[[TableState], Iterable[tuple[tuple[object, ...], float]]],
     *labels: str,
 ) -> Family:
-    """Return a gauge with the samples of each database that answered."""
+    """Return a gauge with the samples of the tables, if the database has answered."""
     values = [
-        Sample((str(one.shard), *map(str, labels)), float(value))
-        for one in found
-        for labels, value in samples(one)
+        Sample(tuple(map(str, names)), float(value))
+        for names, value in (() if found is None else samples(found))
     ]
-    return Family(name, about, "gauge", ("shard", *labels), values)
+    return Family(name, about, "gauge", labels, values)
 
 
-def row_families(found: Sequence[ShardState]) -> Iterator[Family]:
+def row_families(found: TableState | None) -> Iterator[Family]:
     """Yield the metrics of rows and sweeps."""
-    family = partial(_per_shard, found)
+    family = partial(_of_tables, found)
     yield family(
         "delaytasks_tasks",
         "Rows of each status. Numbers above a million, and that of DONE then, are estimates.",
@@ -195,9 +188,9 @@ def row_families(found: Sequence[ShardState]) -> Iterator[Family]:
     )
 
 
-def worker_families(found: Sequence[ShardState]) -> Iterator[Family]:
+def worker_families(found: TableState | None) -> Iterator[Family]:
     """Yield the metrics of workers, and the time that all these metrics took."""
-    family = partial(_per_shard, found)
+    family = partial(_of_tables, found)
     yield family(
         "delaytasks_snapshot_seconds",
         "How long the queries of these metrics took.",
@@ -228,9 +221,9 @@ def worker_families(found: Sequence[ShardState]) -> Iterator[Family]:
     )
 
 
-def service_families(found: Sequence[ShardState]) -> Iterator[Family]:
+def service_families(found: TableState | None) -> Iterator[Family]:
     """Yield the metrics of the services around the workers."""
-    family = partial(_per_shard, found)
+    family = partial(_of_tables, found)
     yield family(
         "delaytasks_worker_broker_down_seconds",
         "Time since a live worker lost its broker; 0 while it is connected.",
@@ -252,3 +245,30 @@ def service_families(found: Sequence[ShardState]) -> Iterator[Family]:
         "Time since a worker received beat's last message; absent if no worker can receive one.",
         lambda one: [] if (age_s := beat_age_s(one.workers)) is None else [((), age_s)],
     )
+
+
+# -- values with labels, whose number is bounded ---------------------------------------------------
+
+
+def labelled_workers(state: TableState) -> list[RegisteredWorker]:
+    """Return the first workers by name."""
+    return state.workers[:MAX_WORKERS]
+
+
+def live_workers(state: TableState) -> list[RegisteredWorker]:
+    """Return the live ones of the first workers by name."""
+    return [worker for worker in labelled_workers(state) if worker.is_alive]
+
+
+def queue_workers(state: TableState) -> dict[str, int]:
+    """Return how many live workers serve each queue that is served or has overdue tasks."""
+    alive = [worker for worker in state.workers if worker.is_alive]
+    served = Counter(queue for worker in alive for queue in worker.queues)
+    of_all = served.pop(ALL_QUEUES, 0)
+    names = [group.queue for group in state.late] + sorted(served)
+    return {name: served[name] + of_all for name in list(dict.fromkeys(names))[:MAX_QUEUES]}
+
+
+def overdue_by_tag(state: TableState) -> dict[tuple[str, str], int]:
+    """Return the overdue tasks of the largest groups, by queue and tag."""
+    return {(group.queue, group.tag): group.tasks for group in state.late}

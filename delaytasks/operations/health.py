@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from delaytasks.core.bounded_calls import all_within
 from delaytasks.core.durations import show_duration
-from delaytasks.core.errors import DelayTaskError
+from delaytasks.core.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.registered_worker import (
     LostWorker,
@@ -25,9 +24,6 @@ from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats, Swept
 from delaytasks.storage.store import Store
 
-if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime as Shard
-
 
 class HealthQuestion(NamedTuple):
     """The processes to check, and the limits.
@@ -35,12 +31,12 @@ class HealthQuestion(NamedTuple):
     Attributes
     ----------
     component
-        - `deployment`: the databases, the sweeps, at least one worker, and a worker for each
+        - `deployment`: the database, the sweeps, at least one worker, and a worker for each
           queue that has late tasks.
         - `worker`: the workers of one host.
         - `drain`: the processes of `delaytasks drain --forever` of one host.
         - `beat`: beat. Workers know when its last message arrived.
-        - `api`: a server of the HTTP API or of the console, which only needs the databases.
+        - `api`: a server of the HTTP API or of the console, which only needs the database.
     host
         The host of these processes.
     name
@@ -51,7 +47,7 @@ class HealthQuestion(NamedTuple):
         An older sweep is unhealthy. With None this is the time after which a worker would have
         swept by itself, and one sweep interval more.
     timeout_s
-        The time that the databases have to answer.
+        The time that the database has to answer.
     """
 
     component: str = "deployment"
@@ -84,7 +80,7 @@ class HealthCheck(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """The answer of one database."""
+    """The answer of the database."""
 
     now: datetime
     #: None if `DelayTasks.create_tables` made the tables, or if there are none.
@@ -103,84 +99,89 @@ class HealthChecks:
 
     Parameters
     ----------
-    shards, settings
-        The databases and the settings of the deployment.
+    store, settings
+        The tables and the settings of the deployment.
     broker_error
         Returns the error of the broker, or None if it answers. By default the broker is not asked.
     """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        store: Store,
         settings: Settings,
         broker_error: Callable[[], str | None] = lambda: None,
     ) -> None:
-        self._shards = shards
+        self._store = store
         self._settings = settings
         self._broker_error = broker_error
 
     def live(self, question: HealthQuestion) -> list[HealthCheck]:
         """Return a check that fails only if a restart of the process would help.
 
-        Without the databases it is unknown whether the process works. A restart would not bring
+        Without the database it is unknown whether the process works. A restart would not bring
         them back, so the check succeeds then.
         """
-        answers, _ = self._ask(question._replace(max_overdue=None))
-        if not answers:
+        try:
+            answer = self._ask(question._replace(max_overdue=None))
+        except DelayTaskError:
             name = "beat" if question.component == "beat" else "worker"
-            return [HealthCheck(name, True, "unknown, because no database answers")]
+            return [HealthCheck(name, True, "unknown, because the database does not answer")]
         if question.component == "beat":
-            return [self._beat_check(answers)]
-        return [_worker_check(answers, question)]
+            return [self._beat_check(answer)]
+        return [_worker_check(answer, question)]
 
     def ready(self, question: HealthQuestion) -> list[HealthCheck]:
         """Return the checks that all succeed if tasks can run on time."""
         return list(self._ready(question))
 
     def _ready(self, question: HealthQuestion) -> Iterator[HealthCheck]:
-        answers, errors = self._ask(question)
-        yield _database_check(len(answers), errors)
-        if answers:
-            yield _revision_check(answers, self._shards[0].store.database.tables_remedy)
+        answer: _Answer | None = None
+        try:
+            answer = self._ask(question)
+        except DelayTaskError as error:
+            yield HealthCheck("database", False, str(error))
+        else:
+            yield HealthCheck("database", True, "answers")
+            yield _revision_check(answer, self._store.database.tables_remedy)
         if question.component == "api":
             return
-        if answers and question.component != "beat":
-            yield _worker_check(answers, question)
-        if answers and question.component == "deployment":
-            yield _queues_check(answers)
+        if answer is not None and question.component != "beat":
+            yield _worker_check(answer, question)
+        if answer is not None and question.component == "deployment":
+            yield _queues_check(answer)
         if self._settings.uses_broker and question.component != "drain":
-            error = self._broker_error()
-            yield HealthCheck("broker", error is None, error or "answers")
-        if answers:
-            is_beat = question.component == "beat"
-            yield self._beat_check(answers) if is_beat else self._sweep_check(answers, question)
-        if answers and question.max_overdue is not None:
-            overdue = sum(answer.overdue for answer in answers)
-            is_ok = overdue <= question.max_overdue
-            found = f"{overdue:,}" if is_ok else f"more than {question.max_overdue:,}"
+            broker_error = self._broker_error()
+            yield HealthCheck("broker", broker_error is None, broker_error or "answers")
+        if answer is None:
+            return
+        is_beat = question.component == "beat"
+        yield self._beat_check(answer) if is_beat else self._sweep_check(answer, question)
+        if question.max_overdue is not None:
+            is_ok = answer.overdue <= question.max_overdue
+            found = f"{answer.overdue:,}" if is_ok else f"more than {question.max_overdue:,}"
             detail = f"{found} overdue, at most {question.max_overdue:,}"
             yield HealthCheck("overdue", is_ok, detail)
 
-    def _ask(self, question: HealthQuestion) -> tuple[list[_Answer], dict[int, str]]:
-        """Return the answers of the databases, and the errors of the others by shard."""
-        answers: dict[int, _Answer] = {}
-        errors: dict[int, str] = {}
+    def _ask(self, question: HealthQuestion) -> _Answer:
+        """Return the answer of the database; raise a `DelayTaskError` if it comes too late."""
+        answers, errors = list[_Answer](), list[DelayTaskError]()
 
-        def ask(shard: Shard) -> None:
+        def ask() -> None:
             try:
-                answers[shard.number] = self._answer(shard, question)
+                answers.append(self._answer(question))
             except DelayTaskError as error:
-                errors[shard.number] = str(error)
+                errors.append(error)
 
-        all_within(question.timeout_s, [partial(ask, shard) for shard in self._shards])
-        for shard in self._shards:
-            if shard.number not in answers:
-                late = f"no answer within {show_duration(question.timeout_s)}"
-                errors.setdefault(shard.number, late)
-        return [answers[number] for number in sorted(answers) if number not in errors], errors
+        all_within(question.timeout_s, [ask])
+        if errors:
+            raise errors[0]
+        if not answers:
+            late = f"no answer within {show_duration(question.timeout_s)}"
+            raise StoreUnavailableError(late)
+        return answers[0]
 
-    def _answer(self, shard: Shard, question: HealthQuestion) -> _Answer:
-        settings, store = self._settings, shard.store
+    def _answer(self, question: HealthQuestion) -> _Answer:
+        settings, store = self._settings, self._store
         now = store.tasks.now()
         names = (settings.table_prefix, settings.table_schema or None)
         revision = migrations.current(store.database, *names)
@@ -218,19 +219,19 @@ class HealthChecks:
         """The time after which a worker would have swept by itself, and one interval more."""
         return self._settings.self_sweep_s + self._settings.sweep_s
 
-    def _beat_check(self, answers: Sequence[_Answer]) -> HealthCheck:
+    def _beat_check(self, answer: _Answer) -> HealthCheck:
         """Check that messages of beat arrive, as far as live workers with a broker know."""
-        age_s = beat_age_s(worker for answer in answers for worker in answer.workers)
+        age_s = beat_age_s(answer.workers)
         if age_s is None:
             return HealthCheck("beat", True, "unknown, because no worker receives its messages")
         limit = show_duration(self._sweep_limit_s)
         detail = f"last message {show_duration(age_s)} ago, at most {limit}"
         return HealthCheck("beat", age_s <= self._sweep_limit_s, detail)
 
-    def _sweep_check(self, answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:
+    def _sweep_check(self, answer: _Answer, question: HealthQuestion) -> HealthCheck:
         given_s = question.max_sweep_age_s
         limit_s = self._sweep_limit_s if given_s is None else given_s
-        ages = [one.age_s(answer.now) for answer in answers for one in answer.swept]
+        ages = [one.age_s(answer.now) for one in answer.swept]
         known = [age_s for age_s in ages if age_s is not None]
         if len(known) < len(ages):
             return HealthCheck("sweep", False, "there was no sweep yet")
@@ -239,42 +240,26 @@ class HealthChecks:
         return HealthCheck("sweep", oldest_s <= limit_s, detail)
 
 
-def _database_check(answered: int, errors: dict[int, str]) -> HealthCheck:
-    total = answered + len(errors)
-    if not errors:
-        return HealthCheck("database", True, "answers" if total == 1 else f"all {total} answer")
-    prefix = "shard {}: " if total > 1 else ""
-    details = [prefix.format(number) + error for number, error in sorted(errors.items())]
-    return HealthCheck("database", False, "; ".join(details))
-
-
-def _revision_check(answers: Sequence[_Answer], remedy: str) -> HealthCheck:
+def _revision_check(answer: _Answer, remedy: str) -> HealthCheck:
     """Compare the tables with this version, which also works with tables of a newer one.
 
     Migrations store the revision, also those of Django. `DelayTasks.create_tables` stores none.
     """
-    if not all(answer.has_tables for answer in answers):
+    if not answer.has_tables:
         return HealthCheck("tables", False, f"they are missing; {remedy}")
     head = migrations.head()
-    oldest = min((answer.revision for answer in answers if answer.revision), default=None)
-    is_ok = oldest is None or oldest >= head
-    found = "unknown" if oldest is None else oldest
+    is_ok = answer.revision is None or answer.revision >= head
+    found = "unknown" if answer.revision is None else answer.revision
     detail = f"revision {found}, this version has {head}"
     return HealthCheck("tables", is_ok, detail if is_ok else f"{detail}; {remedy}")
 
 
-def _worker_check(answers: Sequence[_Answer], question: HealthQuestion) -> HealthCheck:
-    """Check that a worker lives. On one host, all that are registered have to live.
-
-    Each worker reports to each database. One report suffices, since the worker needs only one
-    database to have something to do.
-    """
-    ages: dict[str, float] = {}
-    alive = set[str]()
-    for worker in (w for answer in answers for w in answer.workers if question.is_about(w)):
-        ages[worker.name] = min(worker.age_s, ages.get(worker.name, worker.age_s))
-        alive |= {worker.name} if worker.is_alive else set()
-    silent, lost = sorted(ages.keys() - alive), _lost_text(answers, question)
+def _worker_check(answer: _Answer, question: HealthQuestion) -> HealthCheck:
+    """Check that a worker lives. On one host, all that are registered have to live."""
+    workers = [worker for worker in answer.workers if question.is_about(worker)]
+    ages = {worker.name: worker.age_s for worker in workers}
+    alive = {worker.name for worker in workers if worker.is_alive}
+    silent, lost = sorted(ages.keys() - alive), _lost_text(answer, question)
     is_ok = bool(alive) and (question.component == "deployment" or not silent)
     if not ages:
         return HealthCheck("worker", False, f"none is registered{_place(question)}{lost}")
@@ -287,22 +272,22 @@ def _worker_check(answers: Sequence[_Answer], question: HealthQuestion) -> Healt
     return HealthCheck("worker", False, last + lost)
 
 
-def _queues_check(answers: Sequence[_Answer]) -> HealthCheck:
-    queues = sorted({queue for answer in answers for queue in answer.unserved})
+def _queues_check(answer: _Answer) -> HealthCheck:
+    queues = sorted(set(answer.unserved))
     if not queues:
         return HealthCheck("queues", True, "each queue with late tasks has a worker")
     named = some_values(queues)
     return HealthCheck("queues", False, f"no live worker serves {named}, where tasks are late")
 
 
-def _lost_text(answers: Sequence[_Answer], question: HealthQuestion) -> str:
+def _lost_text(answer: _Answer, question: HealthQuestion) -> str:
     """Return a clause about the lost workers, which does not change the result of the check."""
-    registered = {worker.name for answer in answers for worker in answer.workers}
-    found = [worker for answer in answers for worker in answer.lost if question.is_about(worker)]
+    registered = {worker.name for worker in answer.workers}
+    found = [worker for worker in answer.lost if question.is_about(worker)]
     lost = lost_everywhere(found, registered)
     if not lost:
         return ""
-    age_s = (max(answer.now for answer in answers) - lost[0].lost_at).total_seconds()
+    age_s = (answer.now - lost[0].lost_at).total_seconds()
     more = f" (and {len(lost) - 1} more within the hour)" if len(lost) > 1 else ""
     return f"; {lost[0].name} was lost {show_duration(age_s)} ago{more}"
 

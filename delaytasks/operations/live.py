@@ -6,18 +6,15 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.registered_worker import LostWorker, RegisteredWorker, lost_everywhere
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.storage.live_rows import Live, LiveRow, LiveRows
 from delaytasks.storage.stats import Stats
-
-if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime as Shard
+from delaytasks.storage.store import Store
 
 
 @dataclass
@@ -59,7 +56,7 @@ class LiveGroup:
 
 @dataclass(frozen=True)
 class LiveSnapshot:
-    """The counts of one time, of all databases."""
+    """The counts of one time."""
 
     now: datetime
     total: LiveGroup
@@ -75,8 +72,6 @@ class LiveSnapshot:
     is_sweep_late: bool
     #: Whether there are more tasks than were read, so that the counts are too small.
     is_capped: bool
-    #: The errors of databases that do not answer, by shard.
-    down: dict[int, str]
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -89,7 +84,6 @@ class LiveSnapshot:
             "swept_s": self.swept_s,
             "is_sweep_late": self.is_sweep_late,
             "is_capped": self.is_capped,
-            "down": {str(shard): error for shard, error in self.down.items()},
         }
 
     def _worker_json(self, worker: RegisteredWorker) -> dict[str, Any]:
@@ -104,56 +98,19 @@ class LiveSnapshot:
         }
 
 
-def snapshot(shards: Sequence[Shard], settings: Settings) -> LiveSnapshot:
-    """Read what happens now in all databases.
-
-    Raises
-    ------
-    StoreError
-        If no database answers.
-    """
-    reading = _Reading(settings)
-    down: dict[int, str] = {}
-    for shard in shards:
-        try:
-            reading.add(shard)
-        except StoreError as error:
-            down[shard.number] = str(error)
-            if len(down) == len(shards):
-                raise
-    return reading.snapshot(down)
+def snapshot(store: Store, settings: Settings) -> LiveSnapshot:
+    """Read what happens now."""
+    return _Reading(store, settings).snapshot()
 
 
 class _Reading:
-    """Adds the databases up."""
-
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, store: Store, settings: Settings) -> None:
+        self._store = store
         self._settings = settings
         self._total = LiveGroup("")
         self._queues: dict[str, LiveGroup] = {}
         self._tags: dict[str, LiveGroup] = {}
         self._running_of: dict[str, int] = {}
-        self._workers: dict[str, RegisteredWorker] = {}
-        self._lost: list[LostWorker] = []
-        self._swept: list[float | None] = []
-        self._is_capped = False
-        self._now: datetime | None = None
-
-    def add(self, shard: Shard) -> None:
-        store = shard.store
-        live = LiveRows(store.database, store.schema).read(self._settings.grace_s)
-        self._now = max(self._now or live.now, live.now)
-        self._is_capped |= live.is_capped
-        self._add_rows(live)
-        for policy in store.policies.read():
-            groups = self._tags if policy.kind == "tag" else self._queues
-            if policy.is_paused:
-                _of(groups, policy.name).is_paused = True
-        for worker in store.workers.registered(live.now, self._settings.silent_s):
-            self._workers[worker.name] = worker
-        self._lost += store.workers.lost()
-        for swept in Stats(store.database, store.schema).sweeps(self._settings.sweep_partitions):
-            self._swept.append(swept.age_s(live.now))
 
     def _add_rows(self, live: Live) -> None:
         for row in live.running:
@@ -173,9 +130,20 @@ class _Reading:
         for group in (self._total, _of(self._queues, row.queue), _of(self._tags, row.tag)):
             add(group, row)
 
-    def snapshot(self, down: dict[int, str]) -> LiveSnapshot:
-        assert self._now is not None
-        workers = [self._workers[name] for name in sorted(self._workers)]
+    def snapshot(self) -> LiveSnapshot:
+        store, settings = self._store, self._settings
+        live = LiveRows(store.database, store.schema).read(settings.grace_s)
+        self._add_rows(live)
+        for policy in store.policies.read():
+            groups = self._tags if policy.kind == "tag" else self._queues
+            if policy.is_paused:
+                _of(groups, policy.name).is_paused = True
+        workers = sorted(
+            store.workers.registered(live.now, settings.silent_s), key=lambda worker: worker.name
+        )
+        lost = store.workers.lost()
+        sweeps = Stats(store.database, store.schema).sweeps(settings.sweep_partitions)
+        ages = [swept.age_s(live.now) for swept in sweeps]
         alive = [worker for worker in workers if worker.is_alive]
         for name in {queue for worker in alive for queue in worker.queues} - {ALL_QUEUES}:
             _of(self._queues, name)  # a queue without tasks is shown as well
@@ -183,20 +151,19 @@ class _Reading:
             group.workers = sum(worker.serves(group.name) for worker in alive)
         for group in self._tags.values():
             group.workers = sum(group.name in (worker.tags or ()) for worker in alive)
-        swept = [age_s for age_s in self._swept if age_s is not None]
-        swept_s = max(swept) if swept and len(swept) == len(self._swept) else None
+        known = [age_s for age_s in ages if age_s is not None]
+        swept_s = max(known) if known and len(known) == len(ages) else None
         return LiveSnapshot(
-            now=self._now,
+            now=live.now,
             total=self._total,
             queues=_ordered(self._queues.values()),
             tags=_ordered(self._tags.values()),
             workers=workers,
-            lost=lost_everywhere(self._lost, self._workers),
+            lost=lost_everywhere(lost, {worker.name for worker in workers}),
             running_of=self._running_of,
             swept_s=swept_s,
-            is_sweep_late=swept_s is None or swept_s > self._settings.self_sweep_s,
-            is_capped=self._is_capped,
-            down=down,
+            is_sweep_late=swept_s is None or swept_s > settings.self_sweep_s,
+            is_capped=live.is_capped,
         )
 
 

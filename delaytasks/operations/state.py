@@ -1,4 +1,4 @@
-"""Reads the state of a deployment: the contents of its databases, and which services answer.
+"""Reads the state of a deployment: the contents of its database, and which services answer.
 
 The console, `delaytasks stats`, `top` and the exporter read it here, so that they
 show the same numbers. `verdict.py` judges it.
@@ -26,19 +26,19 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS, ExplainedGroup, explain_overdue
-from delaytasks.operations.policies import CountedPolicies
+from delaytasks.operations.policies import read_policies
 from delaytasks.storage.failed_rows import MOST_FAILED, FailedRow, failed_rows, rows_of
 from delaytasks.storage.overdue_rows import OverdueCount, OverdueRows
 from delaytasks.storage.stats import MAX_COUNTED, Count, Stats
+from delaytasks.storage.store import Store
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime as Shard
+    from delaytasks.runtime import Runtime
 
 
 class SweepState(NamedTuple):
     """The last sweep of a sweep partition; without times if there was none."""
 
-    shard: int
     partition: int
     at: datetime | None
     age_s: float | None
@@ -46,10 +46,9 @@ class SweepState(NamedTuple):
     is_late: bool
 
 
-class ShardState(NamedTuple):
-    """The contents of one database at one time, in numbers."""
+class TableState(NamedTuple):
+    """The contents of the tables at one time, in numbers."""
 
-    shard: int
     now: datetime
     counts: dict[Status, Count]
     overdue: OverdueCount
@@ -73,9 +72,8 @@ class ShardState(NamedTuple):
 
 
 class DatabaseState(NamedTuple):
-    """Whether a database answers."""
+    """Whether the database answers."""
 
-    number: int
     #: Without the password.
     url: str
     server: str | None = None
@@ -92,22 +90,23 @@ class ServicesState(NamedTuple):
 
 @dataclass(frozen=True)
 class DeploymentState:
-    """The state of all databases that could be read, and of the services."""
+    """The state of the tables, and of the services."""
 
     now: datetime
-    shards: Sequence[ShardState]
-    databases: Sequence[DatabaseState]
+    #: None if the database does not answer.
+    tables: TableState | None
+    database: DatabaseState
     policies: Sequence[Policy]
     services: ServicesState
-    #: The workers by name. Each of them reports to each database.
+    #: The workers by name.
     workers: Sequence[RegisteredWorker]
     #: The workers that were lost within the last hour, the latest loss first.
     lost: Sequence[LostWorker]
-    #: Failures with the same tag and kind of error, of all databases together.
+    #: Failures with the same tag and kind of error.
     groups: Sequence[FailedNow]
 
     def count(self, status: Status) -> int:
-        return sum(one.counts[status].rows for one in self.shards)
+        return 0 if self.tables is None else self.tables.counts[status].rows
 
     @property
     def waiting(self) -> int:
@@ -127,27 +126,25 @@ class DeploymentState:
 
     @property
     def overdue(self) -> int:
-        return sum(one.overdue.tasks for one in self.shards)
+        return 0 if self.tables is None else self.tables.overdue.tasks
 
     @property
     def oldest(self) -> datetime | None:
         """When the oldest overdue task was due."""
-        found = (one.overdue.oldest for one in self.shards)
-        return min((at for at in found if at is not None), default=None)
+        return None if self.tables is None else self.tables.overdue.oldest
 
     @property
     def late(self) -> list[ExplainedGroup]:
         """The largest groups of overdue tasks, with the reasons why they have not begun."""
-        found = (group for one in self.shards for group in one.late)
-        return sorted(found, key=lambda group: -group.tasks)
+        return [] if self.tables is None else self.tables.late
 
     @property
     def expired_leases(self) -> int:
-        return sum(one.expired_leases for one in self.shards)
+        return 0 if self.tables is None else self.tables.expired_leases
 
     @property
     def sweeps(self) -> list[SweepState]:
-        return [sweep for one in self.shards for sweep in one.sweeps]
+        return [] if self.tables is None else self.tables.sweeps
 
     @property
     def alive(self) -> list[RegisteredWorker]:
@@ -164,7 +161,7 @@ class DeploymentState:
     @property
     def has_all_failures(self) -> bool:
         """Whether all FAILED tasks are in `groups`."""
-        return _has_all_failures(self.shards)
+        return self.tables is None or _has_all_failures(self.tables)
 
     @property
     def beat_age_s(self) -> float | None:
@@ -176,80 +173,70 @@ class DeploymentState:
 
     @property
     def is_down(self) -> bool:
-        """Whether no database answers."""
-        return bool(self.databases) and all(each.error for each in self.databases)
+        """Whether the database does not answer."""
+        return self.database.error is not None
 
 
 def read_state(
-    shards: Sequence[Shard],
-    settings: Settings,
-    read_policies: Callable[[], CountedPolicies],
-    read_failures: Callable[[Sequence[Shard], datetime], Sequence[CountedFailures]],
+    runtime: Runtime,
+    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
     services: ServicesState,
     now: datetime,
     most_counted: int = MAX_COUNTED,
 ) -> DeploymentState:
-    """Read the state of every database. The error of a database is part of the result.
+    """Read the state. The error of the database is part of the result.
 
-    `read_failures` returns the failures that workers have counted in the databases that answer.
+    `read_failures` returns the failures that workers have counted.
     """
-    found, databases = list[ShardState](), list[DatabaseState]()
-    lost: list[LostWorker] = []
-    for shard in shards:
-        store = shard.store
-        url = store.database.shown_url
-        try:
-            found.append(read_shard(shard, settings, most_counted, with_failed=True))
-            lost += store.workers.lost()
-            server = Stats(store.database, store.schema).server()
-            databases.append(DatabaseState(shard.number, url, server))
-        except StoreError as error:
-            databases.append(DatabaseState(shard.number, url, error=error))
+    store = runtime.store
+    database, tables = DatabaseState(store.database.shown_url), None
+    policies, lost = list[Policy](), list[LostWorker]()
     try:
-        policies, held = read_policies()
-    except StoreError:
-        policies, held = [], None  # the database does not answer, and its error is known
-    found = [_with_count(one, Status.HELD, held) for one in found]
-    workers = {worker.name: worker for one in found for worker in one.workers}
-    answering = [shard for shard, each in zip(shards, databases, strict=True) if each.error is None]
+        tables = read_tables(store, runtime.settings, most_counted, with_failed=True)
+        lost = store.workers.lost()
+        database = database._replace(server=Stats(store.database, store.schema).server())
+        policies, held = read_policies(store.policies)
+        tables = _with_count(tables, Status.HELD, held)
+    except StoreError as error:
+        database = database._replace(error=error)
+    workers = [] if tables is None else tables.workers
     return DeploymentState(
         now,
-        found,
-        databases,
+        tables,
+        database,
         policies,
         services,
-        list(workers.values()),
-        lost_everywhere(lost, workers),
-        _groups(answering, found, read_failures, now),
+        workers,
+        lost_everywhere(lost, {worker.name for worker in workers}),
+        [] if tables is None else _groups(runtime, tables, read_failures, now),
     )
 
 
 def _groups(
-    shards: Sequence[Shard],
-    found: Sequence[ShardState],
-    read_failures: Callable[[Sequence[Shard], datetime], Sequence[CountedFailures]],
+    runtime: Runtime,
+    tables: TableState,
+    read_failures: Callable[[Runtime, datetime], Sequence[CountedFailures]],
     now: datetime,
 ) -> list[FailedNow]:
-    failed = [row for one in found for row in one.failed]
     counted: Sequence[CountedFailures] = ()
     last: list[FailedRow] = []
     try:
-        counted = read_failures(shards, now)
+        counted = read_failures(runtime, now)
         ids = [each.group.task_id for each in counted]
-        last = [row for s in shards for row in rows_of(s.store.database, s.store.schema, ids)]
+        last = list(rows_of(runtime.store.database, runtime.store.schema, ids))
     except StoreError:
         pass  # the tables of statistics may be missing; FAILED tasks are known without them
-    return groups_of(failed, now, counted, last, has_more=not _has_all_failures(found))
+    return groups_of(tables.failed, now, counted, last, has_more=not _has_all_failures(tables))
 
 
-def _has_all_failures(shards: Sequence[ShardState]) -> bool:
-    return all(len(one.failed) < MOST_FAILED for one in shards)
+def _has_all_failures(tables: TableState) -> bool:
+    return len(tables.failed) < MOST_FAILED
 
 
-def read_shard(
-    shard: Shard, settings: Settings, most_counted: int = MAX_COUNTED, *, with_failed: bool = False
-) -> ShardState:
-    """Read the state of one database.
+def read_tables(
+    store: Store, settings: Settings, most_counted: int = MAX_COUNTED, *, with_failed: bool = False
+) -> TableState:
+    """Read the state of the tables.
 
     Parameters
     ----------
@@ -258,7 +245,7 @@ def read_shard(
     with_failed
         Read the failed tasks that were due last, with their errors.
     """
-    began, store = monotonic(), shard.store
+    began = monotonic()
     stats, now = Stats(store.database, store.schema), store.tasks.now()
     counts = stats.counts(most_counted)
     overdue = OverdueRows(store.database, store.schema).count(settings.grace_s, most_counted)
@@ -268,14 +255,13 @@ def read_shard(
         overdue = OverdueCount(sum(group.tasks for group in late), oldest)
     has_failed = with_failed and counts[Status.FAILED].rows
     failed = failed_rows(store.database, store.schema) if has_failed else []
-    state = ShardState(
-        shard=shard.number,
+    state = TableState(
         now=now,
         counts=counts,
         overdue=overdue,
         late=late,
         expired_leases=stats.expired_leases(settings.lease_s),
-        sweeps=list(_sweeps(shard, stats, settings, now)),
+        sweeps=list(_sweeps(stats, settings, now)),
         workers=store.workers.registered(now, settings.silent_s),
         paused=sum(policy.is_paused for policy in store.policies.read()),
         failed=failed,
@@ -285,7 +271,7 @@ def read_shard(
     return _with_count(state, Status.FAILED, len(failed) if has_all else None)
 
 
-def _with_count(state: ShardState, status: Status, rows: int | None) -> ShardState:
+def _with_count(state: TableState, status: Status, rows: int | None) -> TableState:
     """Replace the number of a status by that of a later query, unless it is None.
 
     Tasks may have moved between two queries. The sentences of the verdict contain the numbers of
@@ -296,11 +282,10 @@ def _with_count(state: ShardState, status: Status, rows: int | None) -> ShardSta
     return state._replace(counts={**state.counts, status: Count(rows)})
 
 
-def _sweeps(shard: Shard, stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:
+def _sweeps(stats: Stats, settings: Settings, now: datetime) -> Iterator[SweepState]:
     for swept in stats.sweeps(settings.sweep_partitions):
         is_late = swept.is_late(now, settings.self_sweep_s)
         yield SweepState(
-            shard.number,
             swept.sweep_partition,
             swept.at,
             swept.age_s(now),

@@ -56,7 +56,7 @@ def verdict_of(
     `ahead` has problems that will make tasks late.
     """
     if state.is_down:
-        text = f"The database does not answer: {state.databases[0].error}"
+        text = f"The database does not answer: {state.database.error}"
         headline = "Unknown. The database does not answer."
         return Verdict("bad", headline, [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
@@ -100,9 +100,6 @@ def _flaw(state: DeploymentState) -> str | None:
 
 
 def _stopped(state: DeploymentState) -> Iterator[Problem]:
-    for database in state.databases:
-        if database.error is not None:
-            yield Problem("bad", f"Database {database.number} does not answer: {database.error}")
     if state.alive:
         return
     if state.waiting or state.running:

@@ -59,8 +59,6 @@ class RecurringSchedule:
         The number of changes of the row.
     create_time, update_time, updated_by
         The times of the first and the last definition, and the actor of the last one.
-    shard
-        The number of the database.
 
     Examples
     --------
@@ -93,7 +91,6 @@ class RecurringSchedule:
     update_time: datetime | None = None
     updated_by: str | None = None
     id: int = 0
-    shard: int = 0
 
     @property
     def body(self) -> Any:

@@ -26,7 +26,8 @@ from delaytasks.twins import twin
 if TYPE_CHECKING:
     from delaytasks.core.clock import Clock
     from delaytasks.processors.registry import Registry
-    from delaytasks.runtime import Runtime as Shard
+    from delaytasks.runtime import Runtime
+    from delaytasks.storage.store import Store
 
 
 class Statistics:
@@ -57,11 +58,11 @@ class Statistics:
 
     def __init__(
         self,
-        shards: Callable[[], Sequence[Shard]],
+        get_runtime: Callable[[], Runtime],
         registry: Registry,
         run_async: Callable[..., Awaitable[Any]],
     ) -> None:
-        self._get_shards = shards
+        self._get_runtime = get_runtime
         self._registry = registry
         self._run_async = run_async
 
@@ -90,7 +91,7 @@ class Statistics:
         >>> points = delays.statistics.series(since="1d", step="1h", tags=["mail.send"])
         """
         steps = StepRange.of(self._clock.now(), since, until, step)
-        found = run_counts(self._shards, steps, checked_tags(tags))
+        found = run_counts(self._store, steps, checked_tags(tags))
         return [_point(start, found.get(start, {})) for start in steps.starts()]
 
     aseries = twin(series)
@@ -190,7 +191,7 @@ class Statistics:
         >>> delays.rerun_many(**group.filters)
         """
         check_page_limit(limit)
-        return failure_groups(self._shards, None if tag is None else check_tag(tag), since, limit)
+        return failure_groups(self._store, None if tag is None else check_tag(tag), since, limit)
 
     afailures = twin(failures)
 
@@ -214,25 +215,25 @@ class Statistics:
         >>> [point.gauges.overdue for point in delays.statistics.gauges(since="1d", step="1h")]
         """
         steps = StepRange.of(self._clock.now(), since, until, step)
-        return [GaugePoint(*each) for each in gauge_means(self._shards, steps).items()]
+        return [GaugePoint(*each) for each in gauge_means(self._store, steps).items()]
 
     agauges = twin(gauges)
 
     # -- private ----------------------------------------------------------------------------------
 
     @property
-    def _shards(self) -> Sequence[Shard]:
-        return self._get_shards()
+    def _store(self) -> Store:
+        return self._get_runtime().store
 
     @property
     def _clock(self) -> Clock:
-        return self._shards[0].clock
+        return self._get_runtime().clock
 
     def _counts(
         self, since: Since, until: datetime | None, tags: Sequence[str] | None
     ) -> list[tuple[str, RunCounts]]:
         minutes = StepRange.of(self._clock.now(), since, until, "1m", is_series=False)
-        return counts_by_tag(self._shards, minutes, checked_tags(tags))
+        return counts_by_tag(self._store, minutes, checked_tags(tags))
 
 
 def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:

@@ -1,8 +1,8 @@
-"""Reads statistics of all databases, and adds them up."""
+"""Reads statistics, and adds them up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,7 +25,7 @@ from delaytasks.statistics.periods import (
 from delaytasks.statistics.queries import StatisticsTable
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime as Shard
+    from delaytasks.storage.store import Store
 
 #: The most steps of one series.
 MAX_SERIES_STEPS = 10_000
@@ -94,80 +94,66 @@ class StepRange(NamedTuple):
 
 
 def run_counts(
-    shards: Sequence[Shard], steps: StepRange, tags: Sequence[str] | None
+    store: Store, steps: StepRange, tags: Sequence[str] | None
 ) -> dict[datetime, dict[str, RunCounts]]:
     """Return the counts by step and tag, for the steps that have any."""
     found: dict[datetime, dict[str, RunCounts]] = {}
-    for shard in shards:
-        for row in _table(shard).read(*steps[:2], tags):
-            if (step := steps.only_step_of(row.start, row.period)) is not None:
-                # Adding numbers first is much faster than adding the counts of each part.
-                if (total := total_in(row)) is not None:
-                    found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(total)
-                continue
-            for number, one in counts_in(row).items():
-                if (step := steps.step_of(row.start, row.period, number)) is not None:
-                    found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(one)
+    for row in _table(store).read(*steps[:2], tags):
+        if (step := steps.only_step_of(row.start, row.period)) is not None:
+            # Adding numbers first is much faster than adding the counts of each part.
+            if (total := total_in(row)) is not None:
+                found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(total)
+            continue
+        for number, one in counts_in(row).items():
+            if (step := steps.step_of(row.start, row.period, number)) is not None:
+                found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(one)
     return found
 
 
-def count_rows(shards: Sequence[Shard], since: datetime, until: datetime, most: int) -> int:
+def count_rows(store: Store, since: datetime, until: datetime, most: int) -> int:
     """Count the rows that `run_counts` reads for all tags of a range, up to `most`."""
-    counted = 0
-    for shard in shards:
-        counted += _table(shard).count(since, until, most - counted)
-        if counted >= most:
-            break
-    return counted
+    return _table(store).count(since, until, most)
 
 
 def counts_by_tag(
-    shards: Sequence[Shard], steps: StepRange, tags: Sequence[str] | None
+    store: Store, steps: StepRange, tags: Sequence[str] | None
 ) -> list[tuple[str, RunCounts]]:
     """Return the counts of all steps together, in the order of the tags."""
     found: dict[str, RunCounts] = {}
-    for by_tag in run_counts(shards, steps, tags).values():
+    for by_tag in run_counts(store, steps, tags).values():
         for tag, counts in by_tag.items():
             found.setdefault(tag, RunCounts()).add(counts)
     return sorted(found.items())
 
 
-def gauge_means(shards: Sequence[Shard], steps: StepRange) -> dict[datetime, Gauges]:
-    """Return the mean gauges of each step that has any, of all databases together."""
+def gauge_means(store: Store, steps: StepRange) -> dict[datetime, Gauges]:
+    """Return the mean gauges of each step that has any."""
     found: dict[datetime, list[Gauges]] = {}
-    for shard in shards:
-        of_shard: dict[datetime, list[Gauges]] = {}
-        for row in _table(shard).read(*steps[:2], [GAUGES]):
-            for number, one in gauges_in(row).items():
-                if (step := steps.step_of(row.start, row.period, number)) is not None:
-                    of_shard.setdefault(step, []).append(one)
-        for step, many in of_shard.items():
-            found.setdefault(step, []).append(Gauges.mean(many))
-    return {step: Gauges.total(many) for step, many in sorted(found.items())}
+    for row in _table(store).read(*steps[:2], [GAUGES]):
+        for number, one in gauges_in(row).items():
+            if (step := steps.step_of(row.start, row.period, number)) is not None:
+                found.setdefault(step, []).append(one)
+    return {step: Gauges.mean(many) for step, many in sorted(found.items())}
 
 
 def failure_groups(
-    shards: Sequence[Shard], tag: str | None, since: datetime | None, limit: int
+    store: Store, tag: str | None, since: datetime | None, limit: int
 ) -> list[FailureGroup]:
-    """Return the groups that failed last, of all databases together."""
-    found: dict[tuple[str, str], FailureGroup] = {}
-    for shard in shards:
-        for row in _table(shard).failure_groups.read(tag, since, limit):
-            hours = {EPOCH + timedelta(hours=h): n for h, n in hour_counts_of(row.hours).items()}
-            group = FailureGroup(
-                row.tag,
-                row.pattern,
-                row.fingerprint,
-                row.runs,
-                row.first_at,
-                row.last_at,
-                row.task_id,
-                row.sample,
-                hours,
-            )
-            key = group.tag, group.fingerprint
-            found[key] = _together(found[key], group) if key in found else group
-    return sorted(found.values(), key=lambda group: group.last_at, reverse=True)[:limit]
+    """Return the groups that failed last, the latest first."""
+    return [
+        FailureGroup(
+            row.tag,
+            row.pattern,
+            row.fingerprint,
+            row.runs,
+            row.first_at,
+            row.last_at,
+            row.task_id,
+            row.sample,
+            {EPOCH + timedelta(hours=h): n for h, n in hour_counts_of(row.hours).items()},
+        )
+        for row in _table(store).failure_groups.read(tag, since, limit)
+    ]
 
 
 def checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
@@ -176,26 +162,8 @@ def checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
     return None if tags is None else [check_tag(tag) for tag in tags]
 
 
-def _table(shard: Shard) -> StatisticsTable:
-    return StatisticsTable(shard.store.database, shard.store.schema)
-
-
-def _together(a: FailureGroup, b: FailureGroup) -> FailureGroup:
-    last = a if a.last_at >= b.last_at else b
-    hours: Mapping[datetime, int] = {
-        hour: a.hours.get(hour, 0) + b.hours.get(hour, 0) for hour in sorted({*a.hours, *b.hours})
-    }
-    return FailureGroup(
-        a.tag,
-        a.pattern,
-        a.fingerprint,
-        a.runs + b.runs,
-        min(a.first_at, b.first_at),
-        last.last_at,
-        last.task_id,
-        last.error,
-        hours,
-    )
+def _table(store: Store) -> StatisticsTable:
+    return StatisticsTable(store.database, store.schema)
 
 
 def _floor(instant: datetime, step: timedelta) -> datetime:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING
 
@@ -12,20 +11,20 @@ from delaytasks.core.failure_group import CountedFailures, recent_hours
 from delaytasks.statistics.reading import StepRange, failure_groups, run_counts
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime as Shard
+    from delaytasks.runtime import Runtime
 
 #: The most groups, those that failed last.
 MOST_READ_GROUPS = 100
 
 
-def recent_failures(shards: Sequence[Shard], now: datetime) -> list[CountedFailures]:
+def recent_failures(runtime: Runtime, now: datetime) -> list[CountedFailures]:
     """Return the groups that failed last, with the number of recent runs of their tags."""
-    groups = failure_groups(shards, None, None, MOST_READ_GROUPS)
+    groups = failure_groups(runtime.store, None, None, MOST_READ_GROUPS)
     since = recent_hours(now)
     tags = sorted({group.tag for group in groups if group.last_at >= since})
     started = Counter[str]()
     if tags:
         steps = StepRange(since, now, AN_HOUR, is_series=False)
-        for by_tag in run_counts(shards, steps, tags).values():
+        for by_tag in run_counts(runtime.store, steps, tags).values():
             started.update({tag: counts.started for tag, counts in by_tag.items()})
     return [CountedFailures(group, started[group.tag]) for group in groups]

@@ -21,7 +21,7 @@ from delaytasks.core.errors import SessionUnusableError
 from delaytasks.core.thread_pool import ThreadPool
 
 T = TypeVar("T")
-#: The threads of `off_the_loop`. They send messages of committed tasks, and read other shards.
+#: The threads of `off_the_loop`. They send messages of committed tasks.
 _threads = ThreadPool(4, "delaytasks-loop")
 
 

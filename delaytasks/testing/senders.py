@@ -55,7 +55,7 @@ class NoTimer:
     def disarm(self, entries: Iterable[Entry]) -> None: ...
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
         return True
 

@@ -104,5 +104,4 @@ class DelaysTester(TaskAssertions, TaskRuns, TimeTravel):
         >>> tester.clear()
         """
         self._instance.require_started()
-        for shard in runtime_of(self._instance.delays).shards:
-            shard.store.clear()
+        runtime_of(self._instance.delays).store.clear()

@@ -8,9 +8,8 @@ line names what the module adds:
 `redis_poller`                                from the table, or from Redis
 `near_entries`                                holds entries in the timing wheel until they are due
 `dispatcher`                                  takes what is due, and fills the pool with chunks
-`chunk_queue`                                 chooses the shard by turns, and the size of the chunk
-`shard_queue`, `queue_drain`                  choose what the chunk has: entries that are due, a
-                                              part of a drain, or a waitlist
+`chunk_queue`, `queue_drain`                  choose what the chunk has: entries that are due, a
+                                              part of a drain, or a waitlist; and its size
 `chunk_request`                               is the chunk, and runs it in the process of the pool
 `pool`                                        passes the chunk to Celery's pool, and knows which
                                               process has it
@@ -21,15 +20,15 @@ line names what the module adds:
 `Report`. The report may hold entries that were early, which return to `near_entries`.
 
 **What else arrives.** `sweep_loop` and `lease_keeper` start drains, the latter for the rows of a
-process that died. `shard_health` reports which databases answer. The processes of the pool read in
-`shared_memory` when leases were renewed, and whether other tasks wait for them.
+process that died. `database_health` reports outages of the database. The processes of the pool
+read in `shared_memory` when leases were renewed, and whether other tasks wait for them.
 
 **What leaves.** Chunks go to the pool, and `unfinished_work` returns to the timer what a worker
 holds when it stops. A row whose entry is dropped is claimed from the table, and the watch loop of
-`runtime` asks other workers to help with that.
+`worker_runtime` asks other workers to help with that.
 
-**Who owns which state.** `Dispatcher._lock` guards the queues: `ChunkQueue`, each `ShardQueue` and
-its drains and waitlists. Any thread may take it, and no code that holds it
+**Who owns which state.** `Dispatcher._lock` guards the `ChunkQueue` with its
+drains and waitlists. Any thread may take it, and no code that holds it
 waits for the database or the broker. `waiting`, `is_at_work` and `pids` read without it, since a
 value that is a moment old does no harm. Celery's pool belongs to one thread: the event loop, or
 `calls.CallThread` if the broker's transport has no event loop. Other threads only ask for

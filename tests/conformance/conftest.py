@@ -31,9 +31,8 @@ def timer(delays: DelayTasks) -> RecordingTimer:
 @pytest.fixture
 def waiting_timer(delays: DelayTasks) -> WaitingTimer:
     timer: Any = WaitingTimer()
-    for shard in runtime_of(delays).shards:
-        producer: Any = shard.producer
-        producer._timer = timer
+    producer: Any = runtime_of(delays).producer
+    producer._timer = timer
     made: WaitingTimer = timer
     return made
 

@@ -149,7 +149,7 @@ def test_a_process_is_dead_although_its_last_report_came_after_its_death(
 ) -> None:
     """Otherwise the worker would wait for its rows, and kill this process id, when it stops."""
     dead, found = 2**22 + 1, list[int]()
-    worker.dispatcher.running = lambda shard: ([], {} if found else {dead: (7,)})
-    worker.dispatcher.process_died = lambda pid, shard: found.append(pid)
+    worker.dispatcher.running = lambda: ([], {} if found else {dead: (7,)})
+    worker.dispatcher.process_died = lambda pid: found.append(pid)
     worker.run_keeper(lambda: bool(found))
     assert found == [dead]

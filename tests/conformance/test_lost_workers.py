@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from delaytasks import DelayTasks
-from delaytasks.operations.state import read_shard
+from delaytasks.operations.state import read_tables
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.gauge_queries import GaugeQueries
 from delaytasks.storage import worker_table
@@ -153,7 +153,7 @@ def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(
     with store.database.begin() as connection:
         connection.execute(insert(store.schema.tasks).values(row))
     assert GaugeQueries(store.database, store.schema).count(1.0, SILENT_S).workers == 0
-    found = read_shard(runtime_of(delays), delays.settings)
+    found = read_tables(runtime_of(delays).store, delays.settings)
     assert found.workers == []
     assert [group.reason.facts["last_seen"] for group in found.late] == [{}]
     record_sweeps(runtime_of(delays), timer)

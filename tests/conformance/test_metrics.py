@@ -42,8 +42,8 @@ class Values:
         self._values = scraped(delays)
 
     def of(self, name: str, **labels: str) -> float | None:
-        """Return a value of shard 0."""
-        return self._values.get((f"delaytasks_{name}", frozenset({"shard": "0", **labels}.items())))
+        """Return a value."""
+        return self._values.get((f"delaytasks_{name}", frozenset(labels.items())))
 
     def of_forecast(self, name: str) -> float | None:
         return self._values.get((f"delaytasks_forecast_{name}", frozenset()))
@@ -185,9 +185,9 @@ def test_the_error_budget_of_30_days_is_that_of_tags_with_on_time(
 def test_scrapes_in_quick_succession_read_the_database_once(delays: DelayTasks) -> None:
     source = DatabaseMetrics(runtime_of(delays), rest_s=timedelta(hours=1).total_seconds())
     registry = registry_of(source)
-    before = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})
+    before = registry.get_sample_value("delaytasks_tasks", {"status": "NOT_COMPLETE"})
     delays.schedule_delay("mail", {}, 60)
-    after = registry.get_sample_value("delaytasks_tasks", {"shard": "0", "status": "NOT_COMPLETE"})
+    after = registry.get_sample_value("delaytasks_tasks", {"status": "NOT_COMPLETE"})
     assert before == after == 0
 
 

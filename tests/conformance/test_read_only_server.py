@@ -38,7 +38,7 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
     caplog.set_level(logging.DEBUG, "delaytasks")
     for _ in range(3):
         for stage, work in stages.items():
-            events.about(shard=0).attempt("sweep", stage, work)
+            events.attempt("sweep", stage, work)
     assert len(lines(caplog)) == 1
     assert events.counts["loop.failed"] >= 6  # subscribers receive each failure
     for stage in stages:  # the server accepts writes again
@@ -54,11 +54,9 @@ def test_a_read_only_database_is_logged_once_for_all_stages(
 def test_another_reason_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     events = Events()
 
-    def fail(reason: str, shard: int | None = None) -> None:
-        raise StoreUnavailableError(reason, shard, is_unable=True)
+    def fail(reason: str) -> None:
+        raise StoreUnavailableError(reason, is_unable=True)
 
     for reason in ("read-only", "read-only", "disk is full", "disk is full"):
         events.attempt("sweep", "seen", lambda reason=reason: fail(reason))  # type: ignore[misc]
     assert len(lines(caplog)) == 2
-    events.attempt("sweep 1", "seen", lambda: fail("read-only", 1))
-    assert len(lines(caplog)) == 3  # another database is logged on its own

@@ -11,7 +11,7 @@ from sqlalchemy import insert, update
 from delaytasks import DelayTasks
 from delaytasks.cli.stats_document import worker_json
 from delaytasks.core.registered_worker import RegisteredWorker
-from delaytasks.operations.state import read_shard
+from delaytasks.operations.state import read_tables
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.worker.worker_shares import WorkerShares
@@ -65,7 +65,7 @@ def registered(store: Store, delays: DelayTasks) -> list[RegisteredWorker]:
 
 
 def workers_of_stats(delays: DelayTasks) -> list[dict[str, Any]]:
-    state = read_shard(runtime_of(delays), delays.settings)
+    state = read_tables(runtime_of(delays).store, delays.settings)
     return [worker_json(state.now, worker) for worker in state.workers]
 
 

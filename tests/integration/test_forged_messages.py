@@ -19,7 +19,6 @@ from kombu import Producer
 from redis import Redis
 
 from delaytasks import DelayTask, Status
-from delaytasks.core.ids import COUNTER_BITS
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.eta import RUN, SWEEP
 from tests.redis_server import RedisServer
@@ -117,7 +116,6 @@ def forged_bodies(far: DelayTask, near: DelayTask, cancelled: DelayTask) -> list
         [near.id, 0, now, 0],
         [cancelled.id, 1, now, 0],
         [4711, 0, now, 0],
-        [(5 << COUNTER_BITS) + 1, 0, now, 0],  # This id belongs to another shard.
         [2**63 - 1, 2**63 - 1, 0, -32768],
     ]
     return [
@@ -140,8 +138,6 @@ def forged_bodies(far: DelayTask, near: DelayTask, cancelled: DelayTask) -> list
         [[[[1.5, True, None, {}]]], {}, {}],
         [[[[1, 0, 0, 0]] * 2000], {}, {}],
         [[[], {"drain": "x"}], {}, {}],
-        [[[], {"drain": [0], "shard": 31}], {}, {}],
-        [[[], {"drain": [0], "shard": -1}], {}, {}],
         {"task": RUN, "args": "x", "kwargs": {"evil": 1}, "id": "x"},
         "[" * 100_000,
         b"\xff\xfe\x00",

@@ -32,14 +32,13 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
     made: list[Deployment] = []
 
     def make(
-        database: str | list[str] = "postgresql",
+        database: str = "postgresql",
         conf: dict[str, Any] | None = None,
         **settings: Any,
     ) -> Deployment:
-        database_url: str | list[str] = database
         if database == "sqlite":
             database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
-        elif isinstance(database, str):
+        else:
             database_url = request.getfixturevalue(f"{database}_url")
         broker_url = request.getfixturevalue(BROKERS["redis"][0])
         # The processors specify this queue, but the test does not import them.
@@ -152,30 +151,29 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     assert "time_limits_project.py" in log, "where it was"
 
 
-def test_overdue_rows_with_and_without_limits_run_independently_on_two_databases(
-    deploy: Deploy, postgresql_url: str, mysql_url: str
+def test_overdue_rows_with_and_without_limits_run_independently(
+    deploy: Deploy,
 ) -> None:
-    d = deploy([postgresql_url, mysql_url])
-    past = runtime_of(d.delays).clock.now() - timedelta(minutes=1)
-    stuck, others = list[Any](), list[Any]()
-    for shard in runtime_of(d.delays).shards:
-        rows = []
-        for number in range(100):
-            body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
-            row = {
-                "id": shard.new_id(),
-                "tag": "limits.hard" if number % 2 else "limits.none",
-                "queue": "limits",
-            }
-            rows.append({**row, "message_body": json.dumps(body), "expected_time": past})
-            (stuck if number == 51 else others).append(rows[-1]["id"])
-        with shard.store.database.begin() as connection:
-            connection.execute(insert(shard.store.schema.tasks), rows)
+    d = deploy()
+    runtime = runtime_of(d.delays)
+    past = runtime.clock.now() - timedelta(minutes=1)
+    rows, stuck, others = list[dict[str, Any]](), list[Any](), list[Any]()
+    for number in range(100):
+        body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
+        row = {
+            "id": runtime.new_id(),
+            "tag": "limits.hard" if number % 2 else "limits.none",
+            "queue": "limits",
+        }
+        rows.append({**row, "message_body": json.dumps(body), "expected_time": past})
+        (stuck if number == 51 else others).append(rows[-1]["id"])
+    with runtime.store.database.begin() as connection:
+        connection.execute(insert(runtime.store.schema.tasks), rows)
     d.worker(concurrency=3)
 
     def left() -> int:
-        counts = [counted(shard.store) for shard in runtime_of(d.delays).shards]
-        return sum(count[Status.NOT_COMPLETE] + count[Status.RUNNING] for count in counts)
+        count = counted(runtime.store)
+        return sum(count[status] for status in (Status.NOT_COMPLETE, Status.RUNNING))
 
     wait_until(
         lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck),

@@ -170,7 +170,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert delays.attempts(task) == []
     with pytest.raises(StoreError):
         delays.pause(tag="mail")
-    checks = HealthChecks(runtime_of(delays).shards, runtime_of(delays).settings)
+    checks = HealthChecks(runtime_of(delays).store, runtime_of(delays).settings)
     assert all(check.is_ok for check in checks.ready(HealthQuestion("api")))
     delays.close()
 

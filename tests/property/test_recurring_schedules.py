@@ -29,8 +29,8 @@ class Schedules(RuleBasedStateMachine):
         url = f"sqlite:///{Path(self._folder.name) / 'test.sqlite3'}"
         self._store = open_store(url, table_prefix="s_")
         self._harness = RecurringHarness(url, self._store)
-        shard = runtime_of(self._harness.delays)
-        object.__setattr__(shard, "clock", self._harness.clock)
+        runtime = runtime_of(self._harness.delays)
+        runtime.clock = self._harness.clock
 
     @initialize(overlap=st.sampled_from(["allow", "skip"]), jitter=st.sampled_from([0, 7]))
     def begin(self, overlap: Any, jitter: int) -> None:

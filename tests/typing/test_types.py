@@ -54,7 +54,7 @@ NOTIFY NewTask Page Policy Processor Retry RetrySchedule Shards Snooze Status To
 FUNCTIONS = """
 apply_async attempts audit cancel cancel_many clear_policy find get new_id pause policies
 processor rerun rerun_many reschedule reschedule_many resume schedule_at schedule_callback
-schedule_delay schedule_many schedule_message set_policy shard_for touch touch_many
+schedule_delay schedule_many schedule_message set_policy touch touch_many
 using wait
 """.split()
 

@@ -16,14 +16,14 @@ from tests.doc_pages import block_beginning
 
 #: The state of a deployment without problems: series and their values, one each minute.
 HEALTHY = {
-    'delaytasks_database_up{shard="0"}': "1x120",
+    "delaytasks_database_up": "1x120",
     "delaytasks_broker_up": "1x120",
-    'delaytasks_oldest_overdue_seconds{shard="0"}': "0x20 45 0x99",
-    'delaytasks_expired_leases{shard="0"}': "0x10 3 0x109",
-    'delaytasks_workers{shard="0"}': "2x120",
-    'delaytasks_queue_workers{shard="0",queue="mail"}': "2x120",
-    'delaytasks_overdue_tasks_by_tag{shard="0",queue="mail",tag="mail.send"}': "7x120",
-    'delaytasks_sweep_age_seconds{shard="0",sweep_partition="0"}': "4x120",
+    "delaytasks_oldest_overdue_seconds": "0x20 45 0x99",
+    "delaytasks_expired_leases": "0x10 3 0x109",
+    "delaytasks_workers": "2x120",
+    'delaytasks_queue_workers{queue="mail"}': "2x120",
+    'delaytasks_overdue_tasks_by_tag{queue="mail",tag="mail.send"}': "7x120",
+    'delaytasks_sweep_age_seconds{sweep_partition="0"}': "4x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="done"}': "0+100x120",
     'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+1x120",
     # A partner fails often, and a retry succeeds.
@@ -32,9 +32,9 @@ HEALTHY = {
     'delaytasks_runs_total{instance="w1",tag="rare",outcome="failed"}': "0x50 1x69",
     'delaytasks_runs_on_time_total{instance="w1",tag="mail.send"}': "0+1000x120",
     'delaytasks_runs_late_total{instance="w1",tag="mail.send"}': "0+5x120",
-    'delaytasks_worker_broker_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
-    'delaytasks_worker_timer_down_seconds{shard="0",worker="w1"}': "0x20 45 0x99",
-    'delaytasks_beat_age_seconds{shard="0"}': "4x20 45 4x99",
+    'delaytasks_worker_broker_down_seconds{worker="w1"}': "0x20 45 0x99",
+    'delaytasks_worker_timer_down_seconds{worker="w1"}': "0x20 45 0x99",
+    "delaytasks_beat_age_seconds": "4x20 45 4x99",
     # A busy hour is no problem, and nor is a full one that is not a forecast any more.
     "delaytasks_forecast_peak_utilization": "0.9x75 2x45",
     "delaytasks_forecast_peak_in_seconds": "3600x75 0x45",
@@ -43,18 +43,18 @@ HEALTHY = {
 }
 #: What is different, for each alert, and the labels with which the alert fires.
 PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-    "DelayTasksLate": ({'delaytasks_oldest_overdue_seconds{shard="0"}': "61+60x120"}, {}),
-    "DelayTasksStuck": ({'delaytasks_expired_leases{shard="0"}': "3x120"}, {"shard": "0"}),
-    "DelayTasksNoWorker": ({'delaytasks_workers{shard="0"}': "0x120"}, {}),
+    "DelayTasksLate": ({"delaytasks_oldest_overdue_seconds": "61+60x120"}, {}),
+    "DelayTasksStuck": ({"delaytasks_expired_leases": "3x120"}, {}),
+    "DelayTasksNoWorker": ({"delaytasks_workers": "0x120"}, {}),
     "DelayTasksQueueWithoutWorker": (
-        {'delaytasks_queue_workers{shard="0",queue="mail"}': "0x120"},
+        {'delaytasks_queue_workers{queue="mail"}': "0x120"},
         {"queue": "mail"},
     ),
     "DelayTasksSweepOld": (
-        {'delaytasks_sweep_age_seconds{shard="0",sweep_partition="0"}': "3600x120"},
-        {"shard": "0", "sweep_partition": "0"},
+        {'delaytasks_sweep_age_seconds{sweep_partition="0"}': "3600x120"},
+        {"sweep_partition": "0"},
     ),
-    "DelayTasksDatabaseDown": ({'delaytasks_database_up{shard="0"}': "0x120"}, {"shard": "0"}),
+    "DelayTasksDatabaseDown": ({"delaytasks_database_up": "0x120"}, {}),
     "DelayTasksBrokerDown": ({"delaytasks_broker_up": "0x120"}, {}),
     "DelayTasksFailing": (
         {'delaytasks_runs_total{instance="w1",tag="mail.send",outcome="failed"}': "0+20x120"},
@@ -73,10 +73,10 @@ PROBLEMS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
         {"tag": "mail.send"},
     ),
     "DelayTasksWorkerWithoutBroker": (
-        {'delaytasks_worker_broker_down_seconds{shard="0",worker="w1"}': "61+60x120"},
+        {'delaytasks_worker_broker_down_seconds{worker="w1"}': "61+60x120"},
         {"worker": "w1"},
     ),
-    "DelayTasksBeatSilent": ({'delaytasks_beat_age_seconds{shard="0"}': "61+60x120"}, {}),
+    "DelayTasksBeatSilent": ({"delaytasks_beat_age_seconds": "61+60x120"}, {}),
     "DelayTasksPeakAhead": (
         {
             "delaytasks_forecast_peak_utilization": "1.4x120",

@@ -53,7 +53,7 @@ class SlowTimer:
         self.disarmed += entries
 
     def request_drain(
-        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float, shard: int = 0
+        self, queue: str, priorities: Sequence[int], messages: int, expires_s: float
     ) -> bool:
         return self.gate.is_set()
 

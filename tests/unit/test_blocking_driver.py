@@ -21,5 +21,5 @@ from delaytasks.worker.bootsteps import warn_of_blocking_driver
 def test_greenlets_and_psycopg2_give_a_warning(
     caplog: pytest.LogCaptureFixture, is_green: bool, driver: str, warns: bool
 ) -> None:
-    warn_of_blocking_driver(SimpleNamespace(is_green=is_green), [driver])
+    warn_of_blocking_driver(SimpleNamespace(is_green=is_green), driver)
     assert ("begin delaytasks_database_url with postgresql+psycopg://" in caplog.text) is warns

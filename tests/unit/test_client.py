@@ -54,7 +54,6 @@ FUNCTIONS = [name for name in api.__all__ if not is_twin(getattr(api, name))]
 #: The public methods without a twin, each with the reason.
 WITHOUT_TWIN = {
     "new_id": "waits for nothing",
-    "shard_for": "waits for nothing",
     "processor": "registers a function",
     "using": "is a context manager that waits for nothing",
     "wait": "has the twin `await_`, since `await` is a keyword",

@@ -11,7 +11,7 @@ import pytest
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.metrics import snapshot
 from delaytasks.metrics.snapshot import MAX_REST_S, REST_S, DatabaseMetrics
-from delaytasks.operations.state import read_shard
+from delaytasks.operations.state import read_tables
 from delaytasks.runtime import runtime_of
 from tests.recording import delays_on
 from tests.unit.manual_monotonic import ManualMonotonic
@@ -29,7 +29,7 @@ def rest_after_reading(
         return read(*arguments)
 
     monkeypatch.setattr(snapshot, "monotonic", time)
-    monkeypatch.setattr(snapshot, "read_shard", slow)
+    monkeypatch.setattr(snapshot, "read_tables", slow)
     delays = delays_on(f"sqlite:///{tmp_path / 'a.sqlite3'}")
     with runtime_of(delays).store.database.begin() as connection:
         runtime_of(delays).store.schema.metadata.create_all(connection)
@@ -57,5 +57,5 @@ def test_a_database_that_was_down_is_read_again_soon(
 def test_slow_queries_are_repeated_less_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, took_s: float, rest_s: float
 ) -> None:
-    read = read_shard
+    read = read_tables
     assert rest_after_reading(tmp_path, monkeypatch, read, took_s) == rest_s

@@ -106,7 +106,7 @@ def test_a_stage_that_fails_in_the_same_way_again_has_one_traceback() -> None:
         raise ValueError(with_text)
 
     for text in ["a", "a", "b", "b", "a"]:
-        events.about(shard=1).attempt("loop", "stage", lambda text=text: fail(text))  # type: ignore[misc]
+        events.attempt("loop", "stage", lambda text=text: fail(text))  # type: ignore[misc]
     events.attempt("loop", "another stage", lambda: fail("a"))
     assert [cause is not None for cause in causes] == [True, False, True, False, True, True]
     for number in range(2 * MOST_LAST_ERRORS):

@@ -26,7 +26,7 @@ OTHER_NAMES = {
 
 def test_columns_have_the_order_of_the_fields_of_a_task() -> None:
     names = [OTHER_NAMES.get(column, column) for column in COLUMNS]
-    assert [*names, "shard"] == [field.name for field in fields(DelayTask)]
+    assert names == [field.name for field in fields(DelayTask)]
 
 
 def test_each_column_of_the_table_is_read() -> None:

@@ -351,9 +351,7 @@ def test_entries_that_a_stopped_worker_receives_are_sent_back(
     monkeypatch.setattr(
         timer,
         "request_drain",
-        lambda queue, priorities, messages, _expires_s, _shard: asked.append(
-            (queue, priorities, messages)
-        ),
+        lambda queue, priorities, messages, _expires_s: asked.append((queue, priorities, messages)),
     )
     runtime.start()
     runtime.stop()

@@ -105,7 +105,7 @@ def test_a_valid_message_is_accepted(reader: GuardedConsumer) -> None:
     assert reader.read(json.dumps([[[[7, 1, DUE, 0]]], {}, {}])).acknowledged
     assert reader.entries == [Entry(7, 1, DUE, "default", 0)]
     reader.read(json.dumps([[[], {"drain": [0, 5]}], {}, {}]))
-    assert reader.drained == [("default", [0, 5], 0)]
+    assert reader.drained == [("default", [0, 5])]
     reader.read(json.dumps([[0], {}, {}]), {"task": SWEEP, "id": "x"})
     assert reader.sweeps == [0]
 

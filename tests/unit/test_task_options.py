@@ -16,7 +16,7 @@ OPTIONS = set(TaskOptions.__annotations__)
 #: Each way to schedule a task has these arguments in a form of its own.
 ARGUMENTS = {"tag", "body", "delay", "at"}
 #: The JSON value of a task does not have these fields.
-HIDDEN = {"cancel_request", "shard"}
+HIDDEN = {"cancel_request"}
 
 
 def test_schedule_many_takes_the_options_of_schedule_delay() -> None:

@@ -34,9 +34,9 @@ class PolicyHarness:
         """Open another process on the same tables."""
         made = delays_on(self.url, table_prefix=PREFIX)
         timer = record(made)
-        shard = runtime_of(made)
-        record_sweeps(shard, timer)
-        holding: Any = shard.sweeper._pauses
+        runtime = runtime_of(made)
+        record_sweeps(runtime, timer)
+        holding: Any = runtime.sweeper._pauses
         holding._budget_s = 60  # the pass completes even if the machine stalls for seconds
         for tag in ("mail", "sms"):
             made.processor(tag)(self.ran.append)

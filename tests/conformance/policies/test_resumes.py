@@ -205,8 +205,9 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
         field.sweep()
     monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 2)
     getattr(field.delays, verb)(tag="mail")
-    shard = runtime_of(field.delays)
-    move, calls = getattr(shard.store.paused_rows, {"pause": "hold", "resume": "release"}[verb]), []
+    runtime = runtime_of(field.delays)
+    calls: list[Any] = []
+    move = getattr(runtime.store.paused_rows, {"pause": "hold", "resume": "release"}[verb])
 
     def dies(ids: Any) -> Any:
         calls.append(ids)
@@ -214,7 +215,7 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
             raise CrashError
         return move(ids)
 
-    monkeypatch.setattr(shard.store.paused_rows, move.__name__, dies)
+    monkeypatch.setattr(runtime.store.paused_rows, move.__name__, dies)
     with pytest.raises(CrashError):
         field.sweep()
     monkeypatch.undo()

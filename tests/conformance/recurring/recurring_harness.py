@@ -33,10 +33,10 @@ class RecurringHarness:
         self.start = self.clock.now()
 
     def creation(self) -> Creation:
-        shard = runtime_of(self.delays)
+        runtime = runtime_of(self.delays)
         table = RecurringTable(self.store.database, self.store.schema)
         return Creation(
-            self.delays.settings, table, shard.new_id, self.clock, self.armed, self.events
+            self.delays.settings, table, runtime.new_id, self.clock, self.armed, self.events
         )
 
     def sweep(self, at_s: float, on_step: Callable[[], None] = lambda: None) -> None:

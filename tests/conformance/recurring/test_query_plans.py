@@ -25,7 +25,7 @@ def many(database_url: str) -> Iterator[tuple[Store, Creation]]:
     """Yield 5,000 schedules, of which some are due, and a sweeper."""
     store = open_store(database_url, table_prefix="plan_")
     delays = delays_on(database_url, table_prefix="plan_")
-    shard = runtime_of(delays)
+    runtime = runtime_of(delays)
     table, now = RecurringTable(store.database, store.schema), store.tasks.now()
     made = delays.recurring.set("first", "report", every="1h", overlap="skip")
     rows = [
@@ -43,7 +43,7 @@ def many(database_url: str) -> Iterator[tuple[Store, Creation]]:
     events = runtime_of(delays).events
     yield (
         store,
-        Creation(delays.settings, table, shard.new_id, shard.clock, RecordingTimer(), events),
+        Creation(delays.settings, table, runtime.new_id, runtime.clock, RecordingTimer(), events),
     )
     with store.database.begin() as connection:
         store.schema.metadata.drop_all(connection)

@@ -165,6 +165,6 @@ def test_the_stage_loads_the_package_only_when_it_is_due() -> None:
 def test_a_sweep_keeps_statistics_unless_the_setting_is_off(
     store: Store, delays: DelayTasks
 ) -> None:
-    shard = runtime_of(delays)
-    assert shard.sweeper.sweep(0)
+    runtime = runtime_of(delays)
+    assert runtime.sweeper.sweep(0)
     assert len(delays.statistics.gauges(since="2h")) == 1

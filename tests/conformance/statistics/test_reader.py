@@ -67,9 +67,9 @@ def test_the_rows_of_a_range_are_counted_up_to_a_limit(
     since, until = NOON - 2 * DAY, NOON + HOUR
     read = list(table.read(since, until, None))
     assert {row.period for row in read} == {"minute", "hour", "day"}
-    shards = runtime_of(delays).shards
-    assert count_rows(shards, since, until, 100) == len(read) == 9
-    assert count_rows(shards, since, until, 5) == 5
+    store = runtime_of(delays).store
+    assert count_rows(store, since, until, 100) == len(read) == 9
+    assert count_rows(store, since, until, 5) == 5
 
 
 def test_the_end_of_a_range_is_exclusive_and_its_beginning_is_rounded_down(
@@ -116,7 +116,7 @@ def test_the_totals_of_a_range_need_one_count_for_each_tag(
     until = NOON + 50 * MINUTE
     for _ in range(2):  # as minutes, and as parts of an hour
         steps = StepRange.of(until, NOON, until, "1m", is_series=False)
-        [by_tag] = run_counts(runtime_of(delays).shards, steps, None).values()
+        [by_tag] = run_counts(runtime_of(delays).store, steps, None).values()
         assert {tag: counts.started for tag, counts in by_tag.items()} == {"a": 2, "b": 2}
         table.pack("minute", NOON + HOUR)
 

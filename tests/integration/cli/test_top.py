@@ -21,7 +21,7 @@ ON_TIME = Verdict("good", "On time.", [])
 
 
 def read(shop: Project) -> LiveSnapshot:
-    return snapshot(runtime_of(shop.delays).shards, shop.delays.settings)
+    return snapshot(runtime_of(shop.delays).store, shop.delays.settings)
 
 
 @pytest.fixture
