@@ -1,7 +1,7 @@
 """Configuration of the Celery app in `delaytasks.celery`. Every setting here has a default.
 
-The broker: CELERY_BROKER_URL, or `broker_url` here; without either, the embedded one, which
-`delaytasks up` starts. The database: DELAYTASKS_DATABASE_URL, or `delaytasks_database_url` here;
+The broker: CELERY_BROKER_URL, or `broker_url` here; without either, message files in
+`.delaytasks/`. The database: DELAYTASKS_DATABASE_URL, or `delaytasks_database_url` here;
 without either, SQLite in `.delaytasks/`. `delaytasks config` prints all settings with their origin.
 """
 

@@ -19,7 +19,7 @@ from redis.exceptions import RedisError
 from benchmarks.processes import free_port
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, redis_url
 from benchmarks.waiting import BenchError, wait_until
-from delaytasks.embedded.server import find_server
+from tests.services import redis_program
 
 #: The last prefixes belong to Celery and kombu.
 _KEYS = (
@@ -136,7 +136,7 @@ class PrivateRedisServer:
 @contextmanager
 def private(folder: Path) -> Iterator[PrivateRedisServer]:
     """Start a server, and remove it with its data at the end."""
-    found = find_server()
+    found = redis_program()
     assert found is not None
     port = free_port()
     options = [
@@ -152,7 +152,7 @@ def private(folder: Path) -> Iterator[PrivateRedisServer]:
         str(folder),
     ]
     with subprocess.Popen(
-        [found.program, *options], stdout=subprocess.DEVNULL, start_new_session=True
+        [found, *options], stdout=subprocess.DEVNULL, start_new_session=True
     ) as process:
         try:
             server = PrivateRedisServer(port)

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--every", type=float, default=2.5, help="seconds between two faults")
     add("--seed", type=int, help="seed of the faults and of the scheduled tasks")
     add("--database", choices=["postgresql", "mariadb", "sqlite"], default="postgresql")
-    add("--broker", choices=["redis", "rabbitmq", "embedded"], default="redis")
+    add("--broker", choices=["redis", "rabbitmq"], default="redis")
     add("--timer", choices=["eta", "redis"], default="eta")
     add(
         "--patience",

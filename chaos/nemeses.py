@@ -59,10 +59,6 @@ def by_server(system: SystemUnderTest) -> str:
     return "" if system.database else "SQLite has no server"
 
 
-def by_broker_link(system: SystemUnderTest) -> str:
-    return "" if system.broker_link else "the embedded broker has no TCP"
-
-
 def by_clock(system: SystemUnderTest) -> str:
     if not system.database:
         return "SQLite's clock is the process's"
@@ -207,12 +203,10 @@ def close_broker_connections(system: SystemUnderTest, _chance: random.Random) ->
 
 
 def lose_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
-    assert system.broker_link is not None
     return Struck(_black_hole(system, system.broker_link, chance))
 
 
 def slow_broker(system: SystemUnderTest, chance: random.Random) -> Struck:
-    assert system.broker_link is not None
     return Struck(_slow(system, [system.broker_link], chance))
 
 
@@ -323,8 +317,8 @@ NEMESES = [
     Nemesis("broker emptied", "broker", empty_broker),
     Nemesis("broker killed", "broker", restart_broker),
     Nemesis("broker's connections closed", "broker", close_broker_connections),
-    Nemesis("broker in a black hole", "broker", lose_broker, by_broker_link),
-    Nemesis("broker slow", "broker", slow_broker, by_broker_link),
+    Nemesis("broker in a black hole", "broker", lose_broker),
+    Nemesis("broker slow", "broker", slow_broker),
     Nemesis("database killed", "database", restart_database, by_server),
     Nemesis("database's connections ended", "database", end_connections, by_server),
     Nemesis("COMMIT's answer lost", "database", lose_answers, by_server),

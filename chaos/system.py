@@ -85,8 +85,8 @@ class SystemUnderTest:
         producers, workers = [link.url(self.database_url) for link in self.links] or [
             self.database_url
         ] * 2
-        self.broker_link = None if self.site.broker == "embedded" else self._link(self.broker.url)
-        broker_url = self.broker_link.url(self.broker.url) if self.broker_link else self.broker.url
+        self.broker_link = self._link(self.broker.url)
+        broker_url = self.broker_link.url(self.broker.url)
         settings = {**SETTINGS, "timer": self.site.timer}
         if self.site.timer == "redis" and self.site.broker == "rabbitmq":
             redis_server = RedisServer(folder)

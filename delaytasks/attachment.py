@@ -6,13 +6,16 @@ import logging
 import re
 from functools import update_wrapper
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import celery
 from celery import signals
 from celery.app import utils
 from celery.utils.imports import symbol_by_name
 from celery.utils.log import get_logger
+from kombu.transport import TRANSPORT_ALIASES
 
 from delaytasks.core.celery_calls import CeleryCall, is_forced
 from delaytasks.core.errors import ConfigError
@@ -87,6 +90,15 @@ OLDEST_CELERY = (5, 5)
 #: The newest release of Celery that delaytasks is tested with. A worker with a newer one logs a
 #: warning.
 NEWEST_TESTED_CELERY = (5, 7)
+
+
+#: The transport of a machine without a broker. It is imported when it is used.
+TRANSPORT_ALIASES["delaytasks-files"] = "delaytasks.file_broker:Transport"
+
+
+def file_broker_url(data_dir: str) -> str:
+    """Return the broker URL of a machine without a broker."""
+    return f"delaytasks-files://localhost/{quote(str(Path(data_dir).absolute()))}"
 
 
 def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:

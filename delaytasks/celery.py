@@ -8,6 +8,7 @@ import sys
 
 from celery import Celery
 
+from delaytasks.attachment import file_broker_url
 from delaytasks.client import DelayTasks
 from delaytasks.core.settings import load_settings
 
@@ -31,8 +32,5 @@ app = _make_app()
 #: The instance behind the module-level functions of `delaytasks`.
 delays = _StandaloneDelays(app)
 if not app.conf.broker_url:
-    # Imported here: an app with a broker needs no embedded one.
-    from delaytasks.embedded.broker import use_embedded_broker
-
     # Not `delays.settings`, which would make a timer, and that needs a broker.
-    use_embedded_broker(app, load_settings(app.conf, os.environ).data_dir)
+    app.conf.broker_url = file_broker_url(load_settings(app.conf, os.environ).data_dir)

@@ -1,4 +1,4 @@
-"""A private database, a private Redis, and the processes of an example, in a temporary folder."""
+"""A private database, a broker of files, and the processes of an example, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from delaytasks.attachment import file_broker_url
 from delaytasks.cli.supervisor import die_with_parent
-from delaytasks.embedded.server import answers, find_server
 
 #: Longest time for each step of an example.
 STEP_S = 60.0
@@ -53,7 +53,6 @@ class Stage:
         self._use_private_servers(url_variable)
 
     def __enter__(self) -> Stage:
-        self._start_redis()
         return self
 
     def __exit__(
@@ -120,23 +119,11 @@ class Stage:
         for name in [name for name in os.environ if name.startswith(("DELAYTASKS_", "CELERY_"))]:
             del os.environ[name]
         os.environ[url_variable] = f"sqlite:///{self._folder / 'example.sqlite3'}"
-        os.environ["CELERY_BROKER_URL"] = f"redis+socket://{self._socket}"
+        os.environ["CELERY_BROKER_URL"] = file_broker_url(str(self._folder))
 
     @property
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "PYTHONPATH": self._path, "PYTHONUNBUFFERED": "1"}
-
-    @property
-    def _socket(self) -> Path:
-        return self._folder / "redis.sock"
-
-    def _start_redis(self) -> None:
-        server = find_server()
-        if server is None:
-            raise SystemExit("The examples require redis-server or valkey-server on the PATH.")
-        options = ["--port", "0", "--unixsocket", str(self._socket), "--save", ""]
-        self._spawn("redis", [server.program, *options])
-        self.wait_until(lambda: answers(self._socket), "the start of Redis")
 
     def _spawn(self, name: str, command: Sequence[str]) -> None:
         with (self._folder / f"{name}.log").open("wb") as log:

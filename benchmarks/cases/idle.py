@@ -13,7 +13,7 @@ from benchmarks.meters import NAN
 from benchmarks.sides import START_S, Ours, Side
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, wait_until
-from delaytasks.embedded.server import find_server
+from tests.services import redis_program
 
 #: After this time, connections are open and the first sweeps are over.
 SETTLE_S = 15.0
@@ -37,7 +37,7 @@ class Idle:
 
 
 def run(stage: CaseContext) -> None:
-    if find_server() is None or not table.can_fill():
+    if redis_program() is None or not table.can_fill():
         stage.say("idle: skipped, since it needs PostgreSQL and a local redis-server")
         return
     bare = _measure(stage, stage.bare)

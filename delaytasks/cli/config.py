@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import GOOD, NOTHING, cell, print_fields, print_json, print_table, say
 from delaytasks.core.masking import mask_url
@@ -60,9 +61,7 @@ def broker_url(app: Any) -> str:
 
 
 def _broker_origin(cli: Cli) -> str:
-    from delaytasks.embedded.broker import broker_of
-
     if any(os.environ.get(variable) for variable in _BROKER_VARIABLES):
         return "environment"
-    defaults = (None, broker_of(cli.delays.settings.data_dir).url)
+    defaults = (None, file_broker_url(cli.delays.settings.data_dir))
     return "default" if cli.app.conf.broker_url in defaults else "celery configuration"

@@ -48,18 +48,14 @@ class Spec:
     name: str
     command: Sequence[str]
     color: str
-    #: The children of one stage are stopped together. Stages start in ascending order and stop in
-    #: descending order.
+    #: The children of one stage are stopped together, and those of a higher stage first.
     stage: int
     #: The time that it may take to stop after SIGTERM.
     patience_s: float = 10.0
-    #: The next stage starts when this returns True.
-    is_ready: Callable[[], bool] | None = None
     #: Part of the line that it logs when it is ready.
     ready_line: str | None = None
     #: Lines that are left out of the log.
     noise: re.Pattern[str] | None = None
-    pass_fds: tuple[int, ...] = ()
     #: The umask of the child; -1: ours, because a worker's processors may make files for others.
     umask: int = -1
 
@@ -124,8 +120,8 @@ class Supervisor:
         before = {number: signal.signal(number, self._on_signal) for number in numbers}
         is_announced = False
         try:
-            for children in self._stages.values():
-                self._start_stage(children)
+            for child in self._children:
+                self._start(child)
             while not self._signals:
                 self._look()
                 if not is_announced and all(child.has_logged_ready for child in self._children):
@@ -139,16 +135,6 @@ class Supervisor:
 
     # -- start ------------------------------------------------------------------------------------
 
-    def _start_stage(self, children: list[Child]) -> None:
-        for child in children:
-            if not self._signals:
-                self._start(child)
-        while not self._signals and not all(
-            c.spec.is_ready is None or c.spec.is_ready() for c in children
-        ):
-            self._look()
-            time.sleep(LOOK_S / 4)
-
     def _start(self, child: Child) -> None:
         child.started_at, child.start_at = time.monotonic(), None
         child.process = subprocess.Popen(
@@ -157,7 +143,6 @@ class Supervisor:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            pass_fds=child.spec.pass_fds,
             umask=child.spec.umask,
             # Ctrl-C in a terminal reaches only this process, which stops the children in order.
             start_new_session=True,

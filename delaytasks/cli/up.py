@@ -5,33 +5,29 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from delaytasks.attachment import file_broker_url
+from delaytasks.cli.config import broker_url
 from delaytasks.cli.console import PORT as CONSOLE_PORT
-from delaytasks.cli.context import Cli, pass_cli
+from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
 from delaytasks.cli.database import upgrade_all
 from delaytasks.cli.supervisor import Spec, Supervisor
-from delaytasks.core.masking import mask_url
 from delaytasks.core.private_files import make_folder
-from delaytasks.embedded.broker import FILES_NOTE, begin, broker_of, leave
-from delaytasks.embedded.server import answers
 from delaytasks.runtime import runtime_of
 
 FLOWER_PORT = 5555
 #: The time that a worker may take to finish its running tasks when it is stopped.
 WORKER_PATIENCE_S = 60.0
-#: Lines that Redis logs at each start and stop.
-_REDIS_NOISE = re.compile(
-    "oO0Oo|Redis version=|Configuration loaded|Server initialized|overcommit|signal-handler|"
-    "User requested|bye bye"
-)
 #: Lines of a worker about root, which `up` replaces by one line, and about a broker without a host.
 _WORKER_NOISE = re.compile(
     "No hostname was supplied|"
@@ -74,7 +70,7 @@ def up(
     delaytasks up
     delaytasks -A shop up --concurrency 2 --no-flower
 
-    If no database or broker is configured, SQLite and a private Redis are used, kept in
+    If no database or broker is configured, SQLite and message files are used, kept in
     .delaytasks/. A process that dies is started again. Ctrl-C stops everything.
     """
     if os.name != "posix":
@@ -93,45 +89,32 @@ def up(
     cli.import_processors()
     settings = cli.delays.settings
     upgrade_all(cli)
-    broker, specs = _broker(cli)
-    specs += _celery(cli.app_name, settings.data_dir, concurrency, pool, flower_port)
+    has_files = _use_files(cli.app, settings.data_dir)
+    specs = _celery(cli.app_name, settings.data_dir, concurrency, pool, flower_port)
     if console_port:
         specs.append(_console(cli.app_name, console_port))
     console = Console(highlight=False, emoji=False)
     supervisor = Supervisor(specs, console)
-    if broker == FILES_NOTE:
-        supervisor.log.say(broker, "yellow")
     if os.geteuid() == 0:
         supervisor.log.say("running as root; a separate user is safer", "yellow")
     cli.store.close()  # the children make their own connections
 
     def announce() -> None:
-        for name, text in _what_to_open(cli, broker, console_port, flower_port):
+        for name, text in _what_to_open(cli, has_files, console_port, flower_port):
             console.print(Text.assemble((f"  {name:12}", "bold"), text), soft_wrap=True)
 
     supervisor.run(announce)
-    leave(settings.data_dir)
 
 
-def _broker(cli: Cli) -> tuple[str, list[Spec]]:
-    """Return the broker's description, and the child that runs it if the broker is embedded."""
-    url, data_dir = cli.app.conf.broker_url, cli.delays.settings.data_dir
-    if url != broker_of(data_dir).url:
-        return mask_url(url), []
-    redis = begin(data_dir)
-    if redis is None:
-        return FILES_NOTE, []
-    spec = Spec(
-        "redis",
-        redis.command,
-        "red",
-        stage=0,
-        is_ready=lambda: answers(redis.socket),
-        noise=_REDIS_NOISE,
-        pass_fds=(redis.lock,),
-        umask=0o077,
-    )
-    return f"private {redis.server}", [spec]
+def _use_files(app: Any, data_dir: str) -> bool:
+    """Let the child processes use message files if the app has no broker of its own."""
+    files = file_broker_url(data_dir)
+    if app.conf.broker_url not in (None, files):
+        return False
+    os.environ["CELERY_BROKER_URL"] = files
+    # Messages and bindings of an earlier run are for processes that have ended.
+    shutil.rmtree(Path(data_dir) / "broker", ignore_errors=True)
+    return True
 
 
 def _celery(
@@ -185,11 +168,13 @@ def _free_port(wanted: int | None, first: int = FLOWER_PORT) -> int:
 
 
 def _what_to_open(
-    cli: Cli, broker: str, console_port: int | None, flower_port: int | None
+    cli: Cli, has_files: bool, console_port: int | None, flower_port: int | None
 ) -> Iterator[tuple[str, str]]:
     yield "delaytasks", "is up"
     yield "database", cli.database_url
-    yield "broker", "files, without a Redis" if broker == FILES_NOTE else broker
+    yield "broker", broker_url(cli.app)
+    if has_files and cli.app_name != DEFAULT_APP:
+        yield "", f"in other shells: export CELERY_BROKER_URL={broker_url(cli.app)}"
     flower = "install Flower for a web page: pip install 'delaytasks[flower]'"
     if console_port:
         yield "console", f"http://127.0.0.1:{console_port} (more users: {cli.command} console-user)"

@@ -9,7 +9,7 @@ from pathlib import Path
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 #: Beginnings of the names of our files in a data folder, including the files that SQLite (-wal,
 #: -shm, -journal) and beat make.
-_OURS = ("delays.sqlite3", "broker", ".broker.", "celerybeat-schedule")
+_OURS = ("delays.sqlite3", "broker", "celerybeat-schedule")
 
 
 def make_folder(folder: Path) -> None:

@@ -41,7 +41,7 @@ class Settings:
     shard: int = _setting(
         0, "number that new ids carry; each member of Shards has a number of its own", rules.SHARD
     )
-    data_dir: str = _setting(".delaytasks", "folder of the embedded database and broker")
+    data_dir: str = _setting(".delaytasks", "folder of the SQLite file and the message files")
     namespace: str = _setting(
         "delaytasks", "prefix of the queues, so that deployments can share a broker", rules.NAME
     )

@@ -70,11 +70,11 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
     delays: Any = default()
     console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat …")
     migrations.upgrade(runtime_of(delays).store.database)
-    servers = Servers(folder, delays.settings.data_dir)
+    servers = Servers(folder)
     try:
         servers.start()
         console.print(
-            f"  database  {runtime_of(delays).store.database.url}\n  broker    {servers.broker}",
+            f"  database  {runtime_of(delays).store.database.url}\n  broker    files",
             markup=False,
         )
         with Display(console) as display:

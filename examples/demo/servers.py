@@ -12,28 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from delaytasks.cli.supervisor import die_with_parent
-from delaytasks.embedded.broker import FILES_NOTE, choose, leave, record
-from delaytasks.embedded.server import answers, find_server, server_command
 
 START_S = 30.0
 
 
 class Servers:
-    def __init__(self, folder: Path, data_dir: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._data_dir = data_dir
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.broker = ""
 
     def start(self) -> None:
-        server = find_server()
-        broker = choose(self._data_dir, server)
-        record(broker)
-        self.broker = FILES_NOTE if server is None else str(server)
-        if server is not None and broker.socket is not None:
-            path = broker.socket
-            self._start("redis", server_command(server, broker.data_dir, path))
-            self._wait("redis", lambda: answers(path))
         for name in ("one", "two"):
             self._celery(
                 name,
@@ -52,11 +40,8 @@ class Servers:
         os.killpg(self._processes[name].pid, signal.SIGKILL)
 
     def stop(self) -> None:
-        for name in sorted(self._processes, key=lambda name: name == "redis"):
-            process = self._processes[name]
+        for process in self._processes.values():
             process.terminate()
-            if name == "redis":
-                process.wait(10)
         for process in self._processes.values():
             try:
                 process.wait(10)
@@ -66,7 +51,6 @@ class Servers:
                 os.killpg(process.pid, signal.SIGKILL)
             except OSError:
                 pass  # all processes have ended
-        leave(self._data_dir)
 
     def log(self, name: str) -> str:
         path = self._folder / f"{name}.log"

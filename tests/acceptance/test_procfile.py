@@ -30,7 +30,7 @@ def folder(tmp_path: Path) -> Iterator[UserFolder]:
 
 def test_the_procfile_has_a_line_for_each_process() -> None:
     lines = dict(line.split(": ", 1) for line in (ROOT / "Procfile").read_text().splitlines())
-    assert list(lines) == ["embedded", "worker", "beat", "flower"]
+    assert list(lines) == ["worker", "beat", "flower"]
     assert all(
         f"celery -A delaytasks {name}" in lines[name] for name in ("worker", "beat", "flower")
     )
@@ -38,10 +38,9 @@ def test_the_procfile_has_a_line_for_each_process() -> None:
 
 @pytest.mark.slow
 def test_honcho_runs_worker_and_beat_without_configuration(folder: UserFolder) -> None:
+    folder.run("db", "upgrade")
     # Without Flower, since its port may be in use on this machine.
-    folder.start(
-        [sys.executable, "-m", "honcho", "start", "embedded", "worker", "beat"], " ready[.]"
-    )
+    folder.start([sys.executable, "-m", "honcho", "start", "worker", "beat"], " ready[.]")
     id = folder.schedule("note", 1, text="noted")
     wait_until(folder.is_done(id), 30, "the task")
     folder.wait_for("beat: Starting...", 30)

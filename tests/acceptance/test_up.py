@@ -1,4 +1,4 @@
-"""`delaytasks up` in an empty folder without configuration: all servers are embedded."""
+"""`delaytasks up` in an empty folder without configuration."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.embedded.broker import broker_of
-from delaytasks.embedded.server import socket_path
-from tests.acceptance.user_folder import DELAYTASKS, UserFolder
+from tests.acceptance.user_folder import UserFolder
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -62,10 +59,9 @@ def test_up_runs_tasks_restarts_a_killed_worker_and_stops_cleanly(up: UserFolder
 
     assert up.stop() == 0
     assert up.processes() == {}
-    assert not socket_path(up.folder / ".delaytasks").parent.exists()
     assert up.notes() == ["first", "second"]
     stops = re.findall(r"(\w+) stopped$", up.log(), re.MULTILINE)
-    assert stops == ["beat", "worker", "redis", "all"] or stops == ["beat", "worker", "all"]
+    assert stops == ["beat", "worker", "all"]
 
 
 def test_scheduled_tasks_survive_a_restart_of_up(up: UserFolder) -> None:
@@ -85,7 +81,6 @@ def test_scheduled_tasks_survive_a_restart_of_up(up: UserFolder) -> None:
 def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     up.up("--no-flower")
     assert len(up.processes()) >= 4
-    assert not broker_of(up.folder / ".delaytasks").socket or up.pid_of("redis.sock")
     up.stop(signal.SIGKILL)
     wait_until(
         lambda: not up.processes(),
@@ -106,15 +101,31 @@ def test_the_second_ctrl_c_does_not_wait_for_a_running_task(up: UserFolder) -> N
     assert up.processes() == {}
 
 
-def test_a_second_up_in_the_same_folder_is_refused(up: UserFolder) -> None:
-    up.up("--no-flower")
-    command = [*DELAYTASKS, "up", "--no-flower"]
-    again = subprocess.run(
-        command, cwd=up.folder, env=up.environ, capture_output=True, text=True, check=False
-    )
-    assert again.returncode == 2
-    assert "runs already" in again.stderr
+SHOP = """
+from celery import Celery
+from delaytasks import DelayTasks
+
+app = Celery("shop")
+delays = DelayTasks(app)
+
+@delays.processor("note")
+def note(body):
+    with open("notes.txt", "a") as file:
+        file.write(body["text"] + "\\n")
+"""
+
+
+@pytest.mark.quick
+def test_up_runs_an_app_that_has_no_broker(up: UserFolder) -> None:
+    (up.folder / "shop.py").write_text(SHOP)
+    up.up("--no-flower", "--no-console", app="shop")
+    export = re.search(r"in other shells: export (CELERY_BROKER_URL)=(\S+)", up.log())
+    assert export is not None
+    up.environ[export[1]] = export[2]
+    id = up.run("-A", "shop", "schedule", "note", '{"text": "noted"}', "--delay", "1")["id"]
+    wait_until(lambda: up.run("-A", "shop", "show", str(id))["status"] == "DONE", 20, "the task")
     assert up.stop() == 0
+    assert up.notes() == ["noted"]
 
 
 def test_flower_shows_the_tasks_that_up_runs(up: UserFolder) -> None:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from delaytasks.embedded.server import socket_path
 from tests.processes import marked
 from tests.waiting import wait_until
 
@@ -65,8 +63,9 @@ class UserFolder:
             )
         self.wait_for(until, 60)
 
-    def up(self, *options: str) -> None:
-        self.start([*DELAYTASKS, "up", "--concurrency", "1", *options], "stop +Ctrl-C")
+    def up(self, *options: str, app: str = "") -> None:
+        chosen = ["-A", app] if app else []
+        self.start([*DELAYTASKS, *chosen, "up", "--concurrency", "1", *options], "stop +Ctrl-C")
 
     def stop(self, number: int = signal.SIGINT) -> int:
         assert self.process is not None
@@ -103,8 +102,7 @@ class UserFolder:
 
     def processes(self) -> dict[int, str]:
         """Return the command line of every process that was started here."""
-        # Redis overwrites its environment, but its command line shows its socket.
-        return marked(f"{MARK}={self.mark}", str(socket_path(self.folder / ".delaytasks")))
+        return marked(f"{MARK}={self.mark}")
 
     def pid_of(self, words: str) -> int:
         """Return the oldest process with these words, which is not a pool process."""
@@ -115,7 +113,6 @@ class UserFolder:
             os.kill(pid, signal.SIGKILL)
         if self.process is not None:
             self.process.wait(10)
-        shutil.rmtree(socket_path(self.folder / ".delaytasks").parent, ignore_errors=True)
 
     def is_done(self, id: str) -> Callable[[], bool]:
         return lambda: bool(self.run("show", id)["status"] == "DONE")

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.peers import environment
 from benchmarks.peers.catalogue import SYSTEMS
 from benchmarks.processes import ROOT
-from delaytasks.embedded.server import find_server
+from tests.services import redis_program
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ def _one() -> str:
 
 
 def test_a_peer_is_measured_together_with_this_project(tmp_path: Path, postgresql_url: str) -> None:
-    if find_server() is None:
+    if redis_program() is None:
         pytest.skip("there is no Redis to start")
     name, file = _one(), tmp_path / "found.json"
     command = [

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from benchmarks.processes import ROOT
-from delaytasks.embedded.server import find_server
+from tests.services import redis_program
 
 pytestmark = pytest.mark.slow
 
 
 def bench(file: Path, database_url: str, *words: str) -> dict[str, dict[str, Any]]:
     """Return the values of the only row by figure and system."""
-    if find_server() is None:
+    if redis_program() is None:
         pytest.skip("there is no Redis to start")
     others = {
         name: value

@@ -20,7 +20,6 @@ from redis.cluster import RedisCluster
 from redis.exceptions import NoPermissionError
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.embedded import server as embedded
 from delaytasks.timers import redis_link as redislink
 from tests import redis_server
 from tests.certificates import self_signed
@@ -242,7 +241,7 @@ def tls(
     programs = [program for program in found if program is not None and knows_tls(program)]
     if not programs or shutil.which("openssl") is None:
         pytest.skip("needs a redis-server with TLS, and openssl")
-    monkeypatch.setattr(redis_server, "find_server", lambda: embedded.Server(programs[0], (6, 2)))
+    monkeypatch.setattr(redis_server, "redis_program", lambda: programs[0])
     (key, certificate), port = self_signed(tmp_path), free_port()
     options = [
         "--tls-port",

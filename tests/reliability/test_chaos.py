@@ -28,7 +28,7 @@ MISSING = 3
 SITES = [
     ("postgresql", "redis", "redis"),
     ("mariadb", "rabbitmq", "eta"),
-    ("sqlite", "embedded", "eta"),
+    ("sqlite", "redis", "eta"),
 ]
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_is_terminated_leaves_no_process_and_no_file(
     number: signal.Signals, tmp_path: Path
 ) -> None:
     with subprocess.Popen(
-        chaos(("sqlite", "embedded", "eta"), "--faults", "50", "--every", "0.5"),
+        chaos(("sqlite", "redis", "eta"), "--faults", "50", "--every", "0.5"),
         cwd=ROOT,
         text=True,
         stdout=subprocess.PIPE,

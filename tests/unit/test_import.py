@@ -27,7 +27,6 @@ OTHERS = (
     "flask",
     "delaytasks.cli",
     "delaytasks.contrib",
-    "delaytasks.embedded",
     "delaytasks.execution.runner",
 )
 #: The first call that schedules or looks up a task loads these modules.

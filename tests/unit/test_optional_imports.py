@@ -18,7 +18,7 @@ OPTIONAL = (
     "requests",
     "delaytasks.console",
     "delaytasks.durable_eta",
-    "delaytasks.embedded",
+    "delaytasks.file_broker",
     "delaytasks.forecast",
     "delaytasks.http_api",
     "delaytasks.limits",

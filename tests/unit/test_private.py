@@ -13,9 +13,8 @@ from kombu import Connection
 from sqlalchemy import text
 
 from delaytasks import DelayTasks
+from delaytasks.attachment import file_broker_url
 from delaytasks.core.private_files import make_folder, tighten_data_folder, tighten_folder
-from delaytasks.embedded import broker as broker_module
-from delaytasks.embedded.broker import begin, use_embedded_broker
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 
@@ -87,7 +86,6 @@ def test_files_that_an_earlier_version_left_open_are_made_private(
         "delays.sqlite3",
         "delays.sqlite3-wal",
         "delays.sqlite3-shm",
-        "broker.json",
         "celerybeat-schedule.db",
     ):
         (data / name).touch()
@@ -100,26 +98,12 @@ def test_files_that_an_earlier_version_left_open_are_made_private(
     assert mode(data) == 0o700
 
 
-def test_the_broker_of_files_is_private(
-    open_umask: None, data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broker_module, "find_server", lambda: None)
+def test_the_broker_of_files_is_private(open_umask: None, data: Path) -> None:
     (data / "broker").mkdir(parents=True, mode=0o755)
-    app = Celery("files", set_as_current=False)
-    broker = use_embedded_broker(app, str(data))
-    assert begin(data) is None
-    with Connection(broker.url, transport_options=broker.options) as connection:
+    with Connection(file_broker_url(str(data))) as connection:
         connection.SimpleQueue("orders").put({"card": 1})
         assert any(path.suffix == ".msg" for path in data.rglob("*"))
         assert_private(data)
-
-
-def test_nothing_is_made_by_importing_an_app_whose_broker_is_embedded(
-    data: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(broker_module, "find_server", lambda: None)
-    use_embedded_broker(Celery("files", set_as_current=False), str(data))
-    assert not data.exists()
 
 
 def test_a_shared_folder_keeps_its_mode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,90 @@
+"""A broker for a machine without services: messages are files in the data folder.
+
+It is kombu's filesystem transport, which has fanout for remote control and events, made private
+and safe between processes. A message gets its name when it is complete, a reader takes it by
+renaming it, and each binding is an empty file with the binding as its name. The database has all
+tasks, so the folder may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from pathlib import Path
+from queue import Empty
+from typing import Any
+from urllib.parse import quote, unquote
+
+from kombu.transport import filesystem
+from kombu.utils.json import dumps, loads
+
+from delaytasks.core.private_files import make_file, make_folder, tighten_data_folder, write_file
+
+
+class Channel(filesystem.Channel):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._folder = Path(self.connection.client.virtual_host) / "broker"
+        self.data_folder_in = self.data_folder_out = str(self._folder)
+        tighten_data_folder(self._folder.parent)
+        self._keep_files()
+
+    def _keep_files(self) -> None:
+        """Make the folder and the bindings of this process again if they were deleted."""
+        if not self._folder.is_dir():
+            make_folder(self._folder)
+        for path in list(self.connection.bindings):
+            if not path.exists():
+                make_folder(path.parent)
+                make_file(path)
+
+    def _put(self, queue: str, payload: Any, **_: Any) -> None:  # type: ignore[override]
+        self._keep_files()
+        # The name begins with the time, since files are read in the order of their names.
+        name = f"{time.time_ns():020}_{uuid.uuid4()}.{queue}.msg"
+        write_file(self._folder / f".{name}", dumps(payload))
+        os.replace(self._folder / f".{name}", self._folder / name)
+
+    def _get(self, queue: str, timeout: float | None = None) -> Any:
+        self._keep_files()
+        for name in sorted(os.listdir(self._folder)):
+            if name.partition(".")[2] == f"{queue}.msg":
+                taken = self._folder / f".{name}"
+                try:
+                    os.rename(self._folder / name, taken)  # one reader succeeds
+                    text = taken.read_bytes()
+                    taken.unlink()
+                except FileNotFoundError:
+                    continue
+                return loads(text)
+        raise Empty
+
+    def get_table(self, exchange: str) -> list[Any]:
+        found = self._binding(exchange).glob("*")
+        return [filesystem.exchange_queue_t(*loads(unquote(path.name))) for path in found]
+
+    def _queue_bind(self, exchange: str, *row: str | None) -> None:
+        self.connection.bindings.add(self._binding(exchange, *row))
+        self._keep_files()
+
+    def _delete(self, queue: str, exchange: str, *row: Any, **_: Any) -> None:
+        self._purge(queue)
+        path = self._binding(exchange, *row)
+        self.connection.bindings.discard(path)
+        path.unlink(missing_ok=True)
+
+    def _binding(self, exchange: str, *row: str | None) -> Path:
+        """Return the file of a binding, or the folder of all bindings without one."""
+        folder = self._folder / f"exchange-{quote(exchange, safe='')}"
+        return folder / quote(dumps([each or "" for each in row]), safe="") if row else folder
+
+
+class Transport(filesystem.Transport):
+    Channel = Channel
+    #: kombu's default of one second would be the lateness of a task.
+    polling_interval = 0.25
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bindings: set[Path] = set()
