@@ -443,6 +443,8 @@ def test_bulk_operations_add_the_members_up(shards: Shards) -> None:
     assert rerun.changed == 12
     assert rerun.started >= cancelled.started
     entries = shards.audit()
+    starts = [entry.started_at for entry in entries if entry.actor == "otto"]
+    assert cancelled.started == min(starts) < max(starts)
     assert [entry.actor for entry in entries] == ["eva"] * 3 + ["otto"] * 3 + ["maria"] * 3
     assert [entry.id for entry in shards.audit(limit=4)] == [entry.id for entry in entries[:4]]
 

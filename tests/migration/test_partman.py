@@ -1,0 +1,188 @@
+"""The statements of docs/partitions.md, on a table with 100,000 rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from sqlalchemy import create_engine, text
+
+from delaytasks import DelayTasks, Status
+from delaytasks.runtime import runtime_of
+from delaytasks.storage import migrations
+from delaytasks.testing import DelaysTester
+from tests.doc_pages import blocks
+from tests.services import own_database
+
+PAGE = Path(__file__).parents[2] / "docs/partitions.md"
+TABLE = "yb_delay_task_message"
+TAG = "order.close"
+ROWS = 100_000
+#: The age of row `n` in seconds: the rows are distributed over a hundred days.
+FILL = f"""
+INSERT INTO {TABLE} (id, tag, message_body, status, expected_time, update_time)
+SELECT ((extract(epoch FROM at) * 1000 - 1577836800000)::bigint << 22) + n,
+    '{TAG}', '{{}}', CASE WHEN n % 1000 = 0 THEN 0 ELSE 1 END, at, at
+FROM generate_series(1, {ROWS}) AS n, LATERAL (SELECT now() - n * interval '86.4 s' AS at) AS age
+"""
+#: Make a finished week of two months ago, as if the conversion had been half a year ago.
+OLD_WEEK = f"""
+DO $$
+DECLARE
+    week bigint := 7 * 86400000::bigint << 22;
+    old bigint := ((extract(epoch FROM now() - interval '60 days') * 1000
+        - 1577836800000)::bigint << 22) / week * week;
+BEGIN
+    ALTER TABLE {TABLE} DETACH PARTITION {TABLE}_p0;
+    EXECUTE format('CREATE TABLE {TABLE}_p%s PARTITION OF {TABLE} FOR VALUES FROM (%s) TO (%s)',
+        old, old, old + week);
+    EXECUTE format('CREATE TABLE {TABLE}_p%s PARTITION OF {TABLE} FOR VALUES FROM (%s) TO (%s)',
+        old + week, old + week, old + 2 * week);
+    EXECUTE format('INSERT INTO {TABLE} SELECT * FROM {TABLE}_p0 WHERE id >= %s AND id < %s',
+        old, old + 2 * week);
+    EXECUTE format('INSERT INTO yb_delay_attempt (task_id, version, attempt, ended)
+        SELECT id, 1, 1, now() FROM {TABLE} WHERE id < %s', old + 2 * week);
+    EXECUTE format('DELETE FROM {TABLE}_p0 WHERE id < %s', old + 2 * week);
+    EXECUTE format('ALTER TABLE {TABLE} ATTACH PARTITION {TABLE}_p0 FOR VALUES FROM (%s) TO (%s)',
+        old + 2 * week, (extract(epoch FROM now() + interval '7 days') * 1000
+        - 1577836800000)::bigint << 22);
+END $$
+"""
+
+
+class Server:
+    """A private database with the page's statements."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.engine = create_engine(url, isolation_level="AUTOCOMMIT")
+
+    def run(self, statement: str) -> None:
+        connection = self.engine.raw_connection()
+        try:  # without parameters, so that % has no meaning
+            connection.cursor().execute(statement)
+        finally:
+            connection.close()
+
+    def ask(self, query: str) -> Any:
+        with self.engine.connect() as connection:
+            return connection.execute(text(query)).scalar_one()
+
+    def partitions(self) -> list[str]:
+        with self.engine.connect() as connection:
+            return sorted(
+                connection.execute(
+                    text(
+                        "SELECT inhrelid::regclass::text FROM pg_inherits "
+                        f"WHERE inhparent = '{TABLE}'::regclass"
+                    )
+                ).scalars()
+            )
+
+
+@pytest.fixture
+def server(postgresql_url: str) -> Iterator[Server]:
+    url, drop = own_database(postgresql_url, "_partman")
+    server = Server(url)
+    if not server.ask("SELECT count(*) FROM pg_available_extensions WHERE name = 'pg_partman'"):
+        drop()
+        pytest.skip("needs pg_partman, which is not available on this machine's PostgreSQL")
+    yield server
+    server.engine.dispose()
+    drop()
+
+
+def statements() -> dict[str, str]:
+    """Return the statements of the page by their beginnings."""
+    found = [block.text for block in blocks(PAGE) if block.language == "sql"]
+    names = ["extension", "prove", "validate", "convert", "maintain", "move", "drop"]
+    return dict(zip(names, found, strict=True))
+
+
+def delays_of(server: Server) -> DelayTasks:
+    app = Celery("parts", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, server.url, timer="direct", strict_tags=False)
+    delays.processor(TAG)(lambda body: None)
+    return delays
+
+
+@pytest.mark.slow
+def test_the_statements_of_the_page_keep_a_table_in_partitions(server: Server) -> None:
+    sql, delays = statements(), delays_of(server)
+    migrations.upgrade(runtime_of(delays).store.database)
+    server.run(FILL)
+    before = delays.schedule_delay(TAG, {"n": 1}, 3600, key="7")
+    options = f"SELECT reloptions::text FROM pg_class WHERE oid = '{TABLE}{{}}'::regclass"
+    wanted_options = server.ask(options.format(""))
+    for name in ("extension", "prove", "validate", "convert"):
+        server.run(sql[name])
+
+    parts = server.partitions()
+    assert len(parts) == 7  # the table as it was, five weeks and the default partition
+    assert f"{TABLE}_p0" in parts
+    assert server.ask(f"SELECT count(*) FROM {TABLE}_p0") == ROWS + 1
+    assert {server.ask(options.format(part.removeprefix(TABLE))) for part in parts} == {
+        wanted_options
+    }
+    names = server.ask(
+        f"SELECT string_agg(indexname, ' ' ORDER BY indexname) FROM pg_indexes "
+        f"WHERE tablename = '{TABLE}'"
+    )
+    assert "idx_expectedTime_status" in names
+    assert "idx_yb_delay_hot" in names
+    migrations.upgrade(runtime_of(delays).store.database)
+    runtime_of(delays).store.check()
+
+    with DelaysTester(delays) as tester:  # schedule, find and run in all partitions
+        late = delays.schedule_delay(TAG, {"n": 2}, "2d", key="8")
+        assert delays.get(tag=TAG, key="7").id == before.id
+        assert delays.cancel(before.id)
+        # One call runs a bounded number of tasks, and the old ones are due.
+        tester.fast_forward("3d")
+        assert delays.get(late.id).status is Status.DONE
+        assert delays.rerun(before.id).status is Status.NOT_COMPLETE
+        tester.run_due()
+        assert delays.get(before.id).status is Status.DONE
+    assert server.ask(f"SELECT count(*) FROM {TABLE} WHERE status = 0") == 0
+
+    server.run(sql["maintain"])
+    assert server.partitions() == parts
+    # Nothing was scheduled for so long that the week has no partition.
+    far = server.ask(f"SELECT max(substring(p FROM '\\d+$')::bigint) FROM unnest(ARRAY{parts}) p")
+    week = 7 * 86_400_000 << 22
+    lost = delays.schedule_delay(TAG, {}, 60, id=far + 2 * week)
+    assert server.ask(f"SELECT count(*) FROM {TABLE}_default") == 1
+    server.run(sql["move"])
+    assert server.ask(f"SELECT count(*) FROM {TABLE}_default") == 0
+    assert delays.cancel(lost.id)
+    server.run(sql["maintain"])
+    assert len(server.partitions()) > len(parts)
+
+    server.run(sql["drop"])
+    assert f"{TABLE}_p0" in server.partitions()  # it contains tasks of today
+    server.run(OLD_WEEK)
+    first, second, *_ = [
+        name for name in server.partitions() if re.fullmatch(rf"{TABLE}_p\d{{18}}", name)
+    ]
+    attempts = server.ask("SELECT count(*) FROM yb_delay_attempt")
+    dropped = server.ask(f"SELECT count(*) FROM {second}")
+    assert dropped > 5000
+    server.run(f"UPDATE {first} SET status = 0 WHERE id = (SELECT min(id) FROM {first})")
+    server.run(f"UPDATE {second} SET status = 2")
+    server.run(sql["drop"])
+    assert first in server.partitions(), "a task of that week waits"
+    assert second not in server.partitions()
+    assert server.ask("SELECT count(*) FROM yb_delay_attempt") == attempts - dropped
+    server.run(f"UPDATE {first} SET status = 5 WHERE status = 0")
+    server.run(sql["drop"])
+    assert first in server.partitions(), "a task of that week is held"
+    with DelaysTester(delays) as tester:
+        server.run(f"UPDATE {first} SET status = 0 WHERE status = 5")
+        tester.run_due()
+    server.run(sql["drop"])
+    assert first not in server.partitions()
+    delays.close()
