@@ -1,0 +1,107 @@
+"""Three databases used as one by `Shards`, with a worker each: two of PostgreSQL, one of MariaDB.
+
+The workers learn their database from environment variables, and are killed at random.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from delaytasks import DelayTask, NewTask, Shards, Status
+from delaytasks.core.clock import monotonic
+from delaytasks.core.ids import shard_of
+from delaytasks.core.states import LIVE
+from tests.running import Deployment, Process
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.slow
+
+TAG = "test.note"
+TASKS = 2000
+#: The tasks are due within this time, and so long workers are killed.
+SPAN_S = 30.0
+KILLS = 12
+
+
+class Site:
+    """A deployment for each database. The workers differ only in their environment."""
+
+    def __init__(self, deployments: list[Deployment]) -> None:
+        self.deployments = deployments
+        self.shards = Shards(deployment.delays for deployment in deployments)
+        self.file = deployments[0].file
+
+    def begin_worker(self, number: int) -> Process:
+        settings = self.deployments[number].settings
+        return self.deployments[0].begin_worker(
+            DELAYTASKS_DATABASE_URL=self.shards.members[number].settings.database_url,
+            DELAYTASKS_SHARD=str(number),
+            DELAYTASKS_NAMESPACE=settings["namespace"],
+        )
+
+    def new(self, number: int, **options: Any) -> NewTask:
+        body = {"file": str(self.file)}
+        return NewTask(TAG, body, SPAN_S * number / TASKS, **options)
+
+
+@pytest.fixture
+def site(shard_urls: list[str], redis_url: str, tmp_path: Path) -> Iterator[Site]:
+    name = "s" + secrets.token_hex(4)
+    with ExitStack() as stack:
+        deployments = []
+        for number, url in enumerate(shard_urls):
+            (folder := tmp_path / str(number)).mkdir()
+            own: dict[str, Any] = {
+                "namespace": f"{name}-{number}",
+                "shard": number,
+                "table_prefix": f"{name}_",
+            }
+            deployment = Deployment(folder, url, redis_url, **own)
+            deployments.append(stack.enter_context(closing(deployment)))
+        yield Site(deployments)
+
+
+def test_no_task_is_lost_or_early_while_workers_are_killed_at_random(site: Site) -> None:
+    shards, random_ = site.shards, random.Random(7)
+    workers = [site.begin_worker(number) for number in range(3)]
+    for worker in workers:
+        wait_until(lambda worker=worker: " ready." in worker.log(), 60, "a worker to be ready")  # type: ignore[misc]
+
+    made: list[DelayTask] = []
+    for start in range(0, TASKS, 100):  # a third with keys, the rest in turn
+        numbers = range(start, start + 100)
+        new = (site.new(n, key=f"k{n}") if n % 3 == 0 else site.new(n) for n in numbers)
+        assert shards.schedule_many(new, on_batch=made.extend) == 100
+    assert len({task.id for task in made}) == TASKS
+    places = Counter(shard_of(task.id) for task in made)
+    assert all(TASKS / 6 < places[number] < TASKS / 2 for number in range(3)), places
+
+    began_at = monotonic()
+    for kill in range(KILLS):
+        pause_s = SPAN_S / KILLS * random_.uniform(0.5, 1.5)
+        wait_until(
+            lambda until=began_at + kill * SPAN_S / KILLS + pause_s: monotonic() > until,  # type: ignore[misc]
+            SPAN_S,
+            "the next kill",
+            every_s=0.02,
+        )
+        number = random_.randrange(3)
+        workers[number].kill()
+        workers[number] = site.begin_worker(number)
+
+    wait_until(lambda: not shards.find(status=list(LIVE), limit=1).tasks, 120, "all to end")
+    runs = [(int(id), int(late_us)) for id, late_us, _ in site.deployments[0].runs()]
+    lost = {task.id for task in made} - {id for id, _ in runs}
+    assert not lost
+    assert {task.status for task in map(shards.get, (task.id for task in made))} == {Status.DONE}
+    assert min(late_us for _, late_us in runs) >= 0
+    assert [deployment.early() for deployment in site.deployments] == [[], [], []]
+    print(f"{TASKS} tasks on {dict(places)}, {KILLS} kills: {len(runs) - TASKS} ran again")
