@@ -1,4 +1,4 @@
-"""The metrics of the database, the broker and the timer of a deployment."""
+"""The metrics of the database, the broker and the timer of a deployment, and of its forecast."""
 
 from __future__ import annotations
 
@@ -14,15 +14,76 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.latest import Latest
 from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
-from delaytasks.forecast import make_forecast
-from delaytasks.metrics.budgets import budget_family, read_budgets
-from delaytasks.metrics.families import Family, Sample, gauge
-from delaytasks.metrics.peak import peak_families
+from delaytasks.forecast import Forecast, make_forecast
+from delaytasks.metrics import Family, Sample, gauge
 from delaytasks.operations.state import TableState, read_tables
+from delaytasks.statistics.reading import StepRange, counts_by_tag
+from delaytasks.statistics.results import OnTime
 from delaytasks.timers.broker_status import broker_error
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
+
+#: The budget is that of the alert `DelayTasksOnTimeBudgetBurns`.
+BUDGET_PERIOD, TARGET = "30d", 0.99
+#: The tags are those with such counts in this period, so that few tags are read for a month.
+TAGS_PERIOD = "1d"
+
+
+def read_budgets(wiring: Runtime) -> list[OnTime]:
+    """Return the counts of the budget's period for each tag that had some lately."""
+    lately = _on_time(wiring, TAGS_PERIOD, None)
+    return _on_time(wiring, BUDGET_PERIOD, [one.tag for one in lately]) if lately else []
+
+
+def _on_time(wiring: Runtime, period: str, tags: Sequence[str] | None) -> list[OnTime]:
+    steps = StepRange.of(wiring.clock.now(), period, None, "1m", is_series=False)
+    return [
+        OnTime(tag, None, counts.on_time, counts.late, TARGET)
+        for tag, counts in counts_by_tag(wiring.store, steps, tags)
+        if counts.on_time or counts.late
+    ]
+
+
+def budget_family(recent: tuple[Sequence[OnTime], float] | None) -> Family:
+    """Return the metric. It has no values if the budgets could not be read lately."""
+    return Family(
+        "delaytasks_on_time_budget_left",
+        "Share of the error budget of 30 days that is left, if 1 % of the runs may begin too late.",
+        "gauge",
+        ("tag",),
+        [Sample((one.tag,), one.budget_left) for one in recent[0]] if recent else [],
+    )
+
+
+_FORECAST_METRICS = {
+    "delaytasks_forecast_age_seconds": "How old the forecast is.",
+    "delaytasks_forecast_peak_utilization": (
+        "The share of the busiest hour of the next week for which its tasks keep the processes "
+        "busy. Above 1, tasks start late."
+    ),
+    "delaytasks_forecast_peak_tasks": "Tasks that are due in this hour.",
+    "delaytasks_forecast_peak_in_seconds": "Time until this hour begins; 0 if it has begun.",
+}
+
+
+def peak_families(recent: tuple[Forecast, float] | None) -> Iterator[Family]:
+    """Yield the metrics of a forecast. They have no values if there is none."""
+    for (name, about), value in zip(_FORECAST_METRICS.items(), _values(recent), strict=True):
+        yield gauge(name, about, value)
+
+
+def _values(recent: tuple[Forecast, float] | None) -> tuple[float | None, ...]:
+    """Return the values of the metrics, in the order of `_FORECAST_METRICS`."""
+    if recent is None:
+        return (None,) * len(_FORECAST_METRICS)
+    forecast, age_s = recent
+    peak = forecast.peak
+    if peak is None:
+        return age_s, 0.0, 0, None
+    ahead_s = (peak.start - forecast.made_at).total_seconds() - age_s
+    return age_s, peak.utilization, peak.due, max(ahead_s, 0.0)
+
 
 #: The values are read again after this time, and after their reading's duration times
 #: `REST_SHARE`: with millions of overdue rows the queries take seconds. The latter is at most

@@ -37,8 +37,8 @@ from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
 
 if TYPE_CHECKING:
     from delaytasks.execution.runner import Report
-    from delaytasks.metrics.endpoint import MetricsEndpoint
-    from delaytasks.metrics.worker import WorkerMetrics
+    from delaytasks.metrics.process import WorkerMetrics
+    from delaytasks.metrics.prometheus import MetricsEndpoint
     from delaytasks.runtime import Runtime
     from delaytasks.worker.redis_poller import RedisPoller
     from delaytasks.worker.table_poller import TablePoller
@@ -206,7 +206,7 @@ class WorkerRuntime:
         if settings.metrics_port is None and not settings.metrics_file:
             return None
         # Imported here, since other deployments need no client of Prometheus.
-        from delaytasks.metrics.endpoint import MetricsEndpoint
+        from delaytasks.metrics.prometheus import MetricsEndpoint
 
         path = node_format(settings.metrics_file, self.celery_worker.hostname)
         return MetricsEndpoint(settings, self.events, path, self.metrics)
@@ -214,7 +214,7 @@ class WorkerRuntime:
     @cached_property
     def metrics(self) -> WorkerMetrics:
         """The metrics of this worker, which include the sweeps from the first use on."""
-        from delaytasks.metrics.worker import SweepTimes, WorkerMetrics
+        from delaytasks.metrics.process import SweepTimes, WorkerMetrics
 
         counts, pool, sweep_times = self.counts, self.celery_worker.pool, SweepTimes()
         self.events.subscribe(sweep_times)

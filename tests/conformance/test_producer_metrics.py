@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from delaytasks import DelayTasks, NewTask
-from delaytasks.metrics.producer import ProducerMetrics
+from delaytasks.metrics.process import ProducerMetrics
 
 
 def counts(metrics: ProducerMetrics) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from delaytasks.metrics.files import read_file
-from delaytasks.metrics.worker import FAULT_EVENTS
+from delaytasks.metrics.process import FAULT_EVENTS
 
 
 def test_the_dashboard_shows_the_fault_events_whose_counters_begin_at_zero() -> None:

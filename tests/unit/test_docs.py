@@ -26,9 +26,8 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status
 from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics.files import read_file
-from delaytasks.metrics.producer import ProducerMetrics
+from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetrics
 from delaytasks.metrics.snapshot import known_families
-from delaytasks.metrics.worker import SweepTimes, WorkerMetrics
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
 from tests.conformance.test_round_trips import ROUND_TRIPS

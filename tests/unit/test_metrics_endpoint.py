@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.metrics import endpoint
-from delaytasks.metrics.endpoint import MetricsEndpoint
+from delaytasks.metrics import prometheus
+from delaytasks.metrics.prometheus import MetricsEndpoint
 from tests.services import free_port
 from tests.waiting import wait_until
 
@@ -47,7 +47,7 @@ class Two:
 
 @pytest.fixture
 def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Two]:
-    monkeypatch.setattr(endpoint, "PORT_S", 0.02)
+    monkeypatch.setattr(prometheus, "PORT_S", 0.02)
     two = Two(free_port())
     start(two.earlier)
     wait_until(lambda: is_served(two.port), 20, "the metrics of the earlier worker")
@@ -74,7 +74,7 @@ def test_a_worker_that_has_ended_does_not_try_its_port_again(two: Two) -> None:
 
 
 def test_a_server_that_dies_is_replaced_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "PORT_S", 0.02)
+    monkeypatch.setattr(prometheus, "PORT_S", 0.02)
     events, port = Events(), free_port()
     made = endpoint_at(port, events)
     start(made)

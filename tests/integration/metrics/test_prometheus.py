@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks.metrics.files import NAMES, read_file
-from delaytasks.metrics.producer import ProducerMetrics
+from delaytasks.metrics.process import ProducerMetrics
 from delaytasks.metrics.prometheus import MetricsServer, serve
 from tests.integration.metrics.prometheus_server import PrometheusServer
 from tests.running import Deployment

@@ -1,14 +1,23 @@
-"""The metrics of a worker's main process, which knows what the processes of its pool have run."""
+"""The metrics of one process: what a worker has run, and what a producer has scheduled.
+
+The main process of a worker knows what the processes of its pool have run.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from delaytasks.core.forks import reset_in_child
 from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S
-from delaytasks.core.run_counts import RunCounts
-from delaytasks.metrics.families import Family, HistogramValue, Sample, gauge
+from delaytasks.core.run_counts import OTHER_TAGS, RunCounts
+from delaytasks.metrics import Family, HistogramValue, Sample, gauge
+from delaytasks.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from delaytasks.runtime import HasRuntime
 
 #: The bounds of the buckets of sweeps.
 SWEEP_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -185,3 +194,49 @@ def _counter(
 ) -> Family:
     samples = [Sample((tag,), value(counts)) for tag, counts in runs]
     return Family(name, about, "counter", ("tag",), samples)
+
+
+class ProducerMetrics:
+    """Counts by tag what this process schedules from now on. A subscriber of events.
+
+    Parameters
+    ----------
+    max_tags
+        All tags after this many are counted as one.
+    """
+
+    def __init__(self, max_tags: int) -> None:
+        self._max_tags = max_tags
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        """Begin again at zero: the parent process reports its own counts."""
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    @classmethod
+    def of(cls, delays: HasRuntime) -> ProducerMetrics:
+        wiring = runtime_of(delays)
+        metrics = cls(wiring.settings.statistics_tags)
+        wiring.events.subscribe(metrics)
+        return metrics
+
+    def __call__(self, name: str, fields: Mapping[str, Any]) -> None:
+        if name != "task.scheduled":
+            return
+        tag = fields["tag"]
+        with self._lock:
+            is_named = tag in self._counts or len(self._counts) < self._max_tags
+            self._counts[tag if is_named else OTHER_TAGS] += fields.get("count", 1)
+
+    def families(self) -> Iterator[Family]:
+        with self._lock:
+            counts = self._counts.copy()
+        yield Family(
+            "delaytasks_scheduled",
+            "Tasks that this process has scheduled since it registered this metric.",
+            "counter",
+            ("tag",),
+            [Sample((tag,), count) for tag, count in counts.items()],
+        )
