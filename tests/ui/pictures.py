@@ -1,15 +1,12 @@
-"""Draws the pictures of docs/images/console.
+"""Draws the pictures of docs/images/console: `python -m tests.ui.pictures`.
 
-`python -m tests.ui.pictures` draws all of them, with the argument `pages` those of the pages,
-and with `faults` those of docs/console-faults.md. It needs Chromium, and pngquant makes
-the pictures small.
+It needs Chromium, and pngquant makes the pictures small.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 import tempfile
 from datetime import timedelta
 from itertools import product
@@ -18,17 +15,23 @@ from pathlib import Path
 from sqlalchemy import delete, func, update
 
 from delaytasks import DelayTasks, NewTask
-from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION
-from delaytasks.console.viewers import UserFile
 from delaytasks.runtime import runtime_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served, write_runs
-from tests.ui.fault_pictures import draw_faults
 from tests.ui.test_console_in_a_browser import MODES, paths_of
 
 FOLDER = Path(__file__).parents[2] / "docs/images/console"
+#: The pictures of the docs.
+PICTURES = (
+    ("overview", "light"),
+    ("overview", "phone"),
+    ("tasks", "light"),
+    ("task", "dark"),
+    ("failure", "light"),
+    ("forecast", "light"),
+)
 #: Pixels of a picture, and the tasks of a peak.
 TALLEST, PEAK = 1600, 60_000
 #: The runs of some tags in each minute of the last hour.
@@ -45,13 +48,11 @@ def draw() -> None:
         write_runs(delays, tag, timedelta(minutes=minutes), runs + 3 * (minutes % 7))
     site = Site(delays)
     with served(site.app) as address, chromium(find_chromium()) as browser:
-        for mode, options in MODES.items():
-            page = browser.new_context(**options).new_page()
-            for name, path in paths_of(site).items():
-                _keep_alive(site)
-                draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
-            with served(make_console(delays, UserFile(Path("users.json")))) as login:
-                draw_page(page, login, FOLDER / f"login-{mode}.png", TALLEST)
+        for name, mode in PICTURES:
+            page = browser.new_context(**MODES[mode]).new_page()
+            _keep_alive(site)
+            path = paths_of(site)[name]
+            draw_page(page, address + path, FOLDER / f"{name}-{mode}.png", TALLEST)
     site.close()
 
 
@@ -91,9 +92,4 @@ def _keep_alive(site: Site) -> None:
 
 
 if __name__ == "__main__":
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    wanted = sys.argv[1:] or ["pages", "faults"]
-    if "pages" in wanted:
-        draw()
-    if "faults" in wanted:
-        draw_faults(FOLDER)
+    draw()

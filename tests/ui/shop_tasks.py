@@ -1,4 +1,4 @@
-"""Processors of a shop, for the pictures of docs/console-faults.md."""
+"""Processors of the shop with faults, which its workers import."""
 
 from __future__ import annotations
 

@@ -46,13 +46,6 @@ def test_each_picture_is_on_a_page() -> None:
     assert unused == []
 
 
-def test_the_gallery_has_each_picture_of_the_console_once_with_a_sentence() -> None:
-    page = (ROOT / "docs/console-gallery.md").read_text()
-    shown = re.findall(r"^!\[[^]]+\]\(images/(\S+)\)\n+([A-Z*`].*?\.)$", page, re.MULTILINE)
-    files = [f"console/{file.name}" for file in (ROOT / "docs/images/console").iterdir()]
-    assert sorted(name for name, _ in shown) == sorted(files)
-
-
 def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
     first, *lines = block_beginning("docs/errors.md", "DelayTaskError").text.splitlines()
     root = getattr(errors, first)
