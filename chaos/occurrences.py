@@ -8,7 +8,7 @@ from datetime import datetime
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import CallRecord, History, Occurrence, RowChange
 from delaytasks import DelayTask, Status
-from delaytasks.core.celery_tags import CELERY_PREFIX
+from delaytasks.core.celery_calls import CELERY_PREFIX
 from delaytasks.core.clock import to_us
 from delaytasks.core.states import FINISHED
 

@@ -6,19 +6,25 @@ from delaytasks import api
 from delaytasks.api import *  # noqa: F403 - the list of functions is in api.py only
 from delaytasks.client import DelayTasks
 from delaytasks.core import errors
-from delaytasks.core.attempt import Attempt
-from delaytasks.core.bulk import AuditEntry, BulkResult
-from delaytasks.core.cancel_result import CancelResult
 from delaytasks.core.errors import *  # noqa: F403 - the list of errors is in core/errors.py only
-from delaytasks.core.new_task import NewTask
-from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
-from delaytasks.core.page import Page
+from delaytasks.core.filters import AuditEntry, BulkResult
 from delaytasks.core.policies import Policy
 from delaytasks.core.retry_schedule import LEVELS, NOTIFY, RetrySchedule
 from delaytasks.core.states import Status
 from delaytasks.core.structured_log import LogFormatter
-from delaytasks.core.task import DelayTask
-from delaytasks.core.touch_result import TouchResult
+from delaytasks.core.task import (
+    Attempt,
+    Cancel,
+    CancelResult,
+    DelayTask,
+    Done,
+    Fail,
+    NewTask,
+    Page,
+    Retry,
+    Snooze,
+    TouchResult,
+)
 from delaytasks.handles import Processor
 from delaytasks.shards import Shards
 

@@ -22,23 +22,33 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, overload
 
 from delaytasks.attachment import attach
-from delaytasks.core.attempt import Attempt
-from delaytasks.core.bulk import AuditEntry, BulkOptions, BulkResult
-from delaytasks.core.callbacks import CALLBACK, MESSAGE, RETRY_SCHEDULE, Callback, Message
-from delaytasks.core.cancel_result import CancelResult
-from delaytasks.core.celery_calls import forced
-from delaytasks.core.celery_tags import ANY_CELERY_TASK
-from delaytasks.core.durations import Delay
+from delaytasks.core.celery_calls import (
+    ANY_CELERY_TASK,
+    CALLBACK,
+    MESSAGE,
+    RETRY_SCHEDULE,
+    Callback,
+    Message,
+    forced,
+)
 from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.events import Events
+from delaytasks.core.filters import AuditEntry, BulkOptions, BulkResult
+from delaytasks.core.inputs import Delay
 from delaytasks.core.interfaces import connection_of
-from delaytasks.core.new_task import NewTask, new_task_of
-from delaytasks.core.page import Page
 from delaytasks.core.policies import UNCHANGED, Policy, Unchanged, named
 from delaytasks.core.settings import hide_secrets
-from delaytasks.core.tables_remedy import TABLES_REMEDY
-from delaytasks.core.task import DelayTask, id_of
-from delaytasks.core.touch_result import TouchResult
+from delaytasks.core.task import (
+    Attempt,
+    CancelResult,
+    DelayTask,
+    NewTask,
+    Page,
+    TouchResult,
+    id_of,
+    new_task_of,
+)
+from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.handles import Body, Converted, Processor
 from delaytasks.operations.bulk import read_audit, rerun_bulk, run_bulk
 from delaytasks.operations.policies import NO_POLICY, change_policy, limits_of, read_policies
@@ -59,10 +69,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.core.filters import Filters
-    from delaytasks.core.interfaces import OnConflict, To, Transaction
-    from delaytasks.core.new_task import ScheduleOptions, TaskOptions
-    from delaytasks.core.outcomes import Outcome
+    from delaytasks.core.interfaces import To, Transaction
     from delaytasks.core.settings import Settings
+    from delaytasks.core.task import OnConflict, Outcome, ScheduleOptions, TaskOptions
     from delaytasks.execution.runner import Runner
     from delaytasks.forecast import Forecast
     from delaytasks.handles import (

@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
 
 from delaytasks.core.clock import from_us
-from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import DelayTaskError, InvalidQueryError, StoreError
-from delaytasks.core.number_checks import is_integer
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.inputs import is_integer, show_duration
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import WAITING
 from delaytasks.core.text import count, shown, some_values
+from delaytasks.core.workers import RegisteredWorker
 from delaytasks.storage.estimates import estimate
 from delaytasks.storage.queue_levels import has_status, levels
 from delaytasks.storage.types import epoch_s

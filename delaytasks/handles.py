@@ -18,20 +18,16 @@ from typing import (
     overload,
 )
 
-from delaytasks.core.durations import Delay
-from delaytasks.core.new_task import NewTask, new_task_of
-from delaytasks.core.task import DelayTask
+from delaytasks.core.inputs import Delay
+from delaytasks.core.task import DelayTask, NewTask, new_task_of
 from delaytasks.operations.tasks import cancel_task, find_tasks
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from delaytasks.core.cancel_result import CancelResult
     from delaytasks.core.filters import Filters, TagFilters
-    from delaytasks.core.interfaces import OnConflict
-    from delaytasks.core.new_task import TaskOptions
-    from delaytasks.core.page import Page
+    from delaytasks.core.task import CancelResult, OnConflict, Page, TaskOptions
     from delaytasks.runtime import HasRuntime
     from delaytasks.twins import RunsAsync
 

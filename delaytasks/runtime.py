@@ -15,16 +15,15 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from delaytasks.core.callbacks import CALLBACK
-from delaytasks.core.clock import Clock, wall_ms
-from delaytasks.core.encryption import Cipher
+from delaytasks.core.body import Cipher
+from delaytasks.core.celery_calls import CALLBACK
+from delaytasks.core.clock import Clock, reset_in_child, wall_ms
 from delaytasks.core.events import Events
-from delaytasks.core.forks import reset_in_child
 from delaytasks.core.ids import IdMaker
+from delaytasks.core.loop import ThreadPool
 from delaytasks.core.private_files import tighten_data_folder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.thread_pool import ThreadPool
 from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import RecurringStage

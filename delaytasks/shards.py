@@ -28,16 +28,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from delaytasks.client import DelayTasks
 from delaytasks.core import errors
-from delaytasks.core.bulk import AuditEntry, BulkResult
-from delaytasks.core.callbacks import CALLBACK, MESSAGE
+from delaytasks.core.celery_calls import CALLBACK, MESSAGE
 from delaytasks.core.clock import monotonic
-from delaytasks.core.durations import Delay
+from delaytasks.core.filters import AuditEntry, BulkResult
 from delaytasks.core.ids import shard_of
-from delaytasks.core.inputs import check_page_limit
-from delaytasks.core.new_task import NewTask, new_task_of
-from delaytasks.core.page import Page
+from delaytasks.core.inputs import Delay, check_page_limit
 from delaytasks.core.states import LIVE
-from delaytasks.core.task import DelayTask, id_of
+from delaytasks.core.task import DelayTask, NewTask, Page, id_of, new_task_of
 from delaytasks.twins import twin
 
 P = ParamSpec("P")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.encryption import is_encrypted, name_in, names_of
+from delaytasks.core.body import is_encrypted, name_in, names_of
 from delaytasks.core.errors import BodyRefusedError, ConfigError, StoreUnavailableError
 from delaytasks.core.interfaces import Pending, UntrustedInput
 from delaytasks.core.settings import Settings

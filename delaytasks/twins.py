@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from delaytasks.core.clock import Clock
     from delaytasks.core.events import Events
-    from delaytasks.core.thread_pool import ThreadPool
+    from delaytasks.core.loop import ThreadPool
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -13,8 +13,8 @@ from delaytasks.core.clock import Clock, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Settlement
-from delaytasks.core.new_task import NewTask
 from delaytasks.core.policies import Policies, Policy
+from delaytasks.core.task import NewTask
 from delaytasks.execution.executor import Finish
 from delaytasks.execution.limits import LimitLoader
 from delaytasks.execution.processor_call import ProcessorCall

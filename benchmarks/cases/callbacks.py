@@ -11,7 +11,7 @@ from benchmarks.processes import BenchmarkProcess
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError, instant, sleep_until, wait_until, wall
 from delaytasks import NewTask
-from delaytasks.core.callbacks import CALLBACK
+from delaytasks.core.celery_calls import CALLBACK
 from delaytasks.core.states import Status
 
 ANSWERS_AFTER_MS = 50

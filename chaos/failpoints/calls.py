@@ -23,8 +23,7 @@ from chaos.history import Answer, Call, CallRecord
 from chaos.project import notebook, now_us
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.clock import to_us
-from delaytasks.core.interfaces import OnConflict
-from delaytasks.core.new_task import NewTask
+from delaytasks.core.task import NewTask, OnConflict
 from delaytasks.runtime import runtime_of
 from delaytasks.scheduling import producer
 from delaytasks.scheduling.task_builder import RowBatch

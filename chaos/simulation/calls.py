@@ -15,7 +15,7 @@ from delaytasks import DelayTask
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.core.events import Events
-from delaytasks.core.new_task import NewTask
+from delaytasks.core.task import NewTask
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
 

@@ -10,7 +10,7 @@ from typing import Any
 from chaos.celery_messages import MOST_RUNS
 from chaos.history import Answer, CallRecord, DeliveryRecord, Fault, PublishRecord
 from chaos.simulation.stage import Play
-from delaytasks.core.celery_tags import ANY_CELERY_TASK
+from delaytasks.core.celery_calls import ANY_CELERY_TASK
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
 from delaytasks.core.events import Events

@@ -10,7 +10,7 @@ import click
 from delaytasks.cli.context import Cli, Command, Group, pass_cli
 from delaytasks.cli.output import print_table
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.installed import needs_extra
+from delaytasks.core.text import needs_extra
 
 if TYPE_CHECKING:
     from delaytasks.http_api.api_keys import ApiKeyFile

@@ -15,8 +15,8 @@ from delaytasks.cli.output import Failure, count, print_json
 from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.progress import moved_bar, stopping_between_steps
 from delaytasks.cli.times import PAST
-from delaytasks.core.bulk import BulkResult
 from delaytasks.core.errors import DelayTaskError, StoreError
+from delaytasks.core.filters import BulkResult
 from delaytasks.core.ids import check_id
 from delaytasks.core.states import Status
 

@@ -11,7 +11,7 @@ import click
 from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import GOOD, NOTHING, cell, print_fields, print_json, print_table, say
-from delaytasks.core.masking import mask_url
+from delaytasks.core.text import mask_url
 
 _BROKER_VARIABLES = ("CELERY_BROKER_WRITE_URL", "CELERY_BROKER_URL")
 

@@ -6,7 +6,7 @@ import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.installed import needs_extra
+from delaytasks.core.text import needs_extra
 
 PORT = 5556
 _ROLES = ["view", "operate", "admin"]

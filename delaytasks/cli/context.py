@@ -22,13 +22,13 @@ from delaytasks.cli.output import (
     sentence,
     task_json,
 )
-from delaytasks.core.bounded_calls import wait_for_unfinished
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
+from delaytasks.core.loop import wait_for_unfinished
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks
-    from delaytasks.core.reasons import Explanation
     from delaytasks.core.task import DelayTask
+    from delaytasks.core.why import Explanation
     from delaytasks.runtime import Runtime
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store

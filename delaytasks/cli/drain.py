@@ -19,8 +19,8 @@ from delaytasks.cli.output import cell, count
 from delaytasks.cli.progress import progress_bar
 from delaytasks.client import DelayTasks
 from delaytasks.core.clock import monotonic
-from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
+from delaytasks.core.inputs import show_duration
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.runtime import runtime_of

@@ -7,7 +7,7 @@ import click
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import BAD, GOOD, count, print_json, print_table, say
 from delaytasks.cli.times import show_instant
-from delaytasks.core.durations import show_duration
+from delaytasks.core.inputs import show_duration
 
 #: Hours in the table without --all: those that keep the processes busiest.
 MAX_HOURS_SHOWN = 12

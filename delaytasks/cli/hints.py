@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from delaytasks.core.reasons import Explanation, Reason
+from delaytasks.core.why import Explanation, Reason
 
 
 class Hints:

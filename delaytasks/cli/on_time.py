@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from delaytasks.cli.output import BAD, Cell, print_table
-from delaytasks.core.durations import show_duration
+from delaytasks.core.inputs import show_duration
 from delaytasks.statistics.on_time import WINDOWS
 
 #: The range whose error budget is shown.

@@ -17,8 +17,7 @@ from delaytasks.cli.table import print_table as print_table
 from delaytasks.cli.times import show_from_now, show_instant
 from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
-from delaytasks.core.task_json import pretty
+from delaytasks.core.task import DelayTask, pretty
 from delaytasks.core.text import count as count
 from delaytasks.core.text import last_line, one_line
 

@@ -13,8 +13,8 @@ from delaytasks.cli.output import NOTHING, Cell, cell, count, print_json, print_
 from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.schedule import read_body
 from delaytasks.cli.times import INSTANT, show_instant
-from delaytasks.core.durations import show_timing
 from delaytasks.core.errors import InvalidTimingError
+from delaytasks.core.inputs import show_timing
 from delaytasks.recurrence.definition import preview
 from delaytasks.recurrence.imports import SOURCES, import_entries
 from delaytasks.recurrence.recurring import default_tz

@@ -19,7 +19,6 @@ from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.progress import moved_bar
 from delaytasks.cli.times import at_option, delay_option, parse_instant
 from delaytasks.client import DelayTasks
-from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import (
     BodyNotJSONError,
     DelayTaskError,
@@ -27,9 +26,8 @@ from delaytasks.core.errors import (
     InvalidScheduleError,
 )
 from delaytasks.core.ids import check_id
-from delaytasks.core.interfaces import OnConflict
-from delaytasks.core.new_task import NewTask
-from delaytasks.core.task import DelayTask
+from delaytasks.core.inputs import parse_duration
+from delaytasks.core.task import DelayTask, NewTask, OnConflict
 from delaytasks.runtime import runtime_of
 
 if TYPE_CHECKING:

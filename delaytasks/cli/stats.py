@@ -25,7 +25,7 @@ from delaytasks.cli.output import (
 )
 from delaytasks.cli.stats_document import gather
 from delaytasks.cli.waiting import print_late
-from delaytasks.core.durations import show_duration
+from delaytasks.core.inputs import show_duration
 from delaytasks.core.states import Status
 
 LEVEL_STYLES = {"good": {"fg": GOOD}, "note": {}, "warning": {"fg": "yellow"}, "bad": {"fg": BAD}}

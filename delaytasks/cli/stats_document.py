@@ -13,10 +13,9 @@ from delaytasks.cli.times import show_instant
 from delaytasks.cli.waiting import late_json, replication_of
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
-from delaytasks.core.installed import installed_version
-from delaytasks.core.masking import mask_url
-from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.states import Status
+from delaytasks.core.text import installed_version, mask_url
+from delaytasks.core.workers import RegisteredWorker
 from delaytasks.operations.overdue import ExplainedGroup
 from delaytasks.operations.state import DatabaseState, DeploymentState, SweepState
 from delaytasks.operations.verdict import verdict_of

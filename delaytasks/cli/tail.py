@@ -16,12 +16,12 @@ from delaytasks.cli.output import cell, coloured, say
 from delaytasks.cli.pairs import pairs_or
 from delaytasks.cli.times import DURATION
 from delaytasks.core.clock import monotonic
-from delaytasks.core.durations import show_duration
 from delaytasks.core.filters import filter_of
+from delaytasks.core.inputs import show_duration
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import last_line, one_line
-from delaytasks.core.why_waiting import deferral_of
+from delaytasks.core.why import deferral_of
 from delaytasks.operations.following import Follower, FollowStep, changed_at
 from delaytasks.runtime import runtime_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
+from delaytasks.core.inputs import parse_duration, show_duration
 
 
 def parse_instant(text: str) -> datetime:

@@ -15,8 +15,8 @@ from delaytasks.cli.output import BAD, GOOD, print_json
 from delaytasks.cli.table import NOTHING, cell
 from delaytasks.cli.times import DURATION, show_instant
 from delaytasks.core.clock import monotonic
-from delaytasks.core.durations import show_duration, show_measured
-from delaytasks.core.registered_worker import LostWorker, RegisteredWorker
+from delaytasks.core.inputs import show_duration, show_measured
+from delaytasks.core.workers import LostWorker, RegisteredWorker
 from delaytasks.operations.live import LiveGroup, LiveSnapshot, snapshot
 from delaytasks.operations.verdict import Verdict, verdict_of
 

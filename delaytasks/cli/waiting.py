@@ -7,8 +7,8 @@ from typing import Any
 from delaytasks.cli.output import cell, count, print_table, say
 from delaytasks.cli.times import show_instant
 from delaytasks.client import DelayTasks
-from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import StoreError
+from delaytasks.core.inputs import show_duration
 from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.replication import replication

@@ -8,7 +8,7 @@ import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import LONGEST, cell, coloured, print_json, say
-from delaytasks.core.reasons import Explanation
+from delaytasks.core.why import Explanation
 
 
 @click.command(cls=Command)

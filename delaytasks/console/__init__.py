@@ -10,7 +10,7 @@
 No other package imports this one, except the command `delaytasks console` and the integrations.
 """
 
-from delaytasks.core.installed import needs_extra
+from delaytasks.core.text import needs_extra
 
 with needs_extra("console", "the console"):
     import flask as flask

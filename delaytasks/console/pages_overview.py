@@ -18,7 +18,7 @@ from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.core.clock import from_us
 from delaytasks.core.errors import InvalidInputError, SearchTimeoutError
-from delaytasks.core.page import Page
+from delaytasks.core.task import Page
 from delaytasks.forecast import HOUR_S, Forecast, busiest, headline
 from delaytasks.operations.failed_now import FailedNow
 from delaytasks.operations.problems import Problem

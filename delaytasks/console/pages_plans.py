@@ -11,7 +11,6 @@ from werkzeug.wrappers import Response
 
 from delaytasks.console.requests import act, requires, state, viewer
 from delaytasks.console.viewers import Role
-from delaytasks.core.durations import show_timing
 from delaytasks.core.errors import (
     BodyNotJSONError,
     DelayTaskError,
@@ -19,6 +18,7 @@ from delaytasks.core.errors import (
     InvalidQueryError,
     RecurringNotFoundError,
 )
+from delaytasks.core.inputs import show_timing
 from delaytasks.core.policies import UNCHANGED, Policy
 from delaytasks.recurrence.definition import options_of, timing_options
 from delaytasks.recurrence.schedule import RecurringSchedule

@@ -29,20 +29,19 @@ from delaytasks.console.requests import (
 )
 from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
-from delaytasks.core.bulk import BulkResult
-from delaytasks.core.durations import parse_duration
+from delaytasks.core.celery_calls import trace_id_of
 from delaytasks.core.errors import (
     InvalidDelayError,
     InvalidInputError,
     InvalidQueryError,
     SearchTimeoutError,
 )
+from delaytasks.core.filters import BulkResult
 from delaytasks.core.ids import check_id
-from delaytasks.core.page import Page
-from delaytasks.core.reasons import Reason
+from delaytasks.core.inputs import parse_duration
 from delaytasks.core.states import MOVES, Status, moves_from
-from delaytasks.core.task import DelayTask
-from delaytasks.core.trace_meta import trace_id_of
+from delaytasks.core.task import DelayTask, Page
+from delaytasks.core.why import Reason
 from delaytasks.operations.bulk import read_audit
 from delaytasks.operations.error_search import error_filter, error_matcher
 from delaytasks.runtime import runtime_of

@@ -14,13 +14,12 @@ from werkzeug.datastructures import MultiDict
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.clock import UTC, monotonic
-from delaytasks.core.durations import parse_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidQueryError, StoreError
 from delaytasks.core.filters import Filter, Filters, check_ids
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.page import Page
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.inputs import ALL_QUEUES, parse_duration
 from delaytasks.core.states import Status
+from delaytasks.core.task import Page
+from delaytasks.core.workers import RegisteredWorker
 from delaytasks.operations.error_search import error_filter, find_by_error
 from delaytasks.operations.tasks import find_tasks
 from delaytasks.runtime import runtime_of

@@ -24,10 +24,10 @@ from werkzeug.wrappers import Response as AnyResponse
 from delaytasks.client import DelayTasks
 from delaytasks.console.queries import number_of
 from delaytasks.console.viewers import Access, LoginLimit, Role, Viewer
-from delaytasks.core.bulk import BulkResult
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import DelayTaskError
-from delaytasks.core.latest import Latest
+from delaytasks.core.filters import BulkResult
+from delaytasks.core.loop import Latest
 from delaytasks.operations.bulk import record_action
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state

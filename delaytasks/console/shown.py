@@ -11,12 +11,10 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from flask import Flask, session
 from markupsafe import Markup
 
-from delaytasks.core.attempt import Attempt
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import show_duration, show_measured
+from delaytasks.core.inputs import show_duration, show_measured
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
-from delaytasks.core.task_json import pretty
+from delaytasks.core.task import Attempt, DelayTask, pretty
 from delaytasks.core.text import last_line, some_values
 from delaytasks.statistics.charts import sparkline
 

@@ -22,9 +22,8 @@ from werkzeug.security import check_password_hash, generate_password_hash
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.inputs import ACTOR_LENGTH
-from delaytasks.core.private_files import make_folder, write_file
+from delaytasks.core.private_files import WatchedFile, make_folder, write_file
 from delaytasks.core.text import one_line
-from delaytasks.core.watched_file import WatchedFile
 
 
 class Role(IntEnum):

@@ -25,10 +25,9 @@ from delaytasks.core.errors import (
     SessionUnusableError,
 )
 from delaytasks.core.interfaces import Transaction
-from delaytasks.core.masking import Secret
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import count
+from delaytasks.core.text import Secret, count
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.transactions import _PENDING, transaction_of
 

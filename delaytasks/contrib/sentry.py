@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import current_app, signals
 
-from delaytasks.core.installed import needs_extra
+from delaytasks.core.text import needs_extra
 
 with needs_extra("sentry", "delaytasks.contrib.sentry"):
     import sentry_sdk
@@ -21,9 +21,9 @@ with needs_extra("sentry", "delaytasks.contrib.sentry"):
     from sentry_sdk.utils import event_from_exception
 
 from delaytasks.contrib.run_signals import RunReceivers
-from delaytasks.core.meta import MAX_VALUE_LENGTH
+from delaytasks.core.celery_calls import add_trace_source
+from delaytasks.core.inputs import MAX_VALUE_LENGTH
 from delaytasks.core.task import DelayTask
-from delaytasks.core.trace_meta import add_trace_source
 
 if TYPE_CHECKING:
     from sentry_sdk._types import Event, Hint

@@ -7,13 +7,35 @@ is wrong, that is set, or that stands still while the host sleeps therefore make
 
 from __future__ import annotations
 
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from delaytasks.core.forks import reset_in_child
+# -- forks ----------------------------------------------------------------------------------------
+
+# Reset objects in forked children, which must not use sockets, locks and threads of the parent.
+
+
+_watched: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def reset_in_child(thing: Any) -> None:
+    """Call `thing.after_fork()` in every child that is forked while `thing` exists."""
+    _watched.add(thing)
+
+
+def _reset_all() -> None:
+    for thing in list(_watched):
+        thing.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reset_all)
+
 
 UTC = timezone.utc
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

@@ -11,10 +11,9 @@ import random
 from collections.abc import Callable
 from datetime import datetime
 
-from delaytasks.core.clock import from_us, to_us
+from delaytasks.core.clock import from_us, reset_in_child, to_us
 from delaytasks.core.errors import InvalidIdError
-from delaytasks.core.forks import reset_in_child
-from delaytasks.core.number_checks import is_integer
+from delaytasks.core.inputs import is_integer
 from delaytasks.core.text import shown
 
 EPOCH_MS = 1_577_836_800_000  # 2020-01-01

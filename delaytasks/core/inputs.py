@@ -1,19 +1,26 @@
-"""Validate the arguments of callers: tags, keys, queues, delays and instants."""
+"""The checks of what callers pass: tags, keys, durations, instants, numbers, meta, actors."""
 
 from __future__ import annotations
 
+import getpass
+import json
 import math
+import os
 import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any
+from hashlib import blake2b
+from typing import Any, TypeGuard
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import has_unit, parse_duration
 from delaytasks.core.errors import (
     BodyNotStorableError,
     InvalidDelayError,
     InvalidInputError,
     InvalidKeyError,
+    InvalidMetaError,
     InvalidPriorityError,
     InvalidQueryError,
     InvalidQueueError,
@@ -21,10 +28,120 @@ from delaytasks.core.errors import (
     InvalidTagError,
     NaiveDatetimeError,
 )
-from delaytasks.core.model_instances import key_remedy
-from delaytasks.core.number_checks import is_integer
 from delaytasks.core.states import Status
-from delaytasks.core.text import shown
+from delaytasks.core.text import one_line, shown
+
+# -- Durations as users type them: 90, 1h30m, 2d, 500ms -------------------------------------------
+
+
+#: Seconds, a text that `parse_duration` reads, or a timedelta.
+Delay = float | str | timedelta
+
+_UNITS = {"w": 604_800.0, "d": 86_400.0, "h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+_DECIMAL = r"[0-9]+(?:\.[0-9]+)?"
+#: Each unit at most once, the largest first, because "30m1h" is usually a mistake.
+_PARTS = re.compile(
+    r"\s*".join(rf"(?:({_DECIMAL})\s*{unit}(?![a-z]))?" for unit in _UNITS), re.ASCII
+)
+_RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1h30m, 2d, 500ms)"
+
+
+def parse_duration(text: str) -> timedelta:
+    """Convert a text such as "90", "1h30m", "2d" or "500ms" to a timedelta.
+
+    Raises
+    ------
+    InvalidDelayError
+        If the text is not a duration, is negative or is too long.
+    """
+    typed = text.strip().lower()
+    if typed.startswith("-"):
+        raise InvalidDelayError(f"a delay is not negative, as {text!r:.40} is; {_RULE}")
+    if re.fullmatch(_DECIMAL, typed, re.ASCII):
+        seconds = float(typed)
+    else:
+        match = _PARTS.fullmatch(typed)
+        if match is None or not any(match.groups()):
+            raise InvalidDelayError(f"{text!r:.40} is not a delay; {_RULE}")
+        counts = [float(count or 0) for count in match.groups()]
+        seconds = sum(count * size for count, size in zip(counts, _UNITS.values(), strict=True))
+    try:
+        return timedelta(seconds=seconds)
+    except OverflowError:
+        raise InvalidDelayError(f"{text!r:.40} is longer than a delay can be; {_RULE}") from None
+
+
+def has_unit(text: str) -> bool:
+    """Return whether a text is more than a number. `"5"` is usually an unconverted input."""
+    return not re.fullmatch(r"[-+0-9.eE_\s]*", text)
+
+
+def show_duration(seconds: float) -> str:
+    """Return the two largest units, in the form that `parse_duration` reads: 1h30m, 2d, 5s."""
+    left = round(abs(seconds))
+    if left == 0:
+        return f"{round(abs(seconds) * 1000)}ms" if seconds else "0s"
+    shown: list[str] = []
+    for unit, size in _UNITS.items():
+        if unit == "ms" or len(shown) == 2:
+            break
+        count, left = divmod(left, int(size))
+        if count:
+            shown.append(f"{count}{unit}")
+        elif shown:
+            break
+    return "".join(shown)
+
+
+def show_timing(timing: str) -> str:
+    """Return the timing of a recurring schedule for readers: "every 5m" instead of "every 300"."""
+    kind, _, seconds = timing.partition(" ")
+    is_interval = kind == "every" and seconds.isascii() and seconds.isdigit()
+    return f"every {show_duration(int(seconds))}" if is_interval else timing
+
+
+def show_measured(seconds: float | None) -> str:
+    """Return a measured duration, which may be short: "12ms", "1.5s", "1m30s"; "–" for None."""
+    if seconds is None:
+        return "–"
+    if seconds < 0.001:
+        return f"{seconds * 1000:.2g}ms" if seconds else "0"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f}ms"
+    return f"{seconds:.1f}s" if seconds < 10 else show_duration(seconds)
+
+
+# -- model instances ------------------------------------------------------------------------------
+
+# Recognize model instances of Django and of SQLAlchemy, of which callers pass the primary key.
+
+
+def key_remedy(value: object) -> str:
+    """Return the end of an error message about `value`; empty if it is no model instance."""
+    kind = type(value)
+    if hasattr(kind, "_meta") and hasattr(kind, "pk"):
+        return "; it is a model instance: pass its pk, and load the instance in the processor"
+    if hasattr(kind, "__mapper__"):
+        return (
+            "; it is an instance that SQLAlchemy maps: pass its primary key, and load the instance "
+            "in the processor"
+        )
+    return ""
+
+
+# -- Checks of numbers that callers pass. A bool is not a number ----------------------------------
+
+
+def is_integer(value: object, least: int, most: int) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_number(value: object, least: float, most: float) -> TypeGuard[float]:
+    """Return False for NaN as well."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return least <= value <= most
+
 
 TAG_LENGTH = 128
 KEY_LENGTH = 191
@@ -201,3 +318,103 @@ def check_instant(at: object) -> datetime:
         return at.astimezone(UTC)
     except OverflowError:
         raise InvalidScheduleError(f"{at.isoformat()} cannot be converted to UTC") from None
+
+
+# -- The meta of a task: a few pairs of short strings, such as a tenant or a trace context --------
+
+# It is stored as JSON with sorted names, without blanks and in ASCII, so that a pair has one text.
+
+
+MAX_PAIRS = 16
+MAX_VALUE_LENGTH = 512
+#: The longest text of all pairs as they are stored.
+MAX_META_BYTES = 4096
+_PAIR_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+def check_meta(meta: object) -> dict[str, str]:
+    """Return the pairs in the order of their names."""
+    if not isinstance(meta, Mapping):
+        raise InvalidMetaError(f"meta is a dict of strings, not {shown(meta)}")
+    if len(meta) > MAX_PAIRS:
+        raise InvalidMetaError(f"meta has at most {MAX_PAIRS} pairs, not {len(meta)}")
+    for name, value in meta.items():
+        if not isinstance(name, str) or not _PAIR_NAME.fullmatch(name):
+            raise InvalidMetaError(
+                f"a name in meta has 1 to 64 letters, digits, '_', '.' and '-', not {shown(name)}"
+            )
+        if not isinstance(value, str) or len(value) > MAX_VALUE_LENGTH:
+            raise InvalidMetaError(
+                f"meta[{name!r}] is a string of up to {MAX_VALUE_LENGTH} characters, "
+                f"not {shown(value)}"
+            )
+    return dict(sorted(meta.items()))
+
+
+def encode_meta(meta: object) -> str | None:
+    """Check the pairs, and return the text that is stored; None without pairs."""
+    pairs = check_meta(meta)
+    if not pairs:
+        return None
+    text = json.dumps(pairs, separators=(",", ":"))
+    if len(text) > MAX_META_BYTES:
+        raise InvalidMetaError(f"meta is longer than {MAX_META_BYTES} bytes: {len(text)}")
+    return text
+
+
+def decode_meta(text: str | None) -> dict[str, str]:
+    """Return the pairs of a stored text. Another program may have written any text."""
+    try:
+        pairs = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    if not isinstance(pairs, dict):
+        return {}
+    return {name: value for name, value in pairs.items() if isinstance(value, str)}
+
+
+def pair_text(name: str, value: str) -> str:
+    """Return a pair as it occurs in the stored text.
+
+    A value cannot contain this text, since quotation marks in a value follow a backslash.
+    """
+    return f"{json.dumps(name)}:{json.dumps(value)}"
+
+
+# -- spread ---------------------------------------------------------------------------------------
+
+# Due times that are distributed over a period, so that many tasks do not become due together.
+
+
+_SCALE = 2.0**64
+
+
+def share_of(name: str) -> float:
+    """Return a number from 0 up to 1 that only depends on `name`, and is uniform over all names."""
+    digest = blake2b(name.encode(errors="surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / _SCALE
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The new due times of a bulk operation: each is up to `over` later than before."""
+
+    over: timedelta
+
+    def of(self, id: int, due: datetime) -> datetime:
+        """Return the new due time of a task. For one task, it is the same in each call."""
+        return due + share_of(str(id)) * self.over
+
+
+# -- The name of the person or program that changes many tasks or a policy ------------------------
+
+
+def actor_of(given: object) -> str:
+    """Return the given name, or the user and host of this process."""
+    if given is not None:
+        return check_actor(given)
+    try:
+        name = getpass.getuser()
+    except (OSError, KeyError):  # a container's user may have no name
+        name = f"uid {os.getuid()}"
+    return one_line(f"{name}@{socket.gethostname()}", ACTOR_LENGTH - 1)

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from delaytasks.core.clock import to_us
-from delaytasks.core.inputs import is_queue
-from delaytasks.core.spread import Spread
+from delaytasks.core.inputs import Spread, is_queue
+from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.core.states import MOVES, Ending, SettlingMove, Status
-from delaytasks.core.task import DelayTask
-from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
+from delaytasks.core.task import DelayTask, OnConflict
 
 T = TypeVar("T")
-OnConflict = Literal["reject", "keep", "replace", "take"]
 #: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
 #: stays.
 To = datetime | timedelta | Spread | None

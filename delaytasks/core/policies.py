@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence, Set
 from copy import copy
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import InvalidDelayError, InvalidPolicyError
-from delaytasks.core.inputs import check_queue, check_tag
-from delaytasks.core.number_checks import is_integer
+from delaytasks.core.inputs import check_queue, check_tag, is_integer, parse_duration, show_duration
 from delaytasks.core.text import shown
 
 Kind = Literal["tag", "queue"]
@@ -292,3 +290,36 @@ def parse_rate(text: object) -> tuple[int | None, float | None]:
     if not MIN_PERIOD_S <= seconds <= MAX_PERIOD_S:
         raise InvalidPolicyError(f"the period of a rate is 1 ms to 31 days, not {shown(period)}")
     return check_limit(int(match[1]), "a rate"), seconds
+
+
+# -- What the processes of a worker report about the waitlists of limited tags --------------------
+
+
+#: A worker looks again after this time at a waitlist whose tag has no free slot: a worker that
+#: stopped, or a raised limit, frees slots without a message.
+WAITLIST_RECHECK_S = 1.0
+
+
+class WaitlistsSeen(NamedTuple):
+    """The waitlists of the limited tags that a claim found, and the number of rows that it held."""
+
+    #: Each waitlist is a queue and a tag.
+    waitlists: Set[tuple[str, str]] = frozenset()
+    held: int = 0
+
+    def merge(self, other: WaitlistsSeen) -> WaitlistsSeen:
+        return WaitlistsSeen(self.waitlists | other.waitlists, self.held + other.held)
+
+
+NO_WAITLISTS = WaitlistsSeen()
+
+
+class WaitlistState(NamedTuple):
+    """The waitlist of a limited tag in a queue, as a process left it."""
+
+    queue: str
+    tag: str
+    #: The number of tasks that may start now, as far as known; None if no process has looked.
+    open: int | None = 1
+    #: The time after which a process should look again.
+    recheck_s: float = WAITLIST_RECHECK_S

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from delaytasks.core.errors import InvalidRetryScheduleError
-from delaytasks.core.inputs import check_wait
-from delaytasks.core.number_checks import is_integer, is_number
+from delaytasks.core.inputs import check_wait, is_integer, is_number
 from delaytasks.core.text import shown
 
 #: A row with a retry schedule of its own stays small.

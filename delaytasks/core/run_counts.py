@@ -3,11 +3,93 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import accumulate
+from math import inf
 from typing import Any, NamedTuple
 
-from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, highest_value
+from delaytasks.core.clock import AN_HOUR, hour_of
 from delaytasks.core.states import SettlingMove
+
+# -- Histograms of seconds with fixed bounds, so that the counts of all workers can be added ------
+
+
+#: The upper bounds of the buckets of the lateness of tasks: the start minus the due time. A value
+#: that equals a bound belongs to its bucket. One more bucket has all longer times. The bounds are
+#: part of the stored statistics, so a bound may be appended but neither changed nor removed.
+LATENESS_BOUNDS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(300.0, 900.0, 3600.0, 14_400.0, 86_400.0),
+)
+#: The same for the durations of runs.
+DURATION_BOUNDS_S = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    *(300.0, 900.0, 3600.0, 14_400.0),
+)
+
+
+def bucket_of(seconds: float, bounds: Sequence[float]) -> int:
+    """Return the number of the bucket of a time."""
+    return bisect_left(bounds, seconds)
+
+
+def highest_value(counted: Sequence[int], bounds: Sequence[float], stored: float | None) -> float:
+    """Return the largest value, or the upper bound of its bucket if the value is not known.
+
+    Parameters
+    ----------
+    counted
+        The numbers of the buckets that are not empty.
+    stored
+        The largest value that was stored. Values of a process that stores none may exceed it.
+    """
+    last = min(max(counted, default=0), len(bounds) - 1)
+    if stored is not None and bucket_of(stored, bounds) >= last:
+        return stored
+    return bounds[last] if counted else 0.0
+
+
+def quantile(
+    counts: Sequence[int], bounds: Sequence[float], share: float, highest: float = inf
+) -> float | None:
+    """Estimate the time that `share` of the values do not exceed.
+
+    The values of a bucket are taken to be evenly distributed in it, up to `highest`. Without it,
+    times above the last bound count as the last bound.
+
+    Parameters
+    ----------
+    counts
+        The number of values in each bucket.
+    bounds
+        The upper bounds of the buckets.
+    share
+        For example 0.99 for the 99th percentile.
+    highest
+        The largest value.
+
+    Returns
+    -------
+    float or None
+        None if there are no values.
+    """
+    total = sum(counts)
+    if not total:
+        return None
+    wanted = share * total
+    for number, reached in enumerate(accumulate(counts)):
+        if counts[number] and reached >= wanted:
+            lower = bounds[number - 1] if number else 0.0
+            upper = bounds[number] if number < len(bounds) else highest
+            lower, upper = min(lower, highest), min(upper, highest)
+            if upper == inf:
+                return lower
+            inside = (wanted - (reached - counts[number])) / counts[number]
+            return lower + (upper - lower) * max(inside, 0.0)
+    return min(bounds[-1], highest)
+
 
 #: The tag under which the tags beyond the setting `statistics_tags` are counted.
 OTHER_TAGS = "(other)"
@@ -175,7 +257,7 @@ class RunCounts:
 
 
 class FailureCount(NamedTuple):
-    """Failed runs of one tag with the same error pattern (`core/error_patterns.py`)."""
+    """Failed runs of one tag with the same error pattern (`core/text.py`)."""
 
     tag: str
     pattern: str
@@ -195,3 +277,62 @@ class RunStatistics(NamedTuple):
 def _sparse(counts: Sequence[int]) -> list[int]:
     """Return number and count of each bucket that is not empty, one after the other."""
     return [each for number, count in enumerate(counts) if count for each in (number, count)]
+
+
+# -- Failed runs with the same error, as workers have counted them by the hour --------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FailureGroup:
+    """Failed runs of a tag with the same error.
+
+    Attributes
+    ----------
+    tag
+        The tag.
+    pattern
+        What their errors have in common; `*` stands for what differs.
+    fingerprint
+        A short name of the pattern.
+    runs
+        The number of failed runs, retried ones included.
+    first_at, last_at
+        When the first and the last of them failed, within a minute.
+    task_id, error
+        One of the last tasks that failed in this way, and the end of its error text.
+    hours
+        The number of failed runs by the hour, for the last 48 hours that have any.
+    """
+
+    tag: str
+    pattern: str
+    fingerprint: str
+    runs: int
+    first_at: datetime
+    last_at: datetime
+    task_id: int
+    error: str
+    hours: Mapping[datetime, int]
+
+    @property
+    def filters(self) -> dict[str, str]:
+        """The filters for `find` and the bulk functions that select the tasks of this group."""
+        return {"tag": self.tag, "error": self.pattern}
+
+    def first_since(self, begin: datetime) -> datetime | None:
+        """Return when the first run failed since the beginning of an hour; None without runs."""
+        hours = [hour for hour, runs in self.hours.items() if runs and hour >= begin]
+        return max(min(hours), self.first_at) if hours else None
+
+
+class CountedFailures(NamedTuple):
+    """A group of failures, and what its runs are compared with."""
+
+    group: FailureGroup
+    #: All runs of the tag since `recent_hours(now)`, or 0 if they were not counted.
+    runs_of_tag: int
+
+
+def recent_hours(now: datetime) -> datetime:
+    """Return the beginning of the hour before the present one."""
+    return hour_of(now) - AN_HOUR

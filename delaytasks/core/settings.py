@@ -9,23 +9,135 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from delaytasks.core import setting_rules as rules
-from delaytasks.core.encryption import names_of
+from delaytasks.core.body import are_keys, names_of
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.masking import hide, mask_secret
-from delaytasks.core.setting_types import convert_setting
-from delaytasks.core.text import shown
+from delaytasks.core.ids import MAX_SHARDS
+from delaytasks.core.inputs import is_queue
+from delaytasks.core.text import hide, mask_secret, shown
+
+# -- Rules for the values of single settings ------------------------------------------------------
+
+
+_IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
+
+
+class Rule(NamedTuple):
+    #: The end of the error message.
+    text: str
+    allows: Callable[[Any], bool]
+
+
+def one_of(*names: str) -> Rule:
+    return Rule(f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}", lambda v: v in names)
+
+
+NAME = Rule("has letters, digits, '_', '.' and '-' only", is_queue)
+QUEUES = Rule(
+    "queues have letters, digits, '_', '.' and '-' only", lambda v: all(map(is_queue, v.values()))
+)
+IDENTIFIER = Rule("has letters, digits and '_' only", lambda v: bool(_IDENTIFIER.fullmatch(v)))
+SLOT_COUNT = Rule("is a power of two, at most 1024", lambda v: v in {1 << n for n in range(11)})
+KEYS = Rule(
+    "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them",
+    are_keys,
+)
+NOT_NEGATIVE = Rule("must not be negative", lambda v: v >= 0)
+SHARD = Rule(f"is from 0 to {MAX_SHARDS - 1}", lambda v: 0 <= v < MAX_SHARDS)
+AT_MOST_1000 = Rule("is at most 1000", lambda v: v <= 1000)
+AT_MOST_1000_YEARS = Rule("is at most a thousand years", lambda v: v <= 1000 * 366 * 86400)
+
+
+# -- Convert the values of settings, which may come as text, to the types of the settings ---------
+
+
+T = TypeVar("T")
+_BOOLS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+
+
+def convert_setting(name: str, kind: str, value: Any) -> Any:
+    """Convert the value of a setting to a type, which is given as the text of its annotation.
+
+    Raises
+    ------
+    ValueError
+        If the value does not have this type and cannot be converted.
+    """
+    if value is None or (isinstance(value, str) and value.lower() == "none"):
+        _checked("None" in kind, value)
+        return None
+    try:
+        return _CONVERTERS[kind.removesuffix(" | None")](name, value)
+    except (TypeError, LookupError, OverflowError) as error:
+        raise ValueError from error
+
+
+def _text(name: str, value: Any) -> str:
+    if name == "redis_url" and isinstance(value, (list, tuple)):
+        return ";".join(value)
+    return str(_checked(isinstance(value, str), value))
+
+
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    is_list = isinstance(value, (list, tuple))
+    return tuple(_checked(is_list and all(isinstance(v, str) and v for v in value), value))
+
+
+def _names(_: str, value: Any) -> dict[str, str]:
+    mapping = json.loads(value) if isinstance(value, str) else value
+    is_right = isinstance(mapping, Mapping) and all(
+        isinstance(name, str) and name for pair in mapping.items() for name in pair
+    )
+    return dict(_checked(is_right, mapping))
+
+
+def _bool(_: str, value: Any) -> bool:
+    return _BOOLS[str(value).lower()]
+
+
+def _int(_: str, value: Any) -> int:
+    is_whole = not isinstance(value, bool) and float(value) == int(value)
+    return int(_checked(is_whole, value))
+
+
+def _float(_: str, value: Any) -> float:
+    is_number = not isinstance(value, bool) and math.isfinite(float(value))
+    return float(_checked(is_number, value))
+
+
+def _checked(is_right: bool, value: T) -> T:
+    if not is_right:
+        raise ValueError
+    return value
+
+
+#: The function that converts a value, by the type of its setting.
+_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
+    "str": _text,
+    "tuple[str, ...]": _texts,
+    "Mapping[str, str]": _names,
+    "bool": _bool,
+    "int": _int,
+    "float": _float,
+}
+
 
 PREFIX = "delaytasks_"
 #: A worker counts as dead if it was silent for this many sweep intervals.
 SILENT_SWEEPS = 3
 
 
-def _setting(default: Any, about: str, rule: rules.Rule | None = None, secret: bool = False) -> Any:
+def _setting(default: Any, about: str, rule: Rule | None = None, secret: bool = False) -> Any:
     given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
     metadata = {"about": about, "rule": rule, "secret": secret}
     return field(repr=not secret, metadata=metadata, **given)
@@ -39,19 +151,19 @@ class Settings:
         "", "SQLAlchemy URL of the database; empty: SQLite in data_dir", secret=True
     )
     shard: int = _setting(
-        0, "number that new ids carry; each member of Shards has a number of its own", rules.SHARD
+        0, "number that new ids carry; each member of Shards has a number of its own", SHARD
     )
     data_dir: str = _setting(".delaytasks", "folder of the SQLite file and the message files")
     namespace: str = _setting(
-        "delaytasks", "prefix of the queues, so that deployments can share a broker", rules.NAME
+        "delaytasks", "prefix of the queues, so that deployments can share a broker", NAME
     )
     table_prefix: str = _setting(
-        "", "prefix of the tables, so that deployments can share a database", rules.IDENTIFIER
+        "", "prefix of the tables, so that deployments can share a database", IDENTIFIER
     )
     table_schema: str = _setting(
         "",
         "schema of the tables (PostgreSQL, MySQL); empty: the connection's default",
-        rules.IDENTIFIER,
+        IDENTIFIER,
     )
     pool_size: int = _setting(5, "database connections that each process keeps")
 
@@ -59,7 +171,7 @@ class Settings:
         "eta",
         "where rows due within the horizon wait: broker and workers (eta), Redis "
         "(redis), or the table (direct)",
-        rules.one_of("eta", "redis", "direct"),
+        one_of("eta", "redis", "direct"),
     )
     redis_url: str = _setting(
         "", "Redis of the redis timer; empty: the broker's, if it is Redis", secret=True
@@ -67,29 +179,27 @@ class Settings:
     redis_slots: int = _setting(
         8,
         "slots of a queue in the redis timer; must be the same in all processes",
-        rules.SLOT_COUNT,
+        SLOT_COUNT,
     )
     arm: str = _setting(
         "background",
         "what sends tasks due within the horizon to the broker: a thread (background) or the "
         "call (inline)",
-        rules.one_of("inline", "background"),
+        one_of("inline", "background"),
     )
     horizon_s: float | None = _setting(
         30.0,
         "only tasks due within this time are sent to the broker; none: all tasks",
-        rules.AT_MOST_1000_YEARS,
+        AT_MOST_1000_YEARS,
     )
     publish_limit_s: float = _setting(
         0.5, "longest time for sending a message; after it the sweep sends it"
     )
-    default_queue: str = _setting(
-        "default", "queue of tasks for which no other queue is set", rules.NAME
-    )
+    default_queue: str = _setting("default", "queue of tasks for which no other queue is set", NAME)
     queues: Mapping[str, str] = _setting(
         {},
         "queues of tags, and of patterns such as mail.*; in the environment as JSON",
-        rules.QUEUES,
+        QUEUES,
     )
     tags: tuple[str, ...] = _setting(
         (), "tags that this process may schedule in addition to those of its processors"
@@ -102,14 +212,14 @@ class Settings:
     durable_eta_min_s: float = _setting(
         0.0,
         "Celery tasks with a shorter delay than this are sent to the broker as without delaytasks",
-        rules.NOT_NEGATIVE,
+        NOT_NEGATIVE,
     )
     strict_tags: bool | None = _setting(
         None,
         "refuse to schedule tags that are neither in tags nor have a processor in this process; "
         "none: if there are such tags",
     )
-    max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay", rules.AT_MOST_1000_YEARS)
+    max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay", AT_MOST_1000_YEARS)
     event_bodies: bool = _setting(
         True, "Flower and other monitors see bodies and results, as they see Celery's"
     )
@@ -118,7 +228,7 @@ class Settings:
         "text",
         "lines for people (text), or for programs with one line for each change of a task (json, "
         "logfmt)",
-        rules.one_of("text", "json", "logfmt"),
+        one_of("text", "json", "logfmt"),
     )
     max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
     max_error_bytes: int = _setting(64 * 1024, "longest error text that is stored")
@@ -126,14 +236,14 @@ class Settings:
         (),
         "bodies and results are encrypted with the first key and decrypted with all; "
         "'plain' as the first: new ones are not encrypted",
-        rules.KEYS,
+        KEYS,
         secret=True,
     )
 
     chunk_time_budget_s: float = _setting(
         0.05, "time budget of a chunk; rows that have not started by then are given back"
     )
-    chunk_max: int = _setting(200, "most rows in one chunk", rules.AT_MOST_1000)
+    chunk_max: int = _setting(200, "most rows in one chunk", AT_MOST_1000)
     grace_s: float = _setting(
         1.0, "a task that is later than this is found through the table, where all workers help"
     )
@@ -141,7 +251,7 @@ class Settings:
         60.0, "time for which a running task belongs to its worker; renewed after a third of it"
     )
     max_lost_leases: int = _setting(
-        5, "a task that loses its worker this many times in a row is FAILED", rules.AT_MOST_1000
+        5, "a task that loses its worker this many times in a row is FAILED", AT_MOST_1000
     )
 
     sweep_s: float = _setting(5.0, "time between sweeps")
@@ -192,7 +302,7 @@ class Settings:
     callback_read_s: float = _setting(10.0, "longest silence of a callback's receiver")
     callback_total_s: float = _setting(30.0, "longest time for a whole callback")
     callback_in_flight: int = _setting(
-        100, "callbacks that each process sends simultaneously", rules.AT_MOST_1000
+        100, "callbacks that each process sends simultaneously", AT_MOST_1000
     )
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
@@ -273,7 +383,7 @@ def secret_names() -> list[str]:
     return [name for name, spec in _SPECS.items() if spec.metadata["secret"]]
 
 
-_RULES_WITH_ZERO = (rules.NOT_NEGATIVE, rules.SHARD)
+_RULES_WITH_ZERO = (NOT_NEGATIVE, SHARD)
 _RULES_FOR_PAIRS: list[tuple[str, Callable[[Any], bool], str]] = [
     (
         "lease_s",

@@ -1,22 +1,132 @@
-"""A task as callers and processors read it."""
+"""A task, what callers say about a new one, what calls return about it, and what runs end with."""
 
 from __future__ import annotations
 
 import ipaddress
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Set
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 
-from delaytasks.core.body_versions import FIRST_VERSION, MAX_VERSION
-from delaytasks.core.current_run import Current, current_run
-from delaytasks.core.encryption import decoded
-from delaytasks.core.errors import NotRunningError
+from delaytasks.core.body import (
+    FIRST_VERSION,
+    MAX_DEPTH,
+    MAX_VERSION,
+    decoded,
+    is_encrypted,
+    placeholder,
+)
+from delaytasks.core.errors import (
+    BodyEncryptedError,
+    InvalidScheduleError,
+    InvalidStatusError,
+    NotRunningError,
+    TaskNotFoundError,
+    TaskStateError,
+)
 from delaytasks.core.ids import check_id
-from delaytasks.core.meta import decode_meta
-from delaytasks.core.number_checks import is_integer
+from delaytasks.core.inputs import Delay, decode_meta, is_integer
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import FINISHED, Status
-from delaytasks.core.task_json import lenient, task_json
+from delaytasks.core.text import shown
+
+# -- current run ----------------------------------------------------------------------------------
+
+# The current run, for `task.complete` and `task.check_lease`. A task itself is a plain value.
+
+
+class Current(Protocol):
+    def complete(self, id: int, session: Any, result: Any) -> None: ...
+    def check_lease(self, id: int) -> None: ...
+    def is_cancelled(self, id: int) -> bool: ...
+
+
+current_run: ContextVar[Current | None] = ContextVar("delaytasks_run", default=None)
+
+
+# -- A task as a JSON value, for programs and for people ------------------------------------------
+
+
+def task_json(task: Any) -> dict[str, Any]:
+    """Return the JSON value of a `DelayTask`."""
+    return {
+        "id": str(task.id),
+        "tag": task.tag,
+        "key": task.key,
+        "status": task.status.name,
+        "queue": task.queue,
+        "priority": task.priority,
+        "body": _shown(task.body_json),
+        "due_time": iso(task.due),
+        "expected_time": iso(task.expected_time),
+        "execution_time": iso(task.execution_time),
+        "create_time": iso(task.create_time),
+        "update_time": iso(task.update_time),
+        "lease_until": iso(task.lease_until),
+        "delay_s": task.delay_s,
+        "attempts": task.attempts,
+        "lapses": task.lapses,
+        "version": task.version,
+        "worker": task.worker,
+        "ip_address": task.ip_address,
+        "error": task.error,
+        "headers": _shown(task.headers_json) if task.headers else {},
+        "concurrency_key": task.concurrency_key,
+        "meta": task.meta,
+        "result": None if task.result_json is None else _shown(task.result_json),
+    }
+
+
+def iso(instant: datetime | None) -> str | None:
+    return None if instant is None else instant.isoformat()
+
+
+def _shown(text: str | None) -> Any:
+    """Return the decoded value if JSON can represent it, else the text.
+
+    Python also decodes NaN, 1e400 and values of any depth.
+    """
+    if text is not None and is_encrypted(text):
+        return placeholder(text)
+    value = lenient(text or "null")
+    return value if _is_json(value, MAX_DEPTH) else text
+
+
+def _is_json(value: Any, depth: int) -> bool:
+    if isinstance(value, (dict, list)):
+        inner = value.values() if isinstance(value, dict) else value
+        return depth > 0 and all(_is_json(item, depth - 1) for item in inner)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
+def lenient(text: str) -> Any:
+    """Return the decoded value, or the text if another program stored no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def pretty(read: Callable[[], Any], stored: str) -> str:
+    """Return a body or a result as indented JSON, in which integers of any size are exact.
+
+    Parameters
+    ----------
+    read
+        Decodes the value.
+    stored
+        The stored text, which is returned if it is no JSON.
+    """
+    try:
+        return json.dumps(read(), indent=2, ensure_ascii=False)
+    except BodyEncryptedError:
+        return placeholder(stored)
+    except (ValueError, RecursionError):
+        return stored
+
 
 #: The queue of rows without one, such as rows of other programs.
 DEFAULT_QUEUE = "default"
@@ -276,3 +386,356 @@ class DelayTask:
 def id_of(name: object) -> int:
     """Return the id of a task that was given as a task or as an id."""
     return name.id if isinstance(name, DelayTask) else check_id(name)
+
+
+# -- A task to schedule, before it is checked -----------------------------------------------------
+
+
+class TaskOptions(TypedDict, total=False):
+    """The options of a new task, which `DelayTasks.schedule_delay` explains.
+
+    `TaskBuilder` checks the values.
+    """
+
+    key: str | None
+    queue: str | None
+    priority: int
+    id: int | None
+    retries: RetrySchedule | str | int | None
+    expires: Delay | None
+    max_wait: Delay | None
+    concurrency_key: str | None
+    meta: Mapping[str, str] | None
+    body_version: int | None
+    spread: Delay | None
+
+
+class ScheduleOptions(TaskOptions, total=False):
+    """All options of `DelayTasks.schedule_delay`, for callbacks and messages."""
+
+    on_conflict: OnConflict
+    session: Any
+
+
+# A tuple, because a frozen dataclass takes four times as long to make.
+class NewTask(NamedTuple):
+    """One task for `schedule_many`.
+
+    Parameters
+    ----------
+    tag, body
+        See `schedule_delay`.
+    delay
+        Seconds, text such as `"30m"`, or a timedelta. Give either `delay` or `at`.
+    at
+        An aware datetime.
+    key, queue, priority, id, retries, expires, max_wait, concurrency_key, meta, body_version
+        See `schedule_delay`.
+    spread
+        See `schedule_delay`.
+
+    Examples
+    --------
+    >>> delays.schedule_many(NewTask("mail.send", {"to": user}, 60, key=user) for user in users)
+    """
+
+    tag: str
+    body: Any
+    delay: Delay | None = None
+    at: datetime | None = None
+    key: str | None = None
+    queue: str | None = None
+    priority: int = 0
+    id: int | None = None
+    retries: RetrySchedule | str | int | None = None
+    expires: Delay | None = None
+    max_wait: Delay | None = None
+    concurrency_key: str | None = None
+    meta: Mapping[str, str] | None = None
+    body_version: int | None = None
+    spread: Delay | None = None
+
+
+def new_task_of(item: object) -> NewTask:
+    """Return the task to schedule that `schedule_many` was given."""
+    if isinstance(item, NewTask):
+        return item
+    if isinstance(item, tuple) and len(item) == 3:
+        tag, body, at = item
+        return NewTask(tag, body, at=at) if isinstance(at, datetime) else NewTask(tag, body, at)
+    raise InvalidScheduleError(
+        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}"
+    )
+
+
+OnConflict = Literal["reject", "keep", "replace", "take"]
+
+
+# -- A page of tasks ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page of the tasks that `find` found. Iterating over it yields the tasks.
+
+    Attributes
+    ----------
+    tasks
+        The tasks.
+    cursor
+        The argument of `find` for the next page; None on the last page.
+
+    Examples
+    --------
+    >>> page = delays.find(status="FAILED")
+    >>> if page.cursor is not None:
+    ...     page = delays.find(status="FAILED", cursor=page.cursor)
+    """
+
+    tasks: list[DelayTask]
+    cursor: str | None
+
+    def __iter__(self) -> Any:
+        return iter(self.tasks)
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+# -- A failed attempt to run a task ---------------------------------------------------------------
+
+
+class Attempt(NamedTuple):
+    """A failed run of a task.
+
+    Attributes
+    ----------
+    number
+        The number of the run, from 1.
+    began, ended
+        The start, if it is known, and the end.
+    worker
+        The name of the worker.
+    error
+        The traceback, or the reason that the processor returned.
+
+    Examples
+    --------
+    >>> [(attempt.number, attempt.ended) for attempt in delays.attempts(task)]
+    """
+
+    number: int
+    began: datetime | None
+    ended: datetime
+    worker: str | None
+    error: str | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            **self._asdict(),
+            "began": self.began and self.began.isoformat(),
+            "ended": self.ended.isoformat(),
+        }
+
+
+# -- The result of `touch` and `touch_many` -------------------------------------------------------
+
+
+IdOrKey = TypeVar("IdOrKey", int, str)
+
+
+@dataclass(frozen=True, slots=True)
+class TouchResult(Generic[IdOrKey]):
+    """The result of `touch` and `touch_many`: true if all tasks still wait.
+
+    Attributes
+    ----------
+    touched
+        The ids, or the keys, of the tasks that wait at least as long as the call asked for.
+    gone
+        The ids, or the keys, of the tasks that no longer wait or do not exist.
+
+    Examples
+    --------
+    >>> delays.touch_many(tag="device.offline", keys=["d-17", "d-18"], delay=90).gone
+    ['d-18']
+    """
+
+    touched: list[IdOrKey]
+    gone: list[IdOrKey]
+
+    def __bool__(self) -> bool:
+        return not self.gone
+
+    @classmethod
+    def of(cls, names: Iterable[IdOrKey], waiting: Set[IdOrKey]) -> TouchResult[IdOrKey]:
+        """Sort the names, without repetitions, by whether their tasks wait."""
+        distinct = dict.fromkeys(names)
+        return cls(
+            [name for name in distinct if name in waiting],
+            [name for name in distinct if name not in waiting],
+        )
+
+
+# -- The result of `cancel` -----------------------------------------------------------------------
+
+
+#: A task with one of these statuses cannot be cancelled any more. A status that another program
+#: wrote is not among them, because its meaning is unknown.
+_NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class CancelResult:
+    """The result of `cancel`: true only if this call cancelled the task, which then never starts.
+
+    Attributes
+    ----------
+    is_cancelled
+        Whether this call cancelled the task; also the truth value of the result.
+    reason
+        The outcome in words.
+    id
+        The id of the task. None only if no task was found by its key.
+    status
+        The status of the task after the call. None if no task was found.
+    is_requested
+        Whether the task runs, and this call has asked it to stop.
+
+    Examples
+    --------
+    >>> result = delays.cancel(tag="order.close", key="7")
+    >>> if not result:
+    ...     print(result.reason)
+    """
+
+    is_cancelled: bool
+    reason: str
+    id: int | None = None
+    status: Status | None = None
+    is_requested: bool = False
+
+    def __bool__(self) -> bool:
+        return self.is_cancelled
+
+    @classmethod
+    def cancelled(cls, task: DelayTask) -> CancelResult:
+        return cls(True, f"task {task.id} ({task.tag}) is cancelled", task.id, Status.CANCELLED)
+
+    @classmethod
+    def requested(cls, task: DelayTask) -> CancelResult:
+        reason = f"task {task.id} ({task.tag}) runs, and is asked to stop"
+        return cls(False, reason, task.id, task.status, is_requested=True)
+
+    @classmethod
+    def cancelled_before(cls, id: int) -> CancelResult:
+        return cls(False, f"task {id} was cancelled before", id, Status.CANCELLED)
+
+    @classmethod
+    def of_refusal(cls, error: TaskStateError) -> CancelResult | None:
+        """Return the result for an error that means "nothing to cancel"; None for another error."""
+        if isinstance(error, TaskNotFoundError):
+            return cls(False, str(error), error.id)
+        if isinstance(error, InvalidStatusError) and error.status in _NOTHING_TO_CANCEL:
+            reason = f"task {error.id} has ended: it is {error.status.name}"
+            if error.status is Status.RUNNING:
+                reason = str(error)
+            return cls(False, reason, error.id, error.status)
+        return None
+
+
+# -- Outcomes: values that a processor returns to say how its task ends or continues --------------
+
+# An outcome leads to a move, which changes the status of the row: see `core/states.py`.
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The task is DONE. Any other return value means the same, without a result to keep.
+
+    Parameters
+    ----------
+    result
+        A JSON value, which is stored if the processor was registered with `keep_result=True`.
+
+    Examples
+    --------
+    >>> return Done({"receipt": 7})
+    """
+
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """The attempt failed, and the task runs again; after its last retry it is FAILED.
+
+    Parameters
+    ----------
+    after
+        The time until the next attempt: seconds, text such as `"5m"`, or a timedelta. By default
+        the next delay of the retry schedule.
+    reason
+        The text that is stored as the error of the attempt.
+
+    Examples
+    --------
+    >>> return Retry(after="5m", reason="the partner is busy")
+    """
+
+    after: Delay | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snooze:
+    """The task runs again after `after`. This run does not count as an attempt.
+
+    Parameters
+    ----------
+    after
+        Seconds, text such as `"5m"`, or a timedelta.
+
+    Examples
+    --------
+    >>> return Snooze("1h")
+    """
+
+    after: Delay
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The task is CANCELLED, because its work is no longer needed.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Cancel("the order was paid")
+    """
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The task is FAILED, even if its retry schedule has retries left.
+
+    Parameters
+    ----------
+    reason
+        The text that is stored as the error of the task.
+
+    Examples
+    --------
+    >>> return Fail("there is no such order")
+    """
+
+    reason: str = ""
+
+
+Outcome = Done | Retry | Snooze | Cancel | Fail

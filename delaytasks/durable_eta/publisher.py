@@ -10,8 +10,7 @@ from typing import Any
 from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.messaging import Producer
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.durable_eta.confirms import Confirms
 from delaytasks.durable_eta.stored_message import StoredMessage, queue_of
 

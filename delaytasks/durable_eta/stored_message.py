@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 from kombu.entity import Exchange, Queue
 from kombu.utils import json as kombu_json
 
-from delaytasks.core.celery_tags import celery_key, celery_tag
+from delaytasks.core.celery_calls import celery_key, celery_tag
 from delaytasks.core.errors import BodyRefusedError
-from delaytasks.core.new_task import NewTask
+from delaytasks.core.task import NewTask
 from delaytasks.core.text import shown
 
 #: kombu's mark of values that have no JSON form, such as datetimes and bytes.

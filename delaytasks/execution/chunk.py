@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 

@@ -23,13 +23,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
 
-from delaytasks.core.chunk_size import ChunkSize
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.events import Events
-from delaytasks.core.forks import reset_in_child
 from delaytasks.core.interfaces import Claimed
+from delaytasks.core.policies import WaitlistsSeen
 from delaytasks.core.settings import Settings
-from delaytasks.core.waitlists import WaitlistsSeen
+from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.chunk import Chunk
 from delaytasks.execution.chunk_runner import ChunkRunner
 from delaytasks.execution.tag_costs import TagCosts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from delaytasks.core.body import NO_NAME, PLAIN, is_encrypted, name_in, names_of
 from delaytasks.core.clock import Clock
-from delaytasks.core.encryption import NO_NAME, PLAIN, is_encrypted, name_in, names_of
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.settings import Settings

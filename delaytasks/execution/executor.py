@@ -9,11 +9,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.current_run import current_run
 from delaytasks.core.errors import InvalidOutcomesError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, current_run
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.processor_call import ProcessorCall

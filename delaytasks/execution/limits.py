@@ -7,10 +7,9 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from delaytasks.core.interfaces import Settle
-from delaytasks.core.policies import Policy
+from delaytasks.core.policies import Policy, WaitlistsSeen, WaitlistState
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.waitlists import WaitlistsSeen, WaitlistState
 from delaytasks.execution.chunk_runner import ChunkRunner
 from delaytasks.execution.tally import Tally
 from delaytasks.processors.registry import Registry

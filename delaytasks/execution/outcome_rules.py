@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from types import AsyncGeneratorType, GeneratorType
 
-from delaytasks.core.body_json import encode_body
+from delaytasks.core.body import encode_body
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import (
     InvalidInputError,
@@ -17,9 +17,8 @@ from delaytasks.core.errors import (
 from delaytasks.core.events import Events
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.outcomes import Cancel, Done, Fail, Outcome, Retry, Snooze
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import Cancel, DelayTask, Done, Fail, Outcome, Retry, Snooze
 from delaytasks.core.text import storable, traceback_text
 from delaytasks.execution.task_run import MAX_RESULT_BYTES, LeaseEndsError, TaskRun
 from delaytasks.processors.registry import ProcessorSpec

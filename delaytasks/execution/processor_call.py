@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from delaytasks.core.errors import InvalidOutcomesError, NotRunningError
-from delaytasks.core.outcomes import Outcome
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, Outcome
 from delaytasks.core.text import count, shown
 from delaytasks.execution.task_run import TaskRun
 from delaytasks.processors.event_loop import awaited

@@ -7,8 +7,7 @@ from collections import deque
 from collections.abc import Container, Sequence
 from datetime import datetime, timedelta
 
-from delaytasks.core.error_patterns import error_pattern
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import reset_in_child
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.run_counts import (
     LOST_LEASE,
@@ -19,6 +18,7 @@ from delaytasks.core.run_counts import (
 )
 from delaytasks.core.states import MOVES
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import error_pattern
 from delaytasks.processors.registry import Registry
 
 #: The most groups of failures in one report. Further ones are counted as outcomes only.

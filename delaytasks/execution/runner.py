@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed, Entry, Timer
-from delaytasks.core.last_renewal import NO_RENEWAL, LastRenewal
+from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.core.run_counts import RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
-from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen, WaitlistState
+from delaytasks.core.workers import NO_RENEWAL, LastRenewal
 from delaytasks.execution.chunk_runner import ChunkRunner, ThreadContext
 from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.execution.deferral_rules import DeferralRules

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from delaytasks.core.chunk_size import LEARNING
 from delaytasks.core.task import DelayTask
+from delaytasks.core.workers import LEARNING
 
 
 class TagCosts:

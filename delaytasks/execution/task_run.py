@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.body_json import encode_body
+from delaytasks.core.body import encode_body
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, TaskCancelledError
 from delaytasks.core.interfaces import CallerConnection, Transaction
-from delaytasks.core.last_renewal import LastRenewal
 from delaytasks.core.task import DelayTask
+from delaytasks.core.workers import LastRenewal
 
 if TYPE_CHECKING:
     from delaytasks.storage.claims import Claims

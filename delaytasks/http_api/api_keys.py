@@ -15,11 +15,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
 
-from delaytasks.core.celery_tags import CELERY_PREFIX
+from delaytasks.core.celery_calls import CELERY_PREFIX
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.inputs import check_actor
-from delaytasks.core.watched_file import WatchedFile
+from delaytasks.core.private_files import WatchedFile
 
 #: The file in the data folder.
 API_KEYS = "api-keys.json"

@@ -7,7 +7,7 @@ from typing import Any
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import DelayTaskError
-from delaytasks.core.installed import needs_extra
+from delaytasks.core.text import needs_extra
 
 with needs_extra("api", "the HTTP API"):
     from flask import Flask, Response, request

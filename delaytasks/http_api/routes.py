@@ -11,16 +11,17 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from delaytasks.core.callbacks import CALLBACK
-from delaytasks.core.cancel_result import CancelResult
-from delaytasks.core.celery_tags import CELERY_PREFIX
-from delaytasks.core.durations import parse_duration
+from delaytasks.core.celery_calls import CALLBACK, CELERY_PREFIX
 from delaytasks.core.errors import InvalidDelayError, InvalidTagError, SessionUnusableError
-from delaytasks.core.interfaces import OnConflict
-from delaytasks.core.new_task import NewTask
-from delaytasks.core.task import DelayTask
-from delaytasks.core.task_json import task_json
-from delaytasks.core.touch_result import TouchResult
+from delaytasks.core.inputs import parse_duration
+from delaytasks.core.task import (
+    CancelResult,
+    DelayTask,
+    NewTask,
+    OnConflict,
+    TouchResult,
+    task_json,
+)
 from delaytasks.http_api import schemas
 from delaytasks.http_api.api_keys import OWN_PREFIX
 from delaytasks.http_api.requests import (

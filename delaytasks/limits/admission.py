@@ -8,8 +8,8 @@ from typing import Any
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.core.task import DelayTask
-from delaytasks.core.waitlists import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.limits.capacity import Capacity
 from delaytasks.limits.fair_order import FairOrder
 from delaytasks.limits.queries import SlotTransfer

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from delaytasks.core.policies import is_limit, is_rate
-from delaytasks.core.waitlists import WAITLIST_RECHECK_S
+from delaytasks.core.policies import WAITLIST_RECHECK_S, is_limit, is_rate
 from delaytasks.limits.queries import PolicyQueries
 
 #: The number of slots, or of starts, of a tag without that limit.

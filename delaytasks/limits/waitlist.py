@@ -11,8 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from delaytasks.core.policies import Policy
-from delaytasks.core.waitlists import WaitlistsSeen
+from delaytasks.core.policies import Policy, WaitlistsSeen
 from delaytasks.limits.backlogs import LimitedBacklogs
 from delaytasks.limits.capacity import CapacityMeter
 from delaytasks.limits.queries import PolicyQueries, WaitlistQueries

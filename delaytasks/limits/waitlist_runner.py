@@ -6,12 +6,12 @@ import random
 import time
 from collections.abc import Callable, Sequence, Set
 
-from delaytasks.core.chunk_size import ChunkSize
 from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Settle, Settlement
+from delaytasks.core.policies import WaitlistsSeen, WaitlistState
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.core.waitlists import WaitlistsSeen, WaitlistState
+from delaytasks.core.workers import ChunkSize
 from delaytasks.limits.admission import Admission
 from delaytasks.limits.waitlist import Waitlist
 from delaytasks.processors.registry import Registry

@@ -11,7 +11,7 @@ from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import first_names
-from delaytasks.core.why_unserved import one_more_worker
+from delaytasks.core.why import one_more_worker
 from delaytasks.maintenance.overdue_queues import OnStep, OverdueLevels, OverdueQueues
 
 if TYPE_CHECKING:

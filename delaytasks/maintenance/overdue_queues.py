@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from delaytasks.core.batches import batches
+from delaytasks.core.filters import batches
 from delaytasks.core.interfaces import QueuePlace
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
-from delaytasks.core.batches import batches
 from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.events import Events
+from delaytasks.core.filters import batches
 from delaytasks.core.interfaces import FoundRow, Level, Timer
 from delaytasks.core.policies import Kind, Policies, Policy
 from delaytasks.core.settings import Settings

@@ -10,9 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.forks import reset_in_child
-from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S
-from delaytasks.core.run_counts import OTHER_TAGS, RunCounts
+from delaytasks.core.clock import reset_in_child
+from delaytasks.core.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, OTHER_TAGS, RunCounts
 from delaytasks.metrics import Family, HistogramValue, Sample, gauge
 from delaytasks.runtime import runtime_of
 

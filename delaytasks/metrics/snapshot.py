@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.latest import Latest
-from delaytasks.core.registered_worker import RegisteredWorker, beat_age_s
+from delaytasks.core.loop import Latest
+from delaytasks.core.workers import RegisteredWorker, beat_age_s
 from delaytasks.forecast import Forecast, make_forecast
 from delaytasks.metrics import Family, Sample, gauge
 from delaytasks.operations.state import TableState, read_tables

@@ -9,30 +9,28 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.actors import actor_of
-from delaytasks.core.bulk import (
-    AuditEntry,
-    BulkFilter,
-    BulkOptions,
-    BulkResult,
-    bulk_filter_of,
-    new_due,
-)
 from delaytasks.core.errors import (
     InvalidQueryError,
     StoreUnavailableError,
     TaskStateError,
 )
-from delaytasks.core.filters import Filters
+from delaytasks.core.filters import (
+    AuditEntry,
+    BulkFilter,
+    BulkOptions,
+    BulkResult,
+    Filters,
+    bulk_filter_of,
+    new_due,
+)
 from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import check_page_limit
+from delaytasks.core.inputs import Spread, actor_of, check_page_limit
 from delaytasks.core.interfaces import Entry, To
-from delaytasks.core.spread import Spread
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
-    from delaytasks.core.durations import Delay
+    from delaytasks.core.inputs import Delay
     from delaytasks.runtime import Runtime
 
 #: An operation whose last step is older has ended, since its process died.

@@ -17,8 +17,7 @@ from kombu.utils.uuid import uuid
 from delaytasks.core.celery_calls import CeleryCall, called_task, is_forced
 from delaytasks.core.errors import BodyRefusedError, BodyTooLargeError, ConfigError, DelayTaskError
 from delaytasks.core.interfaces import Transaction
-from delaytasks.core.outcomes import Done, Fail, Outcome, Retry, Snooze
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, Done, Fail, Outcome, Retry, Snooze
 
 if TYPE_CHECKING:
     from delaytasks.durable_eta.stored_message import StoredMessage

@@ -8,9 +8,8 @@ from typing import Any
 
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.filters import check_error
-from delaytasks.core.page import Page
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, Page
 
 #: Pages of 200 tasks that one call searches for an error text.
 SEARCHED_PAGES, SEARCHED_SIZE = 5, 200

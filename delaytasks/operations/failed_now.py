@@ -14,9 +14,9 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from delaytasks.core.clock import AN_HOUR, hour_of
-from delaytasks.core.error_patterns import error_pattern
-from delaytasks.core.failure_group import CountedFailures, recent_hours
+from delaytasks.core.run_counts import CountedFailures, recent_hours
 from delaytasks.core.states import Status
+from delaytasks.core.text import error_pattern
 from delaytasks.storage.failed_rows import FailedRow
 
 #: Bars of a sparkline, one for each hour.

@@ -6,18 +6,17 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from delaytasks.core.bounded_calls import all_within
-from delaytasks.core.durations import show_duration
 from delaytasks.core.errors import DelayTaskError, StoreUnavailableError
-from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.registered_worker import (
+from delaytasks.core.inputs import ALL_QUEUES, show_duration
+from delaytasks.core.loop import all_within
+from delaytasks.core.settings import Settings
+from delaytasks.core.text import some_values
+from delaytasks.core.workers import (
     LostWorker,
     RegisteredWorker,
     beat_age_s,
     lost_everywhere,
 )
-from delaytasks.core.settings import Settings
-from delaytasks.core.text import some_values
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.storage import migrations
 from delaytasks.storage.overdue_rows import OverdueRows

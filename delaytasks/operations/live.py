@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any
 
 from delaytasks.core.inputs import ALL_QUEUES
-from delaytasks.core.registered_worker import LostWorker, RegisteredWorker, lost_everywhere
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
+from delaytasks.core.workers import LostWorker, RegisteredWorker, lost_everywhere
 from delaytasks.storage.live_rows import Live, LiveRow, LiveRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store

@@ -5,9 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import NamedTuple
 
-from delaytasks.core.reasons import Reason
 from delaytasks.core.settings import Settings
-from delaytasks.core.why_late import why_late
+from delaytasks.core.why import Reason, why_late
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.store import Store
 

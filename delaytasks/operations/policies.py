@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import InvalidPolicyError
+from delaytasks.core.inputs import actor_of
 from delaytasks.core.policies import (
     UNCHANGED,
     Kind,

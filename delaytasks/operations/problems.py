@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta, tzinfo
 from typing import Literal, NamedTuple
 
-from delaytasks.core.durations import show_duration
+from delaytasks.core.inputs import show_duration
 
 Severity = Literal["good", "note", "warning", "bad"]
 SEVERITIES: Sequence[Severity] = ("good", "note", "warning", "bad")

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from celery.app.control import Control
 from celery.utils.functional import maybe_list
 
-from delaytasks.core.celery_calls import called_task
-from delaytasks.core.celery_tags import celery_key
+from delaytasks.core.celery_calls import called_task, celery_key
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Transaction, connection_of

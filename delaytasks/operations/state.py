@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
-from delaytasks.core.failure_group import CountedFailures
 from delaytasks.core.policies import Policy
-from delaytasks.core.registered_worker import (
+from delaytasks.core.run_counts import CountedFailures
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
+from delaytasks.core.workers import (
     LostWorker,
     RegisteredWorker,
     beat_age_s,
     broker_down_s,
     lost_everywhere,
 )
-from delaytasks.core.settings import Settings
-from delaytasks.core.states import Status
 from delaytasks.operations.failed_now import FailedNow, groups_of
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS, ExplainedGroup, explain_overdue
 from delaytasks.operations.policies import read_policies

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.cancel_result import CancelResult
-from delaytasks.core.celery_tags import CELERY_PREFIX
+from delaytasks.core.celery_calls import CELERY_PREFIX
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import (
     InvalidScheduleError,
@@ -19,15 +18,13 @@ from delaytasks.core.filters import Filters, filter_of
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import check_key, check_page_limit, check_tag, check_wait
 from delaytasks.core.interfaces import CallerConnection, Transaction, connection_of
-from delaytasks.core.page import Page
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask, id_of
+from delaytasks.core.task import CancelResult, DelayTask, Page, TouchResult, id_of
 from delaytasks.core.text import shown
-from delaytasks.core.touch_result import TouchResult
 
 if TYPE_CHECKING:
-    from delaytasks.core.durations import Delay
+    from delaytasks.core.inputs import Delay
     from delaytasks.runtime import Runtime
     from delaytasks.storage.store import Store
 

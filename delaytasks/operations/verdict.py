@@ -11,7 +11,7 @@ from datetime import datetime, tzinfo
 from typing import Any
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import show_duration
+from delaytasks.core.inputs import show_duration
 from delaytasks.core.policies import Policy
 from delaytasks.core.text import count, first_names
 from delaytasks.operations.failing import failure_flaw, failure_problems

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.reasons import Explanation, Reason, TransportFacts
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, id_of
-from delaytasks.core.why import why
+from delaytasks.core.why import Explanation, Reason, TransportFacts, why
 from delaytasks.operations.tasks import TaskReference, find_id, name_of
 from delaytasks.storage.facts import FactReader
 from delaytasks.timers.broker_status import broker_error

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from types import CoroutineType
 from typing import Any
 
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import reset_in_child
 
 #: The value of a coroutine, or its error.
 ResultAndError = tuple[Any, BaseException | None]

@@ -9,17 +9,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
-from delaytasks.core.body_schema import BodySchema
-from delaytasks.core.body_versions import BodyVersions, Upgrade
-from delaytasks.core.celery_tags import processor_tag
-from delaytasks.core.durations import Delay
+from delaytasks.core.body import BodySchema, BodyVersions, Upgrade
+from delaytasks.core.celery_calls import processor_tag
 from delaytasks.core.errors import (
     BodyRefusedError,
     DuplicateProcessorError,
     InvalidDelayError,
     UnknownTagError,
 )
-from delaytasks.core.inputs import check_queue, check_tag, check_wait
+from delaytasks.core.inputs import Delay, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown

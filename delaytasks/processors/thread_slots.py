@@ -8,8 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from delaytasks.core.clock import monotonic
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import monotonic, reset_in_child
 
 T = TypeVar("T")
 #: The most slots of one tag, and the most threads of one process.

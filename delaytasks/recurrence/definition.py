@@ -8,11 +8,9 @@ from typing import Any, NamedTuple, TypedDict, cast, get_args
 from zoneinfo import ZoneInfo
 
 from delaytasks.core.errors import InvalidScheduleError, InvalidTimingError
-from delaytasks.core.inputs import check_instant, check_schedule_name, check_wait
-from delaytasks.core.new_task import NewTask
-from delaytasks.core.number_checks import is_integer
+from delaytasks.core.inputs import check_instant, check_schedule_name, check_wait, is_integer
 from delaytasks.core.retry_schedule import RetrySchedule
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, NewTask
 from delaytasks.core.text import shown
 from delaytasks.recurrence.celery_schedules import FoundTiming, interval_text, timing_of
 from delaytasks.recurrence.schedule import (

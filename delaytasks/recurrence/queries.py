@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from sqlalchemy import and_, delete, func, insert, null, or_, select, true, update
 
+from delaytasks.core.body import dump_json
 from delaytasks.core.errors import RecurringNotFoundError
 from delaytasks.core.interfaces import CallerConnection
-from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import LIVE
 from delaytasks.core.task import DelayTask
 from delaytasks.recurrence.schedule import RecurringSchedule

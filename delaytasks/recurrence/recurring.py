@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.core.actors import actor_of
 from delaytasks.core.errors import (
     ConfigError,
     InvalidScheduleError,
@@ -25,10 +24,9 @@ from delaytasks.core.errors import (
     RecurringNotFoundError,
     TaskStateError,
 )
-from delaytasks.core.inputs import check_page_limit, check_schedule_name, check_tag
+from delaytasks.core.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
 from delaytasks.core.interfaces import CallerConnection
-from delaytasks.core.new_task import NewTask
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, NewTask
 from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.creation import task_of
 from delaytasks.recurrence.definition import Definition, RecurringOptions, started

@@ -9,9 +9,9 @@ from datetime import datetime
 from itertools import islice
 from typing import Any, Literal
 
+from delaytasks.core.body import decoded, is_encrypted, placeholder
 from delaytasks.core.clock import LATEST
-from delaytasks.core.encryption import decoded, is_encrypted, placeholder
-from delaytasks.core.meta import decode_meta
+from delaytasks.core.inputs import decode_meta
 from delaytasks.recurrence.timing import EVERY, Timing, parse_timing
 
 Missed = Literal["latest", "skip", "all"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
-from delaytasks.core.celery_tags import CELERY_PREFIX, celery_tag
+from delaytasks.core.celery_calls import CELERY_PREFIX, celery_tag
 from delaytasks.core.errors import InvalidScheduleError
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import Registry

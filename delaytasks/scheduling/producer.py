@@ -11,7 +11,6 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Any
 
-from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import (
     DuplicateTaskError,
@@ -19,26 +18,19 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
 )
 from delaytasks.core.events import Events
+from delaytasks.core.filters import batches
 from delaytasks.core.inputs import (
+    Spread,
     check_delay,
     check_due,
     check_instant,
     check_period,
     check_shift,
 )
-from delaytasks.core.interfaces import (
-    CallerConnection,
-    Entry,
-    OnConflict,
-    TaskStore,
-    Timer,
-    Transaction,
-)
-from delaytasks.core.new_task import NewTask
+from delaytasks.core.interfaces import CallerConnection, Entry, TaskStore, Timer, Transaction
 from delaytasks.core.settings import Settings
-from delaytasks.core.spread import Spread
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, NewTask, OnConflict
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 from delaytasks.scheduling.task_builder import (

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, get_args
 
-from delaytasks.core.body_json import encode_body
-from delaytasks.core.body_schema import plain
-from delaytasks.core.body_versions import FIRST_VERSION, check_version
+from delaytasks.core.body import FIRST_VERSION, check_version, encode_body, plain
+from delaytasks.core.celery_calls import add_trace
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
@@ -24,16 +23,13 @@ from delaytasks.core.inputs import (
     check_queue,
     check_tag,
     check_wait,
+    encode_meta,
+    share_of,
 )
-from delaytasks.core.interfaces import OnConflict
-from delaytasks.core.meta import encode_meta
-from delaytasks.core.new_task import NewTask
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
 from delaytasks.core.settings import Settings
-from delaytasks.core.spread import share_of
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, NewTask, OnConflict
 from delaytasks.core.text import shown
-from delaytasks.core.trace_meta import add_trace
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.scheduling.queue_routing import QueueRouting
 

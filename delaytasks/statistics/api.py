@@ -6,11 +6,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidQueryError
-from delaytasks.core.failure_group import FailureGroup
-from delaytasks.core.inputs import check_page_limit, check_tag
-from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.inputs import Delay, check_page_limit, check_tag
+from delaytasks.core.run_counts import FailureGroup, RunCounts
 from delaytasks.statistics.reading import (
     Since,
     StepRange,

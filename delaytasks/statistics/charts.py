@@ -14,7 +14,7 @@ from html import escape
 from typing import NamedTuple
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.durations import show_measured
+from delaytasks.core.inputs import show_measured
 from delaytasks.statistics.results import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190

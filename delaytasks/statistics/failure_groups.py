@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import and_, bindparam, delete, select, update
 
-from delaytasks.core.json_text import dump_json
+from delaytasks.core.body import dump_json
 from delaytasks.core.run_counts import FailureCount
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import insert_if_absent

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
-from delaytasks.core.json_text import dump_json
+from delaytasks.core.body import dump_json
 
 
 @dataclass(frozen=True, slots=True)

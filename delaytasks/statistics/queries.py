@@ -20,8 +20,8 @@ from sqlalchemy import (
     update,
 )
 
-from delaytasks.core.batches import batches
 from delaytasks.core.clock import from_us
+from delaytasks.core.filters import batches
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.statistics.failure_groups import FailureGroups
 from delaytasks.statistics.gauges import Gauges, packed_gauges, unpacked_gauges

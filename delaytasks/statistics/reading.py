@@ -7,11 +7,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import EPOCH, from_us
-from delaytasks.core.durations import Delay
 from delaytasks.core.errors import InvalidQueryError
-from delaytasks.core.failure_group import FailureGroup
-from delaytasks.core.inputs import check_instant, check_tag, check_wait
-from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.inputs import Delay, check_instant, check_tag, check_wait
+from delaytasks.core.run_counts import FailureGroup, RunCounts
 from delaytasks.statistics.failure_groups import hour_counts_of
 from delaytasks.statistics.gauges import Gauges
 from delaytasks.statistics.periods import (

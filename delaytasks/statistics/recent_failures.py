@@ -7,7 +7,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import AN_HOUR
-from delaytasks.core.failure_group import CountedFailures, recent_hours
+from delaytasks.core.run_counts import CountedFailures, recent_hours
 from delaytasks.statistics.reading import StepRange, failure_groups, run_counts
 
 if TYPE_CHECKING:

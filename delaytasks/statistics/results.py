@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, quantile
-from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts, quantile
 from delaytasks.statistics.gauges import Gauges
 
 

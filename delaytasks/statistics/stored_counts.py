@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Any
 
-from delaytasks.core.json_text import dump_json
+from delaytasks.core.body import dump_json
 from delaytasks.core.run_counts import RunCounts
 
 #: The parts of `RunCounts.as_list` that are numbers by position.

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from delaytasks.core.clock import Clock
-from delaytasks.core.error_patterns import error_pattern
 from delaytasks.core.run_counts import (
     OTHER_TAGS,
     WORKER_LOST,
@@ -15,6 +14,7 @@ from delaytasks.core.run_counts import (
     RunCounts,
     RunStatistics,
 )
+from delaytasks.core.text import error_pattern
 
 #: The length of a period in microseconds.
 MINUTE_US = 60_000_000

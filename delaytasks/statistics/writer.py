@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.bounded_calls import all_within
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.core.loop import Loop
+from delaytasks.core.loop import Loop, all_within
 from delaytasks.core.run_counts import RunStatistics
 from delaytasks.statistics.queries import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts

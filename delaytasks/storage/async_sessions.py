@@ -18,7 +18,7 @@ from sqlalchemy.util import await_only, greenlet_spawn
 from sqlalchemy.util.concurrency import in_greenlet
 
 from delaytasks.core.errors import SessionUnusableError
-from delaytasks.core.thread_pool import ThreadPool
+from delaytasks.core.loop import ThreadPool
 
 T = TypeVar("T")
 #: The threads of `off_the_loop`. They send messages of committed tasks.

@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import bindparam, delete, insert, select
 
-from delaytasks.core.attempt import Attempt
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.task import Attempt
 from delaytasks.storage.database import Database
 from delaytasks.storage.inserts import skipping_insert
 from delaytasks.storage.schema import Schema

@@ -8,9 +8,9 @@ from typing import Any
 
 from sqlalchemy import Select, delete, insert, select, update
 
-from delaytasks.core.bulk import AuditEntry
+from delaytasks.core.body import dump_json
+from delaytasks.core.filters import AuditEntry
 from delaytasks.core.ids import MAX_ID
-from delaytasks.core.json_text import dump_json
 from delaytasks.storage.database import Database
 from delaytasks.storage.rows import MAX_INTEGER
 from delaytasks.storage.schema import Schema

@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Update, case, func, select, update
 
-from delaytasks.core.bulk import BulkFilter, new_due
+from delaytasks.core.body import dump_json
 from delaytasks.core.clock import LATEST, to_us
-from delaytasks.core.filters import Filter
+from delaytasks.core.filters import BulkFilter, Filter, new_due
+from delaytasks.core.inputs import Spread
 from delaytasks.core.interfaces import Entry, Step, To
-from delaytasks.core.json_text import dump_json
-from delaytasks.core.spread import Spread
 from delaytasks.core.states import LIVE, Status, following
 from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database

@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import Select, bindparam, select
 
-from delaytasks.core.batches import batches
-from delaytasks.core.celery_tags import CELERY_PREFIX
+from delaytasks.core.celery_calls import CELERY_PREFIX
+from delaytasks.core.filters import batches
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import LIVE
 from delaytasks.core.task import DelayTask

@@ -51,7 +51,7 @@ from sqlalchemy import (
     update,
 )
 
-from delaytasks.core.json_text import dump_json
+from delaytasks.core.body import dump_json
 from delaytasks.core.states import Status
 from delaytasks.storage.claim_statements import ClaimQuery, OneStatementClaim, TwoStatementClaim
 from delaytasks.storage.database import Database

@@ -12,9 +12,9 @@ from sqlalchemy import select
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import CallerConnection, Claimed, Entry, Settlement, UnclaimedRow
+from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.core.waitlists import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.storage.backlog import Backlog
 from delaytasks.storage.claim_queries import ANY_LAPSES, Candidate, ClaimQueries
 from delaytasks.storage.claim_statements import ClaimQuery

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, Select, event, exc, make_url, select
 
+from delaytasks.core.clock import reset_in_child
 from delaytasks.core.errors import (
     ConfigError,
     DuplicateTaskError,
     StoreUnavailableError,
     TaskStateError,
 )
-from delaytasks.core.forks import reset_in_child
-from delaytasks.core.tables_remedy import TABLES_REMEDY
+from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.async_sessions import is_on_the_loop, off_the_loop
 from delaytasks.storage.capabilities import capabilities_of

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from sqlalchemy import URL
 
-from delaytasks.core.masking import mask_url
+from delaytasks.core.text import mask_url
 
 SEVERAL_HOSTS = (
     "several hosts of one PostgreSQL cluster are written as "

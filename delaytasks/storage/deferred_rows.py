@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, case, func, or_, select, update
 
+from delaytasks.core.body import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.core.clock import to_us
-from delaytasks.core.encryption import MARK_LENGTH, PREFIX, marks_of
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import Status, following
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until

@@ -12,7 +12,7 @@ from delaytasks.core.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from delaytasks.core.tables_remedy import TABLES_REMEDY
+from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage.standby_watch import explain
 
 TRIES = 5

@@ -7,18 +7,18 @@ from datetime import datetime
 
 from sqlalchemy import func, select
 
+from delaytasks.core.body import names_of
 from delaytasks.core.clock import Clock, from_us
-from delaytasks.core.encryption import names_of
 from delaytasks.core.ids import MAX_ID, first_id
-from delaytasks.core.reasons import (
+from delaytasks.core.settings import Settings
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.why import (
     AuditFacts,
     Facts,
     ScheduleFacts,
     TransportFacts,
 )
-from delaytasks.core.settings import Settings
-from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
 from delaytasks.storage.queue_levels import has_status
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store

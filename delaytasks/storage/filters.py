@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Column, ColumnElement, Table, func, literal_column
 
 from delaytasks.core.filters import Filter
-from delaytasks.core.meta import pair_text
+from delaytasks.core.inputs import pair_text
 from delaytasks.storage.capabilities import Capabilities
 from delaytasks.storage.row_lists import one_of
 

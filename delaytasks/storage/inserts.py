@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import Connection, Table, bindparam, exc, insert, select
 
-from delaytasks.core.batches import batches
-from delaytasks.core.json_text import dump_json
+from delaytasks.core.body import dump_json
+from delaytasks.core.filters import batches
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import as_sqlalchemy_error, is_duplicate

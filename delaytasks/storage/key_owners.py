@@ -10,9 +10,8 @@ from typing import Any
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DuplicateTaskError, StoreUnavailableError
-from delaytasks.core.interfaces import OnConflict
 from delaytasks.core.states import MOVES, following
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, OnConflict
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.moves import Moves

@@ -12,9 +12,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, select, update
 
+from delaytasks.core.body import dump_json
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, FoundRow, Level
-from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.sql.elements import conv
 
-from delaytasks.core.encryption import Cipher
+from delaytasks.core.body import Cipher
 from delaytasks.core.inputs import (
     ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,

@@ -7,8 +7,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
 
+from delaytasks.core.body import dump_json
 from delaytasks.core.interfaces import CallerConnection, Settlement
-from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import FINISHED, MOVES, Status, following
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.attempts import Attempts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, func, select
 
-from delaytasks.core.encryption import (
+from delaytasks.core.body import (
     MARK_LENGTH,
     NO_NAME,
     PREFIX,

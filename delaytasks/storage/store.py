@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from sqlalchemy import Connection, delete, exc, inspect
 
-from delaytasks.core.encryption import Cipher
+from delaytasks.core.body import Cipher
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
 from delaytasks.core.settings import Settings
-from delaytasks.core.tables_remedy import TABLES_REMEDY
+from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import sqlite_file
 from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.celery_rows import CeleryRows

@@ -11,13 +11,11 @@ from typing import Any, TypeVar
 
 from sqlalchemy import Connection, exc, select
 
-from delaytasks.core.attempt import Attempt
 from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, TaskNotFoundError
 from delaytasks.core.filters import Filter
-from delaytasks.core.interfaces import CallerConnection, OnConflict
-from delaytasks.core.page import Page
+from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import Attempt, DelayTask, OnConflict, Page
 from delaytasks.storage import pages
 from delaytasks.storage.attempts import Attempts
 from delaytasks.storage.cancel_requests import ASKED, CancelRequests

@@ -12,8 +12,8 @@ from typing import Any
 
 from sqlalchemy import Select, bindparam, case, select, update
 
-from delaytasks.core.batches import batches
 from delaytasks.core.errors import TaskNotFoundError
+from delaytasks.core.filters import batches
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import MOVES
 from delaytasks.core.text import shown

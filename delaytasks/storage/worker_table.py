@@ -23,8 +23,8 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
-from delaytasks.core.installed import installed_version
-from delaytasks.core.registered_worker import (
+from delaytasks.core.text import installed_version
+from delaytasks.core.workers import (
     NO_OUTAGES,
     LostWorker,
     RegisteredWorker,

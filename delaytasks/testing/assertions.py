@@ -7,7 +7,7 @@ from datetime import datetime
 from functools import partial
 from typing import Any
 
-from delaytasks.core.durations import Delay
+from delaytasks.core.inputs import Delay
 from delaytasks.core.states import WAITING, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.testing.expectations import ANY, Expectation, missing_text, present_text

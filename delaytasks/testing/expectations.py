@@ -9,8 +9,7 @@ from datetime import datetime, timedelta
 from pprint import pformat
 from typing import Any
 
-from delaytasks.core.durations import Delay, show_duration
-from delaytasks.core.inputs import check_delay
+from delaytasks.core.inputs import Delay, check_delay, show_duration
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import count
 

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from delaytasks.core.callbacks import Callback, Message
+from delaytasks.core.celery_calls import Callback, Message
 from delaytasks.core.text import count
 from delaytasks.processors.event_loop import result_of, run_coroutine
 from delaytasks.runtime import runtime_of

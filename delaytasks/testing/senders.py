@@ -9,10 +9,9 @@ from typing import Any
 from kombu.compression import decompress
 from kombu.serialization import loads
 
-from delaytasks.core.callbacks import Callback, Message
+from delaytasks.core.celery_calls import Callback, Message
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.outcomes import Done, Outcome
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, Done, Outcome
 from delaytasks.operations.callbacks import Callbacks
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from delaytasks.core.durations import Delay
-from delaytasks.core.inputs import check_delay
+from delaytasks.core.inputs import Delay, check_delay
 from delaytasks.testing.instance_in_test import TesterPart
 from delaytasks.testing.runs import Run
 

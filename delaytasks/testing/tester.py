@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from delaytasks.api import instance_of_process
-from delaytasks.core.callbacks import Callback, Message
+from delaytasks.core.celery_calls import Callback, Message
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.borrowed_connections import source_of
 from delaytasks.testing.assertions import TaskAssertions

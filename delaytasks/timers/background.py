@@ -11,8 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import Clock, monotonic, reset_in_child
 from delaytasks.core.interfaces import Entry, Timer
 
 logger = logging.getLogger("delaytasks")

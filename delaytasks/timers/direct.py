@@ -9,10 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from delaytasks.core.batches import batches
-from delaytasks.core.clock import Clock
+from delaytasks.core.clock import Clock, reset_in_child
 from delaytasks.core.errors import StoreError
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.filters import batches
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.interfaces import CallerConnection, Entry, NoticeChannel, by_queue
 from delaytasks.timers.eta import ENTRIES_PER_MESSAGE, read_message

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
+from delaytasks.core.filters import batches
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.interfaces import Entry, by_queue

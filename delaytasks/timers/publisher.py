@@ -9,11 +9,9 @@ from typing import Any
 from billiard.exceptions import SoftTimeLimitExceeded
 from kombu.entity import Exchange, Queue
 
-from delaytasks.core.availability import Availability
-from delaytasks.core.bounded_calls import in_background
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.events import Events
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.loop import Availability, in_background
 from delaytasks.timers.broker_link import (
     BlockedError,
     BrokerLink,

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from delaytasks.core.batches import batches
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
+from delaytasks.core.filters import batches
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import Entry, by_queue

@@ -13,12 +13,10 @@ from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry
 
-from delaytasks.core.availability import Availability
-from delaytasks.core.bounded_calls import within
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.loop import Availability, within
 from delaytasks.timers.broker_link import WRONG_TYPE
 from delaytasks.timers.connection_limits import CONNECT_STEP_S, is_quick
 from delaytasks.timers.redis_location import FAILURES, RedisLocation

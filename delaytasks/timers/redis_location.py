@@ -17,7 +17,7 @@ from redis.retry import Retry
 from redis.sentinel import Sentinel
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.masking import Secret, mask_secret
+from delaytasks.core.text import Secret, mask_secret
 
 FAILURES = (RedisError, RedisClusterException, OSError)
 #: The number of further nodes of a cluster on which a command is tried.

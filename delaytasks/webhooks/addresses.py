@@ -16,12 +16,10 @@ from functools import partial
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import NamedTuple
 
-from delaytasks.core.bounded_calls import within
-from delaytasks.core.clock import monotonic
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
-from delaytasks.core.forks import reset_in_child
-from delaytasks.core.masking import mask_url
-from delaytasks.core.text import shown
+from delaytasks.core.loop import within
+from delaytasks.core.text import mask_url, shown
 
 Address = IPv4Address | IPv6Address
 #: Returns the addresses of a host and a port.

@@ -13,13 +13,11 @@ from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.callbacks import RETRY_SCHEDULE, Callback
-from delaytasks.core.clock import UTC, Clock, monotonic
+from delaytasks.core.celery_calls import RETRY_SCHEDULE, Callback
+from delaytasks.core.clock import UTC, Clock, monotonic, reset_in_child
 from delaytasks.core.errors import ForbiddenURLError
-from delaytasks.core.forks import reset_in_child
-from delaytasks.core.outcomes import Done, Fail, Outcome, Retry
 from delaytasks.core.settings import Settings
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, Done, Fail, Outcome, Retry
 from delaytasks.core.text import one_line
 from delaytasks.webhooks.addresses import Guard, Target
 from delaytasks.webhooks.signatures import ID, SIGNATURE, TIMESTAMP, SigningKeys

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 from kombu.messaging import Producer
 
-from delaytasks.core.callbacks import Message
-from delaytasks.core.forks import reset_in_child
-from delaytasks.core.outcomes import Done, Fail, Outcome
-from delaytasks.core.task import DelayTask
+from delaytasks.core.celery_calls import Message
+from delaytasks.core.clock import reset_in_child
+from delaytasks.core.task import DelayTask, Done, Fail, Outcome
 
 
 class _Link(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.core.clock import wall_ms
 from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
-from delaytasks.core.masking import SecretBytes
+from delaytasks.core.text import SecretBytes
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
 #: A callback is refused if its timestamp differs by more than this: it may be a replay.

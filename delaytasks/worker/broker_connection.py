@@ -29,8 +29,8 @@ from kombu.utils.encoding import bytes_to_str
 from kombu.utils.json import loads
 from redis.exceptions import DataError, ResponseError
 
-from delaytasks.core.bounded_calls import in_background
 from delaytasks.core.clock import monotonic
+from delaytasks.core.loop import in_background
 from delaytasks.timers.broker_link import is_home_node_down
 from delaytasks.timers.eta import RUN, SWEEP
 from delaytasks.worker.celery_patches import (

@@ -27,9 +27,9 @@ from celery.utils.log import get_logger
 from celery.worker import state
 from celery.worker.control import Panel
 
-from delaytasks.core.bounded_calls import within
 from delaytasks.core.clock import from_us
 from delaytasks.core.inputs import is_queue
+from delaytasks.core.loop import within
 from delaytasks.core.task import DEFAULT_QUEUE
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
-from delaytasks.core.chunk_size import ChunkSize
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
+from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.chunk_request import ChunkRequest

@@ -12,7 +12,7 @@ from celery.app.task import Context
 from celery.exceptions import MaxRetriesExceededError, Retry, TaskPredicate
 from celery.utils.time import maybe_make_aware
 
-from delaytasks.core import outcomes
+from delaytasks.core import task as outcomes
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import InvalidOutcomesError, InvalidScheduleError
 from delaytasks.core.text import traceback_text

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import signals
 
-from delaytasks.core.forks import reset_in_child
+from delaytasks.core.clock import reset_in_child
 from delaytasks.processors.thread_slots import ThreadSlots
 from delaytasks.worker.cancel_requests import RequestedRuns
 from delaytasks.worker.outcome_counts import OutcomeCounts

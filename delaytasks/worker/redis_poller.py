@@ -13,10 +13,9 @@ from collections.abc import Mapping
 from itertools import chain
 from math import inf
 
-from delaytasks.core.availability import SERVICE_REST_S
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.loop import Loop
+from delaytasks.core.loop import SERVICE_REST_S, Loop
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
 from delaytasks.timers.redis_location import FAILURES
 from delaytasks.timers.redis_scripts import MAX_ENTRIES

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Timer
-from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.core.workers import ServiceTimes
 
 
 class ServiceWatch:

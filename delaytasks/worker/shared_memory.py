@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 
-from delaytasks.core.last_renewal import LastRenewal
+from delaytasks.core.workers import LastRenewal
 
 
 class Renewals:

@@ -20,8 +20,8 @@ from celery.events.event import get_exchange
 from celery.utils.log import get_logger
 from kombu.messaging import Producer
 
-from delaytasks.core.availability import Availability
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.loop import Availability
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown, storable
 from delaytasks.timers.broker_link import bounded_connection

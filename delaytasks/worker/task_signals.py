@@ -14,7 +14,7 @@ from celery import signals, states
 from celery.exceptions import Retry
 
 from delaytasks.core.errors import TaskFailedError
-from delaytasks.core.outcomes import Done
+from delaytasks.core.task import Done
 from delaytasks.execution.executor import RunResult
 
 _SIGNALS = {

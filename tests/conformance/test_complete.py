@@ -15,9 +15,8 @@ from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select
 from sqlalchemy.orm import Session
 
 from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunningError
-from delaytasks.core.outcomes import Cancel, Fail, Snooze
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import Cancel, DelayTask, Fail, Snooze
 from delaytasks.storage.store import Store
 from tests.runner_harness import RunnerHarness
 

@@ -11,7 +11,7 @@ from sqlalchemy import insert, literal_column, select, text, update
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, NewTask, Status
-from delaytasks.core.encryption import PREFIX, key_name
+from delaytasks.core.body import PREFIX, key_name
 from delaytasks.core.errors import BodyEncryptedError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.text import NO_KEY

@@ -10,9 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from sqlalchemy import delete, update
 
 from delaytasks import DelayTasks, NewTask
-from delaytasks.core import latest
-from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.core import loop as latest
 from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS

@@ -9,11 +9,9 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
-from delaytasks.core.new_task import NewTask
-from delaytasks.core.outcomes import Cancel, Done, Fail, Retry, Snooze
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import Cancel, DelayTask, Done, Fail, NewTask, Retry, Snooze
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 from tests.runner_harness import RunnerHarness

@@ -12,8 +12,7 @@ from unittest import mock
 import pytest
 from sqlalchemy import insert, update
 
-from delaytasks.core.bulk import AuditEntry, bulk_filter_of
-from delaytasks.core.filters import filter_of
+from delaytasks.core.filters import AuditEntry, bulk_filter_of, filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.core.body import dump_json
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.json_text import dump_json
 from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage import settlements

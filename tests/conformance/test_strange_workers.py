@@ -10,7 +10,7 @@ from sqlalchemy import insert, update
 
 from delaytasks import DelayTasks
 from delaytasks.cli.stats_document import worker_json
-from delaytasks.core.registered_worker import RegisteredWorker
+from delaytasks.core.workers import RegisteredWorker
 from delaytasks.operations.state import read_tables
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store

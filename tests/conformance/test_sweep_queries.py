@@ -12,8 +12,8 @@ from sqlalchemy import update
 
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Level
-from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.core.states import FINISHED, Status
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import SweepQueries
 from delaytasks.storage.types import db_now_plus

@@ -9,7 +9,7 @@ from functools import partial
 from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
-from delaytasks.core.reasons import Explanation
+from delaytasks.core.why import Explanation
 from delaytasks.operations.bulk import record_action
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store

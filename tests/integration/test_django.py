@@ -24,7 +24,7 @@ from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.connection import DjangoConnection
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.contrib.django.transaction import DjangoTransaction
-from delaytasks.core.encryption import key_name
+from delaytasks.core.body import key_name
 from delaytasks.core.errors import (
     BodyEncryptedError,
     ConfigError,

@@ -12,7 +12,7 @@ import pytest
 from redis import Redis
 
 from delaytasks import Status
-from delaytasks.core.installed import installed_version
+from delaytasks.core.text import installed_version
 from delaytasks.runtime import runtime_of
 from tests.redis_server import RedisServer
 from tests.running import Deployment

@@ -16,7 +16,7 @@ from kombu import Connection, Exchange, Queue
 from redis import Redis
 
 from delaytasks import DelayTask, DelayTasks, Status
-from delaytasks.core.callbacks import MESSAGE, Message
+from delaytasks.core.celery_calls import MESSAGE, Message
 from delaytasks.core.errors import (
     BodyRefusedError,
     InvalidHeaderError,

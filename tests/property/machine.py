@@ -22,9 +22,9 @@ from chaos.simulation.clock import Times
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, InvalidStatusError
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Entry, OnConflict
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import FINISHED, MOVES, Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import DelayTask, OnConflict
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage.store import Store
 from delaytasks.timers.eta import EtaTimer

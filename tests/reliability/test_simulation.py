@@ -16,8 +16,8 @@ from chaos.simulation.script import play_script
 from chaos.simulation.stage import SimulationStage, stage
 from delaytasks.core import text
 from delaytasks.core.interfaces import Claimed, Settlement
-from delaytasks.core.outcomes import Done
 from delaytasks.core.states import MOVES, Status
+from delaytasks.core.task import Done
 from delaytasks.execution.chunk import Chunk
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations import celery_tasks

@@ -20,7 +20,7 @@ from delaytasks import DelayTasks, Retry
 from delaytasks.console.application import make_console
 from delaytasks.console.requests import EXTENSION, BulkRunState, ReportProgress, new_run_id
 from delaytasks.console.viewers import HostAccess, Role, Viewer
-from delaytasks.core.bulk import BulkResult
+from delaytasks.core.filters import BulkResult
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.serving import make_server

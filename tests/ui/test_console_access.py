@@ -23,8 +23,8 @@ from delaytasks.console.viewers import (
     UserFile,
     Viewer,
 )
-from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.filters import AuditEntry
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import SECRET, Site, post, token_of
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from delaytasks import NewTask, forecast
 from delaytasks.console.viewers import Role
-from delaytasks.core import latest
+from delaytasks.core import loop as latest
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.queries import StatisticsTable

@@ -11,7 +11,7 @@ import pytest
 from delaytasks.console import pages_tasks, requests
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, BulkRunState, new_run_id
 from delaytasks.console.viewers import Role, Viewer
-from delaytasks.core.bulk import AuditEntry, BulkResult
+from delaytasks.core.filters import AuditEntry, BulkResult
 from delaytasks.operations.bulk import record_action
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post, token_of

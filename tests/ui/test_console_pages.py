@@ -17,8 +17,8 @@ from delaytasks.console.queries import SEARCH_S, ConsoleQueries
 from delaytasks.console.viewers import Role
 from delaytasks.core.clock import UTC
 from delaytasks.core.errors import SearchTimeoutError
-from delaytasks.core.installed import installed_version
-from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.core.text import installed_version
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.error_search import error_matcher
 from delaytasks.operations.policies import CountedPolicies, read_policies
 from delaytasks.operations.verdict import verdict_of

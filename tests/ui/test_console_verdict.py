@@ -15,7 +15,7 @@ from sqlalchemy import update
 from delaytasks import Status
 from delaytasks.console.requests import ConsoleState
 from delaytasks.console.viewers import Role
-from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.state import ServicesState
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.overdue_rows import OverdueRows

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core import availability
-from delaytasks.core.availability import SERVICE_REST_S, Availability
+from delaytasks.core import loop as availability
+from delaytasks.core.loop import SERVICE_REST_S, Availability
 
 THREADS = 8
 

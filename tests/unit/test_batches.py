@@ -16,8 +16,8 @@ from celery.exceptions import WorkerShutdown
 from sqlalchemy.orm import Session
 
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
-from delaytasks.core.chunk_size import ChunkSize
 from delaytasks.core.errors import NotRunningError
+from delaytasks.core.workers import ChunkSize
 from delaytasks.processors.registry import Registry
 from tests.runner_harness import RunnerHarness
 

@@ -14,8 +14,8 @@ from celery import Celery, current_task, signals
 from celery._state import _task_stack
 
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.last_renewal import NO_RENEWAL
 from delaytasks.core.task import DelayTask
+from delaytasks.core.workers import NO_RENEWAL
 from delaytasks.execution.executor import RunResult
 from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.execution.task_run import Lease, TaskRun

@@ -20,8 +20,8 @@ from delaytasks.cli import opening, output
 from delaytasks.cli.hints import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.core import errors
-from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import TABLES_REMEDY
 
 HOSTILE = "\x1b[31mred\x1b[0m [red]markup[/red] :smile: \r\n\u202eforged line\x9b1m"
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)

@@ -22,9 +22,8 @@ import delaytasks
 from delaytasks import DelayTasks, Processor, api
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
-from delaytasks.core.bulk import BulkOptions
-from delaytasks.core.filters import Filters
-from delaytasks.core.new_task import TaskOptions
+from delaytasks.core.filters import BulkOptions, Filters
+from delaytasks.core.task import TaskOptions
 from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.recurrence.schedule import RecurringSchedule

@@ -24,8 +24,8 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.tables_remedy import TABLES_REMEDY
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES, lacks_tables, translate

@@ -7,9 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delaytasks.cli.times import parse_instant, show_from_now, show_instant
-from delaytasks.core.durations import parse_duration, show_duration, show_measured, show_timing
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
-from delaytasks.core.inputs import check_delay, check_shift
+from delaytasks.core.inputs import (
+    check_delay,
+    check_shift,
+    parse_duration,
+    show_duration,
+    show_measured,
+    show_timing,
+)
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 

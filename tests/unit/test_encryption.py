@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from delaytasks import DelayTask
+from delaytasks.core.body import PREFIX, Cipher, is_encrypted, key_name
 from delaytasks.core.clock import LATEST
-from delaytasks.core.encryption import PREFIX, Cipher, is_encrypted, key_name
 from delaytasks.core.errors import BodyEncryptedError, ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.storage.schema import BODY, RESULT

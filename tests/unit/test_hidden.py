@@ -15,8 +15,8 @@ from sqlalchemy import URL
 
 from delaytasks import DelayTasks
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.masking import Secret, mask_secret, mask_url
 from delaytasks.core.settings import load_settings
+from delaytasks.core.text import Secret, mask_secret, mask_url
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.redis_location import redis_location
 from tests.recording import new_key

@@ -13,11 +13,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from delaytasks.core import body_json
-from delaytasks.core import json_text as jsontext
-from delaytasks.core.body_json import encode_body
+from delaytasks.core import body as body_json
+from delaytasks.core import body as jsontext
+from delaytasks.core.body import dump_flat, dump_json, encode_body
 from delaytasks.core.errors import BodyTooLargeError, DelayTaskError
-from delaytasks.core.json_text import dump_flat, dump_json
 
 Json = st.recursive(
     st.none()

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core import latest
+from delaytasks.core import loop as latest
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.latest import MOST_RENEW_S, RENEW_S, RENEW_SHARE, Latest
+from delaytasks.core.loop import MOST_RENEW_S, RENEW_S, RENEW_SHARE, Latest
 from tests.unit.manual_monotonic import ManualMonotonic
 from tests.waiting import wait_until
 

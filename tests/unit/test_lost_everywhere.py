@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
 
-from delaytasks.core.registered_worker import LostWorker, lost_everywhere
+from delaytasks.core.workers import LostWorker, lost_everywhere
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=timezone.utc)
 

@@ -10,10 +10,10 @@ from celery.exceptions import Ignore
 import delaytasks
 from delaytasks import Done
 from delaytasks.core import states
-from delaytasks.core.outcomes import Outcome
 from delaytasks.core.run_counts import OUTCOME_NAMES, OUTCOMES
 from delaytasks.core.states import MOVES, SettlingMove
 from delaytasks.core.structured_log import STATE_CHANGES
+from delaytasks.core.task import Outcome
 from delaytasks.testing.runs import Run
 from delaytasks.worker.current_task import refusal_of
 from tests.running import ROOT

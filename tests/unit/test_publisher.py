@@ -14,7 +14,7 @@ from celery import Celery
 from kombu.connection import Connection
 from kombu.entity import Queue
 
-from delaytasks.core import availability
+from delaytasks.core import loop as availability
 from delaytasks.core.events import Events
 from delaytasks.timers import broker_link as broker_module
 from delaytasks.timers import publisher as publisher_module

@@ -63,7 +63,7 @@ def make_delays(**settings: Any) -> DelayTasks:
 
 def test_the_call_overrides_the_processor_and_the_processor_the_mapping() -> None:
     delays = make_delays(queues={"mail.*": "mail", "mail.send": "sending"})
-    from delaytasks.core.new_task import NewTask
+    from delaytasks.core.task import NewTask
 
     def queue_of(**options: Any) -> str:
         return (

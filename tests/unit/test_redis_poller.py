@@ -11,10 +11,10 @@ import pytest
 from celery import Celery
 
 from delaytasks import DelayTasks
-from delaytasks.core import chunk_size
-from delaytasks.core.availability import SERVICE_REST_S
+from delaytasks.core import workers as chunk_size
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.interfaces import Entry
+from delaytasks.core.loop import SERVICE_REST_S
 from delaytasks.execution.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

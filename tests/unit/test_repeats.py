@@ -7,9 +7,16 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core import event_throttle as repeats_module
-from delaytasks.core.event_throttle import MOST_SUBJECTS, QUIET_S, SUBJECTS, Repeats
-from delaytasks.core.events import _LOG_LEVELS, MOST_LAST_ERRORS, Events
+from delaytasks.core import events as repeats_module
+from delaytasks.core.events import (
+    _LOG_LEVELS,
+    MOST_LAST_ERRORS,
+    MOST_SUBJECTS,
+    QUIET_S,
+    SUBJECTS,
+    Events,
+    Repeats,
+)
 
 
 class Log:

@@ -16,7 +16,7 @@ from delaytasks.core import loop as loop_module
 from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.loop import Loop
-from delaytasks.core.waitlists import WaitlistState
+from delaytasks.core.policies import WaitlistState
 from delaytasks.execution.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.chunk_request import ChunkRequest

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.registered_worker import (
+from delaytasks.core.workers import (
     RegisteredWorker,
     ServiceTimes,
     beat_age_s,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.masking import mask_url
 from delaytasks.core.settings import Settings, load_settings
+from delaytasks.core.text import mask_url
 
 
 def test_without_settings_the_defaults_hold() -> None:

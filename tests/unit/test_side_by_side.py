@@ -15,10 +15,10 @@ import pytest
 from celery.exceptions import WorkerShutdown
 
 from delaytasks import DelayTask, Snooze, Status
-from delaytasks.core.chunk_size import ChunkSize
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.workers import ChunkSize
 from delaytasks.processors.event_loop import EventLoop
 from delaytasks.processors.thread_slots import MAX_SLOTS, ThreadSlots
 from tests.runner_harness import RunnerHarness

@@ -16,15 +16,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from delaytasks.core.body_json import encode_body
-from delaytasks.core.durations import parse_duration
+from delaytasks.core.body import encode_body
 from delaytasks.core.errors import InvalidDelayError, InvalidInputError, InvalidRetryScheduleError
-from delaytasks.core.inputs import check_delay, check_key, check_queue, check_tag, check_wait
-from delaytasks.core.masking import mask_url
+from delaytasks.core.inputs import (
+    check_delay,
+    check_key,
+    check_queue,
+    check_tag,
+    check_wait,
+    parse_duration,
+)
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, Status, following
 from delaytasks.core.task import DelayTask
-from delaytasks.core.text import one_line, storable
+from delaytasks.core.text import mask_url, one_line, storable
 from delaytasks.storage.types import nearest
 from tests.fuzzing import fuzz, json_like
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker.sweep_loop import SweepLoop
 from tests.unit.manual_monotonic import ManualMonotonic

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.chunk_size import ChunkSize
+from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.runner import Report
 from delaytasks.execution.tag_costs import TagCosts
 from tests.runner_harness import RunnerHarness

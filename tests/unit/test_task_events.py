@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 from celery.events.state import State, Task
 
-from delaytasks.core import availability
+from delaytasks.core import loop as availability
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.worker.task_events import FAILED_SEND_PAUSE_S, TaskEvents, wants_task_events

@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 
 from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.cli.schedule import schedule
-from delaytasks.core.new_task import TaskOptions
+from delaytasks.core.task import TaskOptions
 from delaytasks.http_api.schemas import NEW_TASK, TASK
 
 OPTIONS = set(TaskOptions.__annotations__)

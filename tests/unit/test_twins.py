@@ -10,7 +10,7 @@ from collections.abc import Generator
 import pytest
 
 from delaytasks.core.events import Events
-from delaytasks.core.thread_pool import ThreadPool
+from delaytasks.core.loop import ThreadPool
 from delaytasks.twins import STARTS_PER_TURN, AsyncCalls, LoopTurns
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.core.waitlists import WAITLIST_RECHECK_S, WaitlistState
+from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.limits import tracked_waitlists
 from delaytasks.limits.capacity import UNLIMITED, Capacity, StartPace
 from delaytasks.limits.tracked_waitlists import (

@@ -8,13 +8,11 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from delaytasks import DelayTask, Status
-from delaytasks.core.celery_tags import ANY_CELERY_TASK
+from delaytasks.core.celery_calls import ANY_CELERY_TASK
 from delaytasks.core.policies import Policy
-from delaytasks.core.reasons import Facts, ScheduleFacts
-from delaytasks.core.registered_worker import RegisteredWorker
 from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS
-from delaytasks.core.why import why
-from delaytasks.core.why_unserved import unserved
+from delaytasks.core.why import Facts, ScheduleFacts, unserved, why
+from delaytasks.core.workers import RegisteredWorker
 
 NOW = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
 TASK = DelayTask(7, "mail.send", "{}", NOW - timedelta(seconds=2), queue="letters")

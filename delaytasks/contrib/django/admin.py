@@ -25,8 +25,6 @@ from django.utils.timezone import localtime
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
-from delaytasks.core.attempt import Attempt
-from delaytasks.core.durations import parse_duration, show_duration
 from delaytasks.core.errors import (
     DelayTaskError,
     InvalidIdError,
@@ -37,11 +35,9 @@ from delaytasks.core.errors import (
     TaskStateError,
 )
 from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import ACTOR_LENGTH
-from delaytasks.core.page import Page
+from delaytasks.core.inputs import ACTOR_LENGTH, parse_duration, show_duration
 from delaytasks.core.states import MOVES, Status
-from delaytasks.core.task import DelayTask
-from delaytasks.core.task_json import pretty
+from delaytasks.core.task import Attempt, DelayTask, Page, pretty
 from delaytasks.core.text import last_line, one_line
 from delaytasks.operations.bulk import record_action
 from delaytasks.operations.error_search import find_by_error

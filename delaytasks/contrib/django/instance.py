@@ -22,8 +22,8 @@ from delaytasks.contrib.django.connection import DjangoConnection
 from delaytasks.contrib.django.transaction import MIGRATE_REMEDY, DjangoTransaction
 from delaytasks.contrib.django.url import database_url
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.masking import Secret
 from delaytasks.core.task import DelayTask
+from delaytasks.core.text import Secret
 from delaytasks.processors.event_loop import result_of
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.types import db_now

@@ -8,7 +8,7 @@ from django.core.exceptions import PermissionDenied
 from django.db import DEFAULT_DB_ALIAS, models
 
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.core.encryption import decoded
+from delaytasks.core.body import decoded
 from delaytasks.core.inputs import (
     CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,

@@ -19,11 +19,9 @@ from delaytasks.contrib.django.task_framework import (
     task_started,
 )
 from delaytasks.contrib.django.task_results import result_of_row
-from delaytasks.core.attempt import Attempt
 from delaytasks.core.errors import LeaseLostError
-from delaytasks.core.outcomes import Done
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import Attempt, DelayTask, Done
 from delaytasks.core.text import traceback_text
 from delaytasks.execution.executor import ends_process
 from delaytasks.runtime import runtime_of

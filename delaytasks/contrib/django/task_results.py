@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 from delaytasks.contrib.django.task_calls import TaskCall, in_django
 from delaytasks.contrib.django.task_framework import Task, TaskError, TaskResult, TaskResultStatus
-from delaytasks.core.attempt import Attempt
 from delaytasks.core.states import Status
-from delaytasks.core.task import DelayTask
+from delaytasks.core.task import Attempt, DelayTask
 from delaytasks.core.text import last_line
 
 #: The states in Django that are not called READY. A cancelled task never succeeds.

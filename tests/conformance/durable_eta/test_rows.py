@@ -14,7 +14,7 @@ from kombu import Connection, Exchange, Queue
 from sqlalchemy import update
 
 from delaytasks import Status, WaitTimeoutError
-from delaytasks.core.celery_tags import celery_key, celery_tag
+from delaytasks.core.celery_calls import celery_key, celery_tag
 from delaytasks.core.errors import BodyNotJSONError, BodyTooLargeError, ConfigError
 from delaytasks.core.inputs import TAG_LENGTH
 from delaytasks.core.interfaces import Entry

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Cancel, Fail, Retry, Snooze
-from delaytasks.core.histograms import LATENESS_BOUNDS_S, bucket_of
-from delaytasks.core.run_counts import RunCounts
+from delaytasks.core.run_counts import LATENESS_BOUNDS_S, RunCounts, bucket_of
 from delaytasks.execution.run_counter import MAX_FAILURE_GROUPS
 from delaytasks.execution.runner import Report
 from delaytasks.storage.store import Store

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask, DelayTasks, InvalidQueryError, Status
-from delaytasks.core.error_patterns import error_pattern
+from delaytasks.core.text import error_pattern
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import put
 from tests.runner_harness import RunnerHarness

@@ -14,8 +14,8 @@ from sqlalchemy import select
 from delaytasks import DelayTask
 from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import Settlement
+from delaytasks.core.policies import WaitlistState
 from delaytasks.core.states import Status
-from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution import runner
 from delaytasks.limits.admission import Admission
 from tests.conformance.store_rows import counts_moves

@@ -10,8 +10,8 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks.core.interfaces import Level, Settlement
+from delaytasks.core.policies import WaitlistState
 from delaytasks.core.states import Status
-from delaytasks.core.waitlists import WaitlistState
 from delaytasks.limits import backlogs
 from delaytasks.limits.admission import Admission
 from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, touch_task

@@ -15,8 +15,8 @@ from sqlalchemy import update
 
 from delaytasks.cli import health
 from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.registered_worker import ServiceTimes
 from delaytasks.core.settings import Settings
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

@@ -11,9 +11,9 @@ from functools import partial
 from typing import Any
 
 from delaytasks import DelayTask
-from delaytasks.core.bounded_calls import within
-from delaytasks.core.callbacks import CALLBACK, Callback
+from delaytasks.core.celery_calls import CALLBACK, Callback
 from delaytasks.core.clock import Clock
+from delaytasks.core.loop import within
 from delaytasks.core.settings import load_settings
 from delaytasks.webhooks.addresses import Guard
 from delaytasks.webhooks.http import HttpCallbacks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Done, Fail, Retry
-from delaytasks.core.callbacks import Callback
+from delaytasks.core.celery_calls import Callback
 from delaytasks.webhooks.http import retry_after_s
 from tests.integration.http_callbacks.caller import HEAD, PATIENCE_S, Caller, listener, task
 from tests.services import free_port

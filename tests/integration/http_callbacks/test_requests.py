@@ -13,7 +13,7 @@ import pytest
 from standardwebhooks import Webhook
 
 from delaytasks import Done, Retry, Status
-from delaytasks.core.callbacks import Callback
+from delaytasks.core.celery_calls import Callback
 from delaytasks.core.clock import Clock
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

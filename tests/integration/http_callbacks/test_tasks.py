@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTasks, RetrySchedule, Status
-from delaytasks.core.callbacks import CALLBACK
+from delaytasks.core.celery_calls import CALLBACK
 from delaytasks.core.errors import (
     BodyNotJSONError,
     BodyRefusedError,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask
-from delaytasks.core.registered_worker import ServiceTimes
+from delaytasks.core.workers import ServiceTimes
 from delaytasks.runtime import runtime_of
 from tests.integration.outages.proxied_caller import BROKERS, DATABASES, LIMIT_S, SLACK_S, seconds
 from tests.proxy import proxy_to

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from delaytasks.core.interfaces import Entry
+from delaytasks.core.policies import WaitlistState
 from delaytasks.core.settings import Settings
-from delaytasks.core.waitlists import WaitlistState
 from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.runner import Report
 from delaytasks.worker.chunk_queue import BACKLOG_WAIT_S

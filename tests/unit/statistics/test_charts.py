@@ -9,7 +9,7 @@ from zoneinfo import ZoneInfo
 import pytest
 
 from delaytasks.core.clock import UTC, from_us
-from delaytasks.core.durations import parse_duration
+from delaytasks.core.inputs import parse_duration
 from delaytasks.statistics.charts import (
     LEFT,
     RIGHT,

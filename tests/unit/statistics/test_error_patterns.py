@@ -9,8 +9,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-from delaytasks.core.error_patterns import MAX_PATTERN, error_pattern
-from delaytasks.core.text import traceback_text
+from delaytasks.core.text import MAX_PATTERN, error_pattern, traceback_text
 from delaytasks.operations.failed_now import groups_of
 from delaytasks.storage.failed_rows import FailedRow
 

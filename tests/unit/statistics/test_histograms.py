@@ -7,8 +7,14 @@ import random
 
 import pytest
 
-from delaytasks.core.histograms import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, bucket_of, quantile
-from delaytasks.core.run_counts import OUTCOME_NAMES, RunCounts
+from delaytasks.core.run_counts import (
+    DURATION_BOUNDS_S,
+    LATENESS_BOUNDS_S,
+    OUTCOME_NAMES,
+    RunCounts,
+    bucket_of,
+    quantile,
+)
 from delaytasks.statistics.results import RunTotals
 
 

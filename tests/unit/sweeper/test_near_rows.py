@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
-from delaytasks.core.bulk import AuditEntry
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.core.filters import AuditEntry
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Policies, Policy
 from tests.recording import CrashError, RecordingTimer
