@@ -84,7 +84,7 @@ if TYPE_CHECKING:
     from delaytasks.recurrence.recurring import Recurring
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.start_checks import Finding
-    from delaytasks.statistics.api import Statistics
+    from delaytasks.statistics.reading import Statistics
     from delaytasks.storage.borrowed_connections import ConnectionSource
     from delaytasks.twins import AsyncCalls
 
@@ -1301,7 +1301,7 @@ class DelayTasks:
         >>> delays.statistics.totals(since="1d")["mail.send"].failed
         """
         # Imported here: most processes read no statistics.
-        from delaytasks.statistics.api import Statistics
+        from delaytasks.statistics.reading import Statistics
 
         return Statistics(lambda: self._runtime, self._registry, self._run_async)
 

@@ -23,7 +23,6 @@ from sqlalchemy import Connection, FromClause, case, func, literal, select, tabl
 from delaytasks.core.clock import from_us
 from delaytasks.core.errors import DelayTaskError, InvalidQueryError, StoreError
 from delaytasks.core.inputs import is_integer, show_duration
-from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import WAITING
 from delaytasks.core.text import count, shown, some_values
 from delaytasks.core.workers import RegisteredWorker
@@ -42,7 +41,7 @@ MAX_DAYS, MAX_PROCESSES = 92, 1_000_000
 #: The duration of a task of which nothing is known, in seconds.
 ASSUMED_DURATION_S = 0.05
 #: The time before now whose runs count, and the runs that a mean needs.
-MEASURED, LEAST_MEASURED_RUNS = "7d", 10
+MEASURED, LEAST_MEASURED_RUNS = "2d", 10
 #: Up to this number, waiting rows are counted exactly.
 MAX_EXACT = 200_000
 #: About this number of waiting rows is in a sample, for which about this number of rows is read.
@@ -353,20 +352,16 @@ def _hours(
 
 def _mean_durations(runtime: Runtime, now: datetime) -> dict[str, float]:
     """Return the mean duration of a call for each tag with enough runs."""
-    from delaytasks.statistics.reading import StepRange, run_counts
+    from delaytasks.statistics.reading import StepRange, counts_by_tag
 
-    totals: defaultdict[str, RunCounts] = defaultdict(RunCounts)
-    steps = StepRange.of(now, MEASURED, None, "1d", is_series=False)
+    steps = StepRange.of(now, MEASURED, None, "1m", is_series=False)
     try:
-        found = run_counts(runtime.store, steps, None)
+        found = counts_by_tag(runtime.store, steps, None)
     except StoreError:  # for example, there are no tables of statistics yet
         return {}
-    for by_tag in found.values():
-        for tag, counts in by_tag.items():
-            totals[tag].add(counts)
     return {
         tag: counts.duration_s / counts.started
-        for tag, counts in totals.items()
+        for tag, counts in found
         if counts.started >= LEAST_MEASURED_RUNS
     }
 

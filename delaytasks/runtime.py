@@ -27,7 +27,6 @@ from delaytasks.core.task import DelayTask
 from delaytasks.execution.policy_cache import PolicyCache
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import RecurringStage
-from delaytasks.maintenance.statistics_stage import StatisticsStage
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations.callbacks import Callbacks
 from delaytasks.operations.celery_tasks import CeleryTasks
@@ -259,7 +258,7 @@ class Runtime:
             self.events,
             self.pauses,
             RecurringStage(settings, store.due_schedules, lambda: self._make_recurring_tasks),
-            StatisticsStage(lambda: self._keep_statistics) if settings.statistics else None,
+            self._purge_statistics if settings.statistics else None,
         )
 
     @part
@@ -271,11 +270,10 @@ class Runtime:
             self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
         ).create
 
-    @part
-    def _keep_statistics(self) -> Any:
-        from delaytasks.statistics.maintenance import StatisticsMaintenance
+    def _purge_statistics(self) -> None:
+        from delaytasks.statistics.statistics_table import StatisticsTable
 
-        return StatisticsMaintenance(self.settings, self.store, self.clock).run
+        StatisticsTable(self.store.database, self.store.schema).purge(self.clock.now())
 
     # -- operations -------------------------------------------------------------------------------
 

@@ -26,19 +26,19 @@ from benchmarks.viewers import USER
 from benchmarks.waiting import BenchError, wait_until
 from delaytasks.console.application import USERS
 from delaytasks.console.viewers import Role, UserFile
+from delaytasks.core.body import dump_json
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.states import Status
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.periods import DAY, DAY_OF_HOURS, HOUR, HOUR_OF_MINUTES
-from delaytasks.statistics.stored_counts import packed_counts
+from delaytasks.statistics.statistics_table import COUNTS_KEPT
 
 #: The number of waiting rows, and how many finished rows there are for each of them.
 PENDING, QUICK_PENDING = 10_000_000, 100_000
 FINISHED = 5
 #: Tasks that failed, each with another text of the same error, and its own pair in its meta.
 FAILED = 1000
-#: The statistics have these tags, and hours and days for this time.
-TAGS, HOURS, DAYS = 20, 48, 30
+#: The tags of the statistics.
+TAGS = 20
 HOUR_S, DAY_S = 3600.0, 86_400.0
 #: How often each page is read, and seconds before each of these turns, so that the next one finds
 #: some shared numbers too old.
@@ -112,14 +112,10 @@ def _fill_statistics() -> None:
     for number in range(50):
         counts.add_run(0.002 * number, 0.1, None)
         counts.add_outcome("done")
-    hour = packed_counts(dict.fromkeys(range(60), counts), 60)
-    day = packed_counts(dict.fromkeys(range(24), counts), 24)
-    starts = [
-        (HOUR, HOUR_OF_MINUTES.start_of(now) - timedelta(hours=n), hour) for n in range(1, HOURS)
-    ] + [(DAY, DAY_OF_HOURS.start_of(now) - timedelta(days=n), day) for n in range(2, DAYS)]
+    minute, text = now.replace(second=0, microsecond=0), dump_json(counts.as_list())
     rows = [
-        {"period": period, "start": start, "tag": f"shop.{n}", "counts": None, "parts": parts}
-        for period, start, parts in starts
+        {"start": minute - timedelta(minutes=ago), "tag": f"shop.{n}", "counts": text}
+        for ago in range(COUNTS_KEPT // timedelta(minutes=1))
         for n in range(TAGS)
     ]
     statistics = store.schema.statistics
@@ -165,7 +161,7 @@ def _pages_of(examples: Examples, failures_of_one_error: str) -> dict[str, str]:
     """Return the address of each page by its name."""
     return {
         "overview": "",
-        "overview of a week": "?period=week",
+        "overview of two days": "?period=two+days",
         "tasks": "tasks",
         "tasks that failed": "tasks?status=FAILED",
         "tasks that wait": "tasks?status=NOT_COMPLETE",

@@ -7,10 +7,10 @@ from typing import Any
 
 from delaytasks.cli.output import BAD, Cell, print_table
 from delaytasks.core.inputs import show_duration
-from delaytasks.statistics.on_time import WINDOWS
+from delaytasks.statistics.reading import WINDOWS
 
 #: The range whose error budget is shown.
-BUDGET_OF = "week"
+BUDGET_OF = "day"
 
 
 def print_on_time(shares: Sequence[dict[str, Any]]) -> None:

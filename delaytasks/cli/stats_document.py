@@ -20,7 +20,7 @@ from delaytasks.operations.overdue import ExplainedGroup
 from delaytasks.operations.state import DatabaseState, DeploymentState, SweepState
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.on_time import gather_on_time
+from delaytasks.statistics.reading import gather_on_time
 from delaytasks.storage import migrations
 
 #: Policies in the document. `policy list` lists all of them.

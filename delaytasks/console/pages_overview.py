@@ -26,7 +26,7 @@ from delaytasks.operations.state import DeploymentState
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import Series, legend, stacked_bars
-from delaytasks.statistics.on_time import gather_on_time
+from delaytasks.statistics.reading import gather_on_time
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0

@@ -42,19 +42,13 @@ class ChartPeriod(NamedTuple):
     has_row_limit: bool = False
 
 
-#: The steps of a month and a year are whole days, so a row of a day is read as one number.
 PERIODS = {
     "hour": ChartPeriod("1h", "1m", 10.0),
-    "day": ChartPeriod("1d", "15m", 60.0),
-    "week": ChartPeriod("7d", "2h", 300.0),
-    "month": ChartPeriod("30d", "1d", 900.0, has_row_limit=True),
-    "year": ChartPeriod("365d", "7d", 3600.0, has_row_limit=True),
+    "day": ChartPeriod("1d", "15m", 60.0, has_row_limit=True),
+    "two days": ChartPeriod("2d", "30m", 300.0, has_row_limit=True),
 }
-#: The most rows that a long chart reads.
-MOST_CHART_ROWS = 30_000
-#: The rows that one tag has in one database besides one for each day: at most one for each hour of
-#: two days, for each minute of the last two hours, and for what came late.
-RECENT_ROWS_OF_TAG = 50 + 125 + 7
+#: The most rows that a long chart reads: one for each minute and tag.
+MOST_CHART_ROWS = 100_000
 _SHOWN_OUTCOMES = ("done", "failed", "retried", "cancelled")
 
 
@@ -131,18 +125,16 @@ def _read_all(name: str) -> PeriodRuns:
 
 
 def _busiest_tags(period: ChartPeriod) -> list[str] | None:
-    """Return the tags with the most runs in the last week; None if all tags can be read."""
-    wiring = runtime_of(state().delays)
-    now = wiring.clock.now()
-    since = now - parse_duration(period.since)
-    if count_rows(wiring.store, since, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
+    """Return the tags with the most runs in the last hour; None if all tags can be read."""
+    runtime = runtime_of(state().delays)
+    now, length = runtime.clock.now(), parse_duration(period.since)
+    if count_rows(runtime.store, now - length, now, MOST_CHART_ROWS + 1) <= MOST_CHART_ROWS:
         return None
     started = {
         tag: sum(total.started for total in steps.values())
-        for tag, steps in read_runs("week").by_tag().items()
+        for tag, steps in read_runs("hour").by_tag().items()
     }
-    rows_of_tag = parse_duration(period.since).days + RECENT_ROWS_OF_TAG
-    most = max(MOST_CHART_ROWS // rows_of_tag, 1)
+    most = max(MOST_CHART_ROWS // int(length.total_seconds() / 60), 1)
     return sorted(started, key=lambda tag: (-started[tag], tag))[:most]
 
 

@@ -32,7 +32,7 @@ from delaytasks.operations.bulk import record_action
 from delaytasks.operations.probes import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.recent_failures import recent_failures
+from delaytasks.statistics.reading import recent_failures
 from delaytasks.timers.broker_link import bounded_connection
 
 T = TypeVar("T")

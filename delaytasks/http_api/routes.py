@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from delaytasks.core.celery_calls import CALLBACK, CELERY_PREFIX
@@ -183,16 +182,11 @@ def rerun_task(request: ApiRequest) -> Reply:
 
 
 def get_statistics(request: ApiRequest) -> Reply:
-    """Return counts of ended tasks by tag, and the last gauges that a sweep has counted."""
-    statistics = request.delays.statistics
-    totals = statistics.totals(
+    """Return counts of ended tasks by tag."""
+    totals = request.delays.statistics.totals(
         since=_since(request.query.get("since", "1h")), tags=request.query.get("tag")
     )
-    gauges = statistics.gauges(since="10m")
-    return {
-        "tags": {tag: total.as_json() for tag, total in totals.items()},
-        "gauges": asdict(gauges[-1].gauges) if gauges else None,
-    }
+    return {"tags": {tag: total.as_json() for tag, total in totals.items()}}
 
 
 def _due(request: ApiRequest) -> dict[str, Any]:
@@ -305,7 +299,7 @@ ROUTES = (
     ),
     Route(
         name="getStatistics", method="GET", path="/v1/statistics",
-        summary="Read counts of ended and waiting tasks",
+        summary="Read counts of ended tasks",
         permission=Permission.READ, function=get_statistics,
         reply="Statistics", query=schemas.STATISTICS_PARAMETERS,
     ),

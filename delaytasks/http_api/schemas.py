@@ -254,12 +254,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "gone": {"type": "array", "items": {"type": "string"}},
         }
     ),
-    "Statistics": _open(
-        {
-            "tags": {"type": "object", "additionalProperties": {"type": "object"}},
-            "gauges": {"type": ["object", "null"]},
-        }
-    ),
+    "Statistics": _open({"tags": {"type": "object", "additionalProperties": {"type": "object"}}}),
     "Problem": _open(
         {
             "type": {"type": "string"},

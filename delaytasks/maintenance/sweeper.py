@@ -23,7 +23,6 @@ from delaytasks.maintenance.drain_requests import DrainRequests, StartDrain
 from delaytasks.maintenance.overdue_queues import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.recurring_stage import RecurringStage
-from delaytasks.maintenance.statistics_stage import StatisticsStage
 
 if TYPE_CHECKING:
     from delaytasks.storage.sweep_queries import SweepQueries
@@ -50,7 +49,7 @@ class Sweeper:
         events: Events,
         pauses: PauseSweeper | None = None,
         recurring: RecurringStage | None = None,
-        statistics: StatisticsStage | None = None,
+        purge_statistics: Callable[[], object] | None = None,
     ) -> None:
         self._settings = settings
         self._sweeps = sweeps
@@ -60,10 +59,9 @@ class Sweeper:
         self._events = events
         self._pauses = pauses
         self._recurring = recurring
-        self._statistics = statistics
         self._policies = NO_POLICIES
         self._drain_requests = DrainRequests(settings, sweeps, workers, timer, events)
-        self._cleanup = Cleanup(settings, sweeps, events)
+        self._cleanup = Cleanup(settings, sweeps, events, purge_statistics)
 
     def sweep(
         self,
@@ -114,7 +112,7 @@ class Sweeper:
             self._attempt("audit", self._cleanup.purge_audit)
             # No other stage waits for this one, whose tasks are due later.
             self._attempt("recurring", lambda: self._make_recurring_tasks(on_step))
-            self._attempt("statistics", lambda: self._keep_statistics(on_step, began))
+            self._attempt("statistics", self._cleanup.purge_statistics)
         seconds = monotonic() - began
         self._events.emit("sweep.done", sweep_partition=sweep_partition, seconds=seconds)
         return True
@@ -205,12 +203,6 @@ class Sweeper:
     def _make_recurring_tasks(self, on_step: OnStep) -> None:
         if self._recurring is not None:
             self._recurring.run(on_step)
-
-    # -- statistics -------------------------------------------------------------------------------
-
-    def _keep_statistics(self, on_step: OnStep, began: float) -> None:
-        if self._statistics is not None:
-            self._statistics.run(on_step, began)
 
     # -- rows of dead workers, paused rows, overdue rows ------------------------------------------
 

@@ -17,44 +17,10 @@ from delaytasks.core.workers import RegisteredWorker, beat_age_s
 from delaytasks.forecast import Forecast, make_forecast
 from delaytasks.metrics import Family, Sample, gauge
 from delaytasks.operations.state import TableState, read_tables
-from delaytasks.statistics.reading import StepRange, counts_by_tag
-from delaytasks.statistics.results import OnTime
 from delaytasks.timers.broker_status import broker_error
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
-
-#: The budget is that of the alert `DelayTasksOnTimeBudgetBurns`.
-BUDGET_PERIOD, TARGET = "30d", 0.99
-#: The tags are those with such counts in this period, so that few tags are read for a month.
-TAGS_PERIOD = "1d"
-
-
-def read_budgets(wiring: Runtime) -> list[OnTime]:
-    """Return the counts of the budget's period for each tag that had some lately."""
-    lately = _on_time(wiring, TAGS_PERIOD, None)
-    return _on_time(wiring, BUDGET_PERIOD, [one.tag for one in lately]) if lately else []
-
-
-def _on_time(wiring: Runtime, period: str, tags: Sequence[str] | None) -> list[OnTime]:
-    steps = StepRange.of(wiring.clock.now(), period, None, "1m", is_series=False)
-    return [
-        OnTime(tag, None, counts.on_time, counts.late, TARGET)
-        for tag, counts in counts_by_tag(wiring.store, steps, tags)
-        if counts.on_time or counts.late
-    ]
-
-
-def budget_family(recent: tuple[Sequence[OnTime], float] | None) -> Family:
-    """Return the metric. It has no values if the budgets could not be read lately."""
-    return Family(
-        "delaytasks_on_time_budget_left",
-        "Share of the error budget of 30 days that is left, if 1 % of the runs may begin too late.",
-        "gauge",
-        ("tag",),
-        [Sample((one.tag,), one.budget_left) for one in recent[0]] if recent else [],
-    )
-
 
 _FORECAST_METRICS = {
     "delaytasks_forecast_age_seconds": "How old the forecast is.",
@@ -110,7 +76,6 @@ class DatabaseMetrics:
         self._wiring = wiring
         self._rest_s = rest_s
         self._forecast = Latest("forecast", lambda: make_forecast(wiring))
-        self._budgets = Latest("error budgets", lambda: read_budgets(wiring))
         self._lock = threading.Lock()
         self._families: Sequence[Family] = ()
         self._is_up = True
@@ -139,7 +104,6 @@ class DatabaseMetrics:
         yield from worker_families(found)
         yield from service_families(found)
         yield from peak_families(self._forecast.get() if found is not None else None)
-        yield budget_family(self._budgets.get() if found is not None else None)
         if wiring.direct_timer is None:
             yield _broker_up([Sample((), float(self._is_broker_up()))])
         if wiring.redis_timer is not None:
@@ -157,7 +121,7 @@ def known_families() -> list[Family]:
     """Return all metrics of `DatabaseMetrics`, without values."""
     timer = [family._replace(samples=()) for family in _redis_timer({})]
     of_tables = [*row_families(None), *worker_families(None), *service_families(None)]
-    others = [*peak_families(None), budget_family(None), _broker_up([])]
+    others = [*peak_families(None), _broker_up([])]
     return [_database_up(None), *of_tables, *others, *timer]
 
 

@@ -1,36 +1,225 @@
-"""Reads statistics, and adds them up."""
+"""`delays.statistics`: reads what workers have run."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.clock import EPOCH, from_us
-from delaytasks.core.errors import InvalidQueryError
-from delaytasks.core.inputs import Delay, check_instant, check_tag, check_wait
-from delaytasks.core.run_counts import FailureGroup, RunCounts
-from delaytasks.statistics.failure_groups import hour_counts_of
-from delaytasks.statistics.gauges import Gauges
-from delaytasks.statistics.periods import (
-    GAUGES,
-    PART_OF,
-    PARTS_OF_ROW,
-    counts_in,
-    gauges_in,
-    total_in,
-)
-from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.core.clock import AN_HOUR, EPOCH, from_us
+from delaytasks.core.errors import InvalidQueryError, StoreError
+from delaytasks.core.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
+from delaytasks.core.run_counts import CountedFailures, FailureGroup, RunCounts, recent_hours
+from delaytasks.statistics.results import OnTime, RunTotals, SeriesPoint
+from delaytasks.statistics.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
+from delaytasks.twins import twin
 
 if TYPE_CHECKING:
+    from delaytasks.processors.registry import Registry
+    from delaytasks.runtime import Runtime
     from delaytasks.storage.store import Store
 
 #: The most steps of one series.
 MAX_SERIES_STEPS = 10_000
-#: The longest range, since older hours are purged.
-MAX_RANGE_S = 400 * 86_400.0
+#: A longer duration is a mistake in its unit.
+_MOST_S = 400 * 86_400.0
 
 Since = datetime | Delay
+#: The ranges that are shown.
+WINDOWS = {"hour": "1h", "day": "1d"}
+#: The most groups, those that failed last.
+MOST_READ_GROUPS = 100
+
+
+class Statistics:
+    """The statistics of a `DelayTasks`, as `delays.statistics`.
+
+    Workers write what they have run once a minute, so the last minute or two are incomplete. Each
+    method reads the tables, and has an asynchronous twin for coroutines, such as `aseries` for
+    `series`.
+
+    Most methods read a range, which has the same parameters everywhere:
+
+    - `since`: the beginning, an instant, or a duration before now such as `"1h"`, at most two days.
+      It is rounded down to a minute. Counts that are older than two days are deleted.
+    - `until`: the end, an instant; None means now.
+    - `step`: the length of a step, a number of whole minutes. Steps begin at multiples of their
+      length since 1970 in UTC.
+    - `tags`: only these tags; None means all.
+
+    The methods raise `InvalidQueryError` if the range is empty or has too many steps, and
+    `StoreUnavailableError` if a database cannot be reached.
+
+    Examples
+    --------
+    >>> for point in delays.statistics.series(since="1h", step="5m"):
+    ...     print(point.start, point.total.done, point.total.lateness_quantile(0.99))
+    """
+
+    def __init__(
+        self,
+        runtime: Callable[[], Runtime],
+        registry: Registry,
+        run_async: Callable[..., Awaitable[Any]],
+    ) -> None:
+        self._get_runtime = runtime
+        self._registry = registry
+        self._run_async = run_async
+
+    def series(
+        self,
+        *,
+        since: Since = "1h",
+        until: datetime | None = None,
+        step: Delay = "1m",
+        tags: Sequence[str] | None = None,
+    ) -> list[SeriesPoint]:
+        """Return what ended in each step of a range, the steps without runs included.
+
+        Parameters
+        ----------
+        since, until, step, tags
+            See the class.
+
+        Returns
+        -------
+        list of SeriesPoint
+            In the order of time.
+
+        Examples
+        --------
+        >>> points = delays.statistics.series(since="1d", step="1h", tags=["mail.send"])
+        """
+        steps = StepRange.of(self._runtime.clock.now(), since, until, step)
+        found = run_counts(self._runtime.store, steps, _checked_tags(tags))
+        return [_point(start, found.get(start, {})) for start in steps.starts()]
+
+    aseries = twin(series)
+
+    def totals(
+        self,
+        *,
+        since: Since = "1h",
+        until: datetime | None = None,
+        tags: Sequence[str] | None = None,
+    ) -> dict[str, RunTotals]:
+        """Return what ended in a range, by tag.
+
+        Parameters
+        ----------
+        since, until, tags
+            See the class.
+
+        Returns
+        -------
+        dict
+            The totals of each tag that has any.
+
+        Examples
+        --------
+        >>> delays.statistics.totals(since="1d")["mail.send"].done
+        """
+        return {tag: RunTotals.of(counts) for tag, counts in self._counts(since, until, tags)}
+
+    atotals = twin(totals)
+
+    def on_time(
+        self,
+        *,
+        since: Since = "1d",
+        until: datetime | None = None,
+        tags: Sequence[str] | None = None,
+        target: float = 0.99,
+    ) -> list[OnTime]:
+        """Return how many tasks began in the time that their processors promise with `on_time`.
+
+        Parameters
+        ----------
+        since, until, tags
+            See the class.
+        target
+            The share of tasks that should be on time, below 1. It determines the error budget.
+
+        Returns
+        -------
+        list of OnTime
+            By tag, for the tags that have such counts.
+
+        Raises
+        ------
+        InvalidQueryError
+            If the target is no share, or if the range is wrong.
+
+        Examples
+        --------
+        >>> [one.budget_left for one in delays.statistics.on_time(since="2d", target=0.999)]
+        """
+        if not 0 < target < 1:
+            raise InvalidQueryError(f"target={target!r}: it is a share between 0 and 1, as 0.99")
+        found = []
+        for tag, counts in self._counts(since, until, tags):
+            if counts.on_time or counts.late:
+                processor = self._registry.get(tag)
+                promised_s = None if processor is None else processor.on_time_s
+                found.append(OnTime(tag, promised_s, counts.on_time, counts.late, target))
+        return found
+
+    aon_time = twin(on_time)
+
+    def failures(
+        self, *, tag: str | None = None, since: datetime | None = None, limit: int = 100
+    ) -> list[FailureGroup]:
+        """Return groups of failures with the same error, beginning with the one that failed last.
+
+        Parameters
+        ----------
+        tag
+            Only the groups of this tag.
+        since
+            Only the groups that failed at this instant or later.
+        limit
+            The most groups.
+
+        Returns
+        -------
+        list of FailureGroup
+            `filters` of a group selects its tasks in `find` and in the bulk functions.
+
+        Examples
+        --------
+        >>> group = delays.statistics.failures()[0]
+        >>> delays.rerun_many(**group.filters)
+        """
+        check_page_limit(limit)
+        return failure_groups(
+            self._runtime.store, None if tag is None else check_tag(tag), since, limit
+        )
+
+    afailures = twin(failures)
+
+    # -- private ----------------------------------------------------------------------------------
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._get_runtime()
+
+    def _counts(
+        self, since: Since, until: datetime | None, tags: Sequence[str] | None
+    ) -> list[tuple[str, RunCounts]]:
+        minutes = StepRange.of(self._runtime.clock.now(), since, until, "1m", is_series=False)
+        return counts_by_tag(self._runtime.store, minutes, _checked_tags(tags))
+
+
+def _point(start: datetime, by_tag: dict[str, RunCounts]) -> SeriesPoint:
+    total = RunCounts()
+    for counts in by_tag.values():
+        total.add(counts)
+    tags = {tag: RunTotals.of(counts) for tag, counts in sorted(by_tag.items())}
+    return SeriesPoint(start, RunTotals.of(total), tags)
+
+
+# -- ranges and their counts ----------------------------------------------------------------------
 
 
 class StepRange(NamedTuple):
@@ -54,14 +243,17 @@ class StepRange(NamedTuple):
 
         If it is no series, `since` is rounded down to a multiple of the step all the same.
         """
-        step_s = check_wait(step, MAX_RANGE_S, "step")
+        step_s = check_wait(step, _MOST_S, "step")
         if step_s < 60 or step_s % 60:
             raise InvalidQueryError(f"a step is a number of whole minutes, not {step_s:g} s")
         length = timedelta(seconds=step_s)
         if isinstance(since, datetime):
             start = check_instant(since)
         else:
-            start = now - timedelta(seconds=check_wait(since, MAX_RANGE_S, "since"))
+            ago = timedelta(seconds=check_wait(since, _MOST_S, "since"))
+            if ago > COUNTS_KEPT:
+                raise InvalidQueryError("counts are kept for two days: `since` is at most '2d'")
+            start = now - ago
         end = now if until is None else check_instant(until)
         steps = cls(_floor(start, length), end, length, is_series)
         if start >= end:
@@ -76,19 +268,11 @@ class StepRange(NamedTuple):
             yield start
             start += self.length
 
-    def step_of(self, start: datetime, period: str, part: int) -> datetime | None:
-        """Return the step of a part of a stored period; None if the part is not in the range."""
-        instant = start + part * PART_OF[period]
-        if instant + PART_OF[period] <= self.since or instant >= self.until:
-            return None
+    def step_of(self, minute: datetime) -> datetime:
+        """Return the step that contains a minute of the range."""
         if not self.is_series:
             return self.since
-        return max(_floor(instant, self.length), self.since)
-
-    def only_step_of(self, start: datetime, period: str) -> datetime | None:
-        """Return the step that contains all parts of a stored period; None if there is none."""
-        first = self.step_of(start, period, 0)
-        return first if first == self.step_of(start, period, PARTS_OF_ROW[period] - 1) else None
+        return max(_floor(minute, self.length), self.since)
 
 
 def run_counts(
@@ -96,15 +280,10 @@ def run_counts(
 ) -> dict[datetime, dict[str, RunCounts]]:
     """Return the counts by step and tag, for the steps that have any."""
     found: dict[datetime, dict[str, RunCounts]] = {}
-    for row in _table(store).read(*steps[:2], tags):
-        if (step := steps.only_step_of(row.start, row.period)) is not None:
-            # Adding numbers first is much faster than adding the counts of each part.
-            if (total := total_in(row)) is not None:
-                found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(total)
-            continue
-        for number, one in counts_in(row).items():
-            if (step := steps.step_of(row.start, row.period, number)) is not None:
-                found.setdefault(step, {}).setdefault(row.tag, RunCounts()).add(one)
+    for start, tag, counts in _table(store).read(steps.since, steps.until, tags):
+        known = found.setdefault(steps.step_of(start), {}).setdefault(tag, counts)
+        if known is not counts:
+            known.add(counts)
     return found
 
 
@@ -124,20 +303,10 @@ def counts_by_tag(
     return sorted(found.items())
 
 
-def gauge_means(store: Store, steps: StepRange) -> dict[datetime, Gauges]:
-    """Return the mean gauges of each step that has any."""
-    found: dict[datetime, list[Gauges]] = {}
-    for row in _table(store).read(*steps[:2], [GAUGES]):
-        for number, one in gauges_in(row).items():
-            if (step := steps.step_of(row.start, row.period, number)) is not None:
-                found.setdefault(step, []).append(one)
-    return {step: Gauges.mean(many) for step, many in sorted(found.items())}
-
-
 def failure_groups(
     store: Store, tag: str | None, since: datetime | None, limit: int
 ) -> list[FailureGroup]:
-    """Return the groups that failed last, the latest first."""
+    """Return the groups, beginning with the one that failed last."""
     return [
         FailureGroup(
             row.tag,
@@ -148,13 +317,13 @@ def failure_groups(
             row.last_at,
             row.task_id,
             row.sample,
-            {EPOCH + timedelta(hours=h): n for h, n in hour_counts_of(row.hours).items()},
+            {EPOCH + timedelta(hours=h): n for h, n in sorted(hour_counts_of(row.hours).items())},
         )
-        for row in _table(store).failure_groups.read(tag, since, limit)
+        for row in _table(store).failure_groups(tag, since, limit)
     ]
 
 
-def checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
+def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
     if isinstance(tags, str):
         raise InvalidQueryError(f"tags is a list of tags: [{tags!r}]")
     return None if tags is None else [check_tag(tag) for tag in tags]
@@ -167,3 +336,47 @@ def _table(store: Store) -> StatisticsTable:
 def _floor(instant: datetime, step: timedelta) -> datetime:
     step_us = int(step.total_seconds()) * 1_000_000
     return from_us((instant - EPOCH) // timedelta(microseconds=1) // step_us * step_us)
+
+
+# -- for the verdict, the command line and the console --------------------------------------------
+
+
+def gather_on_time(statistics: Statistics, registry: Registry) -> list[dict[str, Any]]:
+    """Return the on-time shares of the last hour and day by tag.
+
+    The tags are those with `on_time` in this process, and those with counts in the last hour: most
+    processes of an operator have no processors.
+    """
+    try:
+        tags = {one.tag for one in statistics.on_time(since=WINDOWS["hour"])}
+        tags |= {each.tag for each in registry if each.on_time_s is not None}
+        return _of_tags(statistics, sorted(tags)) if tags else []
+    except StoreError:
+        return []  # the state of the deployment has the error
+
+
+def _of_tags(statistics: Statistics, tags: Sequence[str]) -> list[dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for window, since in WINDOWS.items():
+        for one in statistics.on_time(since=since, tags=tags):
+            about = {"tag": one.tag, "promised_s": one.promised_s, "target": one.target}
+            empty = dict.fromkeys(WINDOWS)
+            of_tag = found.setdefault(one.tag, {**about, **empty})
+            numbers = one.as_json()
+            of_tag[window] = {
+                name: numbers[name] for name in ("on_time", "late", "share", "budget_left")
+            }
+    return [found[tag] for tag in sorted(found)]
+
+
+def recent_failures(runtime: Runtime, now: datetime) -> list[CountedFailures]:
+    """Return the groups that failed last, with the number of recent runs of their tags."""
+    groups = failure_groups(runtime.store, None, None, MOST_READ_GROUPS)
+    since = recent_hours(now)
+    tags = sorted({group.tag for group in groups if group.last_at >= since})
+    started = Counter[str]()
+    if tags:
+        steps = StepRange(since, now, AN_HOUR, is_series=False)
+        found = counts_by_tag(runtime.store, steps, tags)
+        started.update({tag: counts.started for tag, counts in found})
+    return [CountedFailures(group, started[group.tag]) for group in groups]

@@ -8,7 +8,6 @@ from datetime import datetime
 from typing import Any
 
 from delaytasks.core.run_counts import DURATION_BOUNDS_S, LATENESS_BOUNDS_S, RunCounts, quantile
-from delaytasks.statistics.gauges import Gauges
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +125,6 @@ class SeriesPoint:
     total: RunTotals
     #: The tags that have runs.
     tags: Mapping[str, RunTotals]
-
-
-@dataclass(frozen=True, slots=True)
-class GaugePoint:
-    """The gauges of one step of a series; the means, if sweeps have counted several times."""
-
-    start: datetime
-    gauges: Gauges
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop, all_within
 from delaytasks.core.run_counts import RunStatistics
-from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.statistics_table import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from sqlalchemy import (
     Double,
     Index,
     Integer,
-    LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
     SmallInteger,
@@ -300,22 +299,14 @@ def _recurring(tables: _TableMaker) -> Table:
 
 
 def _statistics(tables: _TableMaker) -> Table:
-    """What workers have run, and what sweeps have counted."""
+    """What workers have run, by minute and tag."""
     return tables.make(
         "yb_delay_statistics",
-        # "minute", "hour" or "day": the length of the period.
-        Column("period", String(8), nullable=False),
         Column("start", UTCDateTime, nullable=False),
-        # Empty for the counts of sweeps.
         Column("tag", String(TAG_LENGTH), nullable=False),
-        # Of a minute, as JSON.
+        # JSON.
         Column("counts", LongText),
-        # Of each minute of an hour, or of each hour of a day, as compressed JSON.
-        Column("parts", LargeBinary),
-        # The largest times of a minute; NULL if a worker of an earlier version has written it.
-        Column("lateness_max_s", Double),
-        Column("duration_max_s", Double),
-        key=["period", "start", "tag"],
+        key=["start", "tag"],
     )
 
 

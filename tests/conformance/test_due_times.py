@@ -13,7 +13,6 @@ from delaytasks.console.queries import ConsoleQueries
 from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.execution.task_run import LeaseEndsError
-from delaytasks.statistics.gauge_queries import GaugeQueries
 from delaytasks.storage.live_rows import LiveRows
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.store import Store
@@ -220,7 +219,6 @@ def test_an_overdue_task_is_overdue_everywhere_though_its_next_try_is_in_the_fut
     assert overdue.count(0) == (1, due)
     assert overdue.count(10_000) == (0, None)
     assert overdue.groups(0, 20) == [("default", "new", "no_processor", 1, due)]
-    assert GaugeQueries(database, schema).count(0, 60).overdue == 1
     [queue] = ConsoleQueries(bench.store).queues(["default"], 0)
     assert (queue.waiting, queue.overdue) == (2, 1)
     live = LiveRows(database, schema).read(0)

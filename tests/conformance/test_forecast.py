@@ -18,7 +18,7 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.forecast import Forecast, TagForecast
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.statistics_table import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import put
@@ -221,7 +221,7 @@ def test_only_live_workers_count_and_without_any_the_processes_are_assumed(
 
 def test_the_mean_duration_is_that_of_the_last_week(delays: DelayTasks, store: Store) -> None:
     measure(store, "mail", 30, 0.1, timedelta(hours=1))
-    measure(store, "mail", 10, 0.5, timedelta(days=2))
+    measure(store, "mail", 10, 0.5, timedelta(days=1))
     measure(store, "old", 1000, 0.1, timedelta(days=30))
     measure(store, "few", 3, 0.1, timedelta(hours=1))
     for tag in ("mail", "old", "few"):

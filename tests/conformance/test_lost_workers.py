@@ -12,7 +12,6 @@ from sqlalchemy import insert, select, update
 from delaytasks import DelayTasks
 from delaytasks.operations.state import read_tables
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.gauge_queries import GaugeQueries
 from delaytasks.storage import worker_table
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
@@ -152,7 +151,6 @@ def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(
     row = {"tag": "mail", "message_body": "{}", "expected_time": past, "queue": "default"}
     with store.database.begin() as connection:
         connection.execute(insert(store.schema.tasks).values(row))
-    assert GaugeQueries(store.database, store.schema).count(1.0, SILENT_S).workers == 0
     found = read_tables(runtime_of(delays).store, delays.settings)
     assert found.workers == []
     assert [group.reason.facts["last_seen"] for group in found.late] == [{}]

@@ -11,14 +11,11 @@ from sqlalchemy import delete, update
 
 from delaytasks import DelayTasks, NewTask
 from delaytasks.core import loop as latest
-from delaytasks.core.run_counts import RunCounts
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
 from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.queries import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
@@ -160,26 +157,6 @@ def test_the_peak_of_the_next_week_is_forecast(
     assert values.of_forecast("peak_tasks") == 3001
     assert 46 * 3600 <= (values.of_forecast("peak_in_seconds") or 0) <= 48 * 3600
     assert 0 <= (values.of_forecast("age_seconds") or -1) < 300
-
-
-def test_the_error_budget_of_30_days_is_that_of_tags_with_on_time(
-    delays: DelayTasks, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
-    now, unwritten = store.tasks.now(), Unwritten()
-    for days_ago, late in ((40, 3), (20, 2), (0, 1)):
-        counts = RunCounts()
-        for number in range(200):
-            counts.add_run(lateness_s=9 if number < late else 1, duration_s=0.1, on_time_s=5)
-        minute = int((now - timedelta(days=days_ago)).timestamp()) // 60
-        unwritten.add_run(minute, "prompt", counts)
-        unwritten.add_run(minute, "other", RunCounts())
-    table = StatisticsTable(store.database, store.schema)
-    store.database.transaction(lambda c: table.add(c, unwritten, now))
-    found = {labels: value for labels, value in scraped(delays).items() if "budget" in labels[0]}
-    name, tag = "delaytasks_on_time_budget_left", frozenset({("tag", "prompt")})
-    # Of 400 runs 4 may be late, and 3 were.
-    assert found == {(name, tag): pytest.approx(0.25)}
 
 
 def test_scrapes_in_quick_succession_read_the_database_once(delays: DelayTasks) -> None:

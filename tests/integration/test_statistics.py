@@ -80,8 +80,6 @@ def test_workers_that_stop_have_counted_every_run_once(site: Deployment, pool: s
     assert sum(group.hours.values()) == 10
     grouped = site.delays.find(**group.filters, status="FAILED", limit=100)
     assert {task.id for task in grouped} == {task.id for task in fails}
-    gauges = site.delays.statistics.gauges(since="2h")
-    assert gauges[-1].gauges.workers >= 1
 
 
 @pytest.mark.parametrize(

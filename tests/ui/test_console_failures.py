@@ -16,7 +16,7 @@ from delaytasks.cli.deployment import read_deployment
 from delaytasks.operations import state as state_module
 from delaytasks.operations.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.statistics_table import StatisticsTable
 from delaytasks.statistics.worker_counts import WorkerCounts
 from delaytasks.storage import failed_rows
 from delaytasks.storage.types import db_now_plus

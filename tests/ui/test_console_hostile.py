@@ -50,7 +50,7 @@ def pages_of(site: Site) -> Mapping[str, int]:
         f"/tasks?ids={QUOTED}": 2,
         **{f"/tasks/{task.id}": 6 for task in tasks},
         "/tags": 2,
-        f"/tags?period=year&contains={QUOTED}": 3,
+        f"/tags?period=day&contains={QUOTED}": 3,
         f"/tag?name={QUOTED}": 3,
         f"/tag?period={QUOTED}&name={QUOTED}%2F..%2F": 2,
         "/failures": 3,

@@ -1,4 +1,4 @@
-"""The page of tags, the page of one tag, and the charts of a month and a year."""
+"""The page of tags, the page of one tag, and the charts of two days."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from delaytasks.console.viewers import Role
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.run_counts import OTHER_TAGS
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.api import Statistics
+from delaytasks.statistics.reading import Statistics
 from tests.ui.console_site import Site, chart_titles, make_delays, post, write_runs
 
 MINUTE, DAY = timedelta(minutes=1), timedelta(days=1)
@@ -92,7 +92,7 @@ def test_the_page_of_a_tag_has_its_charts_policy_and_failures(site: Site) -> Non
     assert "10 at a time" in limited
     assert "100/s" in limited
     assert re.search(r'href="/failures/\w+"', limited)
-    assert "No run of this tag has ended in this hour" in limited
+    assert "No run of this tag has ended in the last hour" in limited
     paused = site.client().get("/tag?name=mail.send").text
     assert '<span class="status held">paused</span>' in paused
 
@@ -160,46 +160,46 @@ def test_the_overview_and_the_page_of_tags_share_what_is_read(
         return series(self, **options)
 
     monkeypatch.setattr(Statistics, "series", counting)
-    for path in ("/?period=year", "/tags?period=year", "/tags?period=year&contains=mail"):
+    for path in ("/?period=day", "/tags?period=day", "/tags?period=day&contains=mail"):
         assert empty.client().get(path).status_code == 200
-    assert reads == [{"since": "365d", "step": "7d", "tags": None}]
+    assert reads == [{"since": "1d", "step": "15m", "tags": None}]
 
 
 @pytest.mark.parametrize(
-    ("days", "periods"),
-    [(0, "hour day week month year"), (3, "week month year"), (20, "month year"), (300, "year")],
+    ("hours", "periods"),
+    [(0, ["hour", "day", "two days"]), (3, ["day", "two days"]), (30, ["two days"])],
 )
-def test_a_month_and_a_year_have_older_runs(empty: Site, days: int, periods: str) -> None:
-    write_runs(empty.delays, "mail.send", days * DAY + 2 * MINUTE, 5)
+def test_longer_periods_have_older_runs(empty: Site, hours: int, periods: list[str]) -> None:
+    write_runs(empty.delays, "mail.send", timedelta(hours=hours) + 2 * MINUTE, 5)
     client = empty.client()
     for period in PERIODS:
-        has_runs = period in periods.split()
         for path in ("/", "/tags", "/tag"):
             text = client.get(path, query_string={"period": period, "name": "mail.send"}).text
-            assert (f"has ended in this {period}" not in text) is has_runs, f"{path} {period}"
-    year = client.get("/tag?name=mail.send&period=year").text
-    assert "<dt>Runs</dt><dd>5</dd>" in year
-    assert len(re.findall("UTC: done 5", year)) == 1
+            has_runs = f"has ended in the last {period}" not in text
+            assert has_runs is (period in periods), f"{path} {period}"
+    longest = client.get("/tag?name=mail.send&period=two+days").text
+    assert "<dt>Runs</dt><dd>5</dd>" in longest
+    assert len(re.findall("UTC: done 5", longest)) == 1
 
 
-def test_a_year_of_many_tags_reads_those_with_the_most_runs(
+def test_a_day_of_many_tags_reads_those_with_the_most_runs(
     empty: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(9):
         write_runs(empty.delays, f"tag.{number}", 2 * MINUTE, number + 1)
-        write_runs(empty.delays, f"tag.{number}", 90 * DAY, 1)
+        write_runs(empty.delays, f"tag.{number}", 300 * MINUTE, 1)
     monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 18)
     client = empty.client()
-    assert len(rows(client.get("/tags?period=year").text)) == 9
+    assert len(rows(client.get("/tags?period=day").text)) == 9
     empty.app.extensions["delaytasks_console"].history.forget()
-    monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 17)
-    monkeypatch.setattr(pages_tags, "RECENT_ROWS_OF_TAG", 5 - 365)  # 5 rows in a year
-    text = client.get("/tags?period=year").text
+    monkeypatch.setattr(pages_tags, "count_rows", lambda *_: 3 * 1440 + 1)
+    monkeypatch.setattr(pages_tags, "MOST_CHART_ROWS", 3 * 1440)
+    text = client.get("/tags?period=day").text
     assert [row["Tag"] for row in rows(text)] == ["tag.8", "tag.7", "tag.6"]
-    assert "Only the 3 tags with the most runs in the last week are counted" in text
-    assert "Only the 3 tags" in client.get("/?period=year").text
-    assert "<dt>Runs</dt><dd>2</dd>" in client.get("/tag?name=tag.0&period=year").text
-    assert len(rows(client.get("/tags?period=week").text)) == 9
+    assert "Only the 3 tags with the most runs in the last hour are counted" in text
+    assert "Only the 3 tags" in client.get("/?period=day").text
+    assert "<dt>Runs</dt><dd>2</dd>" in client.get("/tag?name=tag.0&period=day").text
+    assert len(rows(client.get("/tags?period=hour").text)) == 9
 
 
 def test_statistics_that_cannot_be_read_are_part_of_the_page(

@@ -28,7 +28,7 @@ from delaytasks.processors.registry import ProcessorOptions
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.api import Statistics
+from delaytasks.statistics.reading import Statistics
 from delaytasks.testing import DelaysTester
 from tests.conftest import open_store
 from tests.doc_pages import blocks

@@ -17,7 +17,6 @@ from delaytasks.core import errors
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import build_schema
 from delaytasks.testing import DelaysTester
-from tests.conformance.statistics.test_size import LIMIT_BYTES
 from tests.doc_pages import PAGES, ROOT, block_beginning, blocks
 
 
@@ -73,10 +72,3 @@ def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) ->
             tester.assert_scheduled("order.close", key="7", body={"order": 8}, within="20m")
     assert f"AssertionError: {raised.value}\n" == documented
     delays.close()
-
-
-def test_the_size_of_the_statistics_is_the_one_that_is_tested() -> None:
-    [row] = re.findall(
-        r"\| size \| below (\d+) MB .*test_size.py", (ROOT / "docs/statistics.md").read_text()
-    )
-    assert int(row) * 1_000_000 == LIMIT_BYTES

@@ -14,7 +14,7 @@ from sqlalchemy import insert, update
 from delaytasks import Status
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.statistics_table import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Count, Stats
@@ -98,7 +98,7 @@ def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
     shop("db", "upgrade")
     assert shop.json("stats")["on_time"] == []
     table = StatisticsTable(store.database, store.schema)
-    for ago, on_time, late in ((timedelta(), 98, 2), (timedelta(days=5), 700, 200)):
+    for ago, on_time, late in ((timedelta(), 98, 2), (timedelta(hours=5), 700, 200)):
         counts, unwritten = RunCounts(), Unwritten()
         counts.on_time, counts.late = on_time, late
         unwritten.add_run(int((now - ago).timestamp()) // 60, "mail", counts)
@@ -106,14 +106,13 @@ def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
             table.add(connection, unwritten, now)
     [mail] = shop.json("stats")["on_time"]
     recent = {"on_time": 98, "late": 2, "share": 0.98, "budget_left": -1.0}
-    week = {"on_time": 798, "late": 202, "share": 0.798, "budget_left": -19.2}
+    day = {"on_time": 798, "late": 202, "share": 0.798, "budget_left": -19.2}
     assert mail == {
         "tag": "mail",
         "promised_s": None,
         "target": 0.99,
         "hour": recent,
-        "day": recent,
-        "week": week,
+        "day": day,
     }
     said = shop("stats").stdout
     assert "98.00% (2 late)" in said

@@ -13,7 +13,7 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.application import make_api
 from delaytasks.http_api.requests import instant_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.queries import StatisticsTable
+from delaytasks.statistics.statistics_table import StatisticsTable
 from delaytasks.statistics.worker_counts import Unwritten
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
@@ -130,13 +130,10 @@ def write_statistics(site: ApiSite, outcomes: dict[str, tuple[int, int]]) -> Non
         table.add(connection, unwritten, now)
 
 
-def test_statistics_have_totals_by_tag_and_gauges(site: ApiSite, shop: ApiCaller) -> None:
-    assert shop.json("GET", "/v1/statistics") == {"tags": {}, "gauges": None}
+def test_statistics_have_totals_by_tag(site: ApiSite, shop: ApiCaller) -> None:
+    assert shop.json("GET", "/v1/statistics") == {"tags": {}}
     write_statistics(site, {"mail": (5, 2), "order.close": (3, 0)})
-    site.delays.schedule_delay("mail", {}, 60)
-    runtime_of(site.delays).sweeper.sweep(0)
     found = shop.json("GET", "/v1/statistics?since=1d&tag=mail")
-    assert found["gauges"]["pending"] == 1
     [(tag, totals)] = found["tags"].items()
     assert (tag, totals["done"], totals["failed"]) == ("mail", 5, 2)
     both = shop.json("GET", "/v1/statistics")["tags"]

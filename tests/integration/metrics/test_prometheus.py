@@ -139,9 +139,6 @@ def test_every_expression_of_dashboard_and_rules_has_a_result(site: ScrapedSite)
         every_s=0.3,
     )
     assert 0 < (prometheus.value("delaytasks_forecast_peak_utilization") or 0) < 1
-    # Workers write their counts once a minute, and the exporter reads the budget once a minute.
-    budget = 'delaytasks_on_time_budget_left{tag="test.prompt"}'
-    wait_until(lambda: prometheus.value(budget) == 1, 150, "the error budget", every_s=0.3)
 
     check_dashboard(site)
     check_rules(site)
