@@ -189,10 +189,11 @@ def fill(
     place = "(:start + n)::float / :all" if in_order else "random()"
     statement = text(f"""
         INSERT INTO {_t.name} (id, tag, message_body, status, version, delay_time, expected_time,
-                               execution_time, create_time, update_time, lease_until, task_key)
+                               execution_time, create_time, update_time, lease_until, worker,
+                               task_key)
         SELECT (last >> 22) + n << 22 | n % 131072, '{TAG}',
                '{{"due": 0.5, "order": ' || n || '}}', {status:d}, 1, 3600, due, {began},
-               due - interval '1 hour', coalesce({began}, now()), {lease}, {key}
+               due - interval '1 hour', coalesce({began}, now()), {lease}, 'w', {key}
         FROM (SELECT coalesce(max(id), 0) AS last FROM {_t.name}) before,
              (SELECT n, now() + (:soonest + {place} * :spread) * interval '1 second' AS due
               FROM generate_series(1, :rows) n) made""").bindparams(
@@ -285,7 +286,8 @@ def work_off_bare(batch: int) -> float:
     """
     t, waits, runs, done = _t.name, int(Status.NOT_COMPLETE), int(Status.RUNNING), int(Status.DONE)
     take = (
-        f"UPDATE {t} SET status = {runs}, version = version + 1 WHERE id IN ({{}}) AND status = "
+        f"UPDATE {t} SET status = {runs}, version = version + 1, "
+        f"lease_until = expected_time, worker = '' WHERE id IN ({{}}) AND status = "
         f"{waits}"
     )
     read = f"SELECT id, tag, message_body, version FROM {t} WHERE id IN ({{}}) AND status = {runs}"

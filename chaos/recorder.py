@@ -105,8 +105,8 @@ class Recorder:
                 yield RowChange(
                     row.id,
                     to_us(row.at),
-                    None if row.was is None else Status.of(row.was),
-                    Status.of(row.status),
+                    None if row.was is None else Status(row.was),
+                    Status(row.status),
                     row.version_was,
                     row.version,
                     row.attempts,

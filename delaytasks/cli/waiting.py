@@ -57,13 +57,6 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         if not group.is_expected
     ]
     try:
-        unusable = list(runtime.policy_cache.current().unusable.values())
-    except StoreError:
-        unusable = []  # the late tasks have reported it
-    warnings += [
-        f"the limits of {each.kind} {each.name} are not kept: {each.unusable}" for each in unusable
-    ]
-    try:
         found = replication_of(runtime.store)
     except StoreError as error:
         warnings.append(f"its replication is unknown: {error}")

@@ -104,19 +104,9 @@ class Policy:
         return self.applied_version == self.version
 
     @property
-    def unusable(self) -> str | None:
-        """The limits of another program that no worker can keep. They are taken for no limit."""
-        names = ["concurrency", "key_concurrency"]
-        found = [f"{n} = {shown(v)}" for n in names if not is_limit(v := getattr(self, n))]
-        if not is_rate(self.rate, self.rate_period_s):
-            period = f"rate_period_s = {shown(self.rate_period_s)}"
-            found.append(f"rate = {shown(self.rate)}, {period}")
-        return ", ".join(found) or None
-
-    @property
     def rate_text(self) -> str | None:
-        """The rate in the form that `parse_rate` reads; None if it is unusable."""
-        if self.rate is None or self.rate_period_s is None or self.unusable:
+        """The rate in the form that `parse_rate` reads."""
+        if self.rate is None or self.rate_period_s is None:
             return None
         period = show_duration(self.rate_period_s)
         return f"{self.rate}/{period[1:] if re.fullmatch('1[a-z]+', period) else period}"
@@ -180,8 +170,6 @@ class Policies:
         self.limited: dict[str, Policy] = {}
         #: The policies whose rows are not all paused or resumed yet.
         self.unapplied: dict[tuple[Kind, str], Policy] = {}
-        #: The policies with limits that no worker can keep.
-        self.unusable: dict[tuple[Kind, str], Policy] = {}
         self._add(all)
 
     def changed(self, policies: Iterable[Policy], number: int) -> Policies:
@@ -205,7 +193,6 @@ class Policies:
             if policy.kind == "tag":
                 _set(self.limited, policy.name, policy if policy.has_limits else None)
             _set(self.unapplied, name, None if policy.is_applied else policy)
-            _set(self.unusable, name, policy if policy.unusable else None)
         times = (
             policy.update_time
             for policy in self._by_name.values()
@@ -255,23 +242,6 @@ def check_limit(limit: object, what: str) -> int | None:
             f"{shown(limit)}; to run nothing at all, pause it"
         )
     return int(limit)
-
-
-def is_limit(limit: object) -> bool:
-    """Return whether a stored limit can be kept. SQLite stores values of any type."""
-    return limit is None or isinstance(limit, int)
-
-
-def is_rate(rate: object, period_s: object) -> bool:
-    """Return whether a stored rate is none at all, or one that `parse_rate` could have returned."""
-    if rate is None:
-        return True
-    return (
-        isinstance(rate, int)
-        and rate >= 1
-        and isinstance(period_s, (int, float))
-        and MIN_PERIOD_S <= period_s <= MAX_PERIOD_S  # False for NaN
-    )
 
 
 def parse_rate(text: object) -> tuple[int | None, float | None]:

@@ -35,17 +35,6 @@ class Status(IntEnum):
     CANCELLED = 4
     HELD = 5
 
-    @classmethod
-    def of(cls, number: int) -> Status:
-        """Return the status of a row. A status of another program is kept, and allows no move."""
-        try:
-            return cls(number)
-        except ValueError:
-            # SQLite's columns accept text as well.
-            unknown = int.__new__(cls, number if isinstance(number, int) else -1)
-            unknown._name_, unknown._value_ = f"UNKNOWN_{number!r:.20}", int(unknown)
-            return unknown
-
     def __str__(self) -> str:
         return self.name
 

@@ -580,8 +580,7 @@ class TouchResult(Generic[IdOrKey]):
 # -- The result of `cancel` -----------------------------------------------------------------------
 
 
-#: A task with one of these statuses cannot be cancelled any more. A status that another program
-#: wrote is not among them, because its meaning is unknown.
+#: A task with one of these statuses cannot be cancelled any more.
 _NOTHING_TO_CANCEL = (Status.RUNNING, Status.DONE, Status.FAILED)
 
 

@@ -13,7 +13,7 @@ from delaytasks.core.body import PREFIX, is_encrypted, name_in
 from delaytasks.core.celery_calls import processor_tag
 from delaytasks.core.inputs import show_duration, show_timing
 from delaytasks.core.interfaces import OverdueGroup
-from delaytasks.core.policies import Policy, is_limit
+from delaytasks.core.policies import Policy
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, iso
 from delaytasks.core.text import DEFERRALS, count, last_line
@@ -320,8 +320,7 @@ def _limit(facts: Facts, policy: Policy | None) -> Reason:
 
 def _is_at_limit(facts: Facts, limited: Policy) -> bool:
     is_due = facts.task.status is Status.NOT_COMPLETE and facts.wait_s <= 0
-    limit = limited.concurrency if is_limit(limited.concurrency) else None
-    return is_due and facts.running >= (limit or 2**63)
+    return is_due and facts.running >= (limited.concurrency or 2**63)
 
 
 def _limits(policy: Policy, facts: Facts) -> str:
@@ -469,13 +468,8 @@ def why(facts: Facts) -> list[Reason]:
         reasons = [_ENDED[status](facts)]
     elif status is Status.RUNNING:
         reasons = [_running(facts)]
-    elif status in (Status.NOT_COMPLETE, Status.HELD):
-        reasons = [*why_waiting(facts), *_clock(facts)]
     else:
-        sentence = (
-            f"Its status is {status.name}, which delaytasks does not know: no worker takes it."
-        )
-        reasons = [Reason("unknown_status", sentence, "", {"status": status.name})]
+        reasons = [*why_waiting(facts), *_clock(facts)]
     return [*reasons, *_recurring(facts)]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from delaytasks.core.policies import WAITLIST_RECHECK_S, is_limit, is_rate
+from delaytasks.core.policies import WAITLIST_RECHECK_S
 from delaytasks.limits.queries import PolicyQueries
 
 #: The number of slots, or of starts, of a tag without that limit.
@@ -109,15 +109,13 @@ class CapacityMeter:
     def measure(self, on: Any, policy: Any) -> Capacity:
         if policy is None:
             return Capacity()
-        # Another program may have stored limits that cannot be kept. They count as no limits.
-        concurrency = policy.concurrency if is_limit(policy.concurrency) else None
-        key_limit = policy.key_concurrency if is_limit(policy.key_concurrency) else None
+        concurrency, key_limit = policy.concurrency, policy.key_concurrency
         capacity = Capacity(key_limit=key_limit)
         if concurrency is not None or key_limit is not None:
             capacity.running = self._policies.running(on, policy.name, key_limit is not None)
         if concurrency is not None:
             capacity.slots = max(concurrency - sum(capacity.running.values()), 0)
-        if policy.rate is not None and is_rate(policy.rate, policy.rate_period_s):
+        if policy.rate is not None:
             capacity.limit_rate(*self._pace(on, policy))
         if policy.is_paused:
             capacity.slots = 0

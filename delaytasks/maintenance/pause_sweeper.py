@@ -16,7 +16,7 @@ from delaytasks.core.clock import UTC, Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.filters import batches
 from delaytasks.core.interfaces import FoundRow, Level, Timer
-from delaytasks.core.policies import Kind, Policies, Policy
+from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.execution.policy_cache import PolicyCache
@@ -55,7 +55,7 @@ class PauseSweeper:
         timer: Timer,
         events: Events,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
         self._table = table
         self._rows = rows
         self._clock = clock
@@ -68,24 +68,8 @@ class PauseSweeper:
         self._walk_policies: Sequence[Policy] = ()
         #: False if the walk could not release a row, because another transaction had locked it.
         self._is_complete = True
-        self._reported_limits: set[tuple[Kind, str]] = set()
         self._strays_checked_at = float("-inf")
         self._forget_at = monotonic() + FORGET_S
-
-    def policies(self) -> Policies:
-        """Read the current policies, and report each unusable limit once."""
-        policies = self._cache.refresh()
-        for name in policies.unusable.keys() - self._reported_limits:
-            policy = policies.unusable[name]
-            self._events.emit(
-                "policy.ignored",
-                kind=policy.kind,
-                policy=policy.name,
-                limits=policy.unusable,
-                remedy="set it again: delaytasks policy set",
-            )
-        self._reported_limits = set(policies.unusable)
-        return policies
 
     def hold_near(
         self, policies: Policies, since: datetime, until: datetime, on_step: OnStep

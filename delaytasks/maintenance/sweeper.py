@@ -145,7 +145,7 @@ class Sweeper:
 
     def _read_policies(self) -> None:
         if self._pauses is not None:
-            self._policies = self._pauses.policies()
+            self._policies = self._pauses.cache.refresh()
 
     # -- rows due within the horizon --------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Follower:
             if len(self._live) > MOST_SEEN:
                 self._live.popitem(last=False)
         wanted = self._where.status
-        return wanted is None or Status.of(task.status) in wanted
+        return wanted is None or Status(task.status) in wanted
 
 
 def changed_at(task: DelayTask) -> datetime:

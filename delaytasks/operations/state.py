@@ -260,7 +260,7 @@ def read_tables(
         counts=counts,
         overdue=overdue,
         late=late,
-        expired_leases=stats.expired_leases(settings.lease_s),
+        expired_leases=stats.expired_leases(),
         sweeps=list(_sweeps(stats, settings, now)),
         workers=store.workers.registered(now, settings.silent_s),
         paused=sum(policy.is_paused for policy in store.policies.read()),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Update, and_, case, or_, select, update
+from sqlalchemy import ColumnElement, Update, and_, case, select, update
 
 from delaytasks.core.interfaces import Level, Recovered
 from delaytasks.core.states import MOVES, Status
@@ -22,7 +22,7 @@ from delaytasks.storage.rows import columns, next_version, one_more, task_of
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.task_keys import TaskKeys
 from delaytasks.storage.task_table import hot_index
-from delaytasks.storage.types import db_now, db_now_plus, is_rare, unindexed
+from delaytasks.storage.types import db_now, is_rare, unindexed
 
 LEASE_LOST = "the worker died, or lost its lease, while this attempt ran"
 TOO_MANY_LOST_LEASES = (
@@ -113,14 +113,10 @@ def _reason(limit_s: float | None, began: datetime | None, now: datetime) -> str
     return TIMED_OUT.format(s=limit_s)
 
 
-def lease_is_over(tasks: Any, lease_s: float) -> ColumnElement[bool]:
-    """The condition for a RUNNING row whose lease is over.
-
-    A row that another program set to RUNNING may have no lease. Then it lasts from the last change.
-    """
-    unleased = and_(tasks.c.lease_until.is_(None), tasks.c.update_time < db_now_plus(-lease_s))
+def lease_is_over(tasks: Any) -> ColumnElement[bool]:
+    """The condition for a RUNNING row whose lease is over."""
     runs = is_rare(tasks.c.status == int(Status.RUNNING))
-    return and_(runs, or_(tasks.c.lease_until < db_now(), unleased))
+    return and_(runs, tasks.c.lease_until < db_now())
 
 
 def recover_statement(tasks: Any, max_lost_leases: int, reason: str = "") -> Update:

@@ -64,14 +64,14 @@ class Bulk:
             return
         for step in self._steps(which.looked_at, which.where.queue):
             for rows in self._windows(which.where, step, [self._t.c.id, self._t.c.status]):
-                yield [(row[0], Status.of(row[1])) for row in rows]
+                yield [(row[0], Status(row[1])) for row in rows]
 
     def _named(self, which: BulkFilter) -> list[tuple[int, Status]]:
         """Return (id, status) of the rows whose ids the filter lists."""
         t = self._t.c
         wanted = (self._is(which.looked_at), *conditions(self._t, which.where, self._db.can))
         rows = self._db.rows(by_id(select(t.id, t.status).where(*wanted), self._t))
-        return [(row[0], Status.of(row[1])) for row in rows]
+        return [(row[0], Status(row[1])) for row in rows]
 
     def unmoved(self, which: BulkFilter, operation: int) -> Iterator[dict[int, int]]:
         """Yield id and version of the tasks that the operation has cancelled, step by step.

@@ -167,9 +167,7 @@ class Claims:
             t.c.id.in_(wanted)
         )
         rows = self._db.autocommitted(lambda c: c.execute(query).all())
-        return [
-            UnclaimedRow(row[0], row[1], Status.of(row[2]), to_us(row[3]), row[4]) for row in rows
-        ]
+        return [UnclaimedRow(row[0], row[1], Status(row[2]), to_us(row[3]), row[4]) for row in rows]
 
     # -- settle -----------------------------------------------------------------------------------
 

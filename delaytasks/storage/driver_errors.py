@@ -162,12 +162,6 @@ def is_duplicate(error: exc.IntegrityError) -> bool:
     return sqlstate_of(error.orig) == "23505" or first == 1062 or is_in_sqlite
 
 
-def is_unreadable(error: exc.DBAPIError) -> bool:
-    """Whether psycopg 3 itself refused a value. Other drivers raise a `ValueError` then."""
-    is_refused = isinstance(error, exc.DataError) and sqlstate_of(error.orig) is None
-    return is_refused and type(error.orig).__module__.partition(".")[0] == "psycopg"
-
-
 def _is_sqlite(driver_error: object) -> bool:
     return "sqlite3" in type(driver_error).__module__
 

@@ -85,9 +85,7 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
         **_KEEPALIVES,
         **own_driver(url).connect_options(),
     }
-    engine = _server_engine(url, isolation_level, options)
-    event.listen(engine, "connect", own_driver(url).prepare)
-    return engine
+    return _server_engine(url, isolation_level, options)
 
 
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from itertools import islice
 from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Select, select
@@ -17,13 +16,13 @@ from delaytasks.core.interfaces import Level
 from delaytasks.core.states import Status
 from delaytasks.storage.database import Database
 from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.queue_levels import first_levels_of, has_status, queues_after
+from delaytasks.storage.queue_levels import has_status, levels_of, queues_after
 from delaytasks.storage.schema import Schema
 
 #: The rows that each part of a read looks at.
 MOST_LIVE_ROWS = 5_000
-#: Queues, and priorities of a queue, among which waiting rows are looked for.
-MOST_LIVE_QUEUES, MOST_PRIORITIES = 100, 10
+#: Queues among which waiting rows are looked for.
+MOST_LIVE_QUEUES = 100
 #: "Soon" and "lately" are a minute.
 LIVE_PERIOD = timedelta(minutes=1)
 _COLUMNS = (
@@ -97,8 +96,7 @@ class LiveRows:
 
     def _levels(self, connection: Connection) -> Iterator[Level]:
         for queue in queues_after(connection, self._t, Status.NOT_COMPLETE, None, MOST_LIVE_QUEUES):
-            here = first_levels_of(connection, self._t, Status.NOT_COMPLETE, queue, MOST_PRIORITIES)
-            yield from islice(here, MOST_PRIORITIES)
+            yield from levels_of(connection, self._t, Status.NOT_COMPLETE, queue)
 
     def _due(self, level: Level, until: datetime) -> Sequence[ColumnElement[bool]]:
         t = self._t.c
@@ -116,4 +114,4 @@ class LiveRows:
         if order is not None:
             query = query.order_by(order)
         found = connection.execute(query)
-        return [LiveRow._make((*row[:3], Status.of(row[3]), *row[4:])) for row in found]
+        return [LiveRow._make((*row[:3], Status(row[3]), *row[4:])) for row in found]

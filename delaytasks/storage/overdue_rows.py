@@ -19,14 +19,14 @@ from delaytasks.core.interfaces import OverdueGroup
 from delaytasks.core.states import Status
 from delaytasks.core.text import DEFER_MAX_S, DEFERRALS
 from delaytasks.storage.database import Database
-from delaytasks.storage.queue_levels import first_levels_of, has_status, steps
+from delaytasks.storage.queue_levels import has_status, levels_of, steps
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import db_now_plus, is_narrow, is_past, once
 
 #: Rows that one call counts. A larger number is a minimum.
 MAX_OVERDUE_COUNTED = 1_000_000
 #: Queues in which overdue tasks are counted, and priorities of each.
-MAX_OVERDUE_QUEUES, MAX_OVERDUE_PRIORITIES = 1_000, 100
+MAX_OVERDUE_QUEUES = 1_000
 #: Queues that are compared with those that workers serve.
 MAX_OTHER_QUEUES = 20
 
@@ -104,7 +104,7 @@ class OverdueRows:
         waiting rows would be read.
         """
         t, status = self._t, Status.NOT_COMPLETE
-        for level in first_levels_of(on, t, status, queue, MAX_OVERDUE_PRIORITIES):
+        for level in levels_of(on, t, status, queue):
             if most <= 0:
                 return
             late = (

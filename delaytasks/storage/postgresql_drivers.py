@@ -7,21 +7,14 @@ from __future__ import annotations
 
 import select as io
 from collections.abc import Generator, Iterator, Sequence
-from datetime import datetime
 from typing import Any, Protocol
 
 from sqlalchemy import URL, Connection
-
-from delaytasks.core.clock import UTC
-from delaytasks.storage.types import nearest
 
 
 class PostgresqlDriver(Protocol):
     def connect_options(self) -> dict[str, Any]:
         """Return the options of this driver for connections of our own."""
-
-    def prepare(self, connection: Any, record: Any) -> None:
-        """Let a new connection read instants that `datetime` cannot represent."""
 
     def time_zone(self, connection: Any) -> str | None:
         """Return the session's time zone, which the server reports without a query."""
@@ -39,20 +32,6 @@ class PostgresqlDriver(Protocol):
 class Psycopg2:
     def connect_options(self) -> dict[str, Any]:
         return {}
-
-    def prepare(self, connection: Any, record: Any) -> None:
-        from psycopg2 import extensions
-
-        read = extensions.PYDATETIMETZ
-
-        def instant(written: Any, cursor: Any) -> datetime | None:
-            try:
-                value: datetime | None = read(written, cursor)
-                return value
-            except ValueError:
-                return nearest(written)
-
-        extensions.register_type(extensions.new_type(read.values, "INSTANT", instant), connection)
 
     def time_zone(self, connection: Any) -> str | None:
         zone: str | None = connection.get_parameter_status("TimeZone")
@@ -112,28 +91,6 @@ class Psycopg3:
         # The default cursor sends the parameters separately and prepares statements that are
         # repeated, with names that connections behind a pooler may share.
         return {"cursor_factory": ClientCursor}
-
-    def prepare(self, connection: Any, record: Any) -> None:
-        from psycopg import DataError, adapters
-        from psycopg.abc import AdaptContext, Buffer
-        from psycopg.adapt import Loader
-        from psycopg.pq import Format
-
-        driver_loader: Any = adapters.get_loader(adapters.types["timestamptz"].oid, Format.TEXT)
-
-        class InstantLoader(Loader):
-            def __init__(self, oid: int, context: AdaptContext | None = None) -> None:
-                super().__init__(oid, context)
-                self._read = driver_loader(oid, context).load
-
-            def load(self, data: Buffer) -> datetime:
-                try:
-                    value: datetime = self._read(data)
-                except DataError:
-                    return nearest(bytes(data).decode())
-                return value.astimezone(UTC)
-
-        connection.adapters.register_loader("timestamptz", InstantLoader)
 
     def time_zone(self, connection: Any) -> str | None:
         zone: str | None = connection.info.parameter_status("TimeZone")

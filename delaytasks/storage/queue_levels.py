@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import datetime
-from itertools import chain, islice
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import (
@@ -19,7 +19,6 @@ from sqlalchemy import (
     true,
 )
 
-from delaytasks.core.inputs import MAX_PRIORITY
 from delaytasks.core.interfaces import Level
 from delaytasks.core.states import Status
 from delaytasks.storage.types import unindexed
@@ -35,25 +34,6 @@ def levels_of(connection: Connection, t: Table, status: Status, queue: str) -> l
     """Return the priorities of one queue that have rows of this status."""
     here = and_(has_status(t, status), t.c.queue == queue)
     return [Level(queue, priority) for priority in steps(connection, t.c.priority, here)]
-
-
-def first_levels_of(
-    connection: Connection, t: Table, status: Status, queue: str, most: int
-) -> list[Level]:
-    """Return at most `most` levels of one queue, since other programs may write any number of
-    priorities.
-
-    The priorities that `schedule_delay` accepts come first. The highest ones follow, and then the
-    lowest ones.
-    """
-    here = and_(has_status(t, status), t.c.queue == queue)
-    priority = t.c.priority
-    # Three ranges of the index: a condition with OR would read all rows of the queue.
-    ranges = (priority.between(0, MAX_PRIORITY), priority > MAX_PRIORITY, priority < 0)
-    found = chain.from_iterable(
-        steps(connection, priority, and_(here, each), descending=True) for each in ranges
-    )
-    return [Level(queue, number) for number in islice(found, most)]
 
 
 def queues_after(

@@ -33,7 +33,7 @@ def columns(schema: Schema, names: Sequence[str] = COLUMNS) -> list[Column[Any]]
 def task_of(row: Sequence[Any], schema: Schema) -> DelayTask:
     cipher = schema.cipher
     body = row[2] if cipher is None else cipher.read(row[2], BODY, row[0], row[1])
-    task = DelayTask(row[0], row[1], body, row[3], Status.of(row[4]), *row[5:])
+    task = DelayTask(row[0], row[1], body, row[3], Status(row[4]), *row[5:])
     if cipher is not None and task.result_json is not None:
         task.result_json = cipher.read(task.result_json, RESULT, task.id, task.tag)
     return task

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import (
     BigInteger,
     Boolean,
+    CheckConstraint,
     Column,
+    ColumnElement,
     Double,
     Index,
     Integer,
@@ -18,6 +20,8 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Table,
+    and_,
+    or_,
     text,
 )
 from sqlalchemy.sql.elements import conv
@@ -27,12 +31,21 @@ from delaytasks.core.inputs import (
     ACTOR_LENGTH,
     CONCURRENCY_KEY_LENGTH,
     KEY_LENGTH,
+    MAX_PRIORITY,
     QUEUE_LENGTH,
     SCHEDULE_NAME_LENGTH,
     TAG_LENGTH,
 )
+from delaytasks.core.policies import MAX_LIMIT, MAX_PERIOD_S, MIN_PERIOD_S
 from delaytasks.storage.task_table import MYSQL_OPTIONS, task_table
-from delaytasks.storage.types import LongText, UTCDateTime, db_now
+from delaytasks.storage.types import (
+    LongText,
+    UTCDateTime,
+    are_counts,
+    db_now,
+    is_json_list,
+    is_queue_name,
+)
 
 #: The longest text of a timing, such as a cron expression.
 TIMING_LENGTH = 500
@@ -68,10 +81,21 @@ class _TableMaker:
     metadata: MetaData
     prefix: str
 
-    def make(self, name: str, *items: Column[Any] | Index, key: Sequence[str]) -> Table:
-        """Return a table. `key` are the columns of its primary key."""
+    def make(
+        self,
+        name: str,
+        *items: Column[Any] | Index,
+        key: Sequence[str],
+        check: Callable[[Any], ColumnElement[bool]] | None = None,
+    ) -> Table:
+        """Return a table. `key` are the columns of its primary key, and `check` is what its rows
+        have to meet."""
         primary_key = PrimaryKeyConstraint(*key, name=conv(f"{self.prefix}pk_{name}"))
-        return Table(self.prefix + name, self.metadata, *items, primary_key, **MYSQL_OPTIONS)
+        table = Table(self.prefix + name, self.metadata, *items, primary_key, **MYSQL_OPTIONS)
+        if check is not None:
+            constraint = CheckConstraint(check(table.c), name=conv(f"{self.prefix}ck_{name}"))
+            table.append_constraint(constraint)
+        return table
 
 
 def build_schema(
@@ -168,6 +192,12 @@ def _workers(tables: _TableMaker) -> Table:
         # The processes that had a chunk at the last report, and the version of delaytasks.
         Column("busy", Integer),
         Column("version", String(VERSION_LENGTH)),
+        check=lambda w: and_(
+            is_json_list(w.queues),
+            or_(w.tags.is_(None), is_json_list(w.tags)),
+            are_counts(w.concurrency),
+            or_(w.busy.is_(None), are_counts(w.busy)),
+        ),
         key=["name"],
     )
 
@@ -195,6 +225,14 @@ def _policies(tables: _TableMaker) -> Table:
         # The number of the transaction that last changed the policy, counted in the next table.
         Column("change_number", BigInteger, nullable=False, server_default=text("0")),
         Index(conv(tables.prefix + "idx_yb_delay_policy_change"), "change_number"),
+        # The values that `core/policies.py` accepts. A comparison with NULL refuses nothing.
+        check=lambda p: and_(
+            p.kind.in_(["tag", "queue"]),
+            *(limit.between(1, MAX_LIMIT) for limit in (p.concurrency, p.key_concurrency, p.rate)),
+            p.rate_period_s.between(MIN_PERIOD_S, MAX_PERIOD_S),
+            p.rate.is_(None) == p.rate_period_s.is_(None),
+            are_counts(p.version),
+        ),
         key=["kind", "name"],
     )
 
@@ -294,6 +332,14 @@ def _recurring(tables: _TableMaker) -> Table:
         Column("update_time", UTCDateTime, nullable=False),
         Column("updated_by", String(ACTOR_LENGTH)),
         Index(conv(tables.prefix + "idx_yb_delay_recurring_next"), "next_at"),
+        check=lambda r: and_(
+            r.tag != "",
+            is_queue_name(r.queue),
+            r.priority.between(0, MAX_PRIORITY),
+            are_counts(r.most_missed, r.version),
+            r.missed.in_(["latest", "skip", "all"]),
+            r.overlap.in_(["allow", "skip"]),
+        ),
         key=["name"],
     )
 

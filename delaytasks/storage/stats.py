@@ -15,15 +15,13 @@ from delaytasks.core.body import (
     marks_of,
     name_in,
 )
-from delaytasks.core.inputs import is_queue
 from delaytasks.core.interfaces import Pending, UntrustedInput
 from delaytasks.core.states import LIVE, Status
-from delaytasks.core.text import shown
 from delaytasks.storage.abandoned_rows import lease_is_over
 from delaytasks.storage.bulk import Bulk
 from delaytasks.storage.database import Database
 from delaytasks.storage.estimates import estimate
-from delaytasks.storage.queue_levels import has_status, steps
+from delaytasks.storage.queue_levels import has_status
 from delaytasks.storage.schema import BODY, Schema
 from delaytasks.storage.types import db_now_plus
 
@@ -89,9 +87,9 @@ class Stats:
             return Count(counted)
         return Count(max(counted, estimate(connection, rows)), is_estimate=True)
 
-    def expired_leases(self, lease_s: float) -> int:
+    def expired_leases(self) -> int:
         """Count RUNNING rows whose lease is over. The next sweep recovers them."""
-        query = select(func.count()).where(lease_is_over(self._t, lease_s))
+        query = select(func.count()).where(lease_is_over(self._t))
         return self._db.autocommitted(lambda c: int(c.execute(query).scalar_one()))
 
     def pending(self) -> list[Pending]:
@@ -128,19 +126,13 @@ class Stats:
         """Yield live rows that no worker will take."""
         t = self._t
         waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
-        queues = self._db.autocommitted(lambda c: list(steps(c, t.c.queue, waits)))
         is_far = t.c.expected_time > db_now_plus(max_delay_s)
         problems = {
-            "an unknown status": t.c.status.not_in([int(status) for status in Status]),
             f"due later than max_delay_s = {max_delay_s:g} s": and_(waits, is_far),
             "RUNNING, with a longer lease than any worker sets": and_(
                 runs, t.c.lease_until > db_now_plus(LONG_LEASES * lease_s)
             ),
         }
-        for queue in queues:
-            if not is_queue(queue):
-                problem = f"in the queue {shown(queue)}, which is not a valid name"
-                problems[problem] = and_(waits, t.c.queue == queue)
         grouped = select(
             t.c.tag, func.count(), func.min(t.c.expected_time), func.min(t.c.id), func.max(t.c.id)
         )

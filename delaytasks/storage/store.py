@@ -46,7 +46,7 @@ class Store:
         self.bulk = Bulk(self.database, self.schema)
         self.celery_rows = CeleryRows(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
-        self.sweeps = SweepQueries(self.database, self.schema, settings.lease_s, settings.timer)
+        self.sweeps = SweepQueries(self.database, self.schema, settings.timer)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.inspection = Inspection(self.database, self.schema)
         self.workers = WorkerTable(self.database, self.schema)

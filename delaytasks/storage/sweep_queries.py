@@ -20,8 +20,8 @@ from delaytasks.storage.audit import Audit
 from delaytasks.storage.database import Database
 from delaytasks.storage.policies import is_paused
 from delaytasks.storage.queue_levels import (
-    first_levels_of,
     levels,
+    levels_of,
     queues_after,
     steps,
     waits_between,
@@ -34,14 +34,11 @@ from delaytasks.storage.types import db_now, db_now_plus, is_narrow, is_past, un
 #: Spreads ids over the sweep partitions, since the ids of one producer differ mostly in their low
 #: bits.
 _PARTITION_PRIME = 1_000_003
-#: The number of priorities that a sweep reads per queue. A drain message names no more.
-MAX_PRIORITIES = 100
 
 
 class SweepQueries:
-    def __init__(self, database: Database, schema: Schema, lease_s: float, timer: str) -> None:
+    def __init__(self, database: Database, schema: Schema, timer: str) -> None:
         self._db = database
-        self._lease_s = lease_s
         self._timer = timer
         self._abandoned = AbandonedRows(database, schema)
         self._keys = TaskKeys(database, schema)
@@ -185,14 +182,13 @@ class SweepQueries:
         return self._db.autocommitted(work)
 
     def levels_of(self, queues: Iterable[str], late_s: float) -> list[Level]:
-        """Return what `levels` returns for these queues: at most `MAX_PRIORITIES` levels of each
-        queue."""
+        """Return what `levels` returns for these queues."""
         t, waitlist_queue = self._t, self._waitlist.c.queue
 
         def work(connection: Any) -> list[Level]:
             found: list[Level] = []
             for queue in queues:
-                waiting = first_levels_of(connection, t, Status.NOT_COMPLETE, queue, MAX_PRIORITIES)
+                waiting = levels_of(connection, t, Status.NOT_COMPLETE, queue)
                 in_waitlist = steps(connection, waitlist_queue, waitlist_queue == queue)
                 found += self._late(connection, waiting, in_waitlist, late_s)
             return found
@@ -238,9 +234,7 @@ class SweepQueries:
 
     def recover(self, max_lost_leases: int, limit: int) -> Recovered:
         """Recover RUNNING rows whose lease is over: their worker is dead or stuck."""
-        return self._abandoned.recover(
-            lease_is_over(self._t, self._lease_s), max_lost_leases, limit
-        )
+        return self._abandoned.recover(lease_is_over(self._t), max_lost_leases, limit)
 
     def purge(self, older_than_s: float, limit: int) -> int:
         """Delete up to `limit` finished rows that have not changed for `older_than_s` seconds."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    CheckConstraint,
     Column,
     Identity,
     Index,
@@ -15,13 +16,28 @@ from sqlalchemy import (
     SmallInteger,
     String,
     Table,
+    and_,
+    or_,
     text,
 )
 from sqlalchemy.sql.elements import conv
 
-from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
+from delaytasks.core.inputs import (
+    CONCURRENCY_KEY_LENGTH,
+    KEY_LENGTH,
+    MAX_PRIORITY,
+    QUEUE_LENGTH,
+    TAG_LENGTH,
+)
 from delaytasks.core.states import Status
-from delaytasks.storage.types import LongText, UTCDateTime, db_now
+from delaytasks.storage.types import (
+    LongText,
+    UTCDateTime,
+    are_counts,
+    are_instants,
+    db_now,
+    is_queue_name,
+)
 
 #: SQLite generates ids only for INTEGER PRIMARY KEY.
 RowId = BigInteger().with_variant(Integer(), "sqlite")
@@ -53,7 +69,7 @@ STORAGE = {
 
 
 def task_table(metadata: MetaData, prefix: str) -> Table:
-    return Table(
+    table = Table(
         prefix + "yb_delay_task_message",
         metadata,
         # Columns up to update_time are a contract: a row with only these is a valid task.
@@ -92,6 +108,22 @@ def task_table(metadata: MetaData, prefix: str) -> Table:
         info={"storage": STORAGE},
         **MYSQL_OPTIONS,
     )
+    t = table.c
+    # One constraint, since PostgreSQL parses each for each statement.
+    is_valid = and_(
+        t.status.between(min(Status), max(Status)),
+        or_(t.status != Status.RUNNING, and_(t.lease_until.is_not(None), t.worker.is_not(None))),
+        are_counts(t.version, t.attempts, t.lapses),
+        t.priority.between(0, MAX_PRIORITY),
+        t.tag != "",
+        is_queue_name(t.queue),
+        are_instants(
+            *(t.expected_time, t.execution_time, t.create_time, t.update_time),
+            *(t.lease_until, t.due_time),
+        ),
+    )
+    table.append_constraint(CheckConstraint(is_valid, name=conv(prefix + "ck_yb_delay_task")))
+    return table
 
 
 def hot_index(tasks: Table) -> str:

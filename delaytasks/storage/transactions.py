@@ -11,12 +11,11 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL, Connection, event, exc
 from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.core.errors import DelayTaskError, SessionUnusableError, StoreError
+from delaytasks.core.errors import SessionUnusableError
 from delaytasks.core.interfaces import CallerConnection, Transaction
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.async_sessions import off_the_loop
 from delaytasks.storage.driver_errors import (
-    is_unreadable,
     lacks_tables,
     reason_of,
     unknown_outcome,
@@ -76,8 +75,6 @@ class _CallersTransaction:
             stands_alone = _stands_alone(connection)
             yield connection
         except exc.DBAPIError as error:
-            if is_unreadable(error):
-                raise _unreadable(error.orig) from error
             if stands_alone and unknown_id is not None and error.connection_invalidated:
                 raise unknown_outcome(
                     reason_of(error), unknown_id
@@ -92,10 +89,6 @@ class _CallersTransaction:
             # bodies and keys.
             reason = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
             raise SessionUnusableError(f"the caller's session cannot be used: {reason}") from error
-        except ValueError as error:
-            if isinstance(error, DelayTaskError):
-                raise
-            raise _unreadable(error) from error
 
     def _unusable(
         self, error: exc.DBAPIError, stands_alone: bool, url: URL | None
@@ -108,11 +101,6 @@ class _CallersTransaction:
         return SessionUnusableError(
             f"the caller's transaction cannot be used: {reason_of(error)}; {remedy}"
         )
-
-
-def _unreadable(error: object) -> StoreError:
-    """Return the error for a row that our own connections can read, and the caller's cannot."""
-    return StoreError(f"the caller's driver cannot read a row of another program: {error}")
 
 
 def _stands_alone(connection: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from datetime import datetime
 from functools import lru_cache
 from typing import Any
@@ -13,7 +12,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql import functions
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
-from delaytasks.core.clock import EARLIEST, LATEST, UTC
+from delaytasks.core.clock import UTC
 
 
 class _LongText(TypeDecorator[str]):
@@ -54,10 +53,8 @@ class UTCDateTime(TypeDecorator[datetime]):
         return value.astimezone(UTC).replace(tzinfo=None)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
         if not isinstance(value, datetime):
-            return nearest(value)  # drivers return text that they cannot read
+            return None
         return value.astimezone(UTC) if value.tzinfo else value.replace(tzinfo=UTC)
 
 
@@ -66,37 +63,14 @@ def _sqlite_datetime() -> TypeEngine[Any]:
     from sqlalchemy.dialects.sqlite import DATETIME
 
     class SQLiteDateTime(DATETIME):
-        """Reads any value, since SQLite's columns accept any value."""
+        """Also accepts the instants that Django's connection has read already."""
 
         def result_processor(self, dialect: Dialect, coltype: object) -> Any:
             read: Any = super().result_processor(dialect, coltype)
-
-            def process(value: Any) -> Any:
-                if isinstance(value, datetime):  # Django's connection has read it already
-                    return value
-                try:
-                    return read(value)
-                except (ValueError, TypeError):
-                    return nearest(value)
-
-            return process
+            return lambda value: value if isinstance(value, datetime) else read(value)
 
     made: TypeEngine[Any] = SQLiteDateTime()  # type: ignore[no-untyped-call]
     return made
-
-
-def nearest(written: object) -> datetime:
-    """Return the nearest instant that `datetime` can represent.
-
-    Rows of other programs may contain any instant: BC, year 10000, '0000-00-00', and in SQLite any
-    value at all. One such row must not prevent a query from reading the other rows.
-    """
-    if not isinstance(written, str):
-        return EARLIEST  # SQLite's numbers come before all text
-    year = re.match(r"\d+", written)
-    if year is None or (number := int(year[0][:9])) > LATEST.year:
-        return LATEST if "BC" not in written else EARLIEST
-    return EARLIEST if "BC" in written else EARLIEST.replace(year=max(number, 1))
 
 
 class db_now(functions.GenericFunction[datetime]):
@@ -241,6 +215,113 @@ class commits_asynchronously(_Condition, functions.GenericFunction[bool]):
     type = Boolean()
     inherit_cache = True
     name = "commits_asynchronously"
+
+
+class are_counts(_Condition, functions.GenericFunction[bool]):
+    """The columns have integers that are not negative. SQLite stores values of any type."""
+
+    type = Boolean()
+    inherit_cache = True
+    name = "are_counts"
+
+
+@compiles(are_counts)
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    columns = [compiler.process(clause, **kw) for clause in element.clauses]
+    return f"LEAST({', '.join(columns)}) >= 0" if len(columns) > 1 else f"{columns[0]} >= 0"
+
+
+@compiles(are_counts, "sqlite")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    columns = [compiler.process(clause, **kw) for clause in element.clauses]
+    return " AND ".join(f"typeof({column}) = 'integer' AND {column} >= 0" for column in columns)
+
+
+class are_instants(_Condition, functions.GenericFunction[bool]):
+    """The columns have NULL, or instants that `datetime` can represent.
+
+    PostgreSQL also stores infinity and years beyond 9999, MySQL dates without a day, and SQLite
+    values of any type. Each CHECK that PostgreSQL has to parse for a statement costs some
+    microseconds, and LEAST, which ignores NULLs, is the shortest form.
+    """
+
+    type = Boolean()
+    inherit_cache = True
+    name = "are_instants"
+
+
+@compiles(are_instants, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    columns = ", ".join(compiler.process(clause, **kw) for clause in element.clauses)
+    first, end = "'0001-01-01 00:00:00+00'", "'10000-01-01 00:00:00+00'"
+    return f"LEAST({columns}) >= {first} AND GREATEST({columns}) < {end}"
+
+
+@compiles(are_instants, "mysql")
+@compiles(are_instants, "mariadb")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    columns = [compiler.process(clause, **kw) for clause in element.clauses]
+    return " AND ".join(f"YEAR({c}) * MONTH({c}) * DAYOFMONTH({c}) > 0" for c in columns)
+
+
+@compiles(are_instants, "sqlite")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    columns = [compiler.process(clause, **kw) for clause in element.clauses]
+    read = _escaped(compiler, "strftime('%Y-%m-%d %H:%M:%S', ")
+    return " AND ".join(
+        # The change by no days corrects a day that the month does not have.
+        f"{read}substr({c}, 1, 19), '+0 days') IS substr({c}, 1, 19) "
+        f"AND ({c} IS NULL OR {c} >= '0001-01-01')"
+        for c in columns
+    )
+
+
+class is_queue_name(_Condition, functions.GenericFunction[bool]):
+    """The column has a name that `core/inputs.py` accepts for a queue."""
+
+    type = Boolean()
+    inherit_cache = True
+    name = "is_queue_name"
+
+
+def _is_queue_name(comparison: str) -> Any:
+    def compile(element: Any, compiler: Any, **kw: Any) -> str:
+        [column] = [compiler.process(clause, **kw) for clause in element.clauses]
+        return f"{column} <> '' AND {column} {comparison}"
+
+    return compile
+
+
+compiles(is_queue_name, "postgresql")(_is_queue_name("!~ '[^A-Za-z0-9_.-]'"))
+compiles(is_queue_name, "mysql")(_is_queue_name("NOT REGEXP '[^A-Za-z0-9_.-]'"))
+compiles(is_queue_name, "mariadb")(_is_queue_name("NOT REGEXP '[^A-Za-z0-9_.-]'"))
+compiles(is_queue_name, "sqlite")(_is_queue_name("NOT GLOB '*[^A-Za-z0-9_.-]*'"))
+
+
+class is_json_list(_Condition, functions.GenericFunction[bool]):
+    """The column has NULL or a JSON list."""
+
+    type = Boolean()
+    inherit_cache = True
+    name = "is_json_list"
+
+
+@compiles(is_json_list, "postgresql")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    return f"json_typeof(CAST({compiler.process(element.clauses, **kw)} AS json)) = 'array'"
+
+
+@compiles(is_json_list, "mysql")
+@compiles(is_json_list, "mariadb")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    column = compiler.process(element.clauses, **kw)
+    return f"JSON_VALID({column}) AND JSON_TYPE({column}) = 'ARRAY'"
+
+
+@compiles(is_json_list, "sqlite")
+def _(element: Any, compiler: Any, **kw: Any) -> str:
+    column = compiler.process(element.clauses, **kw)
+    return f"json_valid({column}) AND json_type({column}) = 'array'"
 
 
 @compiles(commits_asynchronously, "postgresql")

@@ -22,7 +22,6 @@ from sqlalchemy import (
     update,
 )
 
-from delaytasks.core.inputs import ALL_QUEUES, QUEUE_LENGTH, is_queue
 from delaytasks.core.text import installed_version
 from delaytasks.core.workers import (
     NO_OUTAGES,
@@ -158,9 +157,9 @@ class WorkerTable:
                 row.name,
                 row.lost_at,
                 row.seen_at,
-                str(row.pool),
-                _number(row.concurrency),
-                _queues_of(row.queues),
+                row.pool,
+                row.concurrency,
+                json.loads(row.queues),
             )
             for row in self._db.rows(select(w).where(is_lost(w)).order_by(w.c.name))
         ]
@@ -171,14 +170,8 @@ class WorkerTable:
         return [
             {
                 **row._mapping,
-                # SQLite stores values of any type.
-                "pool": str(row.pool),
-                "concurrency": _number(row.concurrency),
-                "clock_offset_us": _number(row.clock_offset_us),
-                "queues": _queues_of(row.queues),
-                "tags": _tags_of(row.tags),
-                "busy": row.busy if isinstance(row.busy, int) else None,
-                "version": row.version if isinstance(row.version, str) else None,
+                "queues": json.loads(row.queues),
+                "tags": None if row.tags is None else frozenset(json.loads(row.tags)),
             }
             for row in self._db.rows(select(w).where(is_present(w)).order_by(w.c.name))
         ]
@@ -227,31 +220,3 @@ def _published(tags: Collection[str] | None) -> str | None:
         return None
     text = json.dumps(sorted(tags), ensure_ascii=False, separators=(",", ":"))
     return text if len(text.encode()) <= MAX_TAG_BYTES else None
-
-
-def _tags_of(text: object) -> frozenset[str] | None:
-    tags = _strings(text)
-    return None if tags is None else frozenset(tags)
-
-
-def _queues_of(text: object) -> list[str]:
-    """Return the queues that a worker serves; none if another program wrote something else."""
-    return [
-        name
-        for name in _strings(text) or ()
-        if name == ALL_QUEUES or (len(name) <= QUEUE_LENGTH and is_queue(name))
-    ]
-
-
-def _strings(text: object) -> list[str] | None:
-    """Return the strings of a JSON list, or None if the text is anything else."""
-    try:
-        found = json.loads(text)  # type: ignore[arg-type]
-    except (ValueError, TypeError, RecursionError):
-        return None
-    is_list = isinstance(found, list) and all(isinstance(each, str) for each in found)
-    return found if is_list else None
-
-
-def _number(value: object) -> int:
-    return value if isinstance(value, int) else 0

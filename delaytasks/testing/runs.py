@@ -161,7 +161,7 @@ class TestRunner:
         """Apply pauses now, and sweep as often as beat does."""
         interval_us = self._runtime.settings.sweep_s * 1e6
         pauses = self._runtime.pauses
-        pauses.walk(pauses.policies(), lambda: None)
+        pauses.walk(pauses.cache.refresh(), lambda: None)
         if self._time.now_us() < self._swept_us + interval_us:
             return
         self._swept_us = self._time.now_us()

@@ -12,7 +12,7 @@ from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.filters import batches
 from delaytasks.core.ids import check_id
-from delaytasks.core.inputs import is_queue
+from delaytasks.core.inputs import MAX_PRIORITY, is_queue
 from delaytasks.core.interfaces import Entry, by_queue
 from delaytasks.core.text import count
 from delaytasks.timers.publisher import Publisher
@@ -111,7 +111,7 @@ def read_message(args: Any, queue: str) -> TimerMessage:
     priorities = options.get("drain")
     if (
         not isinstance(priorities, list)
-        or len(priorities) > 100
+        or len(priorities) > MAX_PRIORITY + 1
         or not all(map(_is_priority, priorities))
     ):
         raise ValueError("a drain message has priorities")
@@ -119,5 +119,4 @@ def read_message(args: Any, queue: str) -> TimerMessage:
 
 
 def _is_priority(value: Any) -> bool:
-    """Return whether the column can store this priority: other programs write rows too."""
-    return type(value) is int and -(2**15) <= value < 2**15
+    return type(value) is int and 0 <= value <= MAX_PRIORITY

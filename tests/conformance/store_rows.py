@@ -15,6 +15,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.rows import values_of
 from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now_plus
 from tests.conftest import settings_for
 
 NASTY = (
@@ -22,6 +23,16 @@ NASTY = (
     "'quotes' \"double\", %s :name, 😀 ünï, <b>&"
 )
 _ids = itertools.count(1_000_000)
+#: The columns that make a row one that a worker runs.
+RUNNING: dict[str, Any] = {
+    "status": int(Status.RUNNING),
+    "lease_until": db_now_plus(60),
+    "worker": "w",
+}
+
+
+def status_columns(status: Status) -> dict[str, Any]:
+    return RUNNING if status is Status.RUNNING else {"status": int(status)}
 
 
 def task(store: Store, due_s: float = -10.0, **fields: Any) -> DelayTask:
@@ -56,6 +67,11 @@ def put(store: Store, status: Status, **fields: Any) -> DelayTask:
             "attempts": made.attempts,
             "lapses": made.lapses,
         }
+        if status is Status.RUNNING:
+            row |= {
+                "lease_until": made.lease_until or db_now_plus(60),
+                "worker": made.worker or "w",
+            }
         connection.execute(insert(store.schema.tasks).values(row))
     return replace(made, status=status)
 

@@ -12,6 +12,7 @@ from delaytasks.core.errors import DelayTaskError, InvalidIdError
 from delaytasks.core.filters import Filters
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import NOON, put
+from tests.conformance.store_rows import RUNNING
 
 SECOND = timedelta(seconds=1)
 
@@ -114,7 +115,7 @@ def test_the_bulk_functions_move_the_tasks_with_some_ids_only(
 def test_a_task_of_some_ids_that_runs_is_left_as_it_is(
     store: Store, delays: DelayTasks, tasks: dict[str, DelayTask]
 ) -> None:
-    put(store, tasks["first"], status=int(Status.RUNNING))
+    put(store, tasks["first"], **RUNNING)
     result = delays.cancel_many(ids=[tasks["first"].id, tasks["second"].id])
     assert (result.matched, result.changed, result.refused) == (2, 1, 1)
 

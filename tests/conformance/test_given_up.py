@@ -16,6 +16,7 @@ from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 from delaytasks.worker.task_events import WorkerLostEvents
+from tests.conformance.store_rows import RUNNING
 
 
 def _add(store: Store, **values: Any) -> None:
@@ -31,7 +32,7 @@ def _add(store: Store, **values: Any) -> None:
 
 
 def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> None:
-    running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 1}
+    running = {**RUNNING, "worker": "w/1", "attempts": 1}
     _add(store, id=1, **running, lapses=2)
     _add(store, id=2, **running, lapses=0)
     _add(store, id=3, status=int(Status.FAILED), lapses=0, attempts=1)
@@ -46,7 +47,7 @@ def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> 
 def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     began = store.tasks.now() - timedelta(seconds=7)
     running = {
-        "status": int(Status.RUNNING),
+        **RUNNING,
         "worker": "w/1",
         "attempts": 1,
         "execution_time": began,
@@ -97,7 +98,7 @@ class RecordingTaskEvents:
 def test_subscribers_receive_an_event_for_each_row_that_was_given_up(
     store: Store, sends_events: bool
 ) -> None:
-    running = {"status": int(Status.RUNNING), "worker": "w/1", "attempts": 3}
+    running = {**RUNNING, "worker": "w/1", "attempts": 3}
     _add(store, id=1, **running, lapses=2)
     _add(store, id=2, **running, lapses=1)
     events, heard = Events(), RecordingTaskEvents()

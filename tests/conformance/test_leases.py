@@ -25,7 +25,6 @@ from tests.conformance.store_rows import (
     has_row_locks,
     keyed,
     lapse_all,
-    put,
     read,
     second_store,
     seconds,
@@ -200,19 +199,6 @@ def test_a_key_that_went_to_another_task_is_kept_when_the_old_one_is_given_up(
     new, _ = store.tasks.insert_keyed(task(store, key="order-1"), "replace")
     assert lapse_all(store, [made], max_lost_leases=1) == 1
     assert store.tasks.id_of_key("mail", "order-1") == new.id
-
-
-def test_a_running_row_without_a_lease_lapses_a_lease_after_its_last_change(store: Store) -> None:
-    old, new = (put(store, Status.RUNNING) for _ in range(2))
-    t = store.schema.tasks
-    with store.database.begin() as connection:
-        changed = (
-            update(t).where(t.c.id == old.id).values(update_time=seconds(store.tasks.now(), -61))
-        )
-        connection.execute(changed)
-    assert store.sweeps.recover(5, 100).total == 1
-    assert read(store, old.id).status is Status.NOT_COMPLETE
-    assert read(store, new.id).status is Status.RUNNING
 
 
 def test_a_lease_that_still_lasts_does_not_lapse(store: Store, claims: Claims) -> None:

@@ -16,6 +16,7 @@ from delaytasks.storage import worker_table
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import LOST_FOR_S, WorkerTable
+from delaytasks.worker.worker_shares import WorkerShares
 from tests.recording import RecordingTimer, record_sweeps
 
 SILENT_S = 60.0
@@ -157,3 +158,17 @@ def test_a_lost_worker_counts_nowhere_even_if_its_report_looks_recent(
     record_sweeps(runtime_of(delays), timer)
     runtime_of(delays).sweeper.sweep()
     assert timer.requested_drains == [], "no worker would receive the message"
+
+
+def test_a_worker_that_was_seen_in_the_future_is_lost(store: Store) -> None:
+    report(store, "good", "strange")
+    change(store, "strange", seen_at=1e9)
+    found = store.workers.registered(store.tasks.now(), SILENT_S)
+    assert [worker.is_alive for worker in found] == [True, False]
+    members = WorkerShares("me")
+    members.learn(
+        [row for row in store.workers.all() if row["name"] != "good"], store.tasks.now(), 5
+    )
+    assert members._workers == []
+    assert store.workers.expire(SILENT_S) == ["strange"]
+    assert present(store) == ["good"]

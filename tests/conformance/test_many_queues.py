@@ -24,9 +24,7 @@ from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage import paused_rows as store_holding
 from delaytasks.storage import worker_table as store_workers
 from delaytasks.storage.store import Store
-from delaytasks.storage.sweep_queries import MAX_PRIORITIES
 from delaytasks.storage.waitlist_names import WAITLISTS_PER_CALL
-from delaytasks.timers.eta import read_message
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 
@@ -217,21 +215,6 @@ def test_each_sweep_visits_some_of_thousands_of_waitlists(site: ManyQueues) -> N
     assert min(waitlists.in_queue("default")) == ("default", "q000000"), (
         "and again from the beginning"
     )
-
-
-def test_a_queue_with_hundreds_of_priorities_makes_messages_that_workers_accept(
-    site: ManyQueues,
-) -> None:
-    """Another program may write any number into the column, and our own priorities must not wait
-    behind those numbers."""
-    others = [*range(100, 100 + 2 * MAX_PRIORITIES), *range(-2 * MAX_PRIORITIES, 0)]
-    site.priorities("default", 0, 4, *others)
-    site.serve("w1", "default")
-    site.sweep()
-    [(_, priorities, _)] = site.timer.requested_drains
-    assert len(priorities) == MAX_PRIORITIES
-    assert {0, 4, max(others)} <= set(priorities)
-    assert read_message([[], {"drain": list(priorities)}], "default").priorities == list(priorities)
 
 
 def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(site: ManyQueues) -> None:

@@ -308,7 +308,7 @@ class Walker:
         self.beats = 0
 
     def walk(self) -> None:
-        self.paused_rows.walk(self.paused_rows.policies(), self._beat)
+        self.paused_rows.walk(self.paused_rows.cache.refresh(), self._beat)
 
     def _beat(self) -> None:
         self.beats += 1

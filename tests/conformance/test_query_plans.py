@@ -208,7 +208,7 @@ def test_the_slow_path_uses_the_hot_index_on_good_statistics(analysed: Store) ->
         lambda: store.sweeps.recover(5, 100),
         lambda: store.leases.release(["w"], 5),
         lambda: store.leases.renew(["w"], store.tasks.now()),
-        lambda: Stats(store.database, store.schema).expired_leases(60),
+        lambda: Stats(store.database, store.schema).expired_leases(),
     ):
         shown = plans(store, work)
         assert "plan_idx_yb_delay_hot" in shown, shown

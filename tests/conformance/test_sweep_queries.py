@@ -165,7 +165,7 @@ def test_forget_armed_moves_the_position_back_to_now_and_never_forward(store: St
 def test_the_first_sweep_after_a_change_of_the_timer_begins_now(
     store: Store,
 ) -> None:
-    eta, redis = store.sweeps, SweepQueries(store.database, store.schema, 60, "redis")
+    eta, redis = store.sweeps, SweepQueries(store.database, store.schema, "redis")
     for sweeps in (eta, redis, eta):
         since = sweeps.begin_sweep(0, 1, 0.0)
         assert since is not None

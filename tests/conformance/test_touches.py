@@ -16,7 +16,7 @@ from delaytasks.core.states import MOVES
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import touches
 from delaytasks.storage.store import Store
-from tests.conformance.store_rows import has_row_locks
+from tests.conformance.store_rows import RUNNING, has_row_locks, status_columns
 from tests.recording import RecordingTimer
 from tests.waiting import wait_until
 
@@ -28,7 +28,7 @@ def schedule(delays: DelayTasks, delay: float = 5, key: str | None = None) -> De
 def set_status(store: Store, task: DelayTask, status: Status) -> None:
     t = store.schema.tasks
     with store.database.begin() as connection:
-        connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+        connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
 
 
 def lateness(delays: DelayTasks, task: DelayTask) -> float:
@@ -199,7 +199,7 @@ def test_touch_many_reports_a_row_that_a_worker_claims_meanwhile(
         return
     waits, claimed = schedule(delays), schedule(delays)
     t = store.schema.tasks
-    owner.execute(update(t).where(t.c.id == claimed.id).values(status=int(Status.RUNNING)))
+    owner.execute(update(t).where(t.c.id == claimed.id).values(**RUNNING))
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(delays.touch_many, [waits, claimed], 60)
         wait_until(lambda: lateness(delays, waits) > 50, 3, "the other")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import inspect, text
 
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
@@ -44,6 +44,11 @@ def execute(database: Database, statements: str) -> None:
             connection.execute(text(statement.replace(":", r"\:")))
 
 
+def constraints(database: Database, name: str) -> list[str]:
+    with database.begin() as connection:
+        return [each["sqltext"] for each in inspect(connection).get_check_constraints(name)]
+
+
 @pytest.mark.parametrize("server", sorted(TABLES))
 def test_the_documented_statements_make_an_existing_table_valid(
     server: str, request: pytest.FixtureRequest
@@ -61,6 +66,8 @@ def test_the_documented_statements_make_an_existing_table_valid(
     execute(database, block_beginning("docs/install.md", BLOCKS[server]).text)
     migrations.upgrade(database)
     assert schema_differences(database, "", None) == []
+    migrations.upgrade(database, "f_")
+    assert constraints(database, TASKS) == constraints(database, "f_" + TASKS)
 
     ran: list[int] = []
     delays = delays_on(url)

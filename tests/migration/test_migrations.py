@@ -40,9 +40,9 @@ def test_the_schema_comparison_detects_a_difference(database: Database) -> None:
     with database.begin() as connection:
         connection.exec_driver_sql(f"ALTER TABLE {TASKS} ADD COLUMN more integer")
         connection.exec_driver_sql(f"DROP TABLE {PREFIX}yb_delay_worker")
-        connection.exec_driver_sql(f"ALTER TABLE {TASKS} DROP COLUMN attempts")
+        connection.exec_driver_sql(f"ALTER TABLE {TASKS} DROP COLUMN delay_time")
         connection.exec_driver_sql(
-            f"ALTER TABLE {TASKS} ADD COLUMN attempts integer NOT NULL DEFAULT 7"
+            f"ALTER TABLE {TASKS} ADD COLUMN delay_time bigint NOT NULL DEFAULT 7"
         )
     kinds = [
         d[0][0] if isinstance(d, list) else d[0] for d in schema_differences(database, PREFIX, None)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from delaytasks import Status
 from delaytasks.console.viewers import Role
 from delaytasks.runtime import runtime_of
+from tests.conformance.store_rows import RUNNING
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, post, served
 from tests.ui.test_console_bulk import confirm, finish
@@ -107,7 +107,7 @@ def test_a_selected_task_that_moved_meanwhile_is_left_as_it_is(own_site: Site) -
     client, ids = own_site.client(Role.OPERATE), waiting(own_site, 3)
     t = runtime_of(own_site.delays).store.schema.tasks
     with runtime_of(own_site.delays).store.database.begin() as connection:
-        running = update(t).where(t.c.id == ids[0]).values(status=int(Status.RUNNING))
+        running = update(t).where(t.c.id == ids[0]).values(**RUNNING)
         connection.execute(running)
     own_site.delays.cancel(ids[1])
     answer = post(client, "/bulk", action="cancel", ids=[str(id) for id in ids], expected=3)

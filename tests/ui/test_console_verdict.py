@@ -21,6 +21,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.types import db_now_plus
+from tests.conformance.store_rows import status_columns
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, make_delays, post, served
 from tests.ui.test_console_in_a_browser import MODES, check_page
@@ -52,7 +53,7 @@ def add(site: Site, number: int, status: Status, age_s: float = 60) -> None:
     t, at = store.schema.tasks, db_now_plus(-age_s)
     with store.database.begin() as connection:
         statement = update(t).where(t.c.id.in_(ids))
-        values: dict[str, Any] = {"status": int(status), "expected_time": at}
+        values: dict[str, Any] = {**status_columns(status), "expected_time": at}
         connection.execute(statement.values(**values, update_time=at, error_stack="E: no"))
 
 

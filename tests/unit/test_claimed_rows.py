@@ -15,6 +15,7 @@ from delaytasks import Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution import runner
+from tests.conformance.store_rows import RUNNING
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 
@@ -194,7 +195,7 @@ def test_entries_of_rows_that_changed_are_dropped_and_counted(bench: RunnerHarne
     good = bench.schedule(body="good")
     bench.store.tasks.cancel(cancelled.id)
     bench.store.tasks.reschedule(moved.id, bench.clock.now())
-    bench.change(running, status=int(Status.RUNNING))
+    bench.change(running, **RUNNING)
     bench.change(done, status=int(Status.DONE))
     bench.change(held, status=int(Status.HELD))
     unknown = replace(good, id=good.id + 1)

@@ -191,10 +191,6 @@ def test_a_task_that_ended_has_its_status_as_the_only_reason(status: Status, cod
     ]
 
 
-def test_a_status_of_another_program_is_named() -> None:
-    assert codes(facts(replace(TASK, status=Status.of(77)))) == ["unknown_status"]
-
-
 def test_a_key_that_is_not_here_is_named() -> None:
     task = replace(TASK, body_json="aesgcm:0123abcd:token")
     assert codes(facts(task)) == ["no_key_here"]

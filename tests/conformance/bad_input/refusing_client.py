@@ -14,6 +14,7 @@ from delaytasks import Status
 from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.store import Store
+from tests.conformance.store_rows import status_columns
 from tests.recording import delays_on, record
 
 UTC = timezone.utc
@@ -53,7 +54,7 @@ class RefusingClient:
         task = self.delays.schedule_delay("mail", {"n": 1}, delay, **options)
         t = self._store.schema.tasks
         with self._store.database.begin() as connection:
-            connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+            connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
         return task
 
     def insert(self, **values: Any) -> int:

@@ -18,6 +18,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import NOON, counts, put, schedule, statuses
+from tests.conformance.store_rows import RUNNING
 from tests.recording import RecordingTimer
 
 
@@ -118,7 +119,7 @@ def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
 def test_a_dry_run_counts_and_writes_nothing(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
-    waits, runs = schedule(delays), put(store, schedule(delays), status=int(Status.RUNNING))
+    waits, runs = schedule(delays), put(store, schedule(delays), **RUNNING)
     result = delays.cancel_many(tag="mail", dry_run=True)
     assert (counts(result), result.runs) == ((2, 0, 1), ())
     assert [delays.get(task) for task in (waits, runs)] == [waits, runs]

@@ -18,13 +18,14 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import bulk as store_bulk
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import FAR, counts, pass_a_moment, put, schedule, statuses
+from tests.conformance.store_rows import RUNNING, status_columns
 from tests.recording import RecordingTimer
 
 
 def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refused(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
-    tasks = {status: put(store, schedule(delays), status=int(status)) for status in Status}
+    tasks = {status: put(store, schedule(delays), **status_columns(status)) for status in Status}
     other = schedule(delays, "sms")
     result = delays.cancel_many(tag="mail")
     assert counts(result) == (3, 2, 1)
@@ -44,7 +45,7 @@ def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refuse
 
 def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
     tasks = [schedule(delays, key=f"k{n}") for n in range(4)]
-    running = put(store, tasks[3], status=int(Status.RUNNING))
+    running = put(store, tasks[3], **RUNNING)
     assert counts(delays.cancel_many(key_prefix="k")) == (4, 3, 1)
     for task in tasks[:3]:
         with pytest.raises(TaskNotFoundError):
@@ -59,7 +60,7 @@ def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
     store: Store, delays: DelayTasks
 ) -> None:
     """The replaced task ran, and another program set it back to waiting."""
-    old = put(store, schedule(delays, key="k"), status=int(Status.RUNNING))
+    old = put(store, schedule(delays, key="k"), **RUNNING)
     new = schedule(delays, key="k", on_conflict="replace", queue="other")
     put(store, old, status=int(Status.NOT_COMPLETE))
     assert counts(delays.cancel_many(queue="default")) == (1, 1, 0)
@@ -77,7 +78,7 @@ def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
         schedule(delays),
         put(store, schedule(delays), status=int(Status.HELD)),
     ]
-    running = put(store, schedule(delays), status=int(Status.RUNNING))
+    running = put(store, schedule(delays), **RUNNING)
     for delay, is_near in ((2, True), (FAR, False)):
         timer.armed.clear(), timer.disarmed.clear()
         before = [delays.get(task) for task in tasks]
@@ -180,7 +181,9 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     used = {"attempts": 4, "lapses": 3}
-    tasks = {status: put(store, schedule(delays), status=int(status), **used) for status in Status}
+    tasks = {
+        status: put(store, schedule(delays), **status_columns(status), **used) for status in Status
+    }
     timer.armed.clear()
     assert counts(delays.rerun_many(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])

@@ -22,6 +22,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage.database import Database
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import NOON, counts, pass_a_moment, put, schedule, statuses
+from tests.conformance.store_rows import RUNNING
 from tests.proxy import Proxy
 from tests.recording import delays_on, record
 from tests.running import ROOT
@@ -71,7 +72,7 @@ def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
 ) -> None:
     for _ in range(8):
         schedule(delays)
-    put(store, schedule(delays), status=int(Status.RUNNING))
+    put(store, schedule(delays), **RUNNING)
     rows: list[tuple[str, int, int, int]] = []
 
     def look(_result: BulkResult) -> None:

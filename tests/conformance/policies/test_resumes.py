@@ -234,7 +234,7 @@ def test_simultaneous_pause_sweeps_of_several_workers_count_each_row_once(
     def walk(process: DelayTasks) -> int:
         holding = runtime_of(process).sweeper._pauses
         assert holding is not None
-        holding.walk(holding.policies(), lambda: None)
+        holding.walk(holding.cache.refresh(), lambda: None)
         return sum(process.events.counts[name] for name in ("task.held", "task.released"))
 
     for verb in ("pause", "resume"):

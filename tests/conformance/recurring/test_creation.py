@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from sqlalchemy import event, update
 
-from delaytasks import Status
 from delaytasks.core.errors import StoreError
 from delaytasks.recurrence import creation as creation_module
 from tests.conformance.recurring.recurring_harness import RecurringHarness
+from tests.conformance.store_rows import RUNNING
 from tests.recording import CrashError
 
 
@@ -235,7 +235,7 @@ def test_an_occurrence_is_skipped_while_the_last_task_runs(harness: RecurringHar
     [running] = harness.tasks()
     t = harness.store.schema.tasks
     with harness.store.database.begin() as connection:
-        connection.execute(update(t).values(status=int(Status.RUNNING)))
+        connection.execute(update(t).values(**RUNNING))
     for at_s in range(25, 70, 5):  # over the occurrences at 40 and 60
         harness.sweep(at_s)
     assert harness.due_s() == [20]

@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.storage.store import Store
+from tests.conformance.store_rows import status_columns
 from tests.recording import RecordingTimer, delays_on, record
 
 
@@ -43,7 +44,7 @@ class SessionCaller:
     def set_status(self, task: DelayTask, status: Status) -> None:
         t = self._store.schema.tasks
         with self._store.database.begin() as connection:
-            connection.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+            connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
 
     @contextmanager
     def joined(self) -> Iterator[tuple[Connection, Session]]:

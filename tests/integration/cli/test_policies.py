@@ -17,7 +17,7 @@ NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
 def sweep(shop: Project) -> None:
     holding = runtime_of(shop.delays).sweeper._pauses
     assert holding is not None
-    holding.walk(holding.policies(), lambda: None)
+    holding.walk(holding.cache.refresh(), lambda: None)
 
 
 def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop: Project) -> None:

@@ -40,6 +40,7 @@ def busy(shop: Project) -> Project:
             update(t).where(t.c.id == overdue.id).values(expected_time=db_now_plus(-90))
         )
         values = {"status": 3, "worker": "w1@host/77-ab", "execution_time": db_now_plus(0)}
+        values["lease_until"] = db_now_plus(60)
         connection.execute(update(t).where(t.c.id == running.id).values(**values))
     return shop
 

@@ -49,6 +49,8 @@ class SweeperHarness:
         self, in_s: Iterable[float], status: Status = Status.NOT_COMPLETE, **changes: Any
     ) -> list[int]:
         """Insert a row for each number of seconds, all in one transaction."""
+        if status is Status.RUNNING:
+            changes = {"worker": "w", "lease_until": self.clock.now() + timedelta(60), **changes}
         now = self.clock.now()
         tasks = [
             DelayTask(next(_ids), "mail", "{}", now + timedelta(seconds=s), status, create_time=now)

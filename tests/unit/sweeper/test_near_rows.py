@@ -231,7 +231,9 @@ def test_a_worker_drains_its_own_queues_without_a_sweep(field: SweeperHarness) -
     field.row(60, queue="later")
     sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
     paused: Any = SimpleNamespace(
-        policies=lambda: Policies((Policy("queue", "paused", is_paused=True),))
+        cache=SimpleNamespace(
+            refresh=lambda: Policies((Policy("queue", "paused", is_paused=True),))
+        )
     )
     sweeper._pauses = paused
     sweeper.start_own_drains(
@@ -255,7 +257,9 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Sweepe
         return Policies(())
 
     holding: Any = SimpleNamespace(
-        policies=policies, walk=lambda *_: done.append("walk"), hold_near=lambda *_: None
+        cache=SimpleNamespace(refresh=policies),
+        walk=lambda *_: done.append("walk"),
+        hold_near=lambda *_: None,
     )
     sweeper = field.sweeper()
     sweeper._pauses = holding
