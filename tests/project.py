@@ -38,6 +38,8 @@ def note(body: dict[str, Any], *words: object) -> None:
 def note_run(body: dict[str, Any], task: DelayTask) -> None:
     late_us = (runtime_of(default()).clock.now() - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
+    if "seconds" in body:
+        time.sleep(body["seconds"])
 
 
 @shared_task(name="test.celery_note", bind=True)

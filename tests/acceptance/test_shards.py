@@ -20,6 +20,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.ids import shard_of
 from delaytasks.core.states import LIVE
 from tests.running import Deployment, Process
+from tests.services import own_database
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -48,16 +49,18 @@ class Site:
         )
 
     def new(self, number: int, **options: Any) -> NewTask:
-        body = {"file": str(self.file)}
+        body = {"file": str(self.file), "seconds": 0.05}
         return NewTask(TAG, body, SPAN_S * number / TASKS, **options)
 
 
 @pytest.fixture
-def site(shard_urls: list[str], redis_url: str, tmp_path: Path) -> Iterator[Site]:
+def site(postgresql_url: str, mysql_url: str, redis_url: str, tmp_path: Path) -> Iterator[Site]:
     name = "s" + secrets.token_hex(4)
     with ExitStack() as stack:
+        second, drop = own_database(postgresql_url, "_second")
+        stack.callback(drop)
         deployments = []
-        for number, url in enumerate(shard_urls):
+        for number, url in enumerate((postgresql_url, second, mysql_url)):
             (folder := tmp_path / str(number)).mkdir()
             own: dict[str, Any] = {
                 "namespace": f"{name}-{number}",
