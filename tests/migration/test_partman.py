@@ -115,16 +115,20 @@ def test_the_statements_of_the_page_keep_a_table_in_partitions(server: Server) -
     sql, delays = statements(), delays_of(server)
     migrations.upgrade(runtime_of(delays).store.database)
     server.run(FILL)
+    foreign = f"INSERT INTO {TABLE} (tag, message_body, status) VALUES ('{TAG}', '{{}}', 1)"
+    server.run(foreign)
     before = delays.schedule_delay(TAG, {"n": 1}, 3600, key="7")
     options = f"SELECT reloptions::text FROM pg_class WHERE oid = '{TABLE}{{}}'::regclass"
     wanted_options = server.ask(options.format(""))
     for name in ("extension", "prove", "validate", "convert"):
         server.run(sql[name])
+    server.run(foreign)  # the sequence of ids goes on
+    assert server.ask(f"SELECT array_agg(id) FROM {TABLE} WHERE id < 10") == [1, 2]
 
     parts = server.partitions()
     assert len(parts) == 7  # the table as it was, five weeks and the default partition
     assert f"{TABLE}_p0" in parts
-    assert server.ask(f"SELECT count(*) FROM {TABLE}_p0") == ROWS + 1
+    assert server.ask(f"SELECT count(*) FROM {TABLE}_p0") == ROWS + 3
     assert {server.ask(options.format(part.removeprefix(TABLE))) for part in parts} == {
         wanted_options
     }
