@@ -1312,7 +1312,7 @@ class DelayTasks:
 
         The tasks that wait are counted, or estimated if there are very many. Occurrences of
         recurring schedules that have no tasks yet are added. Each task needs the mean duration
-        that workers have measured for its tag in the last week.
+        that workers have measured for its tag in the last two days.
 
         Parameters
         ----------
