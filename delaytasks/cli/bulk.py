@@ -12,9 +12,8 @@ import click
 
 from delaytasks.cli.context import Cli
 from delaytasks.cli.output import Failure, count, print_json
-from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.progress import moved_bar, stopping_between_steps
-from delaytasks.cli.times import PAST
+from delaytasks.cli.times import PAIR, PAST, pairs_or
 from delaytasks.core.errors import DelayTaskError, StoreError
 from delaytasks.core.filters import BulkResult
 from delaytasks.core.ids import check_id

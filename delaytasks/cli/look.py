@@ -1,8 +1,9 @@
-"""`list` and `show`."""
+"""`list`, `show` and `why`."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable
 from datetime import datetime
 from typing import Any
@@ -26,10 +27,10 @@ from delaytasks.cli.output import (
     say,
     task_json,
 )
-from delaytasks.cli.pairs import pairs_or
-from delaytasks.cli.times import show_from_now
+from delaytasks.cli.times import pairs_or, show_from_now
 from delaytasks.core.states import moves_from
 from delaytasks.core.task import DelayTask
+from delaytasks.core.why import Explanation
 from delaytasks.runtime import runtime_of
 
 # -- list -----------------------------------------------------------------------------------------
@@ -162,3 +163,39 @@ def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
 
 def _field(value: object) -> str:
     return cell(None if value is None else str(value), LONGEST)
+
+
+@click.command(cls=Command)
+@click.argument("id", required=False)
+@click.option("--tag", help="With --key: the tag of the task.")
+@click.option("--key", help="With --tag: the live task with this key, or else the last one.")
+@pass_cli
+def why(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
+    """Explain why a task has not run yet, or how it ended, and what to do about it.
+
+    The first reason is the one that you can change first. With --json, each reason has a code, a
+    sentence, a remedy and its facts.
+
+    \b
+    delaytasks why 2305843009213693952
+    delaytasks why --tag order.close --key order-7
+    """
+    explanation = cli.explain(id, tag, key)
+    if cli.is_json:
+        print_json(explanation.as_json())
+    else:
+        _print_reasons(explanation)
+    if explanation.task is None:
+        sys.exit(1)
+
+
+def _print_reasons(explanation: Explanation) -> None:
+    task = explanation.task
+    if task is not None:
+        status, colour = coloured(task.status)
+        name = click.style(status, fg=colour) if colour else status
+        say(f"task {task.id} ({cell(task.tag)}): {name}")
+    for each in explanation.reasons:
+        say(cell(each.sentence, LONGEST))
+        if each.remedy:
+            say(f"  → {cell(each.remedy, LONGEST)}", fg="yellow")

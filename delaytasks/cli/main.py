@@ -22,7 +22,7 @@ _MODULES = {
     "exporter": "exporter",
     "forecast": "forecast",
     "health": "health",
-    "look": "list show",
+    "look": "list show why",
     "policies": "pause policy resume",
     "recurring": "recurring",
     "schedule": "schedule",
@@ -31,7 +31,6 @@ _MODULES = {
     "tasks": "cancel rerun reschedule spread touch",
     "top": "top",
     "up": "up",
-    "why": "why",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 

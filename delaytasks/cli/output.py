@@ -2,24 +2,156 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable, Iterable
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from delaytasks.cli.table import LONGEST as LONGEST
-from delaytasks.cli.table import NOTHING as NOTHING
-from delaytasks.cli.table import Cell as Cell
-from delaytasks.cli.table import cell as cell
-from delaytasks.cli.table import print_table as print_table
 from delaytasks.cli.times import show_from_now, show_instant
 from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, pretty
 from delaytasks.core.text import count as count
 from delaytasks.core.text import last_line, one_line
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+#: Printed in a cell without a value, so that a script can count the columns of a piped table.
+NOTHING = "-"
+#: The longest text in a column whose cells may take several lines.
+LONGEST = 10_000
+#: A value, or (value, colour).
+Cell = object
+#: Spaces between two columns.
+GAP = 2
+#: The least width of a column whose cells may take several lines.
+LEAST_FOLDED = 12
+#: Spaces before a text on a line of its own below its row.
+INDENT = 4
+_PIPE_WIDTH = 1_000_000
+
+
+def cell(value: object, longest: int = 200) -> str:
+    """Return any value as one line without control characters."""
+    if value is None or value == "":
+        return NOTHING
+    if isinstance(value, datetime):
+        return show_instant(value)
+    return f"{value:,}" if isinstance(value, int) else one_line(str(value), longest)
+
+
+def print_table(
+    headings: Sequence[str],
+    rows: Sequence[Sequence[Cell]],
+    right: Sequence[str] = (),
+    folded: str = "",
+    extra: str = "",
+    below: str = "",
+) -> None:
+    """Print a table. In a pipe, each row is one plain line with two or more spaces between columns.
+
+    A terminal leaves out columns without any value, and prints long texts below their rows. If the
+    rest is too wide, the terminal leaves out columns and then folds cells.
+
+    Parameters
+    ----------
+    headings, rows
+        The names of the columns, and the cells of each row.
+    right
+        Columns that are aligned on the right, as columns of integers are.
+    folded
+        Columns whose cells may take several lines, separated by spaces.
+    extra
+        Columns that a narrow terminal leaves out, in this order.
+    below
+        The column of long texts that a terminal prints below their rows.
+    """
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    most = [LONGEST if name in folded.split() else 200 for name in headings]
+    texts = [list(map(_text, row, most)) for row in rows]
+    is_right = {
+        name: name in right or all(isinstance(row[n], int | None) for row in rows)
+        for n, name in enumerate(headings)
+    }
+    is_terminal = sys.stdout.isatty()
+    total = Console().width if is_terminal else _PIPE_WIDTH
+    widths = {
+        name: max([len(name), *(row[n].cell_len for row in texts)])
+        for n, name in enumerate(headings)
+        if not (is_terminal and texts and all(row[n].plain == NOTHING for row in texts))
+    }
+    if is_terminal:
+        widths.pop(below, None)
+        _fit(widths, folded.split(), extra.split(), total)
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=is_terminal,
+        width=total,
+        highlight=False,
+        legacy_windows=False,
+    )
+    columns = {headings.index(name): (width, is_right[name]) for name, width in widths.items()}
+    with console.capture() as captured:
+        console.print(_grid(columns, [[Text(name, "bold") for name in headings]]))
+        if is_terminal:
+            console.print("─" * min(_needed(widths), total))
+        if is_terminal and below:
+            for row in texts:
+                console.print(_grid(columns, [row]))
+                if (text := row[headings.index(below)]).plain != NOTHING:
+                    console.print(Padding(text, (0, 0, 0, INDENT)))
+        else:
+            console.print(_grid(columns, texts))
+    click.echo(re.sub(r" +$", "", captured.get(), flags=re.MULTILINE), nl=False)
+
+
+def _text(value: Cell, longest: int) -> Text:
+    """Return text that is printed as it is, without markup and emoji codes."""
+    from rich.text import Text
+
+    if isinstance(value, tuple):
+        return Text(cell(value[0], longest), value[1])
+    return Text(cell(value, longest))
+
+
+def _grid(columns: Mapping[int, tuple[int, bool]], rows: Sequence[Sequence[Text]]) -> Table:
+    """Return a table of the columns with these indexes: (width, is it aligned on the right)."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), show_header=False)
+    for width, is_right in columns.values():
+        table.add_column(width=width, justify="right" if is_right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(row[index] for index in columns))
+    return table
+
+
+def _fit(widths: dict[str, int], folded: Sequence[str], extra: Sequence[str], total: int) -> None:
+    """Leave out extra columns, then narrow the widest folded column, until the table fits."""
+    for name in extra:
+        if _needed(widths) > total:
+            widths.pop(name, None)
+    folded = [name for name in folded if name in widths]
+    while folded and _needed(widths) > total:
+        widest = max(folded, key=lambda name: widths[name])
+        if widths[widest] <= LEAST_FOLDED:
+            return
+        widths[widest] -= 1
+
+
+def _needed(widths: dict[str, int]) -> int:
+    return sum(widths.values()) + GAP * max(len(widths) - 1, 0)
+
 
 #: The key of click's `Context.meta` under which the root group notes whether --json is given.
 WANTS_JSON = "delaytasks.json"

@@ -10,9 +10,8 @@ import click
 
 from delaytasks.cli.context import Cli, Group, pass_cli
 from delaytasks.cli.output import NOTHING, Cell, cell, count, print_json, print_table, say
-from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.schedule import read_body
-from delaytasks.cli.times import INSTANT, show_instant
+from delaytasks.cli.times import INSTANT, PAIR, pairs_or, show_instant
 from delaytasks.core.errors import InvalidTimingError
 from delaytasks.core.inputs import show_timing
 from delaytasks.recurrence.definition import preview

@@ -15,9 +15,8 @@ import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import count
-from delaytasks.cli.pairs import PAIR, pairs_or
 from delaytasks.cli.progress import moved_bar
-from delaytasks.cli.times import at_option, delay_option, parse_instant
+from delaytasks.cli.times import PAIR, at_option, delay_option, pairs_or, parse_instant
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import (
     BodyNotJSONError,

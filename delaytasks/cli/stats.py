@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.hints import Hints
-from delaytasks.cli.on_time import print_on_time
 from delaytasks.cli.output import (
     BAD,
     GOOD,
@@ -27,6 +26,7 @@ from delaytasks.cli.stats_document import gather
 from delaytasks.cli.waiting import print_late
 from delaytasks.core.inputs import show_duration
 from delaytasks.core.states import Status
+from delaytasks.statistics.reading import WINDOWS
 
 LEVEL_STYLES = {"good": {"fg": GOOD}, "note": {}, "warning": {"fg": "yellow"}, "bad": {"fg": BAD}}
 #: Paused tags and queues in one line of text.
@@ -180,3 +180,33 @@ def _worker_row(worker: dict[str, Any], seen: Cell, up_for: Cell, offset: Cell) 
 
 def _ago(seconds: float | None) -> str:
     return "never" if seconds is None else f"{show_duration(seconds)} ago"
+
+
+#: The range whose error budget is shown.
+BUDGET_OF = "day"
+
+
+def print_on_time(shares: Sequence[dict[str, Any]]) -> None:
+    """Print a table with a line for each tag."""
+    rows: list[list[Cell]] = []
+    for one in shares:
+        promised = "" if one["promised_s"] is None else show_duration(one["promised_s"])
+        windows = [_share(one[name], one["target"]) for name in WINDOWS]
+        rows.append([one["tag"], promised, *windows, _budget(one[BUDGET_OF])])
+    ranges = [f"last {name}" for name in WINDOWS]
+    heads = ["on time", "within", *ranges, f"error budget left, {BUDGET_OF}"]
+    print_table(heads, rows, folded="on time")
+
+
+def _share(numbers: dict[str, Any] | None, target: float) -> Cell:
+    if numbers is None:
+        return "–"
+    text = f"{numbers['share']:.2%} ({numbers['late']:,} late)"
+    return (text, BAD if numbers["share"] < target else "")
+
+
+def _budget(numbers: dict[str, Any] | None) -> Cell:
+    if numbers is None:
+        return "–"
+    left = numbers["budget_left"]
+    return (f"{left:.0%}", BAD if left < 0 else "")

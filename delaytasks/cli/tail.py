@@ -13,8 +13,7 @@ import click
 from delaytasks.cli.bulk import FILTERS
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.output import cell, coloured, say
-from delaytasks.cli.pairs import pairs_or
-from delaytasks.cli.times import DURATION
+from delaytasks.cli.times import DURATION, pairs_or
 from delaytasks.core.clock import monotonic
 from delaytasks.core.filters import filter_of
 from delaytasks.core.inputs import show_duration

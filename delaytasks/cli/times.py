@@ -1,4 +1,4 @@
-"""Instants and durations, as people type them and as tables show them."""
+"""Instants, durations and pairs of meta, as people type them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from typing import Any
 import click
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
+from delaytasks.core.errors import (
+    InvalidDelayError,
+    InvalidMetaError,
+    InvalidScheduleError,
+    NaiveDatetimeError,
+)
 from delaytasks.core.inputs import parse_duration, show_duration
 
 
@@ -105,3 +110,26 @@ delay_option = click.option(
 at_option = click.option(
     "--at", type=INSTANT, help="As 2030-01-31T18:00:00Z. A time in the past means now."
 )
+
+
+class Pair(tuple[str, str]):
+    """A pair that was typed."""
+
+    __slots__ = ()
+
+
+def parse_pair(text: str) -> Pair:
+    name, sign, value = text.partition("=")
+    if not sign:
+        raise InvalidMetaError(f"{text!r:.40} is no pair: write it as name=value")
+    return Pair((name, value))
+
+
+def pairs_or(value: Any) -> Any:
+    """Return pairs as a dict, an empty option as None, and any other value as it is."""
+    if isinstance(value, tuple) and value and isinstance(value[0], Pair):
+        return dict(value)
+    return value or None
+
+
+PAIR = Parsed("pair", parse_pair)

@@ -11,8 +11,7 @@ import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
 from delaytasks.cli.deployment import read_deployment
-from delaytasks.cli.output import BAD, GOOD, print_json
-from delaytasks.cli.table import NOTHING, cell
+from delaytasks.cli.output import BAD, GOOD, NOTHING, cell, print_json
 from delaytasks.cli.times import DURATION, show_instant
 from delaytasks.core.clock import monotonic
 from delaytasks.core.inputs import show_duration, show_measured
