@@ -1,7 +1,7 @@
 """`DelayTasks`, the public API: schedule, look up, change and limit the tasks of one Celery app.
 
-Each method calls an object of the `Runtime` (`delaytasks/wiring.py`), which is made with the first
-call. This module is longer than 300 lines only because every method has a complete docstring.
+A method works with the parts of a `Runtime` (`delaytasks/runtime.py`), which are made by their
+first use. Most of the lines are docstrings.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until
 
-ALL = {"refused": 0, "missing": [], "state": "done"}
+ALL = {"refused": 0, "state": "done"}
 
 
 def test_cancel_counts_first_and_cancels_with_yes(shop: Project) -> None:
