@@ -122,16 +122,13 @@ def _paused_text(found: dict[str, Any], hints: Hints) -> str:
 
 
 def _database_cell(database: dict[str, Any], hints: Hints) -> Cell:
-    url, replication = database["url"], database["replication"]
+    url = database["url"]
     if database["error"]:
         return _alarm(f"{url}: down ({cell(database['error'])})", True)
     text = f"{url} ({database['server']}), revision {database['revision'] or 'unknown'}"
     if database["revision"] != database["head"]:
         text += f", this version has {database['head']}; run: {hints.command} db upgrade"
-    problem = replication and replication["problem"]
-    if replication and (replication["mode"] != "none" or problem):
-        text += f"; replication {replication['mode']} ({replication['facts']})"
-    return _alarm(f"{text}: {problem}" if problem else text, problem)
+    return text
 
 
 def _broker_cell(broker: dict[str, Any]) -> Cell:

@@ -10,7 +10,7 @@ from delaytasks.cli.config import broker_url
 from delaytasks.cli.context import Cli
 from delaytasks.cli.deployment import read_deployment
 from delaytasks.cli.times import show_instant
-from delaytasks.cli.waiting import late_json, replication_of
+from delaytasks.cli.waiting import late_json
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import StoreError
 from delaytasks.core.states import Status
@@ -78,13 +78,11 @@ def _database(cli: Cli, state: DatabaseState) -> dict[str, Any]:
         "server": state.server,
         "revision": None,
         "head": migrations.head(),
-        "replication": None,
         "error": None if state.error is None else str(state.error),
     }
     if state.error is None:
         try:
             document["revision"] = migrations.current(*cli.tables)
-            document["replication"] = replication_of(cli.store)
         except StoreError as error:
             document["error"] = str(error)
     return document

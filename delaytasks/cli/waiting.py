@@ -1,4 +1,4 @@
-"""The part of `stats` and `check` about late tasks, and about databases that can lose tasks."""
+"""The part of `stats` and `check` about late tasks, and about databases in the wrong role."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.inputs import show_duration
 from delaytasks.operations.overdue import ExplainedGroup, explain_overdue
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.replication import replication
-from delaytasks.storage.store import Store
+from delaytasks.storage.stats import Stats
 
 
 def late_json(group: ExplainedGroup) -> dict[str, Any]:
@@ -36,12 +35,6 @@ def print_late(found: list[dict[str, Any]]) -> None:
     )
 
 
-def replication_of(store: Store) -> dict[str, Any] | None:
-    """Return how the database replicates; None if it does not."""
-    found = replication(store.database)
-    return None if found is None else found._asdict()
-
-
 def warnings_of(delays: DelayTasks) -> list[str]:
     """Return the problems that do not prevent a deployment."""
     warnings, runtime = [], runtime_of(delays)
@@ -57,13 +50,11 @@ def warnings_of(delays: DelayTasks) -> list[str]:
         if not group.is_expected
     ]
     try:
-        found = replication_of(runtime.store)
+        problem = Stats(runtime.store.database, runtime.store.schema).standby_problem()
     except StoreError as error:
-        warnings.append(f"its replication is unknown: {error}")
-        return warnings
-    if found is not None and found["problem"] is not None:
-        url = runtime.store.database.shown_url
-        warnings.append(f"{url}: {found['problem']} ({found['facts']})")
+        problem = f"its replication is unknown: {error}"
+    if problem is not None:
+        warnings.append(f"{runtime.store.database.shown_url}: {problem}")
     return warnings
 
 

@@ -35,9 +35,8 @@ from delaytasks.storage.driver_errors import (
     translate,
     unknown_outcome,
 )
-from delaytasks.storage.engines import make_engine, make_plain_engine
+from delaytasks.storage.engines import make_engine
 from delaytasks.storage.kept_connection import KeptConnection
-from delaytasks.storage.standby_watch import StandbyWatch
 from delaytasks.storage.types import db_now
 
 T = TypeVar("T")
@@ -107,8 +106,7 @@ class Database:
         self._lock = threading.Lock()
         self._auto: Engine | None = None
         self._tx: Engine | None = None
-        self._watch = StandbyWatch(self.backend, partial(make_plain_engine, self.url))
-        self._kept = KeptConnection(self._watch)
+        self._kept = KeptConnection()
         reset_in_child(self)
 
     def may_be_at(self, url: URL) -> bool:
@@ -202,7 +200,6 @@ class Database:
     def after_fork(self) -> None:
         """Drop the parent's connections: a forked child must neither use nor close them."""
         self._lock = threading.Lock()
-        self._watch.after_fork()
         self._kept.after_fork()
         self.dispose(close=False)
 
@@ -281,7 +278,6 @@ class Database:
             engine: Engine | None = getattr(self, attribute)
             if engine is None:
                 engine = make_engine(self.url, self._pool_size, isolation_level)
-                self._watch.observe(engine)
                 event.listen(engine, "do_connect", self._before_connecting)
                 setattr(self, attribute, engine)
             return engine

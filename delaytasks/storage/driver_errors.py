@@ -13,7 +13,6 @@ from delaytasks.core.errors import (
     StoreUnavailableError,
 )
 from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.storage.standby_watch import explain
 
 TRIES = 5
 
@@ -60,7 +59,6 @@ def as_sqlalchemy_error(on: Connection, statement: str, error: Exception) -> Bas
     invalidated."""
     dialect: Any = on.dialect
     is_broken = dialect.is_disconnect(error, on.connection.driver_connection, None)
-    explain(on, error)
     instance = exc.DBAPIError.instance(
         statement,
         None,

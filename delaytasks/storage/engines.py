@@ -12,7 +12,6 @@ from sqlalchemy import (
     Connection,
     Engine,
     ExceptionContext,
-    NullPool,
     QueuePool,
     create_engine,
     event,
@@ -138,24 +137,6 @@ def _connect(dialect: Any, _record: Any, arguments: Any, options: Any) -> Any:
             f"delaytasks_database_url has an option in its query (after the ?) that "
             f"{dialect.driver} does not take: {error}"
         ) from error
-
-
-def make_plain_engine(url: URL) -> Engine:
-    """Make an engine without a pool, for rare queries while each connection of a pool may be in
-    use."""
-    limits = for_database(
-        url.get_backend_name(),
-        postgresql={"connect_timeout": 5},
-        mysql={"connect_timeout": 5, "read_timeout": 5},
-        sqlite={},
-    )
-    return create_engine(
-        url,
-        poolclass=NullPool,
-        isolation_level=_AUTOCOMMIT,
-        hide_parameters=True,
-        connect_args=limits,
-    )
 
 
 def _postgresql_options(url: URL) -> str:

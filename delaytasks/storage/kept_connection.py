@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from sqlalchemy import Connection, Engine
 
 from delaytasks.storage.engines import has_input
-from delaytasks.storage.standby_watch import StandbyWatch
 
 #: The connections that the parent of this process kept. They are never released, since releasing
 #: one returns it to the parent's pool, whose lock another thread may have held during the fork.
@@ -27,8 +25,7 @@ class KeptConnection:
     statement. While it is in use, another thread gets a connection of the pool.
     """
 
-    def __init__(self, watch: StandbyWatch) -> None:
-        self._watch = watch
+    def __init__(self) -> None:
         #: The kept connection, if it is not in use. `clear` replaces the list, so that a connection
         #: that was in use meanwhile is not kept.
         self._free: list[Connection] = []
@@ -44,7 +41,6 @@ class KeptConnection:
             raise
         is_unused = not connection.in_transaction() and not connection.invalidated
         if is_unused and free is self._free and not free:
-            self._watch.end(_record(connection))
             free.append(connection)
         else:
             connection.close()
@@ -69,10 +65,4 @@ class KeptConnection:
             connection.invalidate()
             connection.close()
             return None
-        self._watch.begin(driver_connection, _record(connection))
         return connection
-
-
-def _record(connection: Connection) -> Any:
-    """Return the pool's record of a connection."""
-    return connection.connection._connection_record

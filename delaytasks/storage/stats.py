@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, and_, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, select, text
 
 from delaytasks.core.body import (
     MARK_LENGTH,
@@ -19,6 +19,7 @@ from delaytasks.core.interfaces import Pending, UntrustedInput
 from delaytasks.core.states import LIVE, Status
 from delaytasks.storage.abandoned_rows import lease_is_over
 from delaytasks.storage.bulk import Bulk
+from delaytasks.storage.capabilities import for_database
 from delaytasks.storage.database import Database
 from delaytasks.storage.estimates import estimate
 from delaytasks.storage.queue_levels import has_status
@@ -29,6 +30,23 @@ from delaytasks.storage.types import db_now_plus
 LONG_LEASES = 100
 #: Up to this number, rows are counted exactly.
 MAX_COUNTED = 1_000_000
+
+
+#: Queries whose first value says whether the server is a standby, whether it replicates
+#: synchronously, and whether a synchronous standby is connected. A role without pg_monitor sees
+#: NULL for the state of each standby.
+_POSTGRESQL_ROLE = (
+    "SELECT pg_is_in_recovery()",
+    "SELECT current_setting('synchronous_standby_names') <> ''",
+    "SELECT 1 FROM pg_stat_replication WHERE COALESCE(sync_state, 'sync') IN ('sync', 'quorum')",
+)
+_MYSQL_ROLE = (
+    "SELECT @@global.read_only",
+    "SHOW GLOBAL VARIABLES WHERE variable_name IN "
+    "('rpl_semi_sync_master_enabled', 'rpl_semi_sync_source_enabled') AND value = 'ON'",
+    "SHOW GLOBAL STATUS WHERE variable_name IN "
+    "('Rpl_semi_sync_master_clients', 'Rpl_semi_sync_source_clients') AND value <> '0'",
+)
 
 
 class Swept(NamedTuple):
@@ -172,6 +190,22 @@ class Stats:
         rows = self._db.rows(select(*columns).where(mine).order_by(s.c.swept_at))
         found = {row[0]: Swept(*row) for row in rows}
         return [found.get(n, Swept(n, None, None)) for n in range(sweep_partitions)]
+
+    def standby_problem(self) -> str | None:
+        """Return what is wrong with the server's role in a replication, for `check`."""
+        queries: Sequence[str] = for_database(
+            self._db.backend, postgresql=_POSTGRESQL_ROLE, mysql=_MYSQL_ROLE, sqlite=()
+        )
+
+        def read(connection: Connection) -> list[bool]:
+            return [bool(connection.execute(text(query)).scalar()) for query in queries]
+
+        match self._db.autocommitted(read):
+            case [True, *_]:
+                return "it is a standby, which accepts no tasks"
+            case [_, True, False]:
+                return "it replicates synchronously, and no synchronous standby is connected"
+        return None
 
     def server(self) -> str:
         """Return the database's kind and version."""

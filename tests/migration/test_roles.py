@@ -25,7 +25,6 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.facts import FactReader
 from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.replication import replication
 from delaytasks.storage.schema import build_schema
 from delaytasks.storage.stats import Stats
 from delaytasks.storage.store import Store
@@ -259,7 +258,7 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
     assert why(FactReader(runtime_of(delays).store, delays.settings).of(task))[0].code == "future"
     overdue = OverdueRows(runtime_of(delays).store.database, runtime_of(delays).store.schema)
     assert overdue.groups(3600, 20) == [], "an earlier test may have left due tasks"
-    assert replication(runtime_of(delays).store.database) is not None
+    assert stats.standby_problem() is None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
     assert delays.policies() is not None
