@@ -161,7 +161,7 @@ class RecordingListener:
         events = Events()
         events.subscribe(lambda name, fields: self.event_names.append(name))
         self.listener = NotifyListener(
-            runtime_of(delays),
+            runtime_of(delays).store.notices,
             events,
             self.entries.extend,
             self.look,
