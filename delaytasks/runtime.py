@@ -25,8 +25,8 @@ from delaytasks.core.private_files import tighten_data_folder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.policy_cache import PolicyCache
+from delaytasks.maintenance.overdue_queues import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
-from delaytasks.maintenance.recurring_stage import RecurringStage
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations.callbacks import Callbacks
 from delaytasks.operations.celery_tasks import CeleryTasks
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from delaytasks.core.interfaces import Timer, Transaction
     from delaytasks.operations.why import Explanations
+    from delaytasks.recurrence.creation import Creation
     from delaytasks.recurrence.queries import RecurringTable
     from delaytasks.timers.background import BackgroundTimer
     from delaytasks.timers.direct import DirectTimer
@@ -257,18 +258,21 @@ class Runtime:
             self.timer,
             self.events,
             self.pauses,
-            RecurringStage(settings, store.due_schedules, lambda: self._make_recurring_tasks),
+            self._make_recurring_tasks,
             self._purge_statistics if settings.statistics else None,
         )
 
+    def _make_recurring_tasks(self, on_step: OnStep) -> None:
+        if self.store.due_schedules.exist(self.settings.recurring_lead_s):
+            self._creation.create(on_step)
+
     @part
-    def _make_recurring_tasks(self) -> Any:
-        """Make the tasks of recurring schedules; the sweep calls this."""
+    def _creation(self) -> Creation:
         from delaytasks.recurrence.creation import Creation
 
         return Creation(
             self.settings, self.recurring_table, self.new_id, self.clock, self.timer, self.events
-        ).create
+        )
 
     def _purge_statistics(self) -> None:
         from delaytasks.statistics.statistics_table import StatisticsTable

@@ -16,9 +16,9 @@ from delaytasks.core.interfaces import Claimed, Entry, Settlement
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.task import NewTask
 from delaytasks.execution.executor import Finish
-from delaytasks.execution.limits import LimitLoader
 from delaytasks.execution.processor_call import ProcessorCall
 from delaytasks.execution.runner import Report, Runner
+from delaytasks.limits.waitlist import Waitlist
 from delaytasks.processors.registry import Registry
 from delaytasks.scheduling.producer import Producer
 from delaytasks.scheduling.queue_routing import QueueRouting
@@ -66,9 +66,9 @@ class RunnerHarness:
         self.store = store
         self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
         self.clock = Clock(self.store.tasks.now)
-        self.limits = LimitLoader(self.store, self.limited)
+        self.waitlist = Waitlist(self.store, self.limited)
         self.claims = DisturbedClaims(
-            self.store.claims("worker-1", 0x7F000001, self.limits.hold_excess)
+            self.store.claims("worker-1", 0x7F000001, self.waitlist.hold_if_limited)
         )
         self.told: list[tuple[str, dict[str, Any]]] = []
         self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
@@ -85,7 +85,7 @@ class RunnerHarness:
         return Runner(
             self.settings,
             claims,
-            self.limits,
+            self.waitlist,
             self.clock,
             self.registry,
             self.timer,

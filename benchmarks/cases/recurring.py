@@ -14,7 +14,6 @@ from benchmarks.figures import Target
 from benchmarks.stage import CaseContext
 from benchmarks.waiting import BenchError
 from delaytasks import DelayTasks
-from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.runtime import runtime_of
@@ -105,7 +104,7 @@ def _sweep(delays: DelayTasks, sweeps: int) -> RecurringCost:
     for _ in range(sweeps):
         time.sleep(PACE_S)
         before, began = _made(delays), time.monotonic()
-        if wiring.store.due_schedules.exist(lead_s(delays.settings)):
+        if wiring.store.due_schedules.exist(delays.settings.recurring_lead_s):
             creation.create(lambda: None)  # so that the sweep finds no schedule that is due
         created = time.monotonic()
         if count := _made(delays) - before:

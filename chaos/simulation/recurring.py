@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 from chaos.history import Occurrences
@@ -13,7 +14,6 @@ from chaos.simulation.stage import Play
 from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Timer
-from delaytasks.maintenance.recurring_stage import RecurringStage
 from delaytasks.recurrence.creation import Creation
 from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.recurrence.schedule import RecurringSchedule
@@ -30,14 +30,21 @@ class _Transactions(StepProxy):
         return super().__getattr__(name) if name == "transaction" else getattr(self._part, name)
 
 
-def recurring_stage(play: Play, clock: Clock, timer: Timer, events: Events) -> RecurringStage:
+def recurring_stage(
+    play: Play, clock: Clock, timer: Timer, events: Events
+) -> Callable[[Callable[[], None]], None]:
     """Return the stage of a worker's sweep."""
     store = play.stage.store
     table: Any = _Transactions(
         RecurringTable(store.database, store.schema), play.world, play.hazards
     )
     creation = Creation(play.settings, table, play.new_id, clock, timer, events)
-    return RecurringStage(play.settings, play.due_schedules, lambda: creation.create)
+
+    def make(on_step: Callable[[], None]) -> None:
+        if play.due_schedules.exist(play.settings.recurring_lead_s):
+            creation.create(on_step)
+
+    return make
 
 
 class SimulatedSchedules:

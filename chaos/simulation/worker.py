@@ -18,8 +18,8 @@ from chaos.violation import Violation
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
 from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.limits import LimitLoader
 from delaytasks.execution.runner import Report, Runner
+from delaytasks.limits.waitlist import Waitlist
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.processors.thread_slots import ThreadSlots
 from delaytasks.timers.eta import read_message
@@ -48,7 +48,7 @@ class Child(Host):
         self._runner = Runner(
             play.settings,
             play.claims(self.name),
-            LimitLoader(play.stage.store, dict),
+            Waitlist(play.stage.store, dict),
             clock,
             play.registry,
             play.timer(clock, Events()),

@@ -133,6 +133,8 @@ _CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
 
 
 PREFIX = "delaytasks_"
+#: Tasks of recurring schedules are made this far ahead if all tasks are sent to the broker.
+NO_HORIZON_S = 30.0
 #: A worker counts as dead if it was silent for this many sweep intervals.
 SILENT_SWEEPS = 3
 
@@ -335,6 +337,16 @@ class Settings:
     def silent_s(self) -> float:
         """A worker that was silent for this time counts as dead."""
         return SILENT_SWEEPS * self.sweep_s
+
+    @property
+    def recurring_lead_s(self) -> float:
+        """How long before an occurrence of a recurring schedule its task is made.
+
+        The task must be in the table before a sweep arms the rows of that time, also if beat is
+        silent and a sweep is late.
+        """
+        horizon_s = NO_HORIZON_S if self.horizon_s is None else self.horizon_s
+        return horizon_s + self.self_sweep_s + self.sweep_s
 
     def has_sweep_partition(self, number: object) -> bool:
         """Return whether the number of a message or of beat's schedule is a sweep partition."""

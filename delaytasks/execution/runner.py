@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Claimed, Entry, Timer
+from delaytasks.core.interfaces import Claimed, Entry, Settle, Timer
 from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
 from delaytasks.core.run_counts import RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
 from delaytasks.core.workers import NO_RENEWAL, LastRenewal
 from delaytasks.execution.chunk_runner import ChunkRunner, ThreadContext
 from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.executor import Execute, TaskExecutor, Watcher, emit_start
 from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.limits import LimitLoader, Waitlists
 from delaytasks.execution.outcome_rules import OutcomeRules
 from delaytasks.execution.pause_filter import PauseFilter
 from delaytasks.execution.run_counter import RunCounter
@@ -31,6 +31,9 @@ from delaytasks.execution.settlement import Settler
 from delaytasks.execution.tag_costs import TagCosts
 from delaytasks.execution.tally import SizeSample, Tally
 from delaytasks.execution.task_run import Lease, TransactionOf
+from delaytasks.limits.admission import Admission
+from delaytasks.limits.waitlist import Waitlist
+from delaytasks.limits.waitlist_runner import RunRows, WaitlistRunner
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 
@@ -91,7 +94,7 @@ class Runner:
         self,
         settings: Settings,
         claims: Claims,
-        limits: LimitLoader,
+        waitlist: Waitlist,
         clock: Clock,
         registry: Registry,
         timer: Timer,
@@ -139,7 +142,8 @@ class Runner:
         )
         self._ahead = ClaimAhead(settings, registry, self._chunks, costs, events, has_others)
         self._may_detach, self._has_others = may_detach, has_others
-        self._waitlists = Waitlists(limits, settings, registry, claims, self._chunks)
+        self._waitlists_in = waitlist.in_queue
+        self._waitlists = WaitlistRunner(settings, registry, waitlist, Admission(waitlist, claims))
         self._recovered_at: dict[str, float] = {}  # the next time for them, by queue
 
     def run(self, entries: Sequence[Entry], for_s: float = 0) -> Report:
@@ -164,7 +168,7 @@ class Runner:
             seen = WaitlistsSeen(seen.waitlists | more_seen.waitlists, seen.held)
         levels = {(entry.queue, entry.priority) for entry in entries}
         self._waitlists.hold_backlog(claimed.seen, len(entries), levels)
-        states = self._waitlists.run(seen.waitlists, len(entries), for_s, tally)
+        states = self._waitlists.run(seen.waitlists, len(entries), for_s, self._counting(tally))
         return self._report(tally, len(claimed), early, waitlists=states)
 
     def run_due(
@@ -196,11 +200,11 @@ class Runner:
         self._waitlists.hold_backlog(seen, limit, levels)
         waitlists = seen.waitlists
         if not is_full or is_turn_of_recovered:
-            waitlists = waitlists | self._waitlists.in_queue(queue)
+            waitlists = waitlists | self._waitlists_in(queue)
         # During a backlog, waitlists that no claim has seen get chunks of their own, or they would
         # delay the backlog.
         later = waitlists - seen.waitlists if is_full else set()
-        states = self._waitlists.run(waitlists - later, limit, for_s, tally)
+        states = self._waitlists.run(waitlists - later, limit, for_s, self._counting(tally))
         states += tuple(WaitlistState(*waitlist, None) for waitlist in sorted(later))
         return self._report(tally, tally.claimed, is_full=is_full, waitlists=states)
 
@@ -234,9 +238,24 @@ class Runner:
     def run_waitlist(self, queue: str, tag: str, limit: int, for_s: float) -> Report:
         """Run tasks of one waitlist as long as there is capacity for them."""
         tally = Tally()
-        run_rows = self._waitlists.counting(tally)
-        state = self._waitlists.runner.run_one(queue, tag, limit, for_s, run_rows)
+        state = self._waitlists.run_one(queue, tag, limit, for_s, self._counting(tally))
         return self._report(tally, tally.claimed, waitlists=() if state is None else (state,))
+
+    def _counting(self, tally: Tally) -> RunRows:
+        """Return the function that runs admitted tasks, and counts them in `tally`."""
+
+        def run_rows(
+            tasks: Sequence[DelayTask], claimed_at: float, settle: Settle
+        ) -> tuple[int, float]:
+            of_chunk = Tally()
+            with self._chunks.opened(tasks, claimed_at, settle) as chunk:
+                self._chunks.run(chunk, of_chunk, may_detach=False)
+            of_chunk.add(*self._chunks.ended())
+            tally.claimed += len(tasks)
+            tally.add(of_chunk.ran, of_chunk.seconds)
+            return of_chunk.ran, of_chunk.seconds
+
+        return run_rows
 
     @property
     def detached(self) -> tuple[int, ...]:

@@ -1,6 +1,6 @@
 """Concurrency limits and rate limits: which due tasks may start, and in which order.
 
-A process imports this package when it first sees a tag with a limit. Rows that may not start yet
+A process that runs tasks imports this package. Rows that may not start yet
 are HELD, and each has an entry in the waitlist of its queue and tag. The modules:
 
 ============================  =====================================================================

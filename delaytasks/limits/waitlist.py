@@ -16,23 +16,28 @@ from delaytasks.limits.backlogs import LimitedBacklogs
 from delaytasks.limits.capacity import CapacityMeter
 from delaytasks.limits.queries import PolicyQueries, WaitlistQueries
 from delaytasks.storage.claim_queries import Candidate
-from delaytasks.storage.database import Database
-from delaytasks.storage.schema import Schema
+from delaytasks.storage.claims import HoldExcess
+from delaytasks.storage.store import Store
 
 #: The tags that have limits, as far as this process knows.
 Limited = Callable[[], Mapping[str, Policy]]
 
 
 class Waitlist:
-    def __init__(self, database: Database, schema: Schema, limited: Limited) -> None:
-        self.database = database
-        self.schema = schema
+    def __init__(self, store: Store, limited: Limited) -> None:
+        self.database = database = store.database
+        self.schema = schema = store.schema
         self.limited = limited
+        self.in_queue = store.waitlist_names.in_queue
         self.policies = PolicyQueries(schema)
         self.capacity = CapacityMeter(self.policies)
         self.queries = WaitlistQueries(database, schema)
         self._backlogs = LimitedBacklogs(database, schema, self.queries.hold)
         self.hold_overdue = self._backlogs.hold_overdue
+
+    def hold_if_limited(self) -> HoldExcess | None:
+        """Return what holds the rows beyond the limits; None while no tag has limits."""
+        return self.hold_excess if self.limited() else None
 
     def hold_excess(
         self, on: Any, candidates: Sequence[Candidate]

@@ -22,7 +22,6 @@ from delaytasks.maintenance.cleanup import Cleanup
 from delaytasks.maintenance.drain_requests import DrainRequests, StartDrain
 from delaytasks.maintenance.overdue_queues import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
-from delaytasks.maintenance.recurring_stage import RecurringStage
 
 if TYPE_CHECKING:
     from delaytasks.storage.sweep_queries import SweepQueries
@@ -48,7 +47,7 @@ class Sweeper:
         timer: Timer,
         events: Events,
         pauses: PauseSweeper | None = None,
-        recurring: RecurringStage | None = None,
+        recurring: Callable[[OnStep], object] | None = None,
         purge_statistics: Callable[[], object] | None = None,
     ) -> None:
         self._settings = settings
@@ -202,7 +201,7 @@ class Sweeper:
 
     def _make_recurring_tasks(self, on_step: OnStep) -> None:
         if self._recurring is not None:
-            self._recurring.run(on_step)
+            self._recurring(on_step)
 
     # -- rows of dead workers, paused rows, overdue rows ------------------------------------------
 

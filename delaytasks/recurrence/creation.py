@@ -13,7 +13,6 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, Timer
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
-from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.recurrence.occurrences import Plan, due_of, plan
 from delaytasks.recurrence.queries import Advance, RecurringTable
 from delaytasks.recurrence.schedule import RecurringSchedule, check_readable, task_options
@@ -68,7 +67,7 @@ class Creation:
         self._clock = clock
         self._timer = timer
         self._events = events
-        self._ahead = timedelta(seconds=lead_s(settings)) + AHEAD
+        self._ahead = timedelta(seconds=settings.recurring_lead_s) + AHEAD
         self._horizon_s = math.inf if settings.horizon_s is None else settings.horizon_s
 
     def create(self, on_step: Callable[[], None]) -> None:

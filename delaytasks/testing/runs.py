@@ -12,7 +12,6 @@ from delaytasks.core.errors import UnknownTagError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import NO_PROCESSOR
-from delaytasks.maintenance.recurring_stage import lead_s
 from delaytasks.processors.registry import ProcessorSpec, Registry
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ class TestRunner:
         times = [] if next_task is None else [next_task]
         next_occurrence = self._runtime.store.due_schedules.first_at()
         if next_occurrence is not None:
-            made_at = next_occurrence - timedelta(seconds=lead_s(self._runtime.settings))
+            made_at = next_occurrence - timedelta(seconds=self._runtime.settings.recurring_lead_s)
             times.append(max(made_at, self._next_sweep(), now))
         if self._recheck_us < float("inf"):
             times.append(from_us(int(self._recheck_us)))

@@ -122,23 +122,23 @@ class Processes:
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.execution.limits import LimitLoader
         from delaytasks.execution.pause_filter import PauseFilter
         from delaytasks.execution.runner import Runner
+        from delaytasks.limits.waitlist import Waitlist
 
         runtime = self.runtime
         store, policies = runtime.store, runtime.policy_cache
-        limits = LimitLoader(store, lambda: policies.current().limited)
+        waitlist = Waitlist(store, lambda: policies.current().limited)
         claims = store.claims(
             self.name(os.getpid()),
             own_address(store.database.url.host),
-            limits.hold_excess,
+            waitlist.hold_if_limited,
         )
         task_context = self._task_context(runtime.clock)
         return Runner(
             runtime.settings,
             claims,
-            limits,
+            waitlist,
             runtime.clock,
             registry or runtime.registry,
             runtime.timer,

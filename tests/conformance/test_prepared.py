@@ -12,7 +12,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.policies import Policy
 from delaytasks.core.states import Status
-from delaytasks.execution.limits import LimitLoader
+from delaytasks.limits.waitlist import Waitlist
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conformance.store_rows import entry, task
@@ -71,7 +71,7 @@ def test_a_transaction_that_fails_because_of_a_dropped_statement_is_tried_again(
     field: Store, forget: Callable[[Connection], Any]
 ) -> None:
     limited = dict.fromkeys([task(field).tag], Policy("tag", task(field).tag, concurrency=10))
-    claims = field.claims("w", None, LimitLoader(field, lambda: limited).hold_excess)
+    claims = field.claims("w", None, Waitlist(field, lambda: limited).hold_if_limited)
     for _ in range(2):
         waits = task(field)
         field.tasks.insert_many([waits])

@@ -74,31 +74,6 @@ def stopped(**_):
     write_modules()
 """
 
-#: A worker that runs a task, reads a limit that is stored meanwhile, and runs another task.
-LIMITED_WORKER = """
-tasks = []
-
-@delays.processor("mail")
-def send(body):
-    has_limits = "delaytasks.limits" in sys.modules
-    if body == "before":
-        assert not has_limits
-        delays.set_policy(tag="mail", concurrency=1)
-        tasks.append(delays.schedule_delay("mail", "after", 3))
-    else:
-        assert has_limits
-        state.should_stop = 0
-
-@signals.worker_ready.connect
-def schedule(**_):
-    tasks.append(delays.schedule_delay("mail", "before", 1))
-
-@signals.worker_shutdown.connect
-def stopped(**_):
-    assert [delays.get(task.id).status.name for task in tasks] == ["DONE", "DONE"]
-    write_modules()
-"""
-
 #: A worker that finds a schedule in the database, and runs a task of it.
 RECURRING_WORKER = """
 @delays.processor("mail")
@@ -148,7 +123,8 @@ def imported_by_a_worker(tmp_path: Path, source: str = WORKER, **settings: objec
     """Start Celery's worker, which runs its tasks and stops."""
     command = ["-m", "celery", "-A", "shop", "worker", "-P", "solo", "-l", "ERROR"]
     imported = imported_by(tmp_path, source, command, settings)
-    return imported - {"cryptography"}  # the client of Redis imports it
+    # The client of Redis imports `cryptography`, and limits may be stored at any time.
+    return imported - {"cryptography", "delaytasks.limits"}
 
 
 def test_without_optional_features_none_of_their_modules_is_imported(tmp_path: Path) -> None:
@@ -180,14 +156,6 @@ def test_durable_celery_tasks_are_imported_only_if_a_task_is_called_with_a_delay
     (tmp_path / "shop.sqlite3").unlink()
     imported = imported_by(tmp_path, source, ["shop.py"], {"durable_eta": True})
     assert imported == {"delaytasks.durable_eta"}
-
-
-@pytest.mark.slow
-def test_limits_are_imported_by_a_worker_that_reads_a_limit_from_the_database(
-    tmp_path: Path,
-) -> None:
-    assert imported_by_a_producer(tmp_path) == set()
-    assert imported_by_a_worker(tmp_path, LIMITED_WORKER) == {"delaytasks.limits"}
 
 
 @pytest.mark.slow

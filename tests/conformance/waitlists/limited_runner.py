@@ -17,7 +17,7 @@ class LimitedRunnerHarness(RunnerHarness):
     @cached_property
     def admission(self) -> Admission:
         claims: Any = self.claims
-        return Admission(self.limits.waitlist, claims)
+        return Admission(self.waitlist, claims)
 
     def limit(self, tag: str = "note", **limits: Any) -> None:
         self.store.policies.set("tag", tag, limits, "a test")

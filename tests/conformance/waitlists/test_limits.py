@@ -58,7 +58,7 @@ def test_a_claim_that_holds_fewer_rows_than_it_has_locked_is_rolled_back(
 ) -> None:
     bench.limit(concurrency=1)
     tasks = [bench.schedule(body=n) for n in range(3)]
-    queries, t = bench.limits.waitlist.queries, bench.store.schema.tasks
+    queries, t = bench.waitlist.queries, bench.store.schema.tasks
     queries._hold = queries._hold.where(t.c.id != tasks[2].id)
     with pytest.raises(StoreError, match="rows to hold: 1 of 2 locked rows were changed"):
         bench.claim(*tasks)
@@ -204,7 +204,7 @@ def test_several_workers_together_keep_a_rate(bench: LimitedRunnerHarness) -> No
     over = threading.Event()
 
     def take() -> None:
-        admission = Admission(bench.limits.waitlist, bench.store.claims("other", None))
+        admission = Admission(bench.waitlist, bench.store.claims("other", None))
         while not over.wait(0.002):
             for task in admission.admit("default", "note", 10)[0]:
                 assert task.update_time is None

@@ -116,7 +116,7 @@ def test_tasks_of_other_keys_join_the_waitlist_before_the_rest_of_a_large_backlo
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(40)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(3)]
     later, free = bench.schedule(delay=60), bench.schedule("free")
-    lines, tags = bench.limits.waitlist, {"note", "other"}
+    lines, tags = bench.waitlist, {"note", "other"}
     assert lines.hold_overdue("default", 0, {"note"})
     assert bench.statuses(small) == ["NOT_COMPLETE"] * 3, "the first step takes the oldest"
     assert lines.hold_overdue("default", 0, {"note"})
@@ -137,7 +137,7 @@ def test_a_backlog_without_keys_does_not_delay_tasks_of_other_tags(
     for _ in range(40):
         bench.schedule()
     other = bench.schedule("other")
-    lines = bench.limits.waitlist
+    lines = bench.waitlist
     for _ in range(2):
         assert lines.hold_overdue("default", 0, {"note", "other"})
     assert bench.statuses([other]) == ["HELD"]
@@ -152,7 +152,7 @@ def test_locked_rows_do_not_keep_other_overdue_rows_from_the_waitlist(
     bench = LimitedRunnerHarness(bench.store)
     large = [bench.schedule(body=n, concurrency_key="large") for n in range(12)]
     small = [bench.schedule(body=n, concurrency_key=f"small {n}") for n in range(6)]
-    t, lines = bench.store.schema.tasks, bench.limits.waitlist
+    t, lines = bench.store.schema.tasks, bench.waitlist
     with bench.store.database.begin() as somebody:
         somebody.execute(
             select(t.c.id).where(t.c.id.in_([task.id for task in small])).with_for_update()
