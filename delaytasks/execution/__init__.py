@@ -16,5 +16,5 @@ The modules, in the order of the path of a task:
     settlement          writes settlements, with retries, and arms the tasks that run again
     failure_reason      why a chunk failed as a whole
 
-`limits` loads the optional limits, and `policy_cache` keeps the policies of tags and queues.
+`policy_cache` keeps the policies of tags and queues, and holds claimed rows that are paused.
 """
