@@ -25,7 +25,7 @@ from delaytasks.core.private_files import tighten_data_folder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.policy_cache import PolicyCache
-from delaytasks.maintenance.overdue_queues import OnStep
+from delaytasks.maintenance.drain_requests import OnStep
 from delaytasks.maintenance.pause_sweeper import PauseSweeper
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.operations.callbacks import Callbacks

@@ -15,8 +15,7 @@ from benchmarks.waiting import BenchError
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.maintenance.cleanup import PURGE_ROWS
-from delaytasks.maintenance.sweeper import RECOVER_ROWS
+from delaytasks.maintenance.sweeper import PURGE_ROWS, RECOVER_ROWS
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.stats import Stats
 

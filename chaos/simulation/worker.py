@@ -17,8 +17,7 @@ from chaos.simulation.world import Host
 from chaos.violation import Violation
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
-from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.runner import Report, Runner
+from delaytasks.execution.runner import FailureReason, Report, Runner
 from delaytasks.limits.waitlist import Waitlist
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.processors.thread_slots import ThreadSlots

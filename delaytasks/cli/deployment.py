@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import recent_failures
-from delaytasks.timers.broker_status import broker_error
+from delaytasks.timers.broker_link import broker_error
 
 if TYPE_CHECKING:
     from delaytasks.client import DelayTasks

@@ -13,7 +13,7 @@ from delaytasks.cli.output import BAD, GOOD, print_json, print_table
 from delaytasks.cli.times import DURATION
 from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.broker_status import broker_error
+from delaytasks.timers.broker_link import broker_error
 
 _EXIT_CODES_OF_HEALTH = "Exit codes: 0 healthy; 1 not healthy; 2 wrong usage or settings."
 

@@ -21,10 +21,9 @@ from delaytasks.core.task import DelayTask
 from delaytasks.execution.chunk import Chunk, TimeBudget
 from delaytasks.execution.concurrent_calls import ConcurrentCalls
 from delaytasks.execution.executor import TaskExecutor
-from delaytasks.execution.pause_filter import PauseFilter
+from delaytasks.execution.policy_cache import PauseFilter
 from delaytasks.execution.settlement import Settler
-from delaytasks.execution.tag_costs import TagCosts
-from delaytasks.execution.tally import Tally
+from delaytasks.execution.tally import TagCosts, Tally
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.processors.thread_slots import ThreadSlots
 

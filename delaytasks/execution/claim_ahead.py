@@ -31,8 +31,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.chunk import Chunk
 from delaytasks.execution.chunk_runner import ChunkRunner
-from delaytasks.execution.tag_costs import TagCosts
-from delaytasks.execution.tally import Tally
+from delaytasks.execution.tally import TagCosts, Tally
 from delaytasks.processors.registry import Registry
 from delaytasks.processors.thread_slots import MAX_SLOTS
 

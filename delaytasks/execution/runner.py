@@ -7,10 +7,12 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
+from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
+from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Claimed, Entry, Settle, Timer
 from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen, WaitlistState
@@ -23,13 +25,11 @@ from delaytasks.execution.chunk_runner import ChunkRunner, ThreadContext
 from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
 from delaytasks.execution.deferral_rules import DeferralRules
 from delaytasks.execution.executor import Execute, TaskExecutor, Watcher, emit_start
-from delaytasks.execution.failure_reason import FailureReason
 from delaytasks.execution.outcome_rules import OutcomeRules
-from delaytasks.execution.pause_filter import PauseFilter
+from delaytasks.execution.policy_cache import PauseFilter
 from delaytasks.execution.run_counter import RunCounter
 from delaytasks.execution.settlement import Settler
-from delaytasks.execution.tag_costs import TagCosts
-from delaytasks.execution.tally import SizeSample, Tally
+from delaytasks.execution.tally import SizeSample, TagCosts, Tally
 from delaytasks.execution.task_run import Lease, TransactionOf
 from delaytasks.limits.admission import Admission
 from delaytasks.limits.waitlist import Waitlist
@@ -39,6 +39,7 @@ from delaytasks.processors.thread_slots import ThreadSlots
 
 if TYPE_CHECKING:
     from delaytasks.storage.claims import Claims
+
 
 #: A message that is early by less than this is waited for: clocks differ by a fraction of it.
 CLOCK_TOLERANCE_US = 50_000
@@ -52,6 +53,26 @@ RECOVERED_S, RECOVERED_SHARE = 1.0, 20
 #: If the rows of a chunk take less time on average, no other thread settles them: it would compete
 #: with the next rows for the interpreter, which made bursts of empty tasks slower by a sixth.
 SLOW_ROW_S = 0.0005
+
+
+class FailureReason(Enum):
+    """The reason decides which work waits."""
+
+    #: The pool process died. The other processes continue with the queue.
+    PROCESS_LOST = "process lost"
+    #: The database cannot be reached or cannot work. Only this pauses all chunks.
+    UNAVAILABLE = "unavailable"
+    #: The database answers and refuses a statement, for example because a table is missing.
+    REFUSED = "refused"
+    #: Anything else: a bug, a row that cannot be read, or a process that a processor has broken.
+    UNKNOWN = "unknown"
+
+    @classmethod
+    def of(cls, error: BaseException) -> FailureReason:
+        """Classify what a chunk raised in its process; `storage` has typed the driver's errors."""
+        if isinstance(error, (StoreUnavailableError, OutcomeUnknownError)):
+            return cls.UNAVAILABLE
+        return cls.REFUSED if isinstance(error, StoreError) else cls.UNKNOWN
 
 
 class Report(NamedTuple):

@@ -20,7 +20,7 @@ from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.execution.policy_cache import PolicyCache
-from delaytasks.maintenance.overdue_queues import OnStep
+from delaytasks.maintenance.drain_requests import OnStep
 
 if TYPE_CHECKING:
     from delaytasks.storage.paused_rows import PausedRows

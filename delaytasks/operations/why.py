@@ -10,7 +10,7 @@ from delaytasks.core.task import DelayTask, id_of
 from delaytasks.core.why import Explanation, Reason, TransportFacts, why
 from delaytasks.operations.tasks import TaskReference, find_id, name_of
 from delaytasks.storage.facts import FactReader
-from delaytasks.timers.broker_status import broker_error
+from delaytasks.timers.broker_link import broker_error
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -13,7 +13,6 @@ from kombu.messaging import Producer
 from kombu.utils.uuid import uuid
 
 from delaytasks.core.clock import monotonic
-from delaytasks.timers.connection_limits import CONNECT_STEP_S, is_quick
 
 #: The names of the errors with which Redis refuses each write: it is full, or not a primary.
 REFUSES_ALL_WRITES = {"OutOfMemoryError", "ReadOnlyError", "MasterDownError"}
@@ -239,3 +238,37 @@ class BrokerLink:
 
     def _unblocked(self) -> None:
         self._is_blocked = False
+
+
+#: The limit for each step of connecting. A healthy server may be far away, and the process may be
+#: busy with imports.
+CONNECT_STEP_S = 2.0
+#: A step that takes less than this part of its time limit is quick.
+_QUICK_PART = 0.1
+
+
+def is_quick(took_s: float, limit_s: float, steps: int = 1) -> bool:
+    """Return whether `steps` steps were quick enough that callers may take the next ones
+    themselves.
+
+    Otherwise a thread takes them, so that callers wait no longer than `limit_s`.
+    """
+    return took_s < limit_s * _QUICK_PART * steps
+
+
+def broker_error(app: Any, queue: Queue, limit_s: float) -> str | None:
+    """Return the error of the broker, or of the node that has the queue; None if both answer."""
+    try:
+        with bounded_connection(app, limit_s) as connection:
+            return _lost_queue(queue, connection)
+    except Exception as reason:  # each transport has its own errors, and all mean the same
+        return f"{type(reason).__name__}: {reason}"
+
+
+def _lost_queue(queue: Queue, connection: Any) -> str | None:
+    """Return the broker's error if the node of the queue is down."""
+    try:
+        connection.default_channel.queue_declare(queue=queue.name, passive=True)
+    except connection.channel_errors as reason:  # usually: the queue is not declared yet
+        return f"{type(reason).__name__}: {reason}" if is_home_node_down(reason) else None
+    return None

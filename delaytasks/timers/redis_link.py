@@ -17,8 +17,7 @@ from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Availability, within
-from delaytasks.timers.broker_link import WRONG_TYPE
-from delaytasks.timers.connection_limits import CONNECT_STEP_S, is_quick
+from delaytasks.timers.broker_link import CONNECT_STEP_S, WRONG_TYPE, is_quick
 from delaytasks.timers.redis_location import FAILURES, RedisLocation
 from delaytasks.timers.redis_scripts import ARM, TAKE
 

@@ -60,3 +60,23 @@ class DelayedCall:
         if seconds < inf and monotonic() >= self._planned_at:
             self._planned_at = monotonic() + seconds
             self.call_after(seconds)
+
+
+class CapacityRequest:
+    """One thread requests capacity, and another one grants it by setting the event `granted`."""
+
+    def __init__(self) -> None:
+        self.granted = threading.Event()
+        self._is_open = False
+
+    def open(self) -> None:
+        self._is_open = True
+
+    def withdraw(self) -> None:
+        self._is_open = False
+
+    def grant_if(self, has_capacity: Callable[[], int]) -> None:
+        """Grant the request if there is one and `has_capacity` returns more than 0."""
+        if self._is_open and has_capacity():
+            self._is_open = False
+            self.granted.set()

@@ -6,25 +6,24 @@ Entries that are due, waitlists, and drains of queues take turns.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
-from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.runner import Report
+from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.worker.chunk_request import ChunkRequest
+from delaytasks.worker.entries import ReadyEntries, UnfinishedWork
 from delaytasks.worker.pool import Pool
-from delaytasks.worker.queue_drain import QueueDrain
-from delaytasks.worker.ready_entries import ReadyEntries
 from delaytasks.worker.shared_memory import OthersWait
-from delaytasks.worker.unfinished_work import UnfinishedWork
 
 if TYPE_CHECKING:
     from delaytasks.limits.tracked_waitlists import TrackedWaitlists
+
 
 #: How long one process serves waitlists before its next chunk may be of another kind: the first
 #: bound applies while another process is free, the second one otherwise.
@@ -393,3 +392,50 @@ class ChunkQueue:
             self._drains.pop(queue, None)
         elif (drain := self._drains.get(queue)) is not None:
             drain.chunks.pop(request.number, None)
+
+
+#: A drain chunk that takes longer is held up by a slow task, so that other processes drain the
+#: same queue as well. The bound is several time budgets, so that a quick chunk on a busy machine
+#: does not count as held up.
+HELD_UP_S = 0.25
+
+
+class DrainChunk(NamedTuple):
+    """A chunk of a drain that a process works on."""
+
+    sent_at: float
+    #: How many times the drain had been started by then.
+    starts: int
+
+
+@dataclass
+class QueueDrain:
+    """A queue that is drained by one chunk at first, and by all processes once it proves deep.
+
+    A chunk that a slow task holds up says nothing about the queue. Meanwhile as many other
+    processes look at the queue as there are chunks held up. This finds all processes that are
+    needed soon, and it costs few claims if the queue is empty.
+    """
+
+    priorities: set[int]
+    #: The chunks that processes work on, by number.
+    chunks: dict[int, DrainChunk] = field(default_factory=dict)
+    is_deep: bool = False
+    #: How many times the drain was started. A chunk that was sent before the last start may have
+    #: read the table too early.
+    starts: int = 0
+
+    def wants_chunk(self) -> bool:
+        """Whether the pool should get another chunk of this drain now."""
+        began_after = monotonic() - HELD_UP_S
+        quick = sum(chunk.sent_at > began_after for chunk in self.chunks.values())
+        return self.is_deep or quick < max(len(self.chunks) - quick, 1)
+
+    def begin_chunk(self, number: int) -> None:
+        self.chunks[number] = DrainChunk(monotonic(), self.starts)
+
+    def extra_chunk_in_s(self) -> float:
+        """Return in how many seconds the next one of its chunks counts as held up."""
+        now = monotonic()
+        waits = (chunk.sent_at + HELD_UP_S - now for chunk in self.chunks.values())
+        return min((wait_s for wait_s in waits if wait_s >= 0), default=inf)

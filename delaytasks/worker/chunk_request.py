@@ -10,8 +10,7 @@ from celery import current_app
 from delaytasks.core.events import log_event
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
-from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.runner import Report, Runner
+from delaytasks.execution.runner import FailureReason, Report, Runner
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.processes import Processes
 

@@ -20,17 +20,14 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
-from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.runner import Report
+from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.statistics.worker_counts import WorkerCounts
-from delaytasks.worker.calls import Call, DelayedCall
-from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker.calls import Call, CapacityRequest, DelayedCall
 from delaytasks.worker.chunk_queue import FAILED_PAUSE_S, ChunkQueue
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.near_entries import NearEntries
+from delaytasks.worker.entries import NearEntries, UnfinishedWork
 from delaytasks.worker.pool import POOL_REST_S, Pool
 from delaytasks.worker.shared_memory import OthersWait
-from delaytasks.worker.unfinished_work import UnfinishedWork
 
 
 class ChunkFailure(NamedTuple):

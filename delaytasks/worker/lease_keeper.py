@@ -16,7 +16,7 @@ from delaytasks.core.interfaces import Level
 from delaytasks.core.loop import Loop
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.worker_shares import serves
+from delaytasks.worker.table_poller import serves
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

@@ -5,16 +5,18 @@ The loop has a thread of its own, since a sweep may take longer than a pause sho
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.loop import Loop
 from delaytasks.execution.policy_cache import POLICY_REFRESH_S
-from delaytasks.worker.database_health import DatabaseOutages
+from delaytasks.worker.celery_patches import running_pids
+from delaytasks.worker.service_watch import DatabaseOutages
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime
-    from delaytasks.worker.cancel_requests import CancelRequestReader
+    from delaytasks.worker.processes import Processes
+
 
 #: A read that takes longer is stuck, and a fresh thread with a new connection replaces it.
 POLICY_READ_S = 10.0
@@ -54,3 +56,17 @@ def policy_loop(
         return POLICY_REFRESH_S
 
     return Loop("policies", read_policies, runtime.events, POLICY_READ_S, runtime.store.close)
+
+
+class CancelRequestReader:
+    """Reads the requests for the rows of one worker, in its main process."""
+
+    def __init__(self, runtime: Runtime, processes: Processes, celery_pool: Any) -> None:
+        self._requests = runtime.store.tasks.cancel_requests
+        self._processes = processes
+        self._pool = celery_pool
+
+    def read(self) -> None:
+        """Tell the processes which of their rows were asked to stop."""
+        names = [self._processes.name(pid) for pid in running_pids(self._pool)]
+        self._processes.requested_runs.record(self._requests.of(names))

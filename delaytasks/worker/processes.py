@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,7 @@ from celery import signals
 
 from delaytasks.core.clock import reset_in_child
 from delaytasks.processors.thread_slots import ThreadSlots
-from delaytasks.worker.cancel_requests import RequestedRuns
-from delaytasks.worker.outcome_counts import OutcomeCounts
-from delaytasks.worker.shared_memory import OthersWait, Renewals
+from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
 if TYPE_CHECKING:
@@ -122,7 +121,7 @@ class Processes:
     ) -> Runner:
         """Return a new runner. `registry` is that of the instance if it is None."""
         # Most producers run no tasks, so they do not import what runs them.
-        from delaytasks.execution.pause_filter import PauseFilter
+        from delaytasks.execution.policy_cache import PauseFilter
         from delaytasks.execution.runner import Runner
         from delaytasks.limits.waitlist import Waitlist
 
@@ -200,3 +199,23 @@ def own_address(toward: str | None) -> int | None:
             return int.from_bytes(socket.inet_aton(probe.getsockname()[0]), "big")
     except OSError:
         return None
+
+
+#: The events that are counted, and for which of them each tag is counted.
+_COUNTED = {"task.succeeded": False, "task.failed": False, "task.no_processor": True}
+
+
+class OutcomeCounts:
+    """Counts the outcomes of tasks. A subscriber of the events of one process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    def __call__(self, name: str, fields: dict[str, Any]) -> None:
+        counts_tags = _COUNTED.get(name)
+        if counts_tags is not None:
+            self._counts[name, fields["tag"] if counts_tags else ""] += fields.get("count", 1)
+
+    def take(self) -> tuple[tuple[str, str, int], ...]:
+        counts, self._counts = self._counts, Counter()
+        return tuple((name, tag, count) for (name, tag), count in counts.items())

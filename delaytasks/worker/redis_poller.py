@@ -19,7 +19,7 @@ from delaytasks.core.loop import SERVICE_REST_S, Loop
 from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
 from delaytasks.timers.redis_location import FAILURES
 from delaytasks.timers.redis_scripts import MAX_ENTRIES
-from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker.calls import CapacityRequest
 from delaytasks.worker.dispatcher import Dispatcher
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.sweep_loop import SweepLoop

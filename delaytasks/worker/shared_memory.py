@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 
 from delaytasks.core.workers import LastRenewal
 
@@ -53,3 +54,34 @@ class OthersWait:
 
     def is_so(self) -> bool:
         return bool(self._flag[0])
+
+
+#: The most rows of a worker that are asked to stop at the same time.
+MOST_ROWS = 1000
+
+
+class RequestedRuns:
+    """The runs of this worker that were asked to stop, by id and version.
+
+    Each number is written as a whole, and the count last.
+    """
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, 8 * (1 + 2 * MOST_ROWS))).cast("q")
+
+    def record(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Replace the rows."""
+        memory = self._memory
+        memory[0] = 0
+        for number, row in enumerate(rows[:MOST_ROWS]):
+            memory[1 + 2 * number], memory[2 + 2 * number] = row
+        memory[0] = min(len(rows), MOST_ROWS)
+
+    def has(self, id: int, version: int) -> bool:
+        """Return whether this run was asked to stop."""
+        memory = self._memory
+        if not memory[0]:  # as nearly always
+            return False
+        return any(
+            memory[at] == id and memory[at + 1] == version for at in range(1, 1 + 2 * memory[0], 2)
+        )

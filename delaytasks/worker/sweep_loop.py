@@ -16,11 +16,12 @@ from delaytasks.core.loop import Loop
 from delaytasks.core.settings import SILENT_SWEEPS
 from delaytasks.core.text import DEFER_MAX_S
 from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
-from delaytasks.worker.database_health import DatabaseContact
+from delaytasks.worker.service_watch import DatabaseContact
 
 if TYPE_CHECKING:
-    from delaytasks.worker.declared_schedules import DeclaredSchedules
+    from delaytasks.runtime import Runtime
     from delaytasks.worker.worker_runtime import WorkerRuntime
+
 
 #: How often a worker looks for sweep partitions that no worker swept. Without beat a sweep comes at
 #: most this much later than `self_sweep_s`.
@@ -198,3 +199,30 @@ class SweepLoop:
                 )
             self._sweep(sweep_partition)
         self._checked_at = monotonic()
+
+
+#: How often a worker with declarations compares them with the table.
+FOLLOW_S = 60.0
+
+
+class DeclaredSchedules:
+    """Loads the package of recurring schedules only if code declares or has declared one."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._followed_at = float("-inf")
+
+    @property
+    def is_due(self) -> bool:
+        return monotonic() - self._followed_at >= FOLLOW_S
+
+    def follow(self) -> None:
+        is_first = self._followed_at < 0
+        if self._runtime.registry.schedules or (is_first and self._are_stored()):
+            from delaytasks.recurrence.recurring import follow
+
+            follow(self._runtime)
+        self._followed_at = monotonic()
+
+    def _are_stored(self) -> bool:
+        return self._runtime.store.due_schedules.has_declared()

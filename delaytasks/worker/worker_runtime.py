@@ -19,21 +19,16 @@ from delaytasks.statistics.writer import StatisticsWriter, write_last
 from delaytasks.timers.eta import RUN
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.broker_connection import stop_reading
-from delaytasks.worker.calls import CallThread
-from delaytasks.worker.cancel_requests import CancelRequestReader
-from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker.calls import CallThread, CapacityRequest
 from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.database_health import DatabaseOutages
-from delaytasks.worker.declared_schedules import DeclaredSchedules
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.entries import NearEntries, UnfinishedWork, WorkSender
 from delaytasks.worker.lease_keeper import LeaseKeeper
-from delaytasks.worker.near_entries import NearEntries
-from delaytasks.worker.policy_loop import policy_loop
+from delaytasks.worker.policy_loop import CancelRequestReader, policy_loop
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.service_watch import ServiceWatch
-from delaytasks.worker.sweep_loop import SweepLoop
+from delaytasks.worker.service_watch import DatabaseOutages, ServiceWatch
+from delaytasks.worker.sweep_loop import DeclaredSchedules, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
-from delaytasks.worker.unfinished_work import UnfinishedWork, WorkSender
 
 if TYPE_CHECKING:
     from delaytasks.execution.runner import Report

@@ -21,7 +21,7 @@ from delaytasks import (
 )
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.worker.cancel_requests import RequestedRuns
+from delaytasks.worker.shared_memory import RequestedRuns
 from tests.runner_harness import RunnerHarness
 
 

@@ -16,10 +16,14 @@ from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Level, QueuePlace
 from delaytasks.core.states import Status
-from delaytasks.maintenance import overdue_queues as overdue
+from delaytasks.maintenance import drain_requests as overdue
 from delaytasks.maintenance import sweeper as sweeper_module
-from delaytasks.maintenance.drain_requests import MOST_MESSAGES_PER_QUEUE
-from delaytasks.maintenance.overdue_queues import MOST_NAMED, MOST_OTHERS, OverdueQueues
+from delaytasks.maintenance.drain_requests import (
+    MOST_MESSAGES_PER_QUEUE,
+    MOST_NAMED,
+    MOST_OTHERS,
+    OverdueQueues,
+)
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage import paused_rows as store_holding
 from delaytasks.storage import worker_table as store_workers

@@ -11,19 +11,19 @@ import pytest
 
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.worker import database_health
-from delaytasks.worker.database_health import (
+from delaytasks.worker import service_watch
+from delaytasks.worker.policy_loop import policy_loop
+from delaytasks.worker.service_watch import (
     DATABASE_ANSWER_S,
     DatabaseContact,
     DatabaseOutages,
 )
-from delaytasks.worker.policy_loop import policy_loop
 
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(database_health, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(service_watch, "monotonic", lambda: clock.now)
     return clock
 
 

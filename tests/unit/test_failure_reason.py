@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
-from delaytasks.execution.failure_reason import FailureReason
+from delaytasks.execution.runner import FailureReason
 
 
 @pytest.mark.parametrize(

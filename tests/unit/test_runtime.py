@@ -20,7 +20,7 @@ from delaytasks.core.policies import WaitlistState
 from delaytasks.execution.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.unfinished_work import UnfinishedWork
+from delaytasks.worker.entries import UnfinishedWork
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import proxy_to
 from tests.services import free_port

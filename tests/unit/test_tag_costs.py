@@ -10,7 +10,7 @@ import pytest
 
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.runner import Report
-from delaytasks.execution.tag_costs import TagCosts
+from delaytasks.execution.tally import TagCosts
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until

@@ -12,12 +12,12 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
-from delaytasks.worker import chunk_queue, pool, queue_drain
-from delaytasks.worker.capacity_request import CapacityRequest
+from delaytasks.worker import chunk_queue, pool
+from delaytasks.worker.calls import CapacityRequest
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.worker.entries import UnfinishedWork
 from delaytasks.worker.shared_memory import OthersWait
-from delaytasks.worker.unfinished_work import UnfinishedWork
 from tests.manual_clock import ManualClock
 
 
@@ -85,5 +85,5 @@ class Hands:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.at = 1000.0
-        for module in (pool, queue_drain, chunk_queue):
+        for module in (pool, chunk_queue):
             monkeypatch.setattr(module, "monotonic", lambda: self.at)

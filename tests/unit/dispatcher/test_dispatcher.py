@@ -12,11 +12,10 @@ import pytest
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import WaitlistState
 from delaytasks.core.settings import Settings
-from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.runner import Report
+from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.worker.chunk_queue import BACKLOG_WAIT_S
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.unfinished_work import UnfinishedWork
+from delaytasks.worker.entries import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 
 

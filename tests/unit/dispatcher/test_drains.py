@@ -7,11 +7,9 @@ from billiard.einfo import ExceptionInfo
 from billiard.exceptions import WorkerLostError
 from celery.concurrency import solo
 
-from delaytasks.execution.failure_reason import FailureReason
-from delaytasks.execution.runner import Report
-from delaytasks.worker.chunk_queue import CONTINUE_IN_TURN_S, CONTINUE_S
-from delaytasks.worker.queue_drain import HELD_UP_S
-from delaytasks.worker.unfinished_work import UnfinishedWork
+from delaytasks.execution.runner import FailureReason, Report
+from delaytasks.worker.chunk_queue import CONTINUE_IN_TURN_S, CONTINUE_S, HELD_UP_S
+from delaytasks.worker.entries import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 

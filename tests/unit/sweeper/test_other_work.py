@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from delaytasks import Status
 from delaytasks.core.interfaces import Entry
-from delaytasks.maintenance import cleanup
+from delaytasks.maintenance import sweeper
 from delaytasks.maintenance import sweeper as sweeper_module
 from tests.conftest import open_store
 from tests.counting import counted
@@ -171,7 +171,7 @@ def test_abandoned_rows_are_recovered_in_any_number(
 def test_old_finished_rows_are_deleted_only_if_configured(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cleanup, "PURGE_ROWS", 10)
+    monkeypatch.setattr(sweeper, "PURGE_ROWS", 10)
     for changes, left in (({}, 28), ({"purge_after_s": 3600}, 3)):
         field = make(**changes)
         old = field.clock.now() - timedelta(hours=2)
