@@ -16,7 +16,7 @@ from alembic import context
 from sqlalchemy import Connection
 
 from delaytasks.core.settings import load_settings
-from delaytasks.storage import sqlite_file
+from delaytasks.storage import engines as sqlite_file
 from delaytasks.storage.database import Database, normalize_url
 from delaytasks.storage.migrations import comparison, exclusively, url_of, version_table
 from delaytasks.storage.schema import build_schema
@@ -92,7 +92,7 @@ elif "connection" in given:
 else:
     database = Database(url)
     if command_name not in ("current", "check"):
-        sqlite_file.create(database.url)
+        sqlite_file.create_sqlite_file(database.url)
     with database.begin() as mine:
         migrate(mine)
     database.dispose()

@@ -13,7 +13,7 @@ from benchmarks.ours import app, delays
 from benchmarks.settings import BARE_QUEUE, NAMESPACES, broker_url, redis_url
 from benchmarks.waiting import BenchError
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.eta import RUN
+from delaytasks.timers.arming import RUN
 
 IS_REDIS = redis_url() == broker_url()
 

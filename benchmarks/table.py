@@ -35,8 +35,8 @@ from delaytasks import DelayTasks
 from delaytasks.core.errors import StoreError
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
+from delaytasks.recurrence.creation import RecurringTable
 from delaytasks.recurrence.definition import Definition
-from delaytasks.recurrence.queries import RecurringTable
 from delaytasks.recurrence.recurring import checked
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations

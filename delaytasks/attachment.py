@@ -20,7 +20,7 @@ from kombu.transport import TRANSPORT_ALIASES
 from delaytasks.core.celery_calls import CeleryCall, is_forced
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import PREFIX, secret_names
-from delaytasks.timers.eta import SWEEP
+from delaytasks.timers.arming import SWEEP
 from delaytasks.worker.celery_tasks import register_tasks
 
 if TYPE_CHECKING:
@@ -73,9 +73,9 @@ def intercept(app: Any, delays: HasRuntime) -> None:
     """Let calls with a delay become rows of `delays`, and let `revoke` cancel these rows."""
     app.send_task = DurableSendTask(app, delays)
     if app.control_cls == CONTROL:
-        app.control_cls = "delaytasks.operations.revocations:DurableControl"
+        app.control_cls = "delaytasks.operations.durable_calls:DurableControl"
     else:
-        from delaytasks.operations.revocations import RevokesRows
+        from delaytasks.operations.durable_calls import RevokesRows
 
         app.control_cls = type("DurableControl", (RevokesRows, symbol_by_name(app.control_cls)), {})
     app.__dict__.pop("control", None)  # made by the previous class

@@ -50,9 +50,9 @@ from delaytasks.core.task import (
 )
 from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.handles import Body, Converted, Processor
-from delaytasks.operations.bulk import read_audit, rerun_bulk, run_bulk
-from delaytasks.operations.policies import NO_POLICY, change_policy, limits_of, read_policies
-from delaytasks.operations.tasks import (
+from delaytasks.operations.bulk_calls import read_audit, rerun_bulk, run_bulk
+from delaytasks.operations.policy_calls import NO_POLICY, change_policy, limits_of, read_policies
+from delaytasks.operations.single_tasks import (
     Pauses,
     cancel_task,
     find_tasks,
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from delaytasks.runtime import ProcessorContext, Runtime
     from delaytasks.start_checks import Finding
     from delaytasks.statistics.reading import Statistics
-    from delaytasks.storage.borrowed_connections import ConnectionSource
+    from delaytasks.storage.sessions import ConnectionSource
     from delaytasks.twins import AsyncCalls
 
 

@@ -26,13 +26,12 @@ from delaytasks.core.inputs import is_integer, show_duration
 from delaytasks.core.states import WAITING
 from delaytasks.core.text import count, shown, some_values
 from delaytasks.core.workers import RegisteredWorker
-from delaytasks.storage.estimates import estimate
-from delaytasks.storage.queue_levels import has_status, levels
+from delaytasks.storage.searching import estimate_rows, has_status, queue_levels
 from delaytasks.storage.types import epoch_s
 
 if TYPE_CHECKING:
-    from delaytasks.recurrence.queries import RecurringTable
-    from delaytasks.recurrence.schedule import RecurringSchedule
+    from delaytasks.recurrence.creation import RecurringTable
+    from delaytasks.recurrence.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
     from delaytasks.storage.store import Store
 
@@ -423,7 +422,7 @@ def _waiting(store: Store, now: datetime, until: datetime) -> tuple[Due, bool]:
     t, can = store.schema.tasks, store.database.can
 
     def read(connection: Connection) -> tuple[Due, bool]:
-        waiting = estimate(connection, select(t.c.id).where(has_status(t, *WAITING)))
+        waiting = estimate_rows(connection, select(t.c.id).where(has_status(t, *WAITING)))
         # The estimate may be old, so that counting is tried if it is not far above the limit.
         if not can.estimates or waiting <= 2 * MAX_EXACT:
             found = _counted(connection, t, now, until, MAX_EXACT if can.estimates else None)
@@ -442,7 +441,7 @@ def _counted(
     """Count the rows, or return None if there are more than `most`."""
     found: Counter[DueKey] = Counter()
     for status in WAITING:
-        for queue, priority in levels(connection, t, status):
+        for queue, priority in queue_levels(connection, t, status):
             rows = select(t.c.queue, t.c.tag, t.c.expected_time).where(
                 has_status(t, status),
                 t.c.queue == queue,
@@ -459,7 +458,7 @@ def _counted(
 
 def _sampled(connection: Connection, t: Any, now: datetime, until: datetime, waiting: int) -> Due:
     """Estimate the numbers from a random sample of the table's blocks."""
-    all_rows = estimate(connection, select(t.c.id))
+    all_rows = estimate_rows(connection, select(t.c.id))
     wanted = min(SAMPLED / max(waiting, 1), MAX_READ / max(all_rows, 1)) * 100
     percent = min(max(wanted, LEAST_PERCENT), 100.0)
     # With a seed, two forecasts of an unchanged table are the same.
@@ -493,7 +492,7 @@ def _estimated_ranges(
         tags = Counter(connection.scalars(some))
         rows = tags.total()
         if rows == TAGS_READ:
-            rows = max(estimate(connection, select(t.c.id).where(*here)), rows)
+            rows = max(estimate_rows(connection, select(t.c.id).where(*here)), rows)
             if rows > most and length > 1:
                 part = math.ceil(length / 4)
                 for start in range(begin, begin + length, part):
@@ -503,7 +502,7 @@ def _estimated_ranges(
             found[queue, tag, begin // HOUR_S] += rows * share / tags.total()
 
     for status in WAITING:
-        for queue, priority in levels(connection, t, status):
+        for queue, priority in queue_levels(connection, t, status):
             level = [has_status(t, status), t.c.queue == queue, t.c.priority == priority]
             for hour in range(first, end):
                 read(level, queue, hour * HOUR_S, HOUR_S)

@@ -20,7 +20,7 @@ from typing import (
 
 from delaytasks.core.inputs import Delay
 from delaytasks.core.task import DelayTask, NewTask, new_task_of
-from delaytasks.operations.tasks import cancel_task, find_tasks
+from delaytasks.operations.single_tasks import cancel_task, find_tasks
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:

@@ -25,20 +25,16 @@ from delaytasks.core.private_files import tighten_data_folder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.execution.policy_cache import PolicyCache
-from delaytasks.maintenance.drain_requests import OnStep
-from delaytasks.maintenance.pause_sweeper import PauseSweeper
-from delaytasks.maintenance.sweeper import Sweeper
+from delaytasks.maintenance.sweeper import OnStep, PauseSweeper, Sweeper
 from delaytasks.operations.callbacks import Callbacks
-from delaytasks.operations.celery_tasks import CeleryTasks
-from delaytasks.operations.revocations import Revocations
-from delaytasks.operations.transactions import CallerTransactions
+from delaytasks.operations.durable_calls import CeleryTasks, Revocations
+from delaytasks.operations.single_tasks import CallerTransactions
 from delaytasks.processors.registry import Registry
-from delaytasks.scheduling.producer import Producer
-from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.scheduling.producer import Producer, QueueRouting
 from delaytasks.start_checks import StartChecks
 from delaytasks.storage.migrations import url_of
 from delaytasks.storage.store import Store
-from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.twins import AsyncCalls, InFramework
 
@@ -46,12 +42,11 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delaytasks.core.interfaces import Timer, Transaction
-    from delaytasks.operations.why import Explanations
-    from delaytasks.recurrence.creation import Creation
-    from delaytasks.recurrence.queries import RecurringTable
-    from delaytasks.timers.background import BackgroundTimer
+    from delaytasks.operations.explanations import Explanations
+    from delaytasks.recurrence.creation import Creation, RecurringTable
+    from delaytasks.timers.arming import BackgroundTimer
     from delaytasks.timers.direct import DirectTimer
-    from delaytasks.timers.redis import RedisTimer
+    from delaytasks.timers.redis_timer import RedisTimer
 
 T = TypeVar("T")
 #: Is entered around each call of a processor.
@@ -187,8 +182,7 @@ class Runtime:
         """The timer if it is of this kind."""
         if not self.settings.uses_broker or self.settings.timer != "redis":
             return None
-        from delaytasks.timers.redis import RedisTimer
-        from delaytasks.timers.redis_location import redis_location
+        from delaytasks.timers.redis_timer import RedisTimer, redis_location
 
         settings, conf = self.settings, self.celery.conf
         location = redis_location(
@@ -206,7 +200,7 @@ class Runtime:
         """The queue in front of the timer with `arm="background"`: producers do not wait."""
         if self.settings.arm != "background":
             return None
-        from delaytasks.timers.background import BackgroundTimer, can_run_threads
+        from delaytasks.timers.arming import BackgroundTimer, can_run_threads
 
         return BackgroundTimer(self.timer, self.clock) if can_run_threads() else None
 
@@ -292,8 +286,8 @@ class Runtime:
     @part
     def message_publisher(self) -> PublishesMessages:
         """Publishes the messages of Celery tasks that waited as rows."""
-        from delaytasks.durable_eta.publisher import PUBLISH_LIMIT_S, MessagePublisher
-        from delaytasks.timers.broker_link import REFUSES_ALL_WRITES, bounded_connection
+        from delaytasks.durable_eta.message_publisher import PUBLISH_LIMIT_S, MessagePublisher
+        from delaytasks.timers.publisher import REFUSES_ALL_WRITES, bounded_connection
 
         # The publisher waits for the confirmations of many messages together.
         connect = partial(
@@ -310,13 +304,13 @@ class Runtime:
 
     @part
     def explanations(self) -> Explanations:
-        from delaytasks.operations.why import Explanations
+        from delaytasks.operations.explanations import Explanations
 
         return Explanations(self)
 
     @part
     def recurring_table(self) -> RecurringTable:
-        from delaytasks.recurrence.queries import RecurringTable
+        from delaytasks.recurrence.creation import RecurringTable
 
         return RecurringTable(self.store.database, self.store.schema)
 

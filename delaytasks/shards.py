@@ -162,7 +162,7 @@ def _merged(method: Method[P, Page]) -> MethodOfShards[P, MergedPage]:
     """Read a page of all members. Each member is read in chunks, as far as the page needs."""
 
     def call(self: Shards, /, cursor: Any = None, limit: int = 100, **options: Any) -> MergedPage:
-        from delaytasks.storage.pages import make_cursor
+        from delaytasks.storage.searching import make_cursor
 
         check_page_limit(limit)
         # A cursor has the position in each member. A member that was added since has none.

@@ -13,7 +13,7 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.timers.eta import SWEEP
+from delaytasks.timers.arming import SWEEP
 from delaytasks.timers.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class StartChecks:
 
     def findings(self) -> Iterator[Finding]:
         """Yield the waiting tasks that this code cannot run."""
-        from delaytasks.storage.stats import Stats
+        from delaytasks.storage.state_queries import Stats
 
         settings = self._settings
         keys = names_of(settings.encryption_keys)

@@ -111,7 +111,7 @@ class AsyncCalls:
         call = partial(method, *arguments, **options)
         if session is None:
             return await self._in_thread(call)
-        from delaytasks.storage.async_sessions import run_in_session
+        from delaytasks.storage.database import run_in_session
 
         if self._clock.is_due:
             await self._in_thread(self._clock.certain_now)

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 
 from delaytasks.attachment import file_broker_url
-from delaytasks.cli.supervisor import die_with_parent
+from delaytasks.cli.up import die_with_parent
 
 #: Longest time for each step of an example.
 STEP_S = 60.0

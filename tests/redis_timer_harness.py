@@ -11,10 +11,9 @@ from celery import Celery
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.settings import Settings
-from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.publisher import Publisher
-from delaytasks.timers.redis import RedisTimer, Taken
-from delaytasks.timers.redis_location import redis_location
+from delaytasks.timers.redis_timer import RedisTimer, Taken, redis_location
 from tests.manual_clock import ManualClock
 
 

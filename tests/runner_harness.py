@@ -15,16 +15,14 @@ from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Settlement
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.task import NewTask
-from delaytasks.execution.executor import Finish
-from delaytasks.execution.processor_call import ProcessorCall
+from delaytasks.execution.executor import Finish, ProcessorCall
 from delaytasks.execution.runner import Report, Runner
-from delaytasks.limits.waitlist import Waitlist
+from delaytasks.limits.admission import Waitlist
 from delaytasks.processors.registry import Registry
-from delaytasks.scheduling.producer import Producer
-from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.scheduling.producer import Producer, QueueRouting
 from delaytasks.storage.claims import Claims
+from delaytasks.storage.sessions import transaction_of
 from delaytasks.storage.store import Store
-from delaytasks.storage.transactions import transaction_of
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 

@@ -17,7 +17,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import PURGE_ROWS, RECOVER_ROWS
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.state_queries import Stats
 
 #: The numbers of waiting rows. The smallest comes first and is the base of the comparison.
 PENDING = (10_000, 1_000_000, 10_000_000)

@@ -33,7 +33,7 @@ STEPS = (
     ("rest of a chunk", CHUNK),
 )
 DRIVERS = (
-    "delaytasks/storage/prepared_statements.py",
+    "delaytasks/storage/row_lists.py",
     "sqlalchemy/engine/default.py",
     "pymysql/",
     "(socket.py",

@@ -26,7 +26,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.task import NewTask, OnConflict
 from delaytasks.runtime import runtime_of
 from delaytasks.scheduling import producer
-from delaytasks.scheduling.task_builder import RowBatch
+from delaytasks.scheduling.producer import RowBatch
 
 RETRY_SCHEDULE_RUNS = 3
 RECURRING_TAG = "fail.recurring"

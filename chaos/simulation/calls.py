@@ -16,8 +16,7 @@ from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError
 from delaytasks.core.events import Events
 from delaytasks.core.task import NewTask
-from delaytasks.scheduling.producer import Producer
-from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.scheduling.producer import Producer, QueueRouting
 
 #: How long a processor takes: mostly a short time, sometimes longer than a lease.
 TAKES_S = (0, 0, 0, 0.02, 0.02, 0.3, 0.3, 1, 8)

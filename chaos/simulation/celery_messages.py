@@ -14,11 +14,11 @@ from delaytasks.core.celery_calls import ANY_CELERY_TASK
 from delaytasks.core.clock import to_us
 from delaytasks.core.errors import DelayTaskError, OutcomeUnknownError, TaskStateError
 from delaytasks.core.events import Events
-from delaytasks.durable_eta.publisher import NotConfirmedError, Results
+from delaytasks.durable_eta.message_publisher import NotConfirmedError, Results
 from delaytasks.durable_eta.stored_message import StoredMessage, new_task
-from delaytasks.operations.celery_tasks import CeleryTasks
+from delaytasks.operations.durable_calls import CeleryTasks
 from delaytasks.scheduling.producer import Producer
-from delaytasks.storage.celery_rows import CeleryRows
+from delaytasks.storage.task_rows import CeleryRows
 
 #: The share of plays with durable Celery tasks, how many these have at most, and how many of these
 #: in 100 are revoked.

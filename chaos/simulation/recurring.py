@@ -14,9 +14,8 @@ from chaos.simulation.stage import Play
 from delaytasks.core.clock import Clock, from_us, to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Timer
-from delaytasks.recurrence.creation import Creation
-from delaytasks.recurrence.queries import RecurringTable
-from delaytasks.recurrence.schedule import RecurringSchedule
+from delaytasks.recurrence.creation import Creation, RecurringTable
+from delaytasks.recurrence.definition import RecurringSchedule
 
 #: The share of plays with a recurring schedule, whose tasks are made up to 46 s ahead.
 SHARE = 0.1

@@ -11,8 +11,7 @@ from typing import Any
 
 from redis.exceptions import NoScriptError
 
-from delaytasks.timers.redis_link import _NAMES
-from delaytasks.timers.redis_scripts import ARM, MAX_ENTRIES, TAKE
+from delaytasks.timers.redis_timer import _NAMES, ARM, MAX_ENTRIES, TAKE
 
 #: The last member of each `store` set.
 END = "."

@@ -17,9 +17,7 @@ from chaos.simulation.hazards import Hazards
 from chaos.simulation.redis import END, Redis
 from chaos.simulation.world import Host, SimulatedWorld
 from delaytasks.core.events import Events
-from delaytasks.timers.redis_link import _NAMES, RedisLink
-from delaytasks.timers.redis_location import RedisLocation
-from delaytasks.timers.redis_scripts import ARM, TAKE
+from delaytasks.timers.redis_timer import _NAMES, ARM, TAKE, RedisLink, RedisLocation
 
 #: The share of steps between two commands of a pipeline at which other actors run.
 BETWEEN = 0.1

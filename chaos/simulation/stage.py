@@ -30,14 +30,13 @@ from delaytasks import DelayTask, RetrySchedule
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
 from delaytasks.core.settings import load_settings
-from delaytasks.execution.processor_call import ProcessorCall
+from delaytasks.execution.executor import ProcessorCall
 from delaytasks.processors.registry import Registry
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.rows import columns, task_of
 from delaytasks.storage.store import Store
-from delaytasks.timers.eta import EtaTimer
-from delaytasks.timers.redis import RedisTimer
-from delaytasks.timers.redis_location import RedisLocation
+from delaytasks.timers.arming import EtaTimer
+from delaytasks.timers.redis_timer import RedisLocation, RedisTimer
 
 SETTINGS: dict[str, Any] = {
     "lease_s": 6,
@@ -192,7 +191,7 @@ def stage() -> Iterator[SimulationStage]:
         others: dict[str, dict[str, Any]] = {
             f"delaytasks.{name}": {"threading": threads} for name in modules
         }
-        others["delaytasks.timers.redis_link"] = {"within": lambda _limit_s, work, **_: work()}
+        others["delaytasks.timers.redis_timer"] = {"within": lambda _limit_s, work, **_: work()}
         # The pids are simulated; the simulated pool reports deaths.
         others["delaytasks.worker.lease_keeper"] = {"has_exited": lambda _pid: False}
         with installed(times, others):

@@ -18,11 +18,11 @@ from chaos.violation import Violation
 from delaytasks.core.events import Events
 from delaytasks.core.loop import FAILED_REST_S, Loop
 from delaytasks.execution.runner import FailureReason, Report, Runner
-from delaytasks.limits.waitlist import Waitlist
+from delaytasks.limits.admission import Waitlist
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.processors.thread_slots import ThreadSlots
-from delaytasks.timers.eta import read_message
-from delaytasks.timers.redis import RedisTimer
+from delaytasks.processors.registry import ThreadSlots
+from delaytasks.timers.arming import read_message
+from delaytasks.timers.redis_timer import RedisTimer
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.shared_memory import OthersWait, Renewals
 from delaytasks.worker.worker_runtime import WorkerRuntime

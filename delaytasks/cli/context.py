@@ -1,18 +1,25 @@
-"""The parts of every command: the Celery app, its delayed tasks, --json and errors."""
+"""What the commands share: the app, its options, hints after errors, completion and progress."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
+import re
+import shlex
+import shutil
+import signal
 import sys
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
+from click.shell_completion import get_completion_class
 
-from delaytasks.cli.celery_app import import_errors
-from delaytasks.cli.hints import Hints
 from delaytasks.cli.output import (
     WANTS_JSON,
     Failure,
@@ -24,14 +31,108 @@ from delaytasks.cli.output import (
 )
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
 from delaytasks.core.loop import wait_for_unfinished
+from delaytasks.core.why import Explanation, Reason
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from delaytasks.client import DelayTasks
     from delaytasks.core.task import DelayTask
-    from delaytasks.core.why import Explanation
     from delaytasks.runtime import Runtime
     from delaytasks.storage.database import Database
     from delaytasks.storage.store import Store
+
+
+# -- Finds the Celery app that the user names, and reports errors of its modules ------------------
+
+
+def find_app(name: str) -> Any:
+    """Return the Celery app that `celery -A name` finds."""
+    from celery import Celery
+    from celery.app.utils import find_app as find
+
+    # Like `celery`, find modules in the current folder.
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    remedy = "; run the command in the folder of the module, or set PYTHONPATH"
+    with import_errors(f"the app {name!r}", [name.partition(":")[0]], remedy):
+        try:
+            found = find(name)
+        except AttributeError as error:
+            raise ConfigError(
+                f"{name!r} has no Celery app: {error}; name it, as -A package.module:app"
+            ) from None
+    if not isinstance(found, Celery):
+        kind = type(found).__name__
+        raise ConfigError(
+            f"{name!r} is no Celery app but a {kind}; name it, as -A package.module:app"
+        )
+    return found
+
+
+@contextmanager
+def import_errors(what: str, modules: Iterable[str], remedy: str = "") -> Iterator[None]:
+    """Report an error in a module of the user as a `ConfigError`, with its traceback.
+
+    If one of `modules` is missing, the message ends with `remedy`.
+    """
+    try:
+        yield
+    except DelayTaskError:
+        raise
+    except Exception as error:
+        message = f"importing {what} failed: {type(error).__name__}: {error}"
+        # If the name of the module or of its package is mistyped, a traceback adds nothing.
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        is_name_wrong = any(f"{module}.".startswith(f"{missing}.") for module in modules)
+        details = "" if is_name_wrong else traceback.format_exc()
+        message += remedy if is_name_wrong else ""
+        ctx = click.get_current_context()
+        raise Failure(ConfigError(message), is_json(ctx), details) from error
+
+
+# -- Rewrites the commands in messages as the user called the command line ------------------------
+
+
+class Hints:
+    """Makes hints that the user can copy.
+
+    Messages are written without knowledge of the caller, and name a command as `delaytasks rerun`,
+    `delaytasks -A APP db` or `flask --app APP delays db`. The user may have called `delaytasks -A
+    shop`, or `celery -A shop delays`.
+
+    Parameters
+    ----------
+    command
+        The beginning of the user's command line.
+    names
+        The names of all commands.
+    app
+        The Celery app if the user has named it.
+    """
+
+    def __init__(self, command: str, names: Collection[str], app: str | None = None) -> None:
+        self.command = command
+        self._app = app
+        any_name = "|".join(map(re.escape, names))
+        self._pattern = re.compile(
+            rf"\b(?:delaytasks (?:-A APP )?|flask --app APP delays )(?=(?:{any_name})\b)"
+        )
+
+    def rewrite(self, message: str) -> str:
+        """Return the message with its commands and options as the user would type them."""
+        if self._app is not None:
+            message = message.replace("celery -A … ", f"celery -A {self._app} ")
+        message = message.replace("by tag= and key=", "by --tag and --key")
+        return self._pattern.sub(lambda _: f"{self.command} ", message)
+
+    def in_explanation(self, explanation: Explanation) -> Explanation:
+        """Return the explanation with rewritten remedies."""
+        return replace(explanation, reasons=[self._in_reason(one) for one in explanation.reasons])
+
+    def _in_reason(self, reason: Reason) -> Reason:
+        return reason._replace(remedy=self.rewrite(reason.remedy))
+
 
 R = TypeVar("R")
 DEFAULT_APP = "delaytasks.celery"
@@ -261,3 +362,137 @@ def _json_option() -> click.Option:
 def pass_cli(command: Callable[..., R]) -> Callable[..., R]:
     """Pass the `Cli` to a command as its first argument."""
     return click.make_pass_decorator(Cli)(command)
+
+
+# -- Prepare a call of the command line: by itself, under `celery`, or under `flask` --------------
+
+
+_ORIGINS: dict[ParameterSource | None, str] = {
+    ParameterSource.COMMANDLINE: "command line",
+    ParameterSource.ENVIRONMENT: "environment",
+}
+
+
+def _program() -> str:
+    """Return this program's name, or its path if the shell would not find the name on the PATH."""
+    path = sys.argv[0]
+    if path.endswith(os.path.join("delaytasks", "__main__.py")):
+        return "python -m delaytasks"
+    if os.path.basename(path) != "delaytasks":  # a test
+        return "delaytasks"
+    found = shutil.which("delaytasks")
+    is_on_path = found is not None and os.path.samefile(found, path)
+    return "delaytasks" if is_on_path else shlex.quote(path)
+
+
+def open_cli(ctx: click.Context, app: str) -> None:
+    """Prepare `delaytasks -A app …`."""
+    origin = _ORIGINS.get(ctx.get_parameter_source("app"), "default")
+    command = f"{_program()} -A {shlex.quote(app)}" if origin == "command line" else _program()
+    ctx.obj = Cli(ctx, lambda: find_app(app), command, app, origin)
+
+
+def open_cli_under_celery(ctx: click.Context) -> None:
+    """Prepare `celery -A proj delays …`, for which Celery has found the app."""
+    if ctx.obj.no_color:
+        ctx.color = False
+    app = ctx.obj.app
+    name = ctx.parent.params.get("app") if ctx.parent is not None else None
+    command = f"celery -A {shlex.quote(name)} delays" if isinstance(name, str) else "celery delays"
+    app_name = name if isinstance(name, str) else DEFAULT_APP
+    ctx.obj = Cli(ctx, lambda: app, command, app_name, "celery")
+
+
+def open_cli_under_flask(ctx: click.Context) -> None:
+    """Prepare `flask --app proj delays …`. No application context surrounds the command.
+
+    In an application context, calls would be part of the transaction of `db.session`.
+    """
+    info = ctx.obj
+    path = info.app_import_path
+    command = f"flask --app {shlex.quote(path)} delays" if path else "flask delays"
+    ctx.obj = Cli(ctx, lambda: _celery_of_flask(info.load_app()), command, DEFAULT_APP, "flask")
+
+
+def _celery_of_flask(app: Any) -> Any:
+    delays = app.extensions.get("delaytasks")
+    if delays is None:
+        raise ConfigError(
+            f"the Flask app {app.name!r} has no delayed tasks; call init_app(app) of a FlaskDelays "
+            "where the app is made"
+        )
+    return delays._runtime.celery
+
+
+# -- `completion`: the script with which a shell completes the command line -----------------------
+
+
+@click.command(cls=Command)
+@click.argument("shell", type=click.Choice(["bash", "fish", "zsh"]))
+@pass_cli
+def completion(cli: Cli, shell: str) -> None:
+    """Print the script with which a shell completes commands, options and their values.
+
+    \b
+    delaytasks completion bash > ~/.local/share/bash-completion/completions/delaytasks
+    delaytasks completion zsh > "${fpath[1]}/_delaytasks"
+    delaytasks completion fish > ~/.config/fish/completions/delaytasks.fish
+
+    A new shell uses it. The script starts delaytasks at each request, so it also knows the commands
+    of later versions. Under Celery, celery -A proj delays has no completion.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    command = click.get_current_context().command
+    script = kind(command, {}, "delaytasks", "_DELAYTASKS_COMPLETE").source()
+    cli.answer({"shell": shell, "script": script}, script)
+
+
+# -- The progress of a command on a terminal, and Ctrl-C between two steps ------------------------
+
+
+def progress_bar(cli: Cli, text: str) -> Progress:
+    """Return a progress bar on stderr, followed by `text`, a template of the task's fields."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    return Progress(
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn(text),
+        TimeElapsedColumn(),
+        console=console,
+        disable=cli.is_json or not console.is_terminal,
+        transient=True,
+    )
+
+
+def moved_bar(cli: Cli, done: str) -> Progress:
+    """Return a progress bar whose task has a field `moved`, the number of tasks `done`."""
+    return progress_bar(cli, f"{{task.fields[moved]:,}} tasks {done}")
+
+
+@contextmanager
+def stopping_between_steps() -> Iterator[Callable[[], None]]:
+    """Let the current step end after Ctrl-C; a second Ctrl-C ends it immediately.
+
+    The command calls the yielded function after each step. It raises `KeyboardInterrupt` after
+    Ctrl-C.
+    """
+    is_stopped = False
+
+    def check() -> None:
+        if is_stopped:
+            raise KeyboardInterrupt
+
+    def stop(_number: int, _frame: Any) -> None:
+        nonlocal is_stopped
+        check()
+        is_stopped = True
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from celery.exceptions import WorkerTerminate
 
-from delaytasks.cli.context import Cli, Command, pass_cli
+from delaytasks.cli.context import Cli, Command, pass_cli, progress_bar
 from delaytasks.cli.output import cell, count
-from delaytasks.cli.progress import progress_bar
 from delaytasks.client import DelayTasks
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import StoreError
@@ -24,8 +23,8 @@ from delaytasks.core.inputs import show_duration
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.worker.standalone import StandaloneWorker
 
 if TYPE_CHECKING:

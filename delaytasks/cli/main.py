@@ -6,29 +6,26 @@ from importlib import import_module
 
 import click
 
-from delaytasks.cli.context import DEFAULT_APP, RootGroup
-from delaytasks.cli.opening import open_cli, open_cli_under_celery, open_cli_under_flask
+from delaytasks.cli.context import (
+    DEFAULT_APP,
+    RootGroup,
+    open_cli,
+    open_cli_under_celery,
+    open_cli_under_flask,
+)
 
 #: The commands of each module.
 _MODULES = {
-    "api": "api-key serve",
-    "audit": "audit",
-    "check": "check",
-    "completion": "completion",
-    "config": "config",
-    "console": "console console-user",
-    "database": "db",
+    "context": "completion",
     "drain": "drain",
-    "exporter": "exporter",
-    "forecast": "forecast",
-    "health": "health",
-    "look": "list show why",
-    "policies": "pause policy resume",
-    "recurring": "recurring",
-    "schedule": "schedule",
+    "health_commands": "check health",
+    "look": "list show tail why",
+    "policy_commands": "forecast pause policy resume",
+    "schedule_commands": "recurring schedule",
+    "servers": "api-key console console-user exporter serve",
+    "setup": "config db",
     "stats": "stats",
-    "tail": "tail",
-    "tasks": "cancel rerun reschedule spread touch",
+    "task_commands": "audit cancel rerun reschedule spread touch",
     "top": "top",
     "up": "up",
 }

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from delaytasks.cli.context import Cli, Command, pass_cli
-from delaytasks.cli.deployment import read_deployment
-from delaytasks.cli.output import BAD, GOOD, NOTHING, cell, print_json
-from delaytasks.cli.times import DURATION, show_instant
+from delaytasks.cli.output import BAD, DURATION, GOOD, NOTHING, cell, print_json, show_instant
+from delaytasks.cli.stats import read_deployment
 from delaytasks.core.clock import monotonic
 from delaytasks.core.inputs import show_duration, show_measured
 from delaytasks.core.workers import LostWorker, RegisteredWorker

@@ -1,29 +1,261 @@
-"""`delaytasks up`: run database, broker, worker, beat, console and Flower with one log."""
+"""`delaytasks up`: starts broker, worker, beat, Flower and console, and restarts those that end."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import re
 import shutil
+import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
 from delaytasks.attachment import file_broker_url
-from delaytasks.cli.config import broker_url
-from delaytasks.cli.console import PORT as CONSOLE_PORT
 from delaytasks.cli.context import DEFAULT_APP, Cli, pass_cli
-from delaytasks.cli.database import upgrade_all
-from delaytasks.cli.supervisor import Spec, Supervisor
+from delaytasks.cli.servers import PORT as CONSOLE_PORT
+from delaytasks.cli.setup import broker_url, upgrade_all
 from delaytasks.core.private_files import make_folder
 from delaytasks.runtime import runtime_of
+
+# -- Run a group of child processes with one log --------------------------------------------------
+
+# A child that dies is started again. At the end the children are stopped in order, and no process
+# is left behind. Honcho cannot be used for this: its manager stops all processes as soon as one
+# ends.
+
+
+#: Seconds before a dead child is started again. The time doubles each time it dies soon again.
+FIRST_REST_S, LONGEST_REST_S = 1.0, 30.0
+#: A child that lived for this time started well.
+SETTLED_S = 20.0
+#: The longest wait for the last lines of a child that has ended.
+LAST_WORDS_S = 2.0
+#: Seconds between two checks of the children.
+LOOK_S = 0.1
+
+_LEVELS = {"D": "dim", "W": "yellow", "E": "bold red", "C": "bold red"}
+#: The heads of the log lines of Celery, Flower and Redis. Only the level is kept, because each line
+#: gets our own time.
+_HEADS = re.compile(
+    r"\[[\d-]+ [\d:,]+: (?P<celery>[A-Z])[A-Z]*/\S+\] |"
+    r"\[(?P<flower>[A-Z]) \d+ [\d:]+ \S+\] |"
+    r"\d+:[A-Z] [\w :]*[.]\d+ [#*.-] "
+)
+_CONTROLS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0a-\x1f\x7f]")
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The command of a child, and how to start and stop it."""
+
+    name: str
+    command: Sequence[str]
+    color: str
+    #: The children of one stage are stopped together, and those of a higher stage first.
+    stage: int
+    #: The time that it may take to stop after SIGTERM.
+    patience_s: float = 10.0
+    #: Part of the line that it logs when it is ready.
+    ready_line: str | None = None
+    #: Lines that are left out of the log.
+    noise: re.Pattern[str] | None = None
+    #: The umask of the child; -1: ours, because a worker's processors may make files for others.
+    umask: int = -1
+
+
+@dataclass
+class Child:
+    spec: Spec
+    process: subprocess.Popen[bytes] | None = None
+    reader: threading.Thread | None = None
+    started_at: float = 0.0
+    start_at: float | None = None
+    rest_s: float = FIRST_REST_S
+    #: Whether it has logged its `ready_line`, if it has one.
+    has_logged_ready: bool = False
+
+    def __post_init__(self) -> None:
+        self.has_logged_ready = self.spec.ready_line is None
+
+
+class CombinedLog:
+    """Prints each line of the children with the time and the name of the child."""
+
+    def __init__(self, console: Console, names: Sequence[str]) -> None:
+        self._console = console
+        self._width = max(map(len, names))
+
+    def say(self, text: str, style: str = "bold") -> None:
+        self._line("up", "bold white", text, style)
+
+    def line(self, spec: Spec, text: str) -> None:
+        if spec.noise is not None and spec.noise.search(text):
+            return
+        head = _HEADS.match(text)
+        style = "" if head is None else _LEVELS.get(head["celery"] or head["flower"] or "", "")
+        self._line(spec.name, spec.color, text if head is None else text[head.end() :], style)
+
+    def _line(self, name: str, color: str, text: str, style: str) -> None:
+        # A log line must not move the cursor or imitate another line.
+        text = _CONTROLS.sub("", text.rstrip())
+        if text:
+            prefix = (f"{time.strftime('%H:%M:%S')} ", "dim"), (f"{name:<{self._width}} │ ", color)
+            self._console.print(Text.assemble(*prefix, (text, style)), soft_wrap=True)
+
+
+class Supervisor:
+    """Starts, restarts and stops the children, in the main thread."""
+
+    def __init__(self, specs: Sequence[Spec], console: Console) -> None:
+        self.log = CombinedLog(console, ["up", *(spec.name for spec in specs)])
+        self._stages: dict[int, list[Child]] = {}
+        for spec in sorted(specs, key=lambda spec: spec.stage):
+            self._stages.setdefault(spec.stage, []).append(Child(spec))
+        self._children = [child for stage in self._stages.values() for child in stage]
+        self._signals = 0
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        """Run the children until SIGINT, SIGTERM or SIGHUP.
+
+        `on_ready` is called when every child with a `ready_line` has logged it.
+        """
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        is_announced = False
+        try:
+            for child in self._children:
+                self._start(child)
+            while not self._signals:
+                self._look()
+                if not is_announced and all(child.has_logged_ready for child in self._children):
+                    is_announced = True
+                    on_ready()
+                time.sleep(LOOK_S)
+        finally:
+            self._stop()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    # -- start ------------------------------------------------------------------------------------
+
+    def _start(self, child: Child) -> None:
+        child.started_at, child.start_at = time.monotonic(), None
+        child.process = subprocess.Popen(
+            child.spec.command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            umask=child.spec.umask,
+            # Ctrl-C in a terminal reaches only this process, which stops the children in order.
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+        child.reader = threading.Thread(
+            target=self._read, args=(child, child.process.stdout), daemon=True
+        )
+        child.reader.start()
+
+    def _read(self, child: Child, lines: IO[bytes]) -> None:
+        with lines:
+            for line in lines:
+                text = line.decode(errors="replace")
+                self.log.line(child.spec, text)
+                if not child.has_logged_ready and str(child.spec.ready_line) in text:
+                    child.has_logged_ready = True
+
+    # -- look after -------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for child in self._children:
+            if child.process is not None and child.process.poll() is not None:
+                self._schedule_restart(child, now)
+            if child.start_at is not None and now >= child.start_at:
+                self._start(child)
+
+    def _schedule_restart(self, child: Child, now: float) -> None:
+        """Kill the processes that a dead child left behind, such as a worker's pool."""
+        assert child.process is not None
+        _kill_group(child.process)
+        if now - child.started_at > SETTLED_S:
+            child.rest_s = FIRST_REST_S
+        how = _how_it_ended(child.process.returncode)
+        self.log.say(
+            f"{child.spec.name} {how}; it is started again in {child.rest_s:g} s", "bold red"
+        )
+        child.process, child.start_at = None, now + child.rest_s
+        child.rest_s = min(child.rest_s * 2, LONGEST_REST_S)
+
+    # -- stop -------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: int, _frame: Any) -> None:
+        self._signals += 1
+
+    def _stop(self) -> None:
+        self.log.say("stopping; a second Ctrl-C does not wait for running tasks")
+        self._signals = 0
+        for stage in reversed(self._stages.values()):
+            for child in stage:
+                if child.process is not None:
+                    child.process.terminate()
+            for child in stage:
+                self._await_end(child)
+        self.log.say("all stopped")
+
+    def _await_end(self, child: Child) -> None:
+        process = child.process
+        if process is None:
+            return
+        deadline = child.spec.patience_s + time.monotonic()
+        while process.poll() is None and time.monotonic() < deadline and not self._signals:
+            time.sleep(LOOK_S / 4)
+        if process.poll() is None:
+            late = f"it did not stop within {child.spec.patience_s:g} s"
+            why = "asked to" if self._signals else late
+            self.log.say(f"killing {child.spec.name}: {why}", "bold red")
+        _kill_group(process)
+        process.wait()
+        child.process = None
+        if child.reader is not None:
+            child.reader.join(LAST_WORDS_S)  # a grandchild may keep the pipe open for longer
+        self.log.say(f"{child.spec.name} stopped", "")
+
+
+def _how_it_ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with exit code {code}"
+
+
+def _kill_group(process: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # the group has no process any more
+
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def die_with_parent() -> None:
+    """In the child: have the kernel send SIGTERM when the parent dies, even by SIGKILL."""
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
 
 FLOWER_PORT = 5555
 #: The time that a worker may take to finish its running tasks when it is stopped.

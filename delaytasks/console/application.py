@@ -32,8 +32,7 @@ from delaytasks.console.shown import install_filters, zone_label, zone_of
 from delaytasks.console.viewers import FIRST_USER, Access, ProxyAccess, Role, UserFile, session_key
 from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
 from delaytasks.core.text import installed_version, one_line
-from delaytasks.operations.health import HealthChecks
-from delaytasks.operations.probes import Probes
+from delaytasks.operations.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,8 @@ from delaytasks.core.clock import from_us
 from delaytasks.core.errors import InvalidInputError, SearchTimeoutError
 from delaytasks.core.task import Page
 from delaytasks.forecast import HOUR_S, Forecast, busiest, headline
-from delaytasks.operations.failed_now import FailedNow
-from delaytasks.operations.problems import Problem
-from delaytasks.operations.state import DeploymentState
-from delaytasks.operations.verdict import verdict_of
+from delaytasks.operations.state import DeploymentState, FailedNow
+from delaytasks.operations.verdict import Problem, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import Series, legend, stacked_bars
 from delaytasks.statistics.reading import gather_on_time

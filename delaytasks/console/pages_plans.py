@@ -20,8 +20,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.inputs import show_timing
 from delaytasks.core.policies import UNCHANGED, Policy
-from delaytasks.recurrence.definition import options_of, timing_options
-from delaytasks.recurrence.schedule import RecurringSchedule
+from delaytasks.recurrence.definition import RecurringSchedule, options_of, timing_options
 from delaytasks.runtime import runtime_of
 
 

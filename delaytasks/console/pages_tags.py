@@ -29,8 +29,7 @@ from delaytasks.statistics.charts import (
     stacked_bars,
     throughput_chart,
 )
-from delaytasks.statistics.reading import count_rows
-from delaytasks.statistics.results import RunTotals, SeriesPoint
+from delaytasks.statistics.reading import RunTotals, SeriesPoint, count_rows
 
 
 class ChartPeriod(NamedTuple):

@@ -42,8 +42,8 @@ from delaytasks.core.inputs import parse_duration
 from delaytasks.core.states import MOVES, Status, moves_from
 from delaytasks.core.task import DelayTask, Page
 from delaytasks.core.why import Reason
-from delaytasks.operations.bulk import read_audit
-from delaytasks.operations.error_search import error_filter, error_matcher
+from delaytasks.operations.bulk_calls import read_audit
+from delaytasks.operations.explanations import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
 
 

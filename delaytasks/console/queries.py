@@ -20,13 +20,12 @@ from delaytasks.core.inputs import ALL_QUEUES, parse_duration
 from delaytasks.core.states import Status
 from delaytasks.core.task import Page
 from delaytasks.core.workers import RegisteredWorker
-from delaytasks.operations.error_search import error_filter, find_by_error
-from delaytasks.operations.tasks import find_tasks
+from delaytasks.operations.explanations import error_filter, find_by_error
+from delaytasks.operations.single_tasks import find_tasks
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.pages import first
-from delaytasks.storage.queue_levels import has_status, steps
+from delaytasks.storage.searching import distinct_values, first_page, has_status
 from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
 
 #: Due tasks that one call reads at most.
 MOST_DUE = 5_000
@@ -61,7 +60,7 @@ class ConsoleQueries:
             t.expected_time >= since, t.expected_time < until
         )
         waiting = Filter(status=frozenset({Status.NOT_COMPLETE}))
-        rows = self._db.autocommitted(lambda c: first(c, query, self._t, waiting, MOST_DUE))
+        rows = self._db.autocommitted(lambda c: first_page(c, query, self._t, waiting, MOST_DUE))
         return [row[0] for row in rows]
 
     def queues(self, named: Sequence[str], late_s: float) -> list[QueueCounts]:
@@ -74,7 +73,7 @@ class ConsoleQueries:
     def _queues(self, on: Connection, named: Sequence[str], late_s: float) -> list[QueueCounts]:
         t, names = self._t, set(named)
         for status in (Status.NOT_COMPLETE, Status.RUNNING, Status.HELD):
-            for queue in steps(on, t.c.queue, has_status(t, status)):
+            for queue in distinct_values(on, t.c.queue, has_status(t, status)):
                 if len(names) >= MOST_QUEUES:
                     break
                 names.add(queue)

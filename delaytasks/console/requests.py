@@ -28,12 +28,12 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import DelayTaskError
 from delaytasks.core.filters import BulkResult
 from delaytasks.core.loop import Latest
-from delaytasks.operations.bulk import record_action
-from delaytasks.operations.probes import ENDPOINTS
+from delaytasks.operations.bulk_calls import record_action
+from delaytasks.operations.health import ENDPOINTS
 from delaytasks.operations.state import DeploymentState, ServicesState, read_state
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import recent_failures
-from delaytasks.timers.broker_link import bounded_connection
+from delaytasks.timers.publisher import bounded_connection
 
 T = TypeVar("T")
 #: Values that are kept. The ones that were read longest ago are dropped first.

@@ -29,7 +29,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import Secret, count
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
-from delaytasks.storage.transactions import _PENDING, transaction_of
+from delaytasks.storage.sessions import _PENDING, transaction_of
 
 if TYPE_CHECKING:
     from delaytasks.console.viewers import Viewer
@@ -286,7 +286,7 @@ def mount_api(
     >>> mount_api(app, "/delays", ApiKeyFile(Path("api-keys.json")))
     """
     # Imported here: most apps do not mount it.
-    from delaytasks.http_api.application import make_api
+    from delaytasks.http_api.routes import make_api
 
     made = make_api(delays or _delays_of(app), keys, **options)
     _mount(app, path, made)

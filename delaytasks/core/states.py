@@ -2,7 +2,7 @@
 
 A move is a change of a row's status. A claim, a sweep and an operator make moves, and each run ends
 with one. An outcome (`core/task.py`) is what a processor returns to say how its run ended.
-`execution/outcome_rules.py` makes a move of it, and `execution/deferral_rules.py` of a task that is
+`execution/executor.py` makes a move of it, and `execution/executor.py` of a task that is
 not run:
 
     the run ended with                                      move

@@ -1,4 +1,4 @@
-"""Explain why a task has not run, or how it ended, from facts that `storage/facts.py` has read."""
+"""Explain why a task has not run, or how it ended, from facts that the storage has read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Celery message as a row stores it.
+"""Messages of Celery tasks as rows: captured from Celery's producer, and revoked by the task's id.
 
 `StoredMessage` has what kombu needs to publish a message that is serialized and compressed already.
 The body is never deserialized here, so that the worker that publishes it need not accept its
@@ -9,11 +9,17 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
-from kombu.entity import Exchange, Queue
+from celery.app.task import Context
+from celery.utils.functional import maybe_list
+from kombu import compression as kombu_compression
+from kombu.entity import Exchange, Queue, maybe_delivery_mode
+from kombu.exceptions import ContentDisallowed, DecodeError
+from kombu.serialization import dumps, loads, prepare_accept_content
 from kombu.utils import json as kombu_json
 
 from delaytasks.core.celery_calls import celery_key, celery_tag
@@ -143,3 +149,157 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{shown(value)} is not a text")
     return value
+
+
+# -- A producer that gets the message of a Celery task in place of the broker ---------------------
+
+
+#: Options of `publish` that say how a producer sends. The worker that publishes has its own ways.
+_OF_SENDING = (
+    "retry",
+    "retry_policy",
+    "timeout",
+    "confirm_timeout",
+    "mandatory",
+    "immediate",
+)
+
+
+class CapturingProducer:
+    """Serializes and compresses what Celery publishes, and calls `store` with the message.
+
+    It connects to no broker. All other attributes are those of `producer`, since a result backend
+    may use the channel to declare the queue of its results.
+    """
+
+    def __init__(self, app: Any, producer: Any, store: Callable[[StoredMessage], None]) -> None:
+        self._app = app
+        self._producer = producer
+        self._store = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._producer, name)
+
+    def publish(
+        self,
+        body: Any,
+        routing_key: str = "",
+        delivery_mode: Any = None,
+        priority: int | None = 0,
+        content_type: str | None = None,
+        content_encoding: str | None = None,
+        serializer: str | None = None,
+        headers: Mapping[str, Any] | None = None,
+        compression: str | None = None,
+        exchange: Any = None,
+        declare: Sequence[Any] | None = None,
+        expiration: float | None = None,
+        **properties: Any,
+    ) -> None:
+        """Store the message that `kombu.Producer.publish` would send with these arguments."""
+        for name in _OF_SENDING:
+            properties.pop(name, None)
+        headers = dict(headers or {})
+        if content_type is None:
+            content_type, content_encoding, body = dumps(
+                body, serializer=serializer or self._producer.serializer
+            )
+        compression = self._producer.compression if compression is None else compression
+        if compression:
+            body, headers["compression"] = kombu_compression.compress(body, compression)
+        name = exchange
+        if isinstance(exchange, Exchange):
+            name, delivery_mode = exchange.name, delivery_mode or exchange.delivery_mode
+        if isinstance(properties.get("reply_to"), Queue):
+            properties["reply_to"] = properties["reply_to"].name
+        if expiration is not None:
+            properties["expiration"] = str(int(expiration * 1000))
+        queue = next((each for each in declare or () if isinstance(each, Queue)), None)
+        self._store(
+            StoredMessage(
+                body,
+                content_type,
+                content_encoding or "binary",
+                headers,
+                {
+                    **properties,
+                    "priority": priority,
+                    "delivery_mode": maybe_delivery_mode(delivery_mode),
+                },
+                name or "",
+                routing_key,
+                None if queue is None else queue_definition(self._app, queue),
+            )
+        )
+
+
+# -- What Celery's worker does with a message that is revoked, done without a worker --------------
+
+
+logger = logging.getLogger("delaytasks")
+
+
+def stamps_of(headers: Mapping[str, Any] | Iterable[str]) -> dict[str, list[Any]]:
+    """Return the values of each stamp that `revoke_by_stamped_headers` was given.
+
+    The command line gives a list such as `["tenant=acme"]`.
+    """
+    pairs = (
+        headers.items()
+        if isinstance(headers, Mapping)
+        else (header.partition("=")[::2] for header in headers)
+    )
+    return {stamp: list(maybe_list(values)) for stamp, values in pairs}
+
+
+def has_stamp(message: StoredMessage, revoked: Mapping[str, list[Any]]) -> bool:
+    """Return whether one of the message's stamps has one of these values."""
+    stamps = message.headers.get("stamps") or {}
+    return any(
+        value in revoked.get(stamp, ())
+        for stamp in message.headers.get("stamped_headers") or ()
+        for value in maybe_list(stamps.get(stamp)) or ()
+    )
+
+
+def store_revoked(app: Any, message: StoredMessage) -> None:
+    """Store the state REVOKED of a task, and let the chord of which it is a part fail."""
+    properties, headers = message.properties, message.headers
+    task_id = properties["correlation_id"]
+    request = Context(
+        {
+            **headers,
+            "id": task_id,
+            "reply_to": properties.get("reply_to"),
+            "correlation_id": task_id,
+            "chord": _chord_of(app, message),
+        }
+    )
+    task = app.tasks.get(headers.get("task"))
+    ignores = headers.get("ignore_result")
+    if ignores is None and task is not None:
+        ignores = task.ignore_result
+    is_stored = not ignores or getattr(task, "store_errors_even_if_ignored", False)
+    backend = app.backend if task is None else task.backend
+    backend.mark_as_revoked(task_id, "revoked", request=request, store_result=is_stored)
+
+
+def _chord_of(app: Any, message: StoredMessage) -> Any:
+    """Return the chord of which the task is a part; None if this process may not read the body."""
+    if not message.headers.get("group"):
+        return None
+    body: Any = message.body
+    try:
+        if compression := message.headers.get("compression"):
+            body = kombu_compression.decompress(body, compression)
+        accept = prepare_accept_content(app.conf.accept_content)
+        _, _, embedded = loads(body, message.content_type, message.content_encoding, accept)
+        return embedded.get("chord")
+    except (ContentDisallowed, DecodeError, KeyError, TypeError, ValueError, AttributeError):
+        logger.warning(
+            "delaytasks: the chord of the revoked Celery task %s cannot be read, and may wait "
+            "for it",
+            message.properties.get("correlation_id"),
+            exc_info=True,
+        )
+        return None

@@ -1,4 +1,4 @@
-"""Runs the rows of a chunk one after another, as batches, or in threads, and settles them.
+"""Runs the claimed rows of a chunk one by one, in batches or concurrently, within its time budget.
 
 A chunk waits for its rows no longer than its time budget. Concurrent rows that still run then go
 on, and the runner takes the next chunk as soon as there are free slots. The thread of the time
@@ -7,10 +7,12 @@ budget settles them when they end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from typing import NamedTuple
 
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
@@ -18,14 +20,204 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settle, Settlement
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
+from delaytasks.core.workers import LEARNING
 from delaytasks.execution.chunk import Chunk, TimeBudget
-from delaytasks.execution.concurrent_calls import ConcurrentCalls
 from delaytasks.execution.executor import TaskExecutor
 from delaytasks.execution.policy_cache import PauseFilter
 from delaytasks.execution.settlement import Settler
-from delaytasks.execution.tally import TagCosts, Tally
-from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.processors.registry import ProcessorSpec, Registry, ThreadSlots
+
+# -- Runs the rows of processors with `in_flight` in threads, beyond the runner's own thread ------
+
+
+class ConcurrentCalls:
+    """`on_end` gets a chunk in which a call has ended, `on_error` an error outside of a task."""
+
+    def __init__(
+        self,
+        thread_slots: ThreadSlots,
+        executor: TaskExecutor,
+        on_end: Callable[[Chunk], None],
+        on_error: Callable[[Exception], None],
+    ) -> None:
+        self._thread_slots = thread_slots
+        self._executor = executor
+        self._on_end = on_end
+        self._on_error = on_error
+
+    def free_rows(self, processor: ProcessorSpec) -> int:
+        """Return how many rows could start now."""
+        return self._free_slots(processor) * (processor.batch or 1)
+
+    def start(
+        self, chunk: Chunk, processor: ProcessorSpec, first: DelayTask, claimed: datetime
+    ) -> int | None:
+        """Start the row `first` with further rows of its batch, and return their number.
+
+        Returns None if no slot became free within the chunk's time budget.
+        """
+        tag, slots, thread_slots = processor.tag, processor.in_flight or 1, self._thread_slots
+        if not thread_slots.take(tag, slots, chunk.budget_ends):
+            return None
+        tasks = chunk.start(first, processor.batch or 1)
+        if tasks:
+            call = partial(self._call, processor, tasks, claimed)
+            thread_slots.start(tag, slots, len(tasks), call, partial(self._ended, chunk, tasks))
+        else:
+            thread_slots.give_back(tag)
+        return len(tasks)
+
+    def wait(
+        self, chunk: Chunk, processors: Iterable[ProcessorSpec], may_detach_s: float | None
+    ) -> None:
+        """Wait until all rows of the chunk have ended.
+
+        With `may_detach_s`, wait no longer than the time budget, and then until another chunk has
+        free slots: half of them for `may_detach_s`, since it would otherwise get only a few rows,
+        and then any.
+        """
+
+        def is_done() -> bool:
+            return chunk.is_done
+
+        def has_free_slots(share: float = 0.0) -> bool:
+            return chunk.is_done or all(
+                self._free_slots(p) >= max(share * (p.in_flight or 1), 1) for p in processors
+            )
+
+        thread_slots, budget_ends = self._thread_slots, chunk.budget_ends
+        if may_detach_s is None:
+            thread_slots.wait(is_done)
+        elif not thread_slots.wait(is_done, budget_ends) and not thread_slots.wait(
+            lambda: has_free_slots(0.5), budget_ends + may_detach_s
+        ):
+            thread_slots.wait(has_free_slots)
+
+    def _free_slots(self, processor: ProcessorSpec) -> int:
+        return self._thread_slots.free(processor.tag, processor.in_flight or 1)
+
+    def _call(
+        self, processor: ProcessorSpec, tasks: Sequence[DelayTask], claimed: datetime
+    ) -> list[Settlement]:
+        """Run the tasks in this thread, which has no caller that an exception could reach."""
+        try:
+            return self._executor.run(processor, tasks, claimed)
+        except BaseException as error:
+            try:
+                return self._executor.failed(processor, tasks, error)
+            except Exception as worse:
+                self._on_error(worse)
+                return []
+
+    def _ended(
+        self, chunk: Chunk, tasks: Sequence[DelayTask], settlements: Sequence[Settlement]
+    ) -> None:
+        try:
+            chunk.end(settlements)
+            chunk.forget(tasks)  # a row without a settlement is abandoned
+            self._on_end(chunk)
+        except Exception as error:
+            self._on_error(error)
+
+
+# -- Counts what a process has run, and learns how long the tasks of each tag take ----------------
+
+
+class SizeSample(NamedTuple):
+    """What the size of the next chunk is learned from."""
+
+    rows: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts the rows of one or several chunks."""
+
+    claimed: int = 0
+    #: The rows that ended, and the time that the process spent on them.
+    ran: int = 0
+    seconds: float = 0.0
+    #: The rows that were given back, and what has to be added to `seconds` for the size of the next
+    #: chunk: the expected time of these rows, without what rows took beyond a time budget each.
+    returned: int = 0
+    correction_s: float = 0.0
+    #: The rows that the next chunk should have, for processors that start several rows together.
+    wanted: int = 0
+    #: The started rows of such processors, and all started rows.
+    wanting: int = 0
+    started: int = 0
+
+    def start(self, rows: int, wanted: int = 0) -> None:
+        self.started += rows
+        if wanted:
+            self.wanted, self.wanting = max(self.wanted, wanted), self.wanting + rows
+
+    def add(self, ran: int, seconds: float) -> None:
+        self.ran += ran
+        self.seconds += seconds
+
+    def correct(self, returned: int, seconds: float) -> None:
+        self.returned += returned
+        self.correction_s += seconds
+
+    @property
+    def sample(self) -> SizeSample:
+        """Return how long which number of rows takes, in a chunk that quick and slow rows share."""
+        return SizeSample(self.ran + self.returned, self.seconds + self.correction_s)
+
+    @property
+    def wanted_next(self) -> int:
+        """The least number of rows for the next chunk, if most rows are of such processors."""
+        return self.wanted if 2 * self.wanting >= self.started else 0
+
+
+class TagCosts:
+    """Estimates the time of a row from past rows of its tag. A tag without any counts as quick."""
+
+    def __init__(self, time_budget_s: float) -> None:
+        self._time_budget_s = time_budget_s
+        self._row_s: dict[str, float] = {}
+
+    def learn(self, tag: str, rows: int, seconds: float) -> float:
+        """Learn from rows that ran one after another or as a batch.
+
+        Return the seconds beyond one time budget for each row, which do not count for the size of
+        the next chunk: a chunk has at most one such row that runs, and quicker rows run before it.
+        """
+        row_s = seconds / rows
+        known = self._row_s.get(tag, row_s)
+        self._row_s[tag] = known + LEARNING * (row_s - known)
+        return max(seconds - rows * self._time_budget_s, 0.0)
+
+    def counted(self, tasks: Sequence[DelayTask]) -> tuple[int, float]:
+        """Return how many of these rows have known tags, and the time that counts for them."""
+        if not tasks:  # as nearly always
+            return 0, 0.0
+        known = [self._row_s[task.tag] for task in tasks if task.tag in self._row_s]
+        return len(known), sum(min(row_s, self._time_budget_s) for row_s in known)
+
+    def quick_first(self, tasks: Sequence[DelayTask]) -> Sequence[DelayTask]:
+        """Return the rows of a chunk in the order in which to run them.
+
+        If they will probably not all run within the time budget, the rows of quick tags come first
+        within each priority, so that slow rows are given back and not the quick ones behind them.
+        Otherwise, and within a tag, the order is kept.
+        """
+        if len({task.tag for task in tasks}) == 1 or self.expected_s(tasks) < self._time_budget_s:
+            return tasks
+        costs = self._row_s
+        return sorted(tasks, key=lambda task: (-task.priority, costs.get(task.tag, 0.0)))
+
+    def expected_s(self, tasks: Sequence[DelayTask]) -> float:
+        """Return how long a chunk of these rows takes. No row starts after the time budget."""
+        total_s = 0.0
+        for task in tasks:
+            total_s += self._row_s.get(task.tag, 0.0)
+            if total_s >= self._time_budget_s:
+                break
+        return total_s
+
 
 #: Keeps the context of the rows that one thread runs one after another.
 ThreadContext = Callable[[], AbstractContextManager[object]]

@@ -30,10 +30,8 @@ from delaytasks.core.policies import WaitlistsSeen
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.chunk import Chunk
-from delaytasks.execution.chunk_runner import ChunkRunner
-from delaytasks.execution.tally import TagCosts, Tally
-from delaytasks.processors.registry import Registry
-from delaytasks.processors.thread_slots import MAX_SLOTS
+from delaytasks.execution.chunk_runner import ChunkRunner, TagCosts, Tally
+from delaytasks.processors.registry import MAX_SLOTS, Registry
 
 #: The longest time from the claim of a row to its start, in time budgets. A chunk that is claimed
 #: ahead waits for the budget of the current one, too.

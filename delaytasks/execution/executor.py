@@ -1,27 +1,548 @@
-"""Calls processors for one task or for a batch, and turns each call into settlements."""
+"""Calls the processor of one task or batch, and decides from the result how the row is settled."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import copy_context
+from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from types import AsyncGeneratorType, GeneratorType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args
 
+from delaytasks.core.body import NO_NAME, PLAIN, encode_body, is_encrypted, name_in, names_of
 from delaytasks.core.clock import Clock, monotonic
-from delaytasks.core.errors import InvalidOutcomesError
+from delaytasks.core.errors import (
+    InvalidInputError,
+    InvalidOutcomesError,
+    InvalidScheduleError,
+    LeaseLostError,
+    NotRunningError,
+    TaskCancelledError,
+    TaskStateError,
+)
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Settlement
-from delaytasks.core.task import DelayTask, current_run
-from delaytasks.execution.deferral_rules import DeferralRules
-from delaytasks.execution.outcome_rules import OutcomeRules
-from delaytasks.execution.processor_call import ProcessorCall
-from delaytasks.execution.run_counter import RunCounter
-from delaytasks.execution.task_run import Lease, TaskRun, TransactionOf
-from delaytasks.processors.registry import ProcessorSpec
+from delaytasks.core.inputs import check_wait
+from delaytasks.core.interfaces import CallerConnection, Settlement, Transaction
+from delaytasks.core.settings import Settings
+from delaytasks.core.task import Cancel, DelayTask, Done, Fail, Outcome, Retry, Snooze, current_run
+from delaytasks.core.text import (
+    DEFER_MAX_S,
+    DEFER_MIN_S,
+    NEWER_BODY,
+    NO_KEY,
+    NO_PROCESSOR,
+    NO_TIME_LIMITS,
+    count,
+    defer_until,
+    shown,
+    storable,
+    traceback_text,
+)
+from delaytasks.core.workers import LastRenewal
+from delaytasks.execution.settlement import RunCounter
+from delaytasks.processors.registry import ProcessorSpec, Registry, awaited
 
 if TYPE_CHECKING:
     from delaytasks.storage.claims import Claims
+
+
+# -- Rules for claimed rows that this process does not run: they have expired, or are deferred ----
+
+
+#: The reason of a task that was asked to stop in an earlier run, or before its processor began.
+CANCELLED_EARLIER = "cancelled while another run of it, or of its chunk, was under way"
+#: The longest reason of a deferral that is stored.
+MAX_DEFERRAL_BYTES = 4096
+
+
+class DeferralRules:
+    """`keeps_time_limits` is whether this process can keep the time limits of processors."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        events: Events,
+        registry: Registry,
+        keeps_time_limits: bool,
+        is_asked_to_stop: Callable[[int, int], bool],
+    ) -> None:
+        self._clock = clock
+        self._events = events
+        self._registry = registry
+        self._keeps_time_limits = keeps_time_limits
+        self._is_asked_to_stop = is_asked_to_stop
+        self._keys = [name for name in names_of(settings.encryption_keys) if name != PLAIN]
+        self._readable = {NO_NAME, *self._keys}
+
+    def settlement(self, processor: ProcessorSpec | None, task: DelayTask) -> Settlement | None:
+        """Return the settlement of a task that is not run here now, or None if the task can run."""
+        if task.cancel_request is not None or self._is_asked_to_stop(task.id, task.version):
+            self._events.emit("task.withdrawn", **task.event_fields, reason=CANCELLED_EARLIER)
+            return Settlement(task, "expire", error=CANCELLED_EARLIER)
+        if processor is None:  # a deploy may bring it
+            known = ", ".join(sorted(processor.tag for processor in self._registry)) or "none"
+            why = f"{NO_PROCESSOR}{task.tag} (this worker knows: {known}); is its module imported?"
+            return self._defer(task, why, "task.no_processor")
+        expires_s = processor.expires_s if task.expires_s is None else task.expires_s
+        if expires_s is not None and (expired := self._expired(task, expires_s)) is not None:
+            return expired
+        if self._lacks_key(task):  # some workers get a new key later than others
+            key, known = name_in(task.body_json), ", ".join(self._keys) or "none"
+            why = f"{NO_KEY}{key} (this worker has: {known}); add it to delaytasks_encryption_keys"
+            return self._defer(task, why, "task.no_key", key=key)
+        versions = processor.versions
+        if versions is not None and versions.is_newer(task.body_version):
+            why = f"{NEWER_BODY}{task.tag} (version {task.body_version}, not {versions.version})"
+            return self._defer(task, why, "task.newer_body")
+        if processor.has_time_limits and not self._keeps_time_limits:
+            why = f"{NO_TIME_LIMITS}{task.tag}; let a worker with -P prefork serve the queue "
+            return self._defer(task, why + task.queue, "task.no_time_limits")
+        return None
+
+    def _expired(self, task: DelayTask, expires_s: float) -> Settlement | None:
+        late_s = (self._clock.now() - task.due).total_seconds()
+        if late_s <= expires_s:
+            return None
+        self._events.emit("task.expired", **task.event_fields, late_s=late_s)
+        error = f"expired: {late_s:.3f} s late, and worth running for {expires_s:g} s"
+        return Settlement(task, "expire", error=error)
+
+    def _lacks_key(self, task: DelayTask) -> bool:
+        """Whether another process may be able to decrypt the body.
+
+        A body without a key's name was changed, and so was one that a key of this process cannot
+        decrypt. No process can read them, so their tasks run and fail.
+        """
+        return is_encrypted(task.body_json) and name_in(task.body_json) not in self._readable
+
+    def _defer(self, task: DelayTask, why: str, event: str, **fields: Any) -> Settlement:
+        """Let the task run later on a worker that can run it; it keeps its due time.
+
+        It waits for a tenth of the time that it has been overdue, within bounds.
+        """
+        overdue_s = (self._clock.now() - task.due).total_seconds()
+        wait_s = min(max(overdue_s / 10, DEFER_MIN_S), DEFER_MAX_S)
+        self._events.emit(event, **task.event_fields, **fields, next_try_s=wait_s)
+        next_try = self._clock.after(wait_s)
+        return Settlement(
+            task,
+            "give_back",
+            error=defer_until(storable(why, MAX_DEFERRAL_BYTES), next_try),
+            expected_time=next_try,
+            due_time=task.due,
+        )
+
+
+# -- One run of one task: its lease, and its completion in the processor's own transaction --------
+
+
+#: The longest result of a task. Results are for inspection; data belongs elsewhere.
+MAX_RESULT_BYTES = 16 * 1024
+#: `check_lease` raises if less than this part of the lease is left. If renewals succeed, more than
+#: half is left.
+LAST_PART = 1 / 3
+#: Returns the transaction of a caller's `session=`.
+TransactionOf = Callable[[Any, DelayTask], Transaction | None]
+
+
+class LeaseEndsError(LeaseLostError):
+    """The lease is about to end or has ended, because the worker could not renew it."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """How long this process owns its rows, as far as it knows without a query."""
+
+    duration_s: float
+    #: The longest time from the claim of a row to the start of its run.
+    max_wait_s: float
+    #: Returns the last renewal that succeeded.
+    last_renewal: Callable[[], LastRenewal]
+    #: Whether a caller has asked the run of this id and version to stop.
+    is_asked_to_stop: Callable[[int, int], bool]
+
+    def left_s(self, began: float) -> float:
+        """Return how long the lease of a row lasts whose run began at `began`.
+
+        A lease that ended has no time left, even if the worker has renewed its leases since then:
+        another worker may have recovered the row before that.
+        """
+        claimed_at = began - self.max_wait_s
+        renewal = self.last_renewal()
+        if claimed_at < renewal.lost_if_claimed_before:
+            return 0.0
+        return max(claimed_at, renewal.asked_at) + self.duration_s - monotonic()
+
+
+class TaskRun:
+    def __init__(
+        self, task: DelayTask, claims: Claims, transaction_of: TransactionOf, lease: Lease
+    ) -> None:
+        self.task = task
+        self._claims = claims
+        self._transaction_of = transaction_of
+        self._lease = lease
+        #: The time of the monotonic clock.
+        self.began = monotonic()
+        #: The processor has settled the row as DONE in its own transaction.
+        self.is_written = False
+        #: The transaction is committed, or was about to be.
+        self.is_committed = False
+        #: The commit is confirmed. SQLAlchemy reports the commit of a plain connection before it
+        #: happens.
+        self.is_certain = False
+        self._connection: CallerConnection | None = None
+
+    @property
+    def is_left_open(self) -> bool:
+        """Whether the processor's transaction has not ended, so that the row is still locked."""
+        if self.is_committed or self._connection is None:
+            return False
+        return self._connection.in_transaction()
+
+    @property
+    def is_rolled_back(self) -> bool:
+        return self.is_written and not self.is_committed and not self.is_left_open
+
+    def complete(self, session: Any, result: Any) -> None:
+        task = self.task
+        kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
+        transaction = self._transaction_of(session, task)
+        if transaction is None:
+            raise InvalidScheduleError(
+                "complete() takes the session that the effect is written in: session=…"
+            )
+        with transaction.guard() as self._connection:
+            if not self._claims.complete(task, kept, self._connection):
+                raise LeaseLostError(
+                    f"task {task.id} ({task.tag}) is no longer this run's: roll back what it did",
+                    task.id,
+                )
+        self.is_written = True
+        transaction.after_commit([task], self._committed)
+
+    @property
+    def is_asked_to_stop(self) -> bool:
+        """Whether `cancel(running=True)` has asked this run to stop."""
+        return self._lease.is_asked_to_stop(self.task.id, self.task.version)
+
+    def check_lease(self) -> None:
+        task, left_s = self.task, self._lease.left_s(self.began)
+        if self.is_asked_to_stop:
+            raise TaskCancelledError(f"task {task.id} ({task.tag}) was cancelled: stop", task.id)
+        if left_s < self._lease.duration_s * LAST_PART:
+            end = f"ends in {left_s:.1f} s" if left_s > 0 else "has ended"
+            raise LeaseEndsError(
+                f"the lease of task {task.id} ({task.tag}) could not be renewed and {end}: stop",
+                task.id,
+            )
+
+    def _committed(self, _tasks: Sequence[DelayTask], is_committed: bool = True) -> None:
+        self.is_committed, self.is_certain = True, is_committed
+
+
+# -- Outcome rules: from what a processor returned or raised to the settlement of its task --------
+
+
+#: The code of these values runs only during an iteration over them.
+_LAZY = (GeneratorType, AsyncGeneratorType, map, filter)
+#: The outcomes of a run that is repeated or that fails.
+_UNFINISHED = (Retry, Snooze, Fail)
+
+
+class OutcomeRules:
+    def __init__(self, settings: Settings, clock: Clock, events: Events) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._events = events
+
+    def settlement(
+        self,
+        processor: ProcessorSpec,
+        run: TaskRun,
+        began: datetime,
+        value: object,
+        error: BaseException | None,
+    ) -> tuple[Settlement, BaseException | None]:
+        """Return the settlement of a run, and the error that decided it.
+
+        The error is the given one, or it says why `value` is no valid outcome.
+        """
+        if _is_unfinished(run, value, error) and _is_cancelled(run, error):
+            return self._cancelled(run.task, began, error), None
+        if error is None:
+            try:
+                if run.is_rolled_back:
+                    return self._of_rolled_back(processor, run.task, began, value), None
+                if run.is_written:
+                    return self._of_completed(run, began, None), None
+                return self._of_value(processor, run.task, began, value), None
+            except Exception as raised:  # becomes the error of the task, with its traceback
+                error = raised
+        if run.is_certain or run.is_left_open:
+            return self._of_completed(run, began, error), error
+        # If that transaction was committed nevertheless, the fence refuses this settlement.
+        return self.of_error(processor, run.task, began, error), error
+
+    def _cancelled(
+        self, task: DelayTask, began: datetime, error: BaseException | None
+    ) -> Settlement:
+        """Return the settlement of a run that a caller has cancelled and that did not succeed."""
+        reason = "cancelled by a caller while it ran"
+        self._events.emit("task.withdrawn", **task.event_fields, began=began, reason=reason)
+        text = reason
+        if error is not None and not isinstance(error, TaskCancelledError):
+            text += "\n" + traceback_text(error, self._settings.max_error_bytes)
+        return Settlement(task, "withdraw", began, self._text(text))
+
+    def of_error(
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, error: BaseException
+    ) -> Settlement:
+        """Schedule a retry or fail the task.
+
+        If its lease was about to end, or if another task of its batch was cancelled, run it again
+        immediately.
+        """
+        is_others = isinstance(error, TaskCancelledError) and error.id not in (None, task.id)
+        if is_others or isinstance(error, LeaseEndsError):  # not the task's fault
+            self._events.emit("task.interrupted", **task.event_fields, error=error)
+            return Settlement(
+                task, "snooze", began, expected_time=self._clock.now(), due_time=task.due
+            )
+        text = traceback_text(error, self._settings.max_error_bytes)
+        retry_schedule = processor.retry_schedule_for(error, task)
+        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.attempts)
+        if wait_s is None:
+            return self._failed(task, began, text, error)
+        return self._schedule_retry(task, began, text, wait_s, error)
+
+    def _of_value(
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
+    ) -> Settlement:
+        """Return the settlement of an outcome; any other value is a success."""
+        if value is None:  # as most processors return
+            return Settlement(task, "succeed", began)
+        if isinstance(value, Retry):
+            return self._retry(processor, task, began, value)
+        if isinstance(value, Snooze):
+            self._events.emit("task.snoozed", **task.event_fields, began=began)
+            return Settlement(
+                task, "snooze", began, expected_time=self._clock.after(self._wait_s(value.after))
+            )
+        if isinstance(value, Cancel):
+            self._events.emit(
+                "task.withdrawn", **task.event_fields, began=began, reason=value.reason
+            )
+            reason = value.reason or "cancelled by its processor"
+            return Settlement(task, "withdraw", began, self._text(reason))
+        if isinstance(value, Fail):
+            reason = value.reason or "failed by its processor"
+            return self._failed(task, began, self._text(reason), reason)
+        result = value.result if isinstance(value, Done) else value
+        if isinstance(result, _LAZY) or hasattr(type(result), "__await__"):
+            raise InvalidOutcomesError(
+                f"the processor of {task.tag!r} returned an object of type "
+                f"{type(result).__name__}, whose code does not run by itself: iterate over it or "
+                "await it in the processor, and return None, a value or an outcome"
+            )
+        kept = self._kept(task, result) if processor.keep_result and result is not None else None
+        return Settlement(task, "succeed", began, result=kept)
+
+    def _of_completed(
+        self, run: TaskRun, began: datetime, error: BaseException | None
+    ) -> Settlement:
+        """Return the settlement that the processor has made itself with `complete()`."""
+        task = run.task
+        if not run.is_committed:
+            # The open transaction has locked the row. Without a commit the row is abandoned.
+            why = (
+                "complete() was called, and its transaction was still open when the processor "
+                "ended: end it first"
+            )
+            self._events.emit("task.left_open", **task.event_fields, remedy=why, error=error)
+            return Settlement(task, "fail", began, why, is_made=True)
+        if error is not None:
+            self._events.emit("task.raised_late", **task.event_fields, error=error)
+        return Settlement(task, "succeed", began, is_made=True)
+
+    def _of_rolled_back(
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, value: object
+    ) -> Settlement:
+        """Return the settlement of a run that rolled its `complete()` back, which is no success."""
+        if isinstance(value, Outcome) and not isinstance(value, Done):
+            return self._of_value(processor, task, began, value)
+        raise TaskStateError(
+            "complete() was called, its transaction was rolled back, and the processor returned as "
+            "if all were well: let the error out of it, or return Retry() or another outcome",
+            task.id,
+        )
+
+    def _retry(
+        self, processor: ProcessorSpec, task: DelayTask, began: datetime, asked: Retry
+    ) -> Settlement:
+        retry_schedule = processor.retries.retry_schedule_for(Exception, task.retry_schedule)
+        reason = asked.reason or "its processor asked to be run again"
+        wait_s = None if retry_schedule is None else retry_schedule.wait_s(task.attempts)
+        if retry_schedule is not None and wait_s is None:
+            text = self._text(f"{reason} (its retry schedule has no delay left)")
+            return self._failed(task, began, text, reason)
+        if asked.after is not None:
+            wait_s = self._wait_s(asked.after)
+        if wait_s is None:
+            raise InvalidScheduleError(
+                "Retry() without after= needs a retry schedule: @processor(tag, retries=...)"
+            )
+        return self._schedule_retry(task, began, self._text(reason), wait_s, reason)
+
+    def _failed(self, task: DelayTask, began: datetime, text: str, error: object) -> Settlement:
+        self._events.emit("task.failed", **task.event_fields, began=began, error=error)
+        return Settlement(task, "fail", began, text)
+
+    def _schedule_retry(
+        self, task: DelayTask, began: datetime, text: str, wait_s: float, error: object
+    ) -> Settlement:
+        self._events.emit(
+            "task.retry_scheduled",
+            **task.event_fields,
+            began=began,
+            attempt=task.attempts,
+            wait_s=wait_s,
+            error=error,
+        )
+        return Settlement(task, "schedule_retry", began, text, self._clock.after(wait_s))
+
+    def _kept(self, task: DelayTask, result: object) -> str | None:
+        """Return the result as JSON; a result that cannot be kept does not undo the run."""
+        try:
+            return encode_body(result, MAX_RESULT_BYTES)
+        except InvalidInputError as error:
+            self._events.emit("result.dropped", **task.event_fields, error=str(error))
+            return None
+
+    def _wait_s(self, after: object) -> float:
+        return check_wait(after, self._settings.max_delay_s)
+
+    def _text(self, reason: str) -> str:
+        return storable(str(reason), self._settings.max_error_bytes)
+
+
+def _is_unfinished(run: TaskRun, value: object, error: BaseException | None) -> bool:
+    """Whether a run would be repeated or fail, if nobody had cancelled it."""
+    if run.is_written:  # the processor has completed the task in its own transaction
+        return False
+    return error is not None or isinstance(value, _UNFINISHED)
+
+
+def _is_cancelled(run: TaskRun, error: BaseException | None) -> bool:
+    return run.is_asked_to_stop or (
+        isinstance(error, TaskCancelledError) and error.id == run.task.id
+    )
+
+
+# -- One call of a processor, for one task or for a batch of tasks --------------------------------
+
+
+_OUTCOMES = get_args(Outcome)
+
+
+class ProcessorCall:
+    """While it runs, `task.complete` and `task.check_lease` reach its runs through it."""
+
+    __slots__ = ("_bodies", "_refusal", "processor", "runs")
+
+    def __init__(
+        self,
+        processor: ProcessorSpec,
+        runs: Sequence[TaskRun],
+        bodies: Sequence[Any] = (),
+        refusal: Exception | None = None,
+    ) -> None:
+        self.processor = processor
+        #: One run, or those of a batch.
+        self.runs = runs
+        #: The bodies of a batch, as the processor's schema made them.
+        self._bodies = bodies
+        #: Why the only body of a batch cannot be read.
+        self._refusal = refusal
+
+    @property
+    def task(self) -> DelayTask:
+        """The task, or the first one of a batch."""
+        return self.runs[0].task
+
+    def read_argument(self) -> Any:
+        """Return the body, or the bodies of a batch; raise an error if it cannot be read."""
+        if self._refusal is not None:
+            raise self._refusal
+        return (
+            self.processor.body_of(self.task)
+            if self.processor.batch is None
+            else list(self._bodies)
+        )
+
+    def __call__(self, argument: Any) -> Any:
+        """Call the user's function with what `read_argument` returned."""
+        processor, function = self.processor, self.processor.function
+        if processor.batch is None:
+            body = processor.checked(argument)
+            return awaited(function(body, self.task) if processor.wants_task else function(body))
+        tasks = [run.task for run in self.runs]
+        return awaited(function(argument, tasks) if processor.wants_task else function(tasks))
+
+    def outcomes(self, value: object) -> list[object]:
+        """Return the outcome of each run from what the function returned."""
+        if self.processor.batch is None:
+            return [value]
+        return _outcomes_of_batch(value, [run.task.id for run in self.runs])
+
+    def complete(self, id: int, session: Any, result: Any) -> None:
+        self._run(id).complete(session, result)
+
+    def check_lease(self, id: int) -> None:
+        self._run(id).check_lease()
+
+    def is_cancelled(self, id: int) -> bool:
+        return any(run.task.id == id and run.is_asked_to_stop for run in self.runs)
+
+    def _run(self, id: int) -> TaskRun:
+        for run in self.runs:
+            if run.task.id == id:
+                return run
+        ids = [run.task.id for run in self.runs]
+        raise NotRunningError(f"task {id} does not run here: this call is for {shown(ids)}", id)
+
+
+def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
+    """Return the outcome of each task from what the processor of a batch returned.
+
+    A list has the outcomes in the order of the tasks, a mapping has them by id, and a single
+    outcome is for all tasks. A task without an outcome has succeeded.
+    """
+    if value is None or isinstance(value, _OUTCOMES):
+        return [value] * len(ids)
+    if isinstance(value, Mapping):
+        unknown = value.keys() - set(ids)
+        if unknown:
+            raise InvalidOutcomesError(
+                f"the batch's processor returned outcomes for {count(len(unknown), 'unknown id')}, "
+                f"such as {shown(next(iter(unknown)))}: the keys are task.id"
+            )
+        return [value.get(id) for id in ids]
+    if not isinstance(value, (list, tuple)):
+        raise InvalidOutcomesError(
+            f"the batch's processor returned a {type(value).__name__}: it is None, a list with an "
+            "outcome for each task, or a dict of outcomes by task.id"
+        )
+    if len(value) != len(ids):
+        raise InvalidOutcomesError(
+            f"the batch's processor returned {count(len(value), 'outcome')} for "
+            f"{count(len(ids), 'task')}: return one for each, in their order, or a dict of "
+            "outcomes by task.id"
+        )
+    return list(value)
+
 
 logger = logging.getLogger("delaytasks")
 _EXITS = (SystemExit, KeyboardInterrupt)

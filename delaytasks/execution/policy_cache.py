@@ -20,7 +20,7 @@ from delaytasks.core.policies import NO_POLICIES, Changes, Policies, Stamp
 from delaytasks.core.task import DelayTask
 
 if TYPE_CHECKING:
-    from delaytasks.storage.paused_rows import PausedRows
+    from delaytasks.storage.policy_rows import PausedRows
 
 
 POLICY_REFRESH_S = 1.0

@@ -21,21 +21,29 @@ from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.workers import NO_RENEWAL, LastRenewal
-from delaytasks.execution.chunk_runner import ChunkRunner, ThreadContext
+from delaytasks.execution.chunk_runner import (
+    ChunkRunner,
+    SizeSample,
+    TagCosts,
+    Tally,
+    ThreadContext,
+)
 from delaytasks.execution.claim_ahead import MAX_BUDGETS, ClaimAhead
-from delaytasks.execution.deferral_rules import DeferralRules
-from delaytasks.execution.executor import Execute, TaskExecutor, Watcher, emit_start
-from delaytasks.execution.outcome_rules import OutcomeRules
+from delaytasks.execution.executor import (
+    DeferralRules,
+    Execute,
+    Lease,
+    OutcomeRules,
+    TaskExecutor,
+    TransactionOf,
+    Watcher,
+    emit_start,
+)
 from delaytasks.execution.policy_cache import PauseFilter
-from delaytasks.execution.run_counter import RunCounter
-from delaytasks.execution.settlement import Settler
-from delaytasks.execution.tally import SizeSample, TagCosts, Tally
-from delaytasks.execution.task_run import Lease, TransactionOf
-from delaytasks.limits.admission import Admission
-from delaytasks.limits.waitlist import Waitlist
+from delaytasks.execution.settlement import RunCounter, Settler
+from delaytasks.limits.admission import Admission, Waitlist
 from delaytasks.limits.waitlist_runner import RunRows, WaitlistRunner
-from delaytasks.processors.registry import Registry
-from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.processors.registry import Registry, ThreadSlots
 
 if TYPE_CHECKING:
     from delaytasks.storage.claims import Claims

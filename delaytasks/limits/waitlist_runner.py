@@ -12,8 +12,7 @@ from delaytasks.core.policies import WaitlistsSeen, WaitlistState
 from delaytasks.core.settings import Settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.workers import ChunkSize
-from delaytasks.limits.admission import Admission
-from delaytasks.limits.waitlist import Waitlist
+from delaytasks.limits.admission import Admission, Waitlist
 from delaytasks.processors.registry import Registry
 
 #: If a claim of more than `MANY` rows held most of them, there is an overdue backlog, which one

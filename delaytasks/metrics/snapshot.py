@@ -17,7 +17,7 @@ from delaytasks.core.workers import RegisteredWorker, beat_age_s
 from delaytasks.forecast import Forecast, make_forecast
 from delaytasks.metrics import Family, Sample, gauge
 from delaytasks.operations.state import TableState, read_tables
-from delaytasks.timers.broker_link import broker_error
+from delaytasks.timers.publisher import broker_error
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

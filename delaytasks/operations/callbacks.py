@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.settings import Settings
-from delaytasks.timers.broker_link import bounded_connection
+from delaytasks.timers.publisher import bounded_connection
 
 if TYPE_CHECKING:
-    from delaytasks.webhooks.http import HttpCallbacks
-    from delaytasks.webhooks.queue import QueueMessages
+    from delaytasks.webhooks.http_callbacks import HttpCallbacks
+    from delaytasks.webhooks.queue_callbacks import QueueMessages
 
 
 class Callbacks:
@@ -26,14 +26,13 @@ class Callbacks:
 
     @cached_property
     def http(self) -> HttpCallbacks:
-        from delaytasks.webhooks.addresses import Guard
-        from delaytasks.webhooks.http import HttpCallbacks
+        from delaytasks.webhooks.http_callbacks import Guard, HttpCallbacks
 
         return HttpCallbacks(self._settings, Guard(self._settings.callback_allow), self._clock)
 
     @cached_property
     def queue(self) -> QueueMessages:
-        from delaytasks.webhooks.queue import QueueMessages
+        from delaytasks.webhooks.queue_callbacks import QueueMessages
 
         limit_s, url = self._settings.callback_connect_s, self._settings.callback_broker_url
         connect = partial(bounded_connection, self._celery, limit_s, url, confirm_publish=True)

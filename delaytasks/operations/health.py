@@ -1,11 +1,15 @@
-"""Health checks of a deployment and of its processes, for probes and monitors."""
+"""The checks of `delaytasks health` and of the probes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import DelayTaskError, StoreUnavailableError
 from delaytasks.core.inputs import ALL_QUEUES, show_duration
 from delaytasks.core.loop import all_within
@@ -17,11 +21,11 @@ from delaytasks.core.workers import (
     beat_age_s,
     lost_everywhere,
 )
-from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
+from delaytasks.maintenance.sweeper import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.storage import migrations
-from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.stats import Stats, Swept
+from delaytasks.storage.state_queries import Stats, Swept
 from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
 
 
 class HealthQuestion(NamedTuple):
@@ -295,3 +299,60 @@ def _place(question: HealthQuestion) -> str:
     if question.component == "deployment":
         return ""
     return f" on {question.host}" if question.name is None else f" with the name {question.name}"
+
+
+# -- URLs for the probes of a server: whether it lives, and whether it is ready for requests ------
+
+# The HTTP API and the console have them.
+
+
+#: What a view of Flask may return: the text, the status and the headers.
+ProbeAnswer = tuple[str, int, dict[str, str]]
+
+#: The names of the URLs in an app.
+ENDPOINTS = ("health_live", "health_ready")
+#: Anyone may call these URLs, so the database is asked once in this time.
+ASK_AGAIN_S = 1.0
+#: The time that the database has to answer.
+READY_ANSWER_S = 1.0
+
+
+class Probes:
+    """Answers without an API key or a login, and therefore without the texts of errors."""
+
+    def __init__(self, checks: Callable[[], HealthChecks]) -> None:
+        """`checks` is called before each question to the databases, and not at the start."""
+        self._checks = checks
+        self._lock = threading.Lock()
+        self._asked_at = -math.inf
+        self._results: Mapping[str, bool] = {}
+
+    def add_to(self, app: Any) -> None:
+        """Add the URLs to a Flask application."""
+        app.add_url_rule("/health/live", "health_live", lambda: _answer({}))
+        app.add_url_rule("/health/ready", "health_ready", lambda: _answer(self._ready()))
+
+    def _ready(self) -> Mapping[str, bool]:
+        """Return whether each check succeeds. Callers need the databases, and no broker.
+
+        While one thread asks, others answer from the last result, so that probes during an outage
+        do not block the threads that serve requests.
+        """
+        if self._lock.acquire(blocking=not self._results):
+            try:
+                if monotonic() - self._asked_at > ASK_AGAIN_S:
+                    self._results = self._ask()
+                    self._asked_at = monotonic()
+            finally:
+                self._lock.release()
+        return self._results
+
+    def _ask(self) -> Mapping[str, bool]:
+        found = self._checks().ready(HealthQuestion("api", timeout_s=READY_ANSWER_S))
+        return {check.name: check.is_ok for check in found}
+
+
+def _answer(checks: Mapping[str, bool]) -> ProbeAnswer:
+    is_healthy = all(checks.values())
+    text = json.dumps({"is_healthy": is_healthy, "checks": checks})
+    return text, 200 if is_healthy else 503, {"Content-Type": "application/json"}

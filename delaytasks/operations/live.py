@@ -12,8 +12,7 @@ from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.workers import LostWorker, RegisteredWorker, lost_everywhere
-from delaytasks.storage.live_rows import Live, LiveRow, LiveRows
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.state_queries import Live, LiveRow, LiveRows, Stats
 from delaytasks.storage.store import Store
 
 

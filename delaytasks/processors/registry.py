@@ -1,16 +1,23 @@
-"""The registry: which function processes which tag."""
+"""The registered processors, and the threads and the event loop that call them."""
 
 from __future__ import annotations
 
+import asyncio
+import contextvars
 import difflib
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from types import CoroutineType
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from delaytasks.core.body import BodySchema, BodyVersions, Upgrade
 from delaytasks.core.celery_calls import processor_tag
+from delaytasks.core.clock import monotonic, reset_in_child
 from delaytasks.core.errors import (
     BodyRefusedError,
     DuplicateProcessorError,
@@ -21,10 +28,116 @@ from delaytasks.core.inputs import Delay, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
-from delaytasks.processors.thread_slots import MAX_SLOTS
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+# -- Threads for concurrent calls of processors; each tag has a limited number of slots -----------
+
+
+T = TypeVar("T")
+#: The most slots of one tag, and the most threads of one process.
+MAX_SLOTS = 1000
+
+
+class ThreadSlots:
+    """The slots of a process, which its chunks share.
+
+    A call that finds no idle thread starts one, which stays.
+    """
+
+    def __init__(self) -> None:
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._changed = threading.Condition()
+        self._taken: Counter[str] = Counter()
+        self._all_taken = 0
+        self._threads = ThreadPoolExecutor(MAX_SLOTS, "delaytasks-row")
+        #: The calls that ended since the last call of `ended`.
+        self._ended, self._seconds = 0, 0.0
+
+    def take(self, tag: str, slots: int, until: float) -> bool:
+        """Take one of the tag's slots when one is free.
+
+        Return False if this takes longer than `until`.
+        """
+        with self._changed:
+            if not self._wait(lambda: self._is_free(tag, slots), until):
+                return False
+            self._taken[tag] += 1
+            self._all_taken += 1
+            return True
+
+    def give_back(self, tag: str) -> None:
+        """Free a slot in which no call was started."""
+        with self._changed:
+            self._leave(tag)
+            self._changed.notify_all()
+
+    def start(
+        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
+    ) -> None:
+        """Run `call` in a thread for which a slot was taken.
+
+        `done` gets the result after the slot is free.
+        """
+        self._threads.submit(self._run, tag, slots, rows, call, done)
+
+    def free(self, tag: str, slots: int) -> int:
+        with self._changed:
+            return min(slots - self._taken[tag], MAX_SLOTS - self._all_taken)
+
+    def wait(self, is_so: Callable[[], bool], until: float | None = None) -> bool:
+        """Wait until `is_so` returns True, tested whenever a call has ended.
+
+        Return False after `until`.
+        """
+        with self._changed:
+            return self._wait(is_so, until)
+
+    def notify(self) -> None:
+        """Let the callers of `wait` test again."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def ended(self) -> tuple[int, float]:
+        """Return the rows that ended since the last call, and their time divided by the slots."""
+        if not self._ended:  # as in a process without concurrent calls
+            return 0, 0.0
+        with self._changed:
+            ended, self._ended, self._seconds = (self._ended, self._seconds), 0, 0.0
+            return ended
+
+    def _run(
+        self, tag: str, slots: int, rows: int, call: Callable[[], T], done: Callable[[T], None]
+    ) -> None:
+        began = monotonic()
+        answer = call()
+        with self._changed:
+            self._ended += rows
+            self._seconds += (monotonic() - began) / slots
+            self._leave(tag)
+        done(answer)
+        self.notify()
+
+    def _leave(self, tag: str) -> None:
+        self._taken[tag] -= 1
+        self._all_taken -= 1
+
+    def _is_free(self, tag: str, slots: int) -> bool:
+        return self._taken[tag] < slots and self._all_taken < MAX_SLOTS
+
+    def _wait(self, is_so: Callable[[], bool], until: float | None) -> bool:
+        while not is_so():
+            left = None if until is None else until - monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._changed.wait(left)
+        return True
+
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: The most rows of a batch, since a chunk has at most as many.
@@ -301,3 +414,88 @@ def _is_same(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
 def _name(function: Callable[..., Any]) -> str:
     module = getattr(function, "__module__", "?")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"
+
+
+# -- The event loop of a process, in which processors that are `async def` run --------------------
+
+
+#: The value of a coroutine, or its error.
+ResultAndError = tuple[Any, BaseException | None]
+
+
+#: Runs the coroutines of this context in place of the event loop. A test runs them in its own
+#: thread or event loop, where its connections are.
+run_coroutine: contextvars.ContextVar[Callable[[Coroutine[Any, Any, Any]], Any] | None] = (
+    contextvars.ContextVar("run_coroutine", default=None)
+)
+
+
+class EventLoop:
+    """An event loop in a thread of its own, which the first coroutine starts.
+
+    All processors share one loop, and thus its clients and connections.
+    """
+
+    def __init__(self) -> None:
+        self._at_start: list[Callable[[], None]] = []
+        self.after_fork()
+        reset_in_child(self)
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: set[asyncio.Task[None]] = set()
+
+    def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run the coroutine with the caller's context variables, and return its result."""
+        if (run := run_coroutine.get()) is not None:
+            return run(coroutine)
+        answer: Future[ResultAndError] = Future()
+
+        def start() -> None:
+            task = asyncio.ensure_future(_into(answer, coroutine))
+            self._running.add(task)  # the loop itself has weak references only
+            task.add_done_callback(self._running.discard)
+
+        self._started().call_soon_threadsafe(start, context=contextvars.copy_context())
+        value, error = answer.result()
+        if error is not None:
+            raise error
+        return value
+
+    def at_start(self, call: Callable[[], None]) -> None:
+        """Call it once in the thread of each event loop, before the coroutines that follow."""
+        with self._lock:
+            if call not in self._at_start:
+                self._at_start.append(call)
+                if self._loop is not None:
+                    self._loop.call_soon_threadsafe(call)
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                for call in self._at_start:
+                    self._loop.call_soon(call)
+                threading.Thread(
+                    target=self._loop.run_forever, name="delaytasks-async", daemon=True
+                ).start()
+            return self._loop
+
+
+async def _into(answer: Future[ResultAndError], coroutine: Coroutine[Any, Any, Any]) -> None:
+    """Pass on every exception, since an exit would end the loop and all coroutines in it."""
+    try:
+        answer.set_result((await coroutine, None))
+    except BaseException as error:
+        answer.set_result((None, error))
+
+
+_of_process = EventLoop()
+result_of = _of_process.result_of
+at_start = _of_process.at_start
+
+
+def awaited(value: Any) -> Any:
+    """Return what a processor returned; if this is a coroutine, run it and return its result."""
+    return result_of(value) if type(value) is CoroutineType else value

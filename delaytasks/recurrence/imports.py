@@ -8,10 +8,9 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.errors import ConfigError, DelayTaskError
-from delaytasks.recurrence.definition import Definition
+from delaytasks.recurrence.definition import Definition, call_of
 from delaytasks.recurrence.recurring import checked, comparison, put
-from delaytasks.recurrence.targets import call_of
-from delaytasks.timers.eta import SWEEP
+from delaytasks.timers.arming import SWEEP
 
 if TYPE_CHECKING:
     from delaytasks.runtime import Runtime

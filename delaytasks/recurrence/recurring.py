@@ -29,21 +29,25 @@ from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.task import DelayTask, NewTask
 from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.creation import task_of
-from delaytasks.recurrence.definition import Definition, RecurringOptions, started
-from delaytasks.recurrence.schedule import (
+from delaytasks.recurrence.definition import (
     DEFINED,
+    Definition,
+    RecurringOptions,
     RecurringSchedule,
+    RecurringTarget,
     has_same_start,
+    is_known,
     is_same_definition,
+    started,
+    target_of,
 )
-from delaytasks.recurrence.targets import RecurringTarget, is_known, target_of
 from delaytasks.twins import twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.core.task import DelayTask
-    from delaytasks.recurrence.schedule import RecurringSchedule
+    from delaytasks.recurrence.definition import RecurringSchedule
     from delaytasks.runtime import Runtime
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -7,5 +7,5 @@
     results           the values that it returns
     charts            charts as SVG
 
-The pool processes count with `delaytasks.execution.run_counter`.
+The pool processes count with `delaytasks.execution.settlement`.
 """

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from delaytasks.core.clock import UTC
 from delaytasks.core.inputs import show_measured
-from delaytasks.statistics.results import SeriesPoint
+from delaytasks.statistics.reading import SeriesPoint
 
 WIDTH, HEIGHT = 520, 190
 LEFT, RIGHT, TOP, BOTTOM = 54, 6, 10, 24

@@ -1,30 +1,35 @@
-"""Connections of one database: safe across forks, with typed errors and retries."""
+"""A database with its connections: transactions, statements that are repeated, and the kept
+connection."""
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import random
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import datetime
 from functools import partial
 from typing import Any, TypeVar
 
 from sqlalchemy import URL, Connection, Engine, Select, event, exc, make_url, select
+from sqlalchemy.util import await_only, greenlet_spawn
+from sqlalchemy.util.concurrency import in_greenlet
 
-from delaytasks.core.clock import reset_in_child
+from delaytasks.core.clock import from_us, reset_in_child
 from delaytasks.core.errors import (
     ConfigError,
     DuplicateTaskError,
+    SessionUnusableError,
     StoreUnavailableError,
     TaskStateError,
 )
+from delaytasks.core.loop import ThreadPool
 from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.storage import sqlite_file
-from delaytasks.storage.async_sessions import is_on_the_loop, off_the_loop
-from delaytasks.storage.capabilities import capabilities_of
-from delaytasks.storage.database_addresses import SEVERAL_HOSTS, addresses_of, masked
+from delaytasks.storage import engines as sqlite_file
 from delaytasks.storage.driver_errors import (
     TRIES,
     first_cause,
@@ -35,11 +40,133 @@ from delaytasks.storage.driver_errors import (
     translate,
     unknown_outcome,
 )
-from delaytasks.storage.engines import make_engine
-from delaytasks.storage.kept_connection import KeptConnection
-from delaytasks.storage.types import db_now
+from delaytasks.storage.engines import SEVERAL_HOSTS, addresses_of, has_input, make_engine, masked
+from delaytasks.storage.types import capabilities_of, db_now
+
+# -- Runs the synchronous code on the caller's `AsyncSession` or `AsyncConnection` ----------------
+
+# SQLAlchemy runs the code in a greenlet of the event loop's thread. A statement on the caller's
+# connection switches to the event loop until the answer arrives. All other calls that wait for a
+# network leave this thread through `off_the_loop`.
+
 
 T = TypeVar("T")
+#: The threads of `off_the_loop`. They send messages of committed tasks.
+_threads = ThreadPool(4, "delaytasks-loop")
+
+
+async def run_in_session(session: Any, call: Callable[[Any], T]) -> T:
+    """Return `call(session)`, where `call` gets the synchronous form of the caller's session.
+
+    Raises
+    ------
+    SessionUnusableError
+        If the session is not asynchronous, or its connection was not opened.
+    """
+    given = type(session).__name__
+    if callable(getattr(session, "registry", None)):
+        session = session()  # async_scoped_session
+    if not inspect.iscoroutinefunction(getattr(session, "run_sync", None)):
+        raise SessionUnusableError(
+            f"the asynchronous methods take an AsyncSession or AsyncConnection as session=, not "
+            f"{given}: with a Session or Connection, call the synchronous method"
+        )
+    try:
+        result: T = await session.run_sync(call)
+    except exc.InvalidRequestError as error:  # such as a connection that was not opened
+        raise SessionUnusableError(f"the caller's session cannot be used: {error}") from error
+    return result
+
+
+def is_on_the_loop() -> bool:
+    """Whether SQLAlchemy runs this code in a greenlet of an event loop's thread."""
+    return "greenlet" in sys.modules and in_greenlet()
+
+
+async def on_the_loop(call: Callable[[], T]) -> T:
+    """Return `call()`, which runs in a greenlet of the event loop's thread."""
+    result: T = await greenlet_spawn(call)
+    return result
+
+
+def awaited_on_the_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await the coroutine, with the present context variables, in the event loop of this thread."""
+    return await_only(asyncio.ensure_future(coroutine))
+
+
+def off_the_loop(call: Callable[[], T]) -> T:
+    """Return `call()`, which runs in another thread if this is the thread of an event loop.
+
+    If the waiting task is cancelled meanwhile, the call goes on.
+    """
+    return await_only(_in_thread(call)) if is_on_the_loop() else call()
+
+
+async def _in_thread(call: Callable[[], T]) -> T:
+    return await asyncio.shield(asyncio.wrap_future(_threads.submit(call)))
+
+
+# -- Keeps one connection outside its pool, for statements that are sent past SQLAlchemy ----------
+
+# For a prepared statement, checking a connection out of SQLAlchemy's pool and in again takes
+# longer than everything else that the process does.
+
+
+#: The connections that the parent of this process kept. They are never released, since releasing
+#: one returns it to the parent's pool, whose lock another thread may have held during the fork.
+_of_parent: list[Connection] = []
+
+
+class KeptConnection:
+    """Lends connections of an engine that commits each statement by itself.
+
+    A connection is kept for the next use if SQLAlchemy has begun nothing on it, as after a prepared
+    statement. While it is in use, another thread gets a connection of the pool.
+    """
+
+    def __init__(self) -> None:
+        #: The kept connection, if it is not in use. `clear` replaces the list, so that a connection
+        #: that was in use meanwhile is not kept.
+        self._free: list[Connection] = []
+
+    @contextmanager
+    def use(self, engine: Engine) -> Iterator[Connection]:
+        free = self._free
+        connection = self._take(free) or engine.connect()
+        try:
+            yield connection
+        except BaseException:
+            connection.close()
+            raise
+        is_unused = not connection.in_transaction() and not connection.invalidated
+        if is_unused and free is self._free and not free:
+            free.append(connection)
+        else:
+            connection.close()
+
+    def clear(self) -> None:
+        """Close the kept connection."""
+        free, self._free = self._free, []
+        for connection in free:
+            connection.close()
+
+    def after_fork(self) -> None:
+        _of_parent.extend(self._free)
+        self._free = []
+
+    def _take(self, free: list[Connection]) -> Connection | None:
+        try:
+            connection = free.pop()
+        except IndexError:
+            return None
+        driver_connection = connection.connection.driver_connection
+        if has_input(driver_connection):  # the server has ended it
+            connection.invalidate()
+            connection.close()
+            return None
+        return connection
+
+
 #: No further try begins after this time, since the caller waits for an answer.
 RETRY_FOR_S = 5.0
 
@@ -270,8 +397,8 @@ class Database:
 
     def _before_connecting(self, *_: Any) -> None:
         if self._expects_file:
-            sqlite_file.check(self.url, self.tables_remedy)
-        sqlite_file.create(self.url)
+            sqlite_file.check_sqlite_file(self.url, self.tables_remedy)
+        sqlite_file.create_sqlite_file(self.url)
 
     def _make(self, attribute: str, isolation_level: str) -> Engine:
         with self._lock:
@@ -281,3 +408,59 @@ class Database:
                 event.listen(engine, "do_connect", self._before_connecting)
                 setattr(self, attribute, engine)
             return engine
+
+
+# -- Lets the statements of delaytasks read a test's clock instead of the database's clock --------
+
+
+#: What marks a statement as one of ours: the names of the tables, or the label of the time.
+_OUR_NAMES = ("yb_delay_", "db_now")
+#: The statement clock of each database as `delaytasks.storage.types` writes it, and the notation of
+#: an instant in its place.
+_CLOCKS = {
+    "postgresql": ("clock_timestamp()", "CAST('{}+00:00' AS TIMESTAMPTZ)"),
+    "mysql": ("UTC_TIMESTAMP(6)", "CAST('{}' AS DATETIME(6))"),
+    "mariadb": ("UTC_TIMESTAMP(6)", "CAST('{}' AS DATETIME(6))"),
+    "sqlite": ("%f000', 'now'", "%f000', '{}'"),
+}
+
+
+class SimulatedTime:
+    """Rewrites statements.
+
+    The text of a statement changes with each instant, so statements must not be prepared.
+
+    Parameters
+    ----------
+    now_us
+        Returns the microseconds since 1970, in whole milliseconds: SQLite's clock has no more.
+    """
+
+    def __init__(self, now_us: Callable[[], int]) -> None:
+        self._now_us = now_us
+
+    def rewritten(self, statement: str, dialect: str) -> str:
+        """Return the statement with the test's instant in place of the database's clock."""
+        clock, literal = _CLOCKS[dialect]
+        if clock not in statement or not any(mark in statement for mark in _OUR_NAMES):
+            return statement
+        instant = from_us(self._now_us()).strftime("%Y-%m-%d %H:%M:%S.%f")
+        if dialect == "sqlite":
+            instant = instant[:-3]
+        return statement.replace(clock, literal.format(instant))
+
+    @contextmanager
+    def on_engines(self) -> Iterator[None]:
+        """Rewrite the statements of all engines of this process, the application's included."""
+        event.listen(Engine, "before_cursor_execute", self._before_execute, retval=True)
+        try:
+            yield
+        finally:
+            event.remove(Engine, "before_cursor_execute", self._before_execute)
+
+    def _before_execute(
+        self, connection: Any, _cursor: Any, statement: str, parameters: Any, *_: Any
+    ) -> tuple[str, Any]:
+        if connection.dialect.name in _CLOCKS:
+            statement = self.rewritten(statement, connection.dialect.name)
+        return statement, parameters

@@ -1,11 +1,20 @@
-"""SQLAlchemy engines with options and listeners for each database."""
+"""Engines for the three databases: drivers, addresses, files, forks, and rollbacks that are not
+needed."""
 
 from __future__ import annotations
 
+import os
 import select
+import select as io
 import socket
+import threading
+from collections.abc import Generator, Iterator, Sequence
 from datetime import datetime
-from typing import Any
+from inspect import signature
+from itertools import cycle
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 from sqlalchemy import (
     URL,
@@ -17,14 +26,279 @@ from sqlalchemy import (
     event,
     exc,
 )
+from sqlalchemy.engine.default import DefaultDialect
 
-from delaytasks.core.errors import ConfigError
-from delaytasks.storage import needless_rollbacks
-from delaytasks.storage.capabilities import for_database
-from delaytasks.storage.database_addresses import SEVERAL_HOSTS
+from delaytasks.core.errors import ConfigError, StoreError
+from delaytasks.core.private_files import FOLDER_MODE, make_file
+from delaytasks.core.text import mask_url
 from delaytasks.storage.driver_errors import mark_as_connecting
-from delaytasks.storage.fork_gate import gate
-from delaytasks.storage.postgresql_drivers import own_driver
+from delaytasks.storage.types import for_database
+
+# -- Prevents needless ROLLBACK statements on MySQL and MariaDB -----------------------------------
+
+# SQLAlchemy rolls back when a connection returns to its pool, even after a commit or an
+# autocommitted statement. The drivers of PostgreSQL send nothing then, but those of MySQL send
+# ROLLBACK, so that each call would wait for one more answer.
+
+
+#: Marks a pooled connection with an open transaction.
+_IS_OPEN = "delaytasks.open"
+#: SQLAlchemy has this option since 2.0.43.
+_SKIP = "skip_autocommit_rollback"
+
+
+def rollback_options(autocommit: bool) -> dict[str, Any]:
+    """Return the options for `create_engine`."""
+    if not autocommit:
+        return {"pool_reset_on_return": None}
+    return {_SKIP: True} if _SKIP in signature(DefaultDialect.__init__).parameters else {}
+
+
+def skip_needless_rollbacks(engine: Engine) -> None:
+    """Roll back returned connections of this engine only if their transaction is still open."""
+    event.listen(engine, "begin", _begin)
+    event.listen(engine, "commit", _end)
+    event.listen(engine, "rollback", _end)
+    event.listen(engine, "reset", _reset)
+
+
+def _begin(connection: Connection) -> None:
+    connection.info[_IS_OPEN] = True
+
+
+def _end(connection: Connection) -> None:
+    if not connection.invalidated:  # a connection that was lost has no info, and is not used again
+        connection.info.pop(_IS_OPEN, None)
+
+
+def _reset(connection: Any, record: Any, _state: object) -> None:
+    """Roll back what a caller has left open, for example in a generator that was not closed."""
+    if record.info.pop(_IS_OPEN, False):
+        connection.rollback()
+
+
+# -- The addresses that a database URL contains, to compare databases, and URLs for messages ------
+
+
+SEVERAL_HOSTS = (
+    "several hosts of one PostgreSQL cluster are written as "
+    "postgresql://user@/name?host=h1:5432&host=h2:5432"
+)
+_DEFAULT_PORTS = {"postgresql": 5432, "mysql": 3306}
+
+
+class DatabaseAddress(NamedTuple):
+    """The parts of two URLs that are equal if they name the same database. Users and options may
+    differ."""
+
+    backend: str
+    host: str | None
+    port: str
+    database: str | None
+
+
+def addresses_of(url: URL) -> frozenset[DatabaseAddress]:
+    """Return one address for each host in the URL. The URL of a cluster has several."""
+    backend = {"mariadb": "mysql"}.get(url.get_backend_name(), url.get_backend_name())
+    default = _DEFAULT_PORTS.get(backend)
+    hosts, ports = _listed(url, "host"), _listed(url, "port")
+    addresses = set()
+    for host, port in zip(hosts or [url.host], cycle(ports or [None])):
+        # A socket's folder and an IPv6 address have no port after a colon.
+        name, _, own = (
+            (host or "").partition(":") if (host or "").count(":") == 1 else (host, "", "")
+        )
+        number = str(own or port or url.port or default or "")
+        addresses.add(DatabaseAddress(backend, name, number, url.database))
+    return frozenset(addresses)
+
+
+def _listed(url: URL, name: str) -> list[str | None]:
+    """Return the values of `name` in the query. Drivers take them instead of those before the
+    query."""
+    for key in (name, "unix_socket", "service") if name == "host" else (name,):
+        given = url.query.get(key)
+        if given:
+            return list(given.split(",") if isinstance(given, str) else given)
+    return list(url.host.split(",")) if name == "host" and url.host else []
+
+
+def masked(url: URL) -> str:
+    """Return a URL for messages, without its secrets."""
+    return mask_url(url.render_as_string(hide_password=True))
+
+
+# -- Prevents forks while a thread of this process uses SQLite ------------------------------------
+
+# SQLite records in the process which of its connections has which lock. A child that is forked in
+# the middle of a transaction inherits the record of a lock whose connection the child does not
+# have, and waits for it forever.
+
+
+#: A bound on the wait, since a thread that forks inside its own transaction would wait for itself.
+MAX_WAIT_S = 5.0
+
+
+class ForkGate:
+    """Lets threads use connections while no thread forks, and lets a thread fork while no
+    connection is used."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._inside = 0
+        self._is_forking = False
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(
+                before=self._before, after_in_parent=self._after, after_in_child=self._in_child
+            )
+
+    def enter(self, *_: Any) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_forking, MAX_WAIT_S)
+            self._inside += 1
+
+    def leave(self, *_: Any) -> None:
+        with self._changed:
+            self._inside = max(self._inside - 1, 0)
+            self._changed.notify_all()
+
+    def _before(self) -> None:
+        with self._changed:
+            self._is_forking = True
+            self._changed.wait_for(lambda: not self._inside, MAX_WAIT_S)
+
+    def _after(self) -> None:
+        with self._changed:
+            self._is_forking = False
+            self._changed.notify_all()
+
+    def _in_child(self) -> None:
+        self._changed = threading.Condition()
+        self._inside, self._is_forking = 0, False
+
+
+fork_gate = ForkGate()
+
+
+# -- The differences between psycopg2 and psycopg 3 that SQLAlchemy does not hide -----------------
+
+# SQLAlchemy sends most statements. COPY, prepared statements and notices go directly to the
+# driver.
+
+
+class PostgresqlDriver(Protocol):
+    def connect_options(self) -> dict[str, Any]:
+        """Return the options of this driver for connections of our own."""
+
+    def time_zone(self, connection: Any) -> str | None:
+        """Return the session's time zone, which the server reports without a query."""
+
+    def cursor(self, connection: Any) -> Any:
+        """Return a cursor that puts the parameters into the text, which EXECUTE requires."""
+
+    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        """Execute COPY FROM STDIN with the text of `parts`."""
+
+    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        """Return the payloads of the notices that have arrived, as soon as there is one."""
+
+
+class Psycopg2:
+    def connect_options(self) -> dict[str, Any]:
+        return {}
+
+    def time_zone(self, connection: Any) -> str | None:
+        zone: str | None = connection.get_parameter_status("TimeZone")
+        return zone
+
+    def cursor(self, connection: Any) -> Any:
+        return connection.cursor()
+
+    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        text = _CopyFile(parts)
+        try:
+            cursor.copy_expert(statement, text)
+        except Exception:
+            if text.interrupted is not None:
+                raise text.interrupted from None
+            raise
+
+    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        if not connection.notifies:
+            poll = io.poll()
+            poll.register(connection.fileno(), io.POLLIN)
+            if not poll.poll(timeout_s * 1000):
+                return ()
+            connection.poll()
+        payloads = [notice.payload for notice in connection.notifies]
+        connection.notifies.clear()
+        return payloads
+
+
+class _CopyFile:
+    """The input of psycopg2's COPY, which is made while the database reads the part before."""
+
+    def __init__(self, parts: Iterator[str]) -> None:
+        #: The exception of Ctrl-C or of a time limit, which the driver turns into an error of the
+        #: database.
+        self.interrupted: BaseException | None = None
+        reader = self._read(parts)
+        next(reader)
+        #: The generator's own method: an exception that arrived while the driver was sending is
+        #: raised inside the generator, not before it.
+        self.read = reader.send
+
+    def _read(self, parts: Iterator[str]) -> Generator[str, int, None]:
+        try:
+            yield ""
+            while True:
+                yield next(parts, "")
+        except BaseException as error:
+            self.interrupted = error
+            raise
+
+
+class Psycopg3:
+    def connect_options(self) -> dict[str, Any]:
+        from psycopg import ClientCursor
+
+        # The default cursor sends the parameters separately and prepares statements that are
+        # repeated, with names that connections behind a pooler may share.
+        return {"cursor_factory": ClientCursor}
+
+    def time_zone(self, connection: Any) -> str | None:
+        zone: str | None = connection.info.parameter_status("TimeZone")
+        return zone
+
+    def cursor(self, connection: Any) -> Any:
+        from psycopg import ClientCursor
+
+        return ClientCursor(connection)
+
+    def copy(self, cursor: Any, statement: str, parts: Iterator[str]) -> None:
+        with cursor.copy(statement) as copy:
+            for part in parts:
+                copy.write(part)
+
+    def notices(self, connection: Any, timeout_s: float) -> Sequence[str]:
+        return [notice.payload for notice in connection.notifies(timeout=timeout_s, stop_after=1)]
+
+
+#: By the name of SQLAlchemy's driver.
+_BY_NAME: dict[str, PostgresqlDriver] = {"psycopg2": Psycopg2(), "psycopg": Psycopg3()}
+
+
+def own_driver(url: URL) -> PostgresqlDriver:
+    """Return the driver of our own connections to a PostgreSQL database."""
+    return _BY_NAME[url.get_driver_name()]
+
+
+def driver_of(connection: Any) -> PostgresqlDriver | None:
+    """Return the driver of a SQLAlchemy connection, or None if it is neither of the two."""
+    if not isinstance(connection, Connection) or connection.dialect.is_async:
+        return None
+    return _BY_NAME.get(connection.dialect.driver)
+
 
 #: The connection to a server that vanished ends after 25 seconds, not after TCP's two hours.
 _KEEPALIVES = {
@@ -90,11 +364,11 @@ def _postgresql_engine(url: URL, isolation_level: str, options: dict[str, Any]) 
 def _mysql_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> Engine:
     is_autocommit = isolation_level == _AUTOCOMMIT
     options["connect_args"] = {"connect_timeout": 5, "read_timeout": 5, "charset": "utf8mb4"}
-    options |= needless_rollbacks.options(is_autocommit)
+    options |= rollback_options(is_autocommit)
     engine = _server_engine(url, isolation_level, options)
     event.listen(engine, "connect", _mysql_connect)
     if not is_autocommit:
-        needless_rollbacks.skip(engine)
+        skip_needless_rollbacks(engine)
     return engine
 
 
@@ -122,8 +396,8 @@ def _sqlite_engine(url: URL, isolation_level: str, options: dict[str, Any]) -> E
     engine = create_engine(url, poolclass=QueuePool, hide_parameters=True, **options)
     event.listen(engine, "connect", _sqlite_connect)
     event.listen(engine, "handle_error", _connecting_sent_nothing)
-    event.listen(engine, "checkout", gate.enter)
-    event.listen(engine, "checkin", gate.leave)
+    event.listen(engine, "checkout", fork_gate.enter)
+    event.listen(engine, "checkin", fork_gate.leave)
     if isolation_level != _AUTOCOMMIT:
         event.listen(engine, "begin", _sqlite_begin_immediate)
     return engine
@@ -230,3 +504,49 @@ def _mysql_connect(connection: Any, _record: Any) -> None:
 
 def _sqlite_begin_immediate(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+# -- The file of an SQLite database, readable by its owner only -----------------------------------
+
+
+def sqlite_path(url: URL) -> Path | None:
+    """Return the path; None for other databases and for a database in memory."""
+    name = url.database
+    if url.get_backend_name() != "sqlite" or not name or name == ":memory:":
+        return None
+    if not (name.startswith("file:") and "uri" in url.query):
+        return Path(name)
+    path = unquote(urlsplit(name).path)
+    return Path(path) if path not in ("", ":memory:") and _mode_of(url) != "memory" else None
+
+
+def _mode_of(url: URL) -> str | None:
+    """Return how a URL with a `file:` URI opens the database: `ro`, `rw`, `rwc` or `memory`."""
+    given = url.query.get("mode") or dict(parse_qsl(urlsplit(url.database or "").query)).get("mode")
+    return given if isinstance(given, str) else None
+
+
+def lacks_sqlite_file(url: URL) -> bool:
+    path = sqlite_path(url)
+    return path is not None and not path.exists()
+
+
+def create_sqlite_file(url: URL) -> None:
+    """Make an empty database file unless it exists. SQLite gives -wal, -shm and -journal its
+    mode."""
+    path = sqlite_path(url)
+    if path is not None and not path.exists() and _mode_of(url) not in ("ro", "rw"):
+        path.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        make_file(path)
+
+
+def check_sqlite_file(url: URL, tables_remedy: str) -> None:
+    """Raise `StoreError` if the file is missing: SQLite would make an empty one in the current
+    folder."""
+    path = sqlite_path(url)
+    if path is not None and not path.exists():
+        raise StoreError(
+            f"there is no database {path.absolute()}: go to your project's folder, name your "
+            "Celery app (delaytasks -A APP …) or its database (DELAYTASKS_DATABASE_URL); "
+            f"to make a new one here, {tables_remedy}"
+        )

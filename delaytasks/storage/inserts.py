@@ -10,16 +10,22 @@ from datetime import datetime
 from importlib import import_module
 from typing import Any
 
-from sqlalchemy import Connection, Table, bindparam, exc, insert, select
+from sqlalchemy import Connection, ScalarSelect, Table, bindparam, exc, insert, select, update
 
 from delaytasks.core.body import dump_json
 from delaytasks.core.filters import batches
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import as_sqlalchemy_error, is_duplicate
-from delaytasks.storage.postgresql_drivers import PostgresqlDriver, driver_of
-from delaytasks.storage.prepared_statements import Prepared
-from delaytasks.storage.row_lists import MAX_TEXT, instant_text, json_rows, parts
+from delaytasks.storage.engines import PostgresqlDriver, driver_of
+from delaytasks.storage.row_lists import (
+    MAX_TEXT,
+    Prepared,
+    check_row_count,
+    instant_text,
+    json_rows,
+    parts,
+)
 from delaytasks.storage.rows import DIFFERING_COLUMNS, NEW_COLUMNS, columns_of, new_values
 from delaytasks.storage.schema import Schema
 from delaytasks.storage.types import UTCDateTime
@@ -255,3 +261,30 @@ def _field(value: Any) -> str:
     if isinstance(value, str):
         return value.translate(_ESCAPES) if _SPECIAL.search(value) else value
     return str(int(value)) if isinstance(value, int) else str(value)
+
+
+# -- Numbers that count the changes which workers look for once a second, in one small table ------
+
+
+#: The rows of the table: changes of policies, and requests to cancel running tasks.
+POLICY_CHANGES, CANCEL_REQUESTS = 1, 2
+
+
+class ChangeNumbers:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._t = schema.policy_changes
+        self._insert = Insert(database, self._t, ("id", "number"))
+
+    def of(self, row: int) -> ScalarSelect[int]:
+        """Return the query of a number; it yields NULL if nothing has been counted."""
+        return select(self._t.c.number).where(self._t.c.id == row).scalar_subquery()
+
+    def next(self, on: Any, row: int) -> int:
+        """Count one change, and return its number. The row stays locked until the commit."""
+        mine = self._t.c.id == row
+        counting = update(self._t).where(mine).values(number=self._t.c.number + 1)
+        if not on.execute(counting).rowcount:
+            self._insert(on, {"id": row, "number": 0})
+            check_row_count(on.execute(counting).rowcount, 1, "the number of changes")
+        number: int = on.execute(select(self._t.c.number).where(mine)).scalar_one()
+        return number

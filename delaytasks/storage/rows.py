@@ -10,9 +10,8 @@ from sqlalchemy import BigInteger, Column, ColumnElement, Table, case, func
 
 from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage.capabilities import Capabilities
 from delaytasks.storage.schema import BODY, RESULT, Schema
-from delaytasks.storage.types import db_now, epoch_us, once
+from delaytasks.storage.types import Capabilities, db_now, epoch_us, once
 
 #: The largest value of an INTEGER column.
 MAX_INTEGER = 2**31 - 1

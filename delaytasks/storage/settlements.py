@@ -1,34 +1,108 @@
-"""Settles rows that have run, many in one statement, or one in its processor's transaction."""
+"""Settlements: RUNNING to a final status or to the next attempt, with the record of failed
+attempts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Update, and_, case, func, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Select,
+    Update,
+    and_,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    update,
+)
 
-from delaytasks.core.body import dump_json
-from delaytasks.core.interfaces import CallerConnection, Settlement
+from delaytasks.core.body import MARK_LENGTH, PREFIX, dump_json, marks_of
+from delaytasks.core.clock import to_us
+from delaytasks.core.interfaces import CallerConnection, Entry, Settlement
 from delaytasks.core.states import FINISHED, MOVES, Status, following
-from delaytasks.core.task import DelayTask
-from delaytasks.storage.attempts import Attempts
+from delaytasks.core.task import Attempt, DelayTask
+from delaytasks.core.text import NO_KEY, NO_PROCESSOR, NO_TIME_LIMITS, is_deferred_until
 from delaytasks.storage.database import Database
-from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.inserts import skipping_insert
 from delaytasks.storage.row_lists import (
+    Prepared,
     at_place,
     by_id,
+    check_row_count,
     each_listed,
     instant_text,
     json_rows,
     list_of,
+    listing,
     parts,
     shared_name,
     shared_parameter,
 )
-from delaytasks.storage.rows import next_version
+from delaytasks.storage.rows import moved, next_version
 from delaytasks.storage.schema import RESULT, Schema
 from delaytasks.storage.task_keys import TaskKeys
-from delaytasks.storage.types import db_now, unindexed
+from delaytasks.storage.types import db_now, db_now_plus, once, unindexed
+
+# -- Failed attempts, one row each. A task that succeeds at its first attempt has no row here -----
+
+
+#: The last attempts of each task are kept.
+KEPT_ATTEMPTS = 50
+
+
+class Attempts:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._a = a = schema.attempts
+        made = skipping_insert(database)
+        # A settlement whose answer was lost is sent again, and then its attempt exists already.
+        row = made(a).on_conflict_do_nothing() if made else insert(a).prefix_with("IGNORE")
+        self._add = row.values(ended=db_now())
+        versions = select(a.c.version).where(a.c.task_id == bindparam("of"))
+        # MySQL reads a table that the statement changes only in a derived table.
+        first_old = versions.order_by(a.c.version.desc()).offset(KEPT_ATTEMPTS).limit(1).subquery()
+        self._drop_old = delete(a).where(
+            a.c.task_id == bindparam("of"), a.c.version <= select(first_old).scalar_subquery()
+        )
+
+    def record(self, on: Any, failed: Sequence[Settlement], worker: str) -> None:
+        rows = [
+            (s.task.id, s.task.version, s.task.attempts, s.began, worker, s.error) for s in failed
+        ]
+        self._write(on, rows)
+
+    def record_lost_leases(self, on: Any, rows: Iterable[Any], error: str) -> None:
+        """Write the runs that lost their lease; `rows` are rows of the task table."""
+        runs = [
+            (row.id, row.version, row.attempts, row.execution_time, row.worker, error)
+            for row in rows
+        ]
+        self._write(on, runs)
+
+    def _write(self, on: Any, attempts: Sequence[tuple[Any, ...]]) -> None:
+        names = ("task_id", "version", "attempt", "began", "worker", "error")
+        rows = [dict(zip(names, values, strict=True)) for values in attempts]
+        on.execute(self._add, rows)
+        old = [{"of": row["task_id"]} for row in rows if row["attempt"] > KEPT_ATTEMPTS]
+        if old:
+            on.execute(self._drop_old, old)
+
+    def of(self, on: Any, id: int) -> list[Attempt]:
+        a = self._a
+        columns = (a.c.attempt, a.c.began, a.c.ended, a.c.worker, a.c.error)
+        return [
+            Attempt(*row)
+            for row in on.execute(select(*columns).where(a.c.task_id == id).order_by(a.c.version))
+        ]
+
+    def forget(self, on: Any, ids: Sequence[int]) -> None:
+        on.execute(delete(self._a).where(self._a.c.task_id.in_(ids)))
+
 
 #: The columns that a row must match. They are columns of the parameter `rows` even if all rows have
 #: the same value, since constants would lead planners to the index of all running rows.
@@ -290,3 +364,92 @@ def _parts(settlements: Sequence[Settlement]) -> Iterator[list[Settlement]]:
     """Split the settlements in the order of their ids."""
     ordered = sorted(settlements, key=lambda settlement: settlement.task.id)
     return parts(ordered, lambda s: len(s.error.encode(errors="replace")) if s.error else 0)
+
+
+# -- deferred rows --------------------------------------------------------------------------------
+
+# Rows that were deferred because no worker had a processor for their tag, or the key of their
+# body.
+#
+# A worker that has the processor or the key brings them forward.
+
+
+DEFERRED_BATCH_ROWS = 500
+
+
+class DeferredRows:
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        self._t = schema.tasks
+        self._marks = [] if schema.cipher is None else marks_of(schema.cipher.names)
+
+    def bring_forward(
+        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
+    ) -> list[Entry]:
+        """Make deferred rows of these tags and queues due now, and return them.
+
+        Rows that are next tried within `within_s` seconds are considered. `queues` is None for all
+        queues. A row that was rescheduled or touched meanwhile keeps the due time of that call.
+        """
+        t = self._t
+        query, parameters = self._deferred(tags, queues, within_s)
+        # A touch may have made the task due later than now.
+        due = case((t.c.due_time > db_now(), t.c.due_time), else_=db_now())
+        values = moved(t, "reschedule", expected_time=due)
+        brought: list[Entry] = []
+
+        def step(connection: Any, since: Any) -> tuple[list[Entry], Any]:
+            """Bring a batch forward. Return its entries, and where the next one starts."""
+            rows = connection.execute(query.where(t.c.expected_time > since), parameters).all()
+            deferred = [row for row in rows if is_deferred_until(row[5], row[2])]
+            if deferred:
+                ids = t.c.id.in_([row[0] for row in deferred])
+                changed = connection.execute(update(t).where(ids).values(values)).rowcount
+                check_row_count(changed, len(deferred), "deferred rows")
+                now = connection.execute(select(db_now())).scalar_one()
+            entries = [
+                Entry(row[0], following(row[1]), to_us(max(now, row[6] or now)), row[3], row[4])
+                for row in deferred
+            ]
+            return entries, rows[-1][2] if len(rows) == DEFERRED_BATCH_ROWS else None
+
+        since: Any = once(db_now())
+        while since is not None:
+            entries, since = self._db.transaction(partial(step, since=since))
+            brought += entries
+        return brought
+
+    def _deferred(
+        self, tags: Sequence[str], queues: Sequence[str] | None, within_s: float
+    ) -> tuple[Select[Any], dict[str, Any]]:
+        """Return the query of a batch of deferred rows, in the order of their tries."""
+        t = self._t
+        is_why = or_(
+            t.c.error_stack.startswith(NO_PROCESSOR),
+            t.c.error_stack.startswith(NO_TIME_LIMITS),
+            and_(t.c.error_stack.startswith(NO_KEY), self._is_readable()),
+        )
+        is_deferred = (unindexed(t.c.status) == int(Status.NOT_COMPLETE), is_why)
+        conditions = [t.c.tag.in_(listing("tags"))]
+        parameters: dict[str, Any] = {"tags": list(tags)}
+        if queues is not None:
+            conditions.append(t.c.queue.in_(listing("queues")))
+            parameters["queues"] = list(queues)
+        names = "id version expected_time queue priority error_stack due_time"
+        query = (
+            select(*(t.c[name] for name in names.split()))
+            .where(*is_deferred, *conditions, t.c.expected_time <= once(db_now_plus(within_s)))
+            .order_by(t.c.expected_time)
+            .limit(DEFERRED_BATCH_ROWS)
+            .with_for_update(skip_locked=True)
+        )
+        return query, parameters
+
+    def _is_readable(self) -> ColumnElement[bool]:
+        """Whether this process has the key that the body names now: it may have changed since the
+        deferral."""
+        body = self._t.c.message_body
+        is_plain = func.substr(body, 1, len(PREFIX)) != PREFIX
+        if not self._marks:
+            return is_plain
+        return or_(is_plain, func.substr(body, 1, MARK_LENGTH + 1).in_(self._marks))

@@ -1,34 +1,96 @@
-"""One database with its tables: the storage objects of a process."""
+"""One database with all objects that read and write its tables, and its notifications."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+from zlib import crc32
 
-from sqlalchemy import Connection, delete, exc, inspect
+from sqlalchemy import Connection, bindparam, delete, exc, func, inspect, select
 
 from delaytasks.core.body import Cipher
 from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableError
+from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.storage import sqlite_file
-from delaytasks.storage.bulk import Bulk
-from delaytasks.storage.celery_rows import CeleryRows
+from delaytasks.storage import engines as sqlite_file
+from delaytasks.storage.bulk_moves import Bulk
 from delaytasks.storage.claims import Claims, HoldExcess
 from delaytasks.storage.database import Database
-from delaytasks.storage.deferred_rows import DeferredRows
-from delaytasks.storage.due_schedules import DueSchedules
-from delaytasks.storage.inspection import Inspection
+from delaytasks.storage.engines import make_engine, own_driver
 from delaytasks.storage.leases import Leases
 from delaytasks.storage.migrations import check_charset
-from delaytasks.storage.notices import Notices
-from delaytasks.storage.paused_rows import PausedRows
-from delaytasks.storage.policies import PolicyTable
-from delaytasks.storage.schema import build_schema
-from delaytasks.storage.sweep_queries import SweepQueries
-from delaytasks.storage.tasks import Tasks
-from delaytasks.storage.touches import Touches
-from delaytasks.storage.waitlist_names import WaitlistNames
+from delaytasks.storage.policy_rows import PausedRows, PolicyTable, WaitlistNames
+from delaytasks.storage.schema import Schema, build_schema
+from delaytasks.storage.settlements import DeferredRows
+from delaytasks.storage.sweep_queries import DueSchedules, SweepQueries
+from delaytasks.storage.task_rows import CeleryRows, Inspection, Tasks, Touches
 from delaytasks.storage.worker_table import WorkerTable
+
+# -- notices --------------------------------------------------------------------------------------
+
+# Messages that a commit sends to the connections that listen (LISTEN and NOTIFY of PostgreSQL).
+
+
+#: PostgreSQL's limit for the name of a channel.
+MAX_CHANNEL_BYTES = 63
+
+
+class Notices:
+    """The channel of one database's tasks."""
+
+    def __init__(self, database: Database, schema: Schema) -> None:
+        self._db = database
+        name = f"delaytasks.{schema.tasks.fullname}"
+        self.channel = (
+            name if len(name) <= MAX_CHANNEL_BYTES else f"delaytasks.{crc32(name.encode()):08x}"
+        )
+        self._tell = select(func.pg_notify(self.channel, bindparam("payload")))
+
+    @property
+    def is_possible(self) -> bool:
+        return self._db.can.notify
+
+    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None:
+        """Send the payloads at the commit of `on`, or immediately without `on`."""
+
+        def work(connection: Any) -> None:
+            for payload in payloads:
+                connection.execute(self._tell, {"payload": payload})
+
+        if self.is_possible:
+            self._db.autocommitted(work, on)
+
+    def listen(self) -> Listener | None:
+        """Return a listener; None if the database has no notices."""
+        return Listener(self._db, self.channel) if self.is_possible else None
+
+
+class Listener:
+    """A connection that receives the payloads sent since it was made.
+
+    After an exception, which is the driver's own, a new listener is needed.
+    """
+
+    def __init__(self, database: Database, channel: str) -> None:
+        self._engine = make_engine(database.url, 1, "AUTOCOMMIT")
+        self._driver = own_driver(database.url)
+        try:
+            self._connection = self._engine.connect()
+            name = self._connection.dialect.identifier_preparer.quote_identifier(channel)
+            self._connection.exec_driver_sql(f"LISTEN {name}")
+        except BaseException:
+            self._engine.dispose()
+            raise
+
+    def wait(self, timeout_s: float) -> Sequence[str]:
+        """Return the payloads that have arrived, as soon as there is one."""
+        return self._driver.notices(self._connection.connection.driver_connection, timeout_s)
+
+    def close(self) -> None:
+        self._connection.invalidate()  # in a pool it would continue to listen
+        self._connection.close()
+        self._engine.dispose()
 
 
 class Store:
@@ -70,7 +132,7 @@ class Store:
         """Raise `ConfigError` if tables are missing, too old or too narrow, or the policies cannot
         be read."""
         t, where, remedy = self.schema.tasks, self.database.shown_url, self.database.tables_remedy
-        if sqlite_file.is_missing(self.database.url):
+        if sqlite_file.lacks_sqlite_file(self.database.url):
             raise ConfigError(f"there is no database {where}; {remedy}")
         found = self.database.autocommitted(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]

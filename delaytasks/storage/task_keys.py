@@ -1,4 +1,4 @@
-"""The keys of live tasks: (tag, key) names one id at a time.
+"""Keys name the live task of a tag; a move to and from a live status takes and frees the key.
 
 A key's row is always locked before its task's row. The other order could deadlock.
 """
@@ -6,15 +6,31 @@ A key's row is always locked before its task's row. The other order could deadlo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, false, select, update
 
-from delaytasks.core.task import DelayTask
+from delaytasks.core.clock import from_us, to_us
+from delaytasks.core.errors import (
+    CancelTooLateError,
+    DuplicateTaskError,
+    InvalidStatusError,
+    StaleVersionError,
+    StoreUnavailableError,
+    TaskNotFoundError,
+)
+from delaytasks.core.states import MOVES, Status, following
+from delaytasks.core.task import DelayTask, OnConflict
+from delaytasks.core.text import shown
 from delaytasks.storage.database import Database
+from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.inserts import Insert
 from delaytasks.storage.row_lists import listed
+from delaytasks.storage.rows import columns, task_of, values_of
 from delaytasks.storage.schema import Schema
+from delaytasks.storage.types import db_now
 
 
 class TaskKeys:
@@ -92,3 +108,186 @@ class TaskKeys:
 
     def _named(self, task: DelayTask) -> ColumnElement[bool]:
         return and_(self._k.c.tag == task.tag, self._k.c.task_key == task.key)
+
+
+# -- A move of one row by an operator: checked, locked, checked again, and made -------------------
+
+# The moves, and the outcomes of runs that lead to moves, are listed in `core/states.py`. Moves
+# that end runs are made by `storage/settlements.py`.
+
+
+class Moves:
+    def __init__(self, schema: Schema, keys: TaskKeys) -> None:
+        self._t = t = schema.tasks
+        self._schema = schema
+        self._keys = keys
+        self.get = select(*columns(schema)).where(t.c.id == bindparam("task_id"))
+
+    def take(self, on: Any, name: str, id: int, version: int | None) -> DelayTask:
+        """Return the task, locked for this move.
+
+        A move that is not allowed is refused without a lock: a caller whose transaction stays open
+        would keep the lock, and the worker that runs the row could not settle it. `cancel` returns
+        a task that is cancelled already, unlocked.
+        """
+        row = on.execute(self.get, {"task_id": id}).first()
+        seen = None if row is None else task_of(row, self._schema)
+        # A transaction that reads as of its start (MySQL's default) may see an older version than
+        # `version`.
+        if seen is not None and not (isinstance(version, int) and seen.version < version):
+            _check(name, seen, version)
+            if name == "cancel" and seen.status is Status.CANCELLED:
+                return seen
+        if seen is not None and seen.key is not None and name != "reschedule":
+            self._keys.lock(on, seen)
+        task = self.locked(on, id)
+        if task is None:
+            raise TaskNotFoundError(f"there is no task {id}", id)
+        _check(name, task, version)
+        return task
+
+    def locked(self, on: Any, id: int) -> DelayTask | None:
+        row = on.execute(self.get.with_for_update(), {"task_id": id}).first()
+        return None if row is None else task_of(row, self._schema)
+
+    def make(self, on: Any, name: str, task: DelayTask, values: dict[str, Any]) -> DelayTask:
+        """Update the row, fenced by the version that was read."""
+        move, t = MOVES[name], self._t
+        _check_status(name, task)
+        if "expected_time" in values:
+            values = {**values, "due_time": None}  # expected_time is the due time again
+        values = {
+            **values,
+            "cancel_request": None,  # it was for an earlier run
+            "status": int(move.target),
+            "version": following(task.version),
+            "update_time": db_now(),
+        }
+        result = on.execute(
+            update(t).where(t.c.id == task.id, t.c.version == task.version).values(**values)
+        )
+        if not result.rowcount:
+            raise StaleVersionError(
+                f"{name}: task {task.id} moved on from version {task.version} meanwhile", task.id
+            )
+        return replace(
+            task,
+            status=move.target,
+            version=following(task.version),
+            expected_time=values.get("expected_time", task.expected_time),
+            due_time=values.get("due_time", task.due_time),
+        )
+
+
+def _check(name: str, task: DelayTask, version: int | None) -> None:
+    if version is not None and task.version != version:
+        fact = f"task {task.id} has version {task.version}, not {shown(version)}"
+        raise StaleVersionError(f"{fact}; read it again", task.id)
+    if name == "cancel" and task.status is Status.RUNNING:
+        fact = f"task {task.id} ({task.tag}) runs since {task.execution_time}"
+        raise CancelTooLateError(fact, task.id, task.status)
+    if not (name == "cancel" and task.status is Status.CANCELLED):
+        _check_status(name, task)
+
+
+def _check_status(name: str, task: DelayTask) -> None:
+    sources = MOVES[name].sources
+    if task.status not in sources:
+        allowed = ", ".join(sorted(s.name for s in sources))
+        fact = f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}"
+        raise InvalidStatusError(fact, task.id, task.status)
+
+
+# -- key owners -----------------------------------------------------------------------------------
+
+# Decides which task owns a key: takes, keeps, replaces or passes on the key that another task
+# wants.
+
+
+def _changed_too_often(task: DelayTask) -> StoreUnavailableError:
+    return StoreUnavailableError(
+        f"key {task.key!r} of tag {task.tag!r} changed its owner {TRIES} times; try again"
+    )
+
+
+class KeyOwners:
+    def __init__(self, database: Database, schema: Schema, keys: TaskKeys, moves: Moves) -> None:
+        self._db = database
+        self._schema = schema
+        self._keys = keys
+        self._moves = moves
+
+    def take(self, on: Any, task: DelayTask, on_conflict: OnConflict) -> tuple[DelayTask, bool]:
+        """Return the task that owns the key afterwards, and whether the key or the row is new.
+
+        If the owner is `task` itself, its row has yet to be written.
+        """
+        owner_id = self._take_or_lock(on, task)
+        if owner_id is None:
+            return task, True
+        owner = self._moves.locked(on, owner_id)
+        if owner is None or owner.is_finished:
+            # The owner was purged, or another program finished it.
+            return self._take_over(on, task)
+        if owner.id == task.id:
+            return owner, False
+        if on_conflict == "reject":
+            raise DuplicateTaskError(
+                f"task {owner.id} ({owner.status.name}, due {owner.due.isoformat()}) has the key "
+                f"{task.key!r} of tag {task.tag!r}; pass on_conflict='keep' or 'replace'",
+                owner.id,
+            )
+        if on_conflict == "keep":
+            return owner, False
+        if on_conflict == "take" or owner.status not in MOVES["replace"].sources:
+            # The owner waits or runs, and may finish. From now on the key belongs to the new task.
+            return self._take_over(on, task)
+        return self._replaced(on, owner, task), True
+
+    def _take_or_lock(self, on: Any, task: DelayTask) -> int | None:
+        """Take the key if it is free, else lock it and return the id of its owner."""
+        for attempt in range(TRIES):
+            # In MySQL a failed INSERT would leave a lock on the key, so the key is read first.
+            is_free = (
+                self._db.can.insert_or_skip
+                or self._keys.id_of(on, task.tag, task.key, attempt > 0) is None
+            )
+            if is_free and self._keys.take(on, task):
+                return None
+            # The key's row is locked before the task's, as in settling and cancelling. Else they
+            # could deadlock.
+            owner_id = self._keys.lock(on, task)
+            if owner_id is not None:
+                return owner_id
+            # The owner has just ended.
+        raise _changed_too_often(task)
+
+    def _take_over(self, on: Any, task: DelayTask) -> tuple[DelayTask, bool]:
+        if not self._keys.pass_to(on, task):
+            # This happens only if each statement is a transaction, so that no lock lasts.
+            raise _changed_too_often(task)
+        return task, True
+
+    def _replaced(self, on: Any, owner: DelayTask, task: DelayTask) -> DelayTask:
+        # The row keeps its id, to which the encryption of the new body is bound.
+        task = replace(task, id=owner.id, expected_time=_due_of_replacement(task, owner))
+        values = values_of(task, self._schema)
+        values.pop("create_time")
+        self._moves.make(
+            on, "replace", owner, {**values, "attempts": 0, "lapses": 0, "error_stack": None}
+        )
+        version = following(owner.version)
+        return replace(task, version=version, create_time=owner.create_time)
+
+
+def _due_of_replacement(task: DelayTask, owner: DelayTask) -> datetime:
+    """Return when the task that replaces `owner` is due.
+
+    Repeated replacements can defer a task by at most `max_wait_s` after the first of them was
+    created, or after the last run of a task that is to run again.
+    """
+    began = owner.execution_time or owner.create_time
+    if task.max_wait_s is None or began is None:
+        return task.expected_time
+    # Computed with numbers, since another program's row may have been created at the end of time.
+    return from_us(min(to_us(task.expected_time), to_us(began) + int(task.max_wait_s * 1e6)))

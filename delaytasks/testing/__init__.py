@@ -3,9 +3,7 @@
 See docs/testing.md. pytest finds the fixtures of the package `pytest_delaytasks` by itself.
 """
 
-from delaytasks.testing.expectations import ANY
 from delaytasks.testing.runs import Run
-from delaytasks.testing.senders import SentTask
-from delaytasks.testing.tester import DelaysTester
+from delaytasks.testing.tester import ANY, DelaysTester, SentTask
 
 __all__ = ["ANY", "DelaysTester", "Run", "SentTask"]

@@ -14,7 +14,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.filters import batches
 from delaytasks.core.inputs import is_queue
 from delaytasks.core.interfaces import CallerConnection, Entry, NoticeChannel, by_queue
-from delaytasks.timers.eta import ENTRIES_PER_MESSAGE, read_message
+from delaytasks.timers.arming import ENTRIES_PER_MESSAGE, read_message
 
 #: Workers that receive notifications poll the table this often.
 NOTIFIED_POLL_S = 1.0

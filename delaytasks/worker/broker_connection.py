@@ -31,8 +31,8 @@ from redis.exceptions import DataError, ResponseError
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.loop import in_background
-from delaytasks.timers.broker_link import is_home_node_down
-from delaytasks.timers.eta import RUN, SWEEP
+from delaytasks.timers.arming import RUN, SWEEP
+from delaytasks.timers.publisher import is_home_node_down
 from delaytasks.worker.celery_patches import (
     LONGEST_PAUSE_S,
     PAUSE_STEP_S,

@@ -1,4 +1,4 @@
-"""The Celery task context in which a processor runs.
+"""Celery's current task, signals and time limits around the run of a row.
 
 Each task has fresh context variables, a current Celery task with a request of its own, and Celery's
 signals. So the receivers of these signals (Django's connections, Sentry, OpenTelemetry) work for
@@ -10,35 +10,245 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
+from datetime import datetime
 from functools import cached_property, partial
+from types import SimpleNamespace
 from typing import Any
 
+from billiard.einfo import ExceptionInfo
+from celery import Task, signals, states
 from celery._state import _task_stack
 from celery.app.task import Context
-from celery.exceptions import Retry, TaskPredicate
+from celery.exceptions import MaxRetriesExceededError, Retry, TaskPredicate
+from celery.utils.time import maybe_make_aware
 
+from delaytasks.core import task as outcomes
 from delaytasks.core.clock import Clock
-from delaytasks.core.task import DelayTask
-from delaytasks.execution.executor import Finish, RunResult, ends_process
-from delaytasks.execution.processor_call import ProcessorCall
-from delaytasks.processors import event_loop
+from delaytasks.core.errors import InvalidOutcomesError, InvalidScheduleError, TaskFailedError
+from delaytasks.core.task import DelayTask, Done
+from delaytasks.core.text import traceback_text
+from delaytasks.execution.executor import Finish, ProcessorCall, RunResult, ends_process
+from delaytasks.processors import registry as event_loop
 from delaytasks.processors.registry import ProcessorSpec
-from delaytasks.worker.current_task import (
-    CurrentTask,
-    TaskInContext,
-    refusal_of,
-    retry_of,
-    row_in_context,
-)
-from delaytasks.worker.task_signals import (
-    has_receivers,
-    result_of,
-    send_end,
-    send_postrun,
-    send_prerun,
-    state_of,
-)
 from delaytasks.worker.time_limits import limited
+
+# -- The value of `celery.current_task` while a task runs, and Celery's own ways to end a task ----
+
+
+#: The longest traceback of the error that caused a retry. The row has a limit of its own.
+MAX_REASON_BYTES = 64 * 1024
+_INSTEAD = (
+    "return Retry(after=…), Snooze(after), Cancel(reason), Fail(reason) or Done(result) of "
+    "delaytasks instead"
+)
+
+#: The Celery task and the request of the row that runs in this context.
+row_in_context: ContextVar[tuple[Any, Any]] = ContextVar("row_in_context")
+_NO_ROW = (SimpleNamespace(name=None, request=Context()), None)
+
+
+class CurrentTask(Task):
+    """The Celery task of one tag. It is not in the app's registry, so no message can call it.
+
+    `retry` works as in Celery as far as a row allows it. A method that would send a message raises
+    an error with a remedy.
+    """
+
+    abstract = True
+    processor: Any = None
+
+    @property
+    def request(self) -> Any:
+        """The request of the row, which a coroutine has in its context and not on its thread."""
+        sender, in_context = row_in_context.get(_NO_ROW)
+        if sender is self and self.request_stack.top is None:
+            return in_context
+        return super().request
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: BaseException | None = None,
+        throw: bool = True,
+        eta: datetime | None = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """Retry the task. Without `eta` and `countdown` its retry schedule says when and how often.
+
+        A tag without a retry schedule has Celery's defaults: 180 seconds, three times.
+        """
+        refused = [
+            name for name, value in (("args", args), ("kwargs", kwargs)) if value is not None
+        ]
+        if refused := [*refused, *options]:
+            raise InvalidOutcomesError(
+                f"retry({', '.join(refused)}=…) cannot change task {self.request.id} "
+                f"({self.name}): retry() takes exc, eta, countdown and max_retries; to run other "
+                "work use schedule_delay"
+            )
+        if not throw:
+            raise InvalidOutcomesError(
+                f"retry(throw=False) has no effect on task {self.request.id} ({self.name}): raise "
+                "self.retry(), or return Retry(after=…) of delaytasks"
+            )
+        own_schedule = self.request.delay_task.retry_schedule
+        if self.processor.retries.retry_schedule_for(Exception, own_schedule) is None:
+            max_retries = self.max_retries if max_retries is None else max_retries
+            countdown = self.default_retry_delay if eta is None and countdown is None else countdown
+        if max_retries is not None and self.request.retries >= max_retries:
+            raise exc or MaxRetriesExceededError(
+                f"cannot retry task {self.request.id} ({self.name}): it was retried "
+                f"{self.request.retries} times, and max_retries is {max_retries}"
+            )
+        raise Retry(None, exc, countdown if eta is None else eta)
+
+    def apply_async(self, *_: Any, **__: Any) -> Any:
+        """Raise an error. `delay` and signatures call this method, too."""
+        raise InvalidScheduleError(
+            f"{self.name!r} is the tag of a delayed task, and no Celery task that a message can "
+            f"call: use schedule_delay({self.name!r}, body, delay)"
+        )
+
+
+class TaskInContext:
+    """Celery's current task in the event loop, whose thread runs the coroutines of many rows."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(row_in_context.get(_NO_ROW)[0], name)
+
+
+def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
+    """Return the outcome that Celery's exception stands for."""
+    when = retry.when
+    if isinstance(when, datetime):
+        when = max((maybe_make_aware(when, app.timezone) - clock.now()).total_seconds(), 0)
+    error = retry.exc
+    reason = (
+        traceback_text(error, MAX_REASON_BYTES)
+        if isinstance(error, BaseException)
+        else str(retry.message or "")
+    )
+    return outcomes.Retry(after=when, reason=reason)
+
+
+def refusal_of(raised: TaskPredicate, tag: str) -> InvalidOutcomesError:
+    return InvalidOutcomesError(
+        f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does "
+        f"not say how a delayed task ends: {_INSTEAD}"
+    )
+
+
+# -- Celery's signals about a task's run ----------------------------------------------------------
+
+# Those about its end follow the move of the row, whatever its processor returned or raised. So the
+# row agrees with the receivers (Sentry, OpenTelemetry, metrics).
+
+
+_SIGNALS = {
+    states.SUCCESS: signals.task_success,
+    states.FAILURE: signals.task_failure,
+    states.REVOKED: signals.task_revoked,
+    states.RETRY: signals.task_retry,
+}
+
+
+def send_prerun(sender: Any, request: Any) -> None:
+    if signals.task_prerun.receivers:
+        signals.task_prerun.send(
+            sender=sender,
+            task_id=request.id,
+            task=sender,
+            args=request.args,
+            kwargs=request.kwargs,
+        )
+
+
+def send_postrun(sender: Any, request: Any, ends: Sequence[RunResult]) -> None:
+    """Send the signal after a run. `ends` is empty if its settlement failed."""
+    if signals.task_postrun.receivers:
+        signals.task_postrun.send(
+            sender=sender,
+            task_id=request.id,
+            task=sender,
+            args=request.args,
+            kwargs=request.kwargs,
+            retval=result_of(ends[0]) if ends else None,
+            state=state_of(ends[0]) if ends else states.FAILURE,
+        )
+
+
+def state_of(ended: RunResult) -> str:
+    return ended.settlement.ending.celery_state
+
+
+def has_receivers(state: str) -> bool:
+    return bool(_SIGNALS[state].receivers)
+
+
+def result_of(ended: RunResult) -> Any:
+    """Return what Celery calls the return value: an exception if the run did not succeed."""
+    if state_of(ended) == states.SUCCESS:
+        return ended.value.result if isinstance(ended.value, Done) else ended.value
+    if ended.error is not None:
+        return ended.error
+    why = ended.settlement.error or ""
+    if state_of(ended) == states.RETRY:
+        return Retry(
+            why or "its processor requested another run", when=ended.settlement.expected_time
+        )
+    return TaskFailedError(why, ended.settlement.task.id)
+
+
+def send_end(sender: Any, request: Any, ended: RunResult, result: Any) -> None:
+    """Send the signal for this end. `result` is what `result_of` returns."""
+    state = state_of(ended)
+    if state == states.SUCCESS:
+        signals.task_success.send(sender=sender, result=result)
+    elif state == states.REVOKED:
+        signals.task_revoked.send(
+            sender=sender, request=request, terminated=False, signum=None, expired=False
+        )
+    elif state == states.RETRY:
+        einfo = _exception_info(result)
+        signals.task_retry.send(sender=sender, request=request, reason=result, einfo=einfo)
+    else:
+        _send_failure(sender, request, result)
+
+
+def _send_failure(sender: Any, request: Any, error: BaseException) -> None:
+    """Send the signal while the exception is handled, as Celery does.
+
+    Some receivers, such as that of Elastic APM, read the exception with `sys.exc_info()`.
+    """
+    einfo = _exception_info(error)  # first, since it may add the exception's traceback
+    traceback = error.__traceback__
+    try:
+        raise error
+    except BaseException:
+        error.__traceback__ = traceback  # without this function
+        signals.task_failure.send(
+            sender=sender,
+            task_id=request.id,
+            exception=error,
+            args=request.args,
+            kwargs={},
+            traceback=traceback,
+            einfo=einfo,
+        )
+
+
+def _exception_info(error: BaseException) -> Any:
+    if error.__traceback__ is None:
+        # It was never raised, and Celery's form of a traceback needs at least one frame.
+        try:
+            raise error
+        except BaseException:
+            pass
+    return ExceptionInfo((type(error), error, error.__traceback__))
 
 
 class RowRequest(Context):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from celery import Task
 
-from delaytasks.timers.eta import RUN, SWEEP, read_message
+from delaytasks.timers.arming import RUN, SWEEP, read_message
 
 if TYPE_CHECKING:
     from delaytasks.worker.processes import Processes
@@ -91,7 +91,7 @@ def register_tasks(celery_app: Any, processes: Processes) -> None:
         for number in every if partition is None else [partition]:
             processes.runtime.sweeper.sweep(number)
 
-    strategies = "delaytasks.worker.message_strategy"
+    strategies = "delaytasks.worker.bootsteps"
     for function, name, strategy in (
         (run, RUN, f"{strategies}:run_strategy"),
         (sweep, SWEEP, f"{strategies}:sweep_strategy"),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from celery import signals
 
 from delaytasks.core.clock import reset_in_child
-from delaytasks.processors.thread_slots import ThreadSlots
+from delaytasks.processors.registry import ThreadSlots
 from delaytasks.worker.shared_memory import OthersWait, Renewals, RequestedRuns
 from delaytasks.worker.time_limits import can_limit_time
 
@@ -123,7 +123,7 @@ class Processes:
         # Most producers run no tasks, so they do not import what runs them.
         from delaytasks.execution.policy_cache import PauseFilter
         from delaytasks.execution.runner import Runner
-        from delaytasks.limits.waitlist import Waitlist
+        from delaytasks.limits.admission import Waitlist
 
         runtime = self.runtime
         store, policies = runtime.store, runtime.policy_cache
@@ -179,7 +179,7 @@ class Processes:
         statistics = runner.take_statistics()
         runtime.flush()
         if statistics.tags:
-            from delaytasks.statistics.writer import write_rest
+            from delaytasks.statistics.statistics_table import write_rest
 
             write_rest(runtime, statistics)
 

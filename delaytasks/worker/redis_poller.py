@@ -16,11 +16,16 @@ from math import inf
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.loop import SERVICE_REST_S, Loop
-from delaytasks.timers.redis import AHEAD_MS, RETURN_S, RedisTimer, Slot, Taken
-from delaytasks.timers.redis_location import FAILURES
-from delaytasks.timers.redis_scripts import MAX_ENTRIES
-from delaytasks.worker.calls import CapacityRequest
-from delaytasks.worker.dispatcher import Dispatcher
+from delaytasks.timers.redis_timer import (
+    AHEAD_MS,
+    FAILURES,
+    MAX_ENTRIES,
+    RETURN_S,
+    RedisTimer,
+    Slot,
+    Taken,
+)
+from delaytasks.worker.dispatcher import CapacityRequest, Dispatcher
 from delaytasks.worker.processes import Processes
 from delaytasks.worker.sweep_loop import SweepLoop
 

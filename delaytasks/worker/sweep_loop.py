@@ -15,7 +15,7 @@ from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import SILENT_SWEEPS
 from delaytasks.core.text import DEFER_MAX_S
-from delaytasks.maintenance.drain_requests import ONLY_DRAINING_PREFIX, POLLING_PREFIX
+from delaytasks.maintenance.sweeper import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.worker.service_watch import DatabaseContact
 
 if TYPE_CHECKING:

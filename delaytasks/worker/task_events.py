@@ -24,7 +24,7 @@ from delaytasks.core.interfaces import Settlement
 from delaytasks.core.loop import Availability
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown, storable
-from delaytasks.timers.broker_link import bounded_connection
+from delaytasks.timers.publisher import bounded_connection
 
 logger = get_logger(__name__)
 #: The longest representation of arguments, as in Celery.

@@ -21,7 +21,7 @@ from delaytasks.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from delaytasks.processors.registry import ProcessorSpec, Registry
-    from delaytasks.scheduling.queue_routing import QueueRouting
+    from delaytasks.scheduling.producer import QueueRouting
 
 T = TypeVar("T")
 #: The file descriptor, which is stderr even if `sys.stderr` is redirected.

@@ -14,19 +14,21 @@ from celery.worker import state
 from delaytasks.core.clock import from_us, monotonic
 from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
-from delaytasks.statistics.worker_counts import WorkerCounts
-from delaytasks.statistics.writer import StatisticsWriter, write_last
-from delaytasks.timers.eta import RUN
+from delaytasks.statistics.statistics_table import StatisticsWriter, WorkerCounts, write_last
+from delaytasks.timers.arming import RUN
 from delaytasks.timers.timing_wheel import WheelThread
 from delaytasks.worker.broker_connection import stop_reading
-from delaytasks.worker.calls import CallThread, CapacityRequest
 from delaytasks.worker.celery_patches import running_pids
-from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.entries import NearEntries, UnfinishedWork, WorkSender
+from delaytasks.worker.chunk_queue import NearEntries, UnfinishedWork, WorkSender
+from delaytasks.worker.dispatcher import CallThread, CapacityRequest, Dispatcher
 from delaytasks.worker.lease_keeper import LeaseKeeper
-from delaytasks.worker.policy_loop import CancelRequestReader, policy_loop
 from delaytasks.worker.processes import Processes, logical_queues
-from delaytasks.worker.service_watch import DatabaseOutages, ServiceWatch
+from delaytasks.worker.service_watch import (
+    CancelRequestReader,
+    DatabaseOutages,
+    ServiceWatch,
+    policy_loop,
+)
 from delaytasks.worker.sweep_loop import DeclaredSchedules, SweepLoop
 from delaytasks.worker.task_events import WorkerLostEvents, wants_task_events
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from delaytasks.cli.supervisor import die_with_parent
+from delaytasks.cli.up import die_with_parent
 
 START_S = 30.0
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 from sqlalchemy import Connection, event
 
-from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.row_lists import Prepared
 from delaytasks.storage.store import Store
 
 run_prepared = Prepared.__call__

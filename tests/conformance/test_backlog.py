@@ -10,9 +10,8 @@ from datetime import timedelta
 import pytest
 
 from delaytasks.core.task import DelayTask
-from delaytasks.storage import backlog
-from delaytasks.storage.backlog import RESTART_S
-from delaytasks.storage.claims import Claims
+from delaytasks.storage import claims as backlog
+from delaytasks.storage.claims import RESTART_S, Claims
 from delaytasks.storage.store import Store
 
 

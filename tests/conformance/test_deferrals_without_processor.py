@@ -11,7 +11,7 @@ from sqlalchemy import select
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import deferred_rows as putoffs
+from delaytasks.storage import settlements as putoffs
 from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from delaytasks import DelayTasks, Status
 from delaytasks.core.text import is_deferred_until
-from delaytasks.execution.deferral_rules import DeferralRules
+from delaytasks.execution.executor import DeferralRules
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_tasks import processes_of

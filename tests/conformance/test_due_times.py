@@ -12,10 +12,10 @@ from delaytasks import DelayTask, DelayTasks, Retry, RetrySchedule, Snooze, Stat
 from delaytasks.console.queries import ConsoleQueries
 from delaytasks.core.errors import DuplicateTaskError
 from delaytasks.core.interfaces import Entry, Settlement
-from delaytasks.execution.task_run import LeaseEndsError
-from delaytasks.storage.live_rows import LiveRows
-from delaytasks.storage.overdue_rows import OverdueRows
+from delaytasks.execution.executor import LeaseEndsError
+from delaytasks.storage.state_queries import LiveRows
 from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
 from tests.recording import RecordingTimer
 from tests.runner_harness import RunnerHarness
 

@@ -9,7 +9,7 @@ import pytest
 from delaytasks import Status
 from delaytasks.core.task import DelayTask
 from delaytasks.core.why import why
-from delaytasks.storage.facts import FactReader
+from delaytasks.storage.state_queries import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
 from tests.conformance.store_rows import RUNNING

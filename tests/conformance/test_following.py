@@ -11,9 +11,9 @@ from sqlalchemy import event
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.filters import filter_of
-from delaytasks.operations.following import Follower
+from delaytasks.operations.explanations import Follower
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import changes
+from delaytasks.storage import state_queries as changes
 from delaytasks.storage.store import Store
 from tests.runner_harness import RunnerHarness
 

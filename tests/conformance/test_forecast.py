@@ -18,8 +18,7 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.forecast import Forecast, TagForecast
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import put
 from tests.recording import delays_on

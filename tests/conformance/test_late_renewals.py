@@ -12,7 +12,7 @@ from sqlalchemy import Connection, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError
-from delaytasks.execution import task_run as run_module
+from delaytasks.execution import executor as run_module
 from delaytasks.storage.store import Store
 from delaytasks.worker import lease_keeper as keeper_module
 from delaytasks.worker.lease_keeper import LeaseKeeper

@@ -13,7 +13,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.filters import Filter, filter_of
 from delaytasks.core.states import Status
 from delaytasks.storage.claims import Claims
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.state_queries import Stats
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import (
     add,

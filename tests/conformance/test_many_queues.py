@@ -16,19 +16,19 @@ from delaytasks.core.events import Events
 from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Level, QueuePlace
 from delaytasks.core.states import Status
-from delaytasks.maintenance import drain_requests as overdue
+from delaytasks.maintenance import sweeper as overdue
 from delaytasks.maintenance import sweeper as sweeper_module
-from delaytasks.maintenance.drain_requests import (
+from delaytasks.maintenance.sweeper import (
     MOST_MESSAGES_PER_QUEUE,
     MOST_NAMED,
     MOST_OTHERS,
     OverdueQueues,
+    Sweeper,
 )
-from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.storage import paused_rows as store_holding
+from delaytasks.storage import policy_rows as store_holding
 from delaytasks.storage import worker_table as store_workers
+from delaytasks.storage.policy_rows import WAITLISTS_PER_CALL
 from delaytasks.storage.store import Store
-from delaytasks.storage.waitlist_names import WAITLISTS_PER_CALL
 from tests.conftest import settings_for
 from tests.recording import RecordingTimer
 

@@ -14,7 +14,7 @@ from delaytasks.core import loop as latest
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
-from delaytasks.operations.overdue import MAX_EXPLAINED_GROUPS
+from delaytasks.operations.state import MAX_EXPLAINED_GROUPS
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store

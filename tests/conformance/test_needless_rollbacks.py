@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from delaytasks.core.interfaces import Settlement
-from delaytasks.storage import needless_rollbacks
+from delaytasks.storage import engines as needless_rollbacks
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import task
 from tests.conftest import open_store
@@ -19,7 +19,7 @@ from tests.proxy import Proxy, proxy_to
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        not needless_rollbacks.options(autocommit=True),
+        not needless_rollbacks.rollback_options(autocommit=True),
         reason="SQLAlchemy has no skip_autocommit_rollback before 2.0.43",
     ),
 ]

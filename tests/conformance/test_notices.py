@@ -16,11 +16,10 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.notices import Listener, Notices
-from delaytasks.storage.store import Store
+from delaytasks.storage.store import Listener, Notices, Store
 from delaytasks.timers.direct import LOOK, payloads_of, read_notice
-from delaytasks.worker import notify_listener
-from delaytasks.worker.notify_listener import NotifyListener
+from delaytasks.worker import table_poller as notify_listener
+from delaytasks.worker.table_poller import NotifyListener
 from tests.conftest import open_store
 from tests.recording import delays_on
 from tests.waiting import wait_until

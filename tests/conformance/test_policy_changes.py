@@ -18,9 +18,9 @@ from delaytasks.core.policies import Changes, Policy, Stamp
 from delaytasks.core.states import Status
 from delaytasks.execution import policy_cache as engine_policies
 from delaytasks.execution.policy_cache import PolicyCache
-from delaytasks.maintenance.pause_sweeper import APPLIED, PauseSweeper
-from delaytasks.storage.change_numbers import ChangeNumbers
-from delaytasks.storage.policies import PolicyTable
+from delaytasks.maintenance.sweeper import APPLIED, PauseSweeper
+from delaytasks.storage.inserts import ChangeNumbers
+from delaytasks.storage.policy_rows import PolicyTable
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
 from tests.conftest import settings_for

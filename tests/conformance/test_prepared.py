@@ -12,7 +12,7 @@ from delaytasks.core.errors import StoreError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.policies import Policy
 from delaytasks.core.states import Status
-from delaytasks.limits.waitlist import Waitlist
+from delaytasks.limits.admission import Waitlist
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conformance.store_rows import entry, task

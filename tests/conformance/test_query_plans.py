@@ -16,13 +16,10 @@ from delaytasks.core.filters import AuditEntry, bulk_filter_of, filter_of
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
-from delaytasks.storage import bulk as store_bulk
-from delaytasks.storage.changes import ChangeReader
-from delaytasks.storage.live_rows import LiveRows
-from delaytasks.storage.live_tags import live_tags
-from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.stats import Stats
+from delaytasks.storage import bulk_moves as store_bulk
+from delaytasks.storage.state_queries import ChangeReader, LiveRows, Stats, live_tags
 from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conformance.store_rows import (
     entry,

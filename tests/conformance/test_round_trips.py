@@ -18,7 +18,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution import policy_cache
 from delaytasks.runtime import runtime_of
-from delaytasks.timers import background
+from delaytasks.timers import arming as background
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.running import delete_keys

@@ -10,9 +10,9 @@ from sqlalchemy import text
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.filters import filter_of
-from delaytasks.storage.capabilities import for_database
-from delaytasks.storage.search_limit import search
+from delaytasks.storage.searching import limited_search
 from delaytasks.storage.store import Store
+from delaytasks.storage.types import for_database
 
 COUNT_FOREVER = """
 WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {most})
@@ -34,7 +34,7 @@ def endless(store: Store) -> Any:
 def test_a_statement_ends_at_the_limit_and_the_connections_keep_none(store: Store) -> None:
     began = monotonic()
     with pytest.raises(SearchTimeoutError, match="narrow its filter"):
-        search(store.database, lambda c: c.execute(endless(store)), 0.2)
+        limited_search(store.database, lambda c: c.execute(endless(store)), 0.2)
     assert monotonic() - began < 60
     limit = for_database(
         store.database.backend,
@@ -53,7 +53,7 @@ def test_no_statement_begins_after_the_limit(store: Store) -> None:
             connection.execute(text("SELECT 1"))
 
     with pytest.raises(SearchTimeoutError):
-        search(store.database, work, 0.1)
+        limited_search(store.database, work, 0.1)
 
 
 def test_tasks_are_found_within_the_limit(store: Store) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import URL, make_url
 
 from delaytasks.core.errors import StoreError
 from delaytasks.storage.database import Database
-from delaytasks.storage.sqlite_file import path_of
+from delaytasks.storage.engines import sqlite_path
 
 
 @pytest.mark.parametrize("form", ["file:{}", "file://{}", "file://localhost{}"])
@@ -45,4 +45,4 @@ def test_a_missing_file_of_a_uri_is_an_error_and_is_made_for_its_owner(
     ],
 )
 def test_the_path_of_a_url(url: str, path: str | None) -> None:
-    assert path_of(make_url(url)) == (None if path is None else Path(path))
+    assert sqlite_path(make_url(url)) == (None if path is None else Path(path))

@@ -14,7 +14,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status, TouchResult
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.states import MOVES
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import touches
+from delaytasks.storage import task_rows as touches
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import RUNNING, has_row_locks, status_columns
 from tests.recording import RecordingTimer

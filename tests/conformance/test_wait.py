@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 
 from delaytasks import DelayTask, DelayTasks, Fail, Status, TaskNotFoundError, WaitTimeoutError
 from delaytasks.core.interfaces import Entry
-from delaytasks.operations import tasks
+from delaytasks.operations import single_tasks as tasks
 from delaytasks.runtime import runtime_of
 from tests.event_loops import engine_at
 from tests.event_loops import run as run_coroutine

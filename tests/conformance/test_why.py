@@ -10,7 +10,7 @@ from celery import Celery
 
 from delaytasks import DelayTask, DelayTasks
 from delaytasks.core.why import Explanation
-from delaytasks.operations.bulk import record_action
+from delaytasks.operations.bulk_calls import record_action
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import delays_on

@@ -13,7 +13,7 @@ from sqlalchemy import update
 
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers.redis_timer import RedisTimer
 from tests.conformance.timers import ALONE, TIMERS, burst, ran_once
 from tests.proxy import proxy_to
 from tests.redis_server import RedisServer

@@ -20,7 +20,7 @@ from delaytasks import DelayTask, NewTask, Status
 from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers.redis_timer import RedisTimer
 from tests.running import BROKERS, Deployment
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from delaytasks.contrib.django.task_framework import TaskContext
+from delaytasks.contrib.django.tasks_backend import TaskContext
 
 try:
     from django.tasks import task

@@ -66,8 +66,11 @@ def _settings_of(package: str) -> dict[str, Any]:
 
 
 def _replace_backends() -> None:
-    from delaytasks.contrib.django.task_framework import BaseTaskBackend, TaskResult
-    from delaytasks.contrib.django.tasks_backend import DelayTasksBackend
+    from delaytasks.contrib.django.tasks_backend import (
+        BaseTaskBackend,
+        DelayTasksBackend,
+        TaskResult,
+    )
     from delaytasks.testing import DelaysTester
 
     class StoringBackend(DelayTasksBackend):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks import Done, Retry
-from delaytasks.webhooks.connections import MAX_INTERIM_RESPONSES
+from delaytasks.webhooks.http_callbacks import MAX_INTERIM_RESPONSES
 from tests.certificates import self_signed
 from tests.integration.http_callbacks.caller import Caller
 from tests.waiting import wait_until

@@ -21,9 +21,8 @@ from sqlalchemy import literal_column
 
 from delaytasks import NewTask, Status
 from delaytasks.contrib.django import instance
-from delaytasks.contrib.django.connection import DjangoConnection
+from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
 from delaytasks.contrib.django.instance import DjangoDelays
-from delaytasks.contrib.django.transaction import DjangoTransaction
 from delaytasks.core.body import key_name
 from delaytasks.core.errors import (
     BodyEncryptedError,

@@ -20,7 +20,8 @@ from sqlalchemy import text
 from delaytasks.contrib.django import checks
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.errors import BodyNotJSONError, InvalidKeyError
-from delaytasks.storage import live_tags, migrations
+from delaytasks.storage import migrations
+from delaytasks.storage import state_queries as live_tags
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401
 

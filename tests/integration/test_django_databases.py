@@ -15,8 +15,8 @@ pytest.importorskip("django")
 from django.db import connections, transaction
 from django.test.utils import override_settings
 
+from delaytasks.contrib.django.connection import database_url as url_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
-from delaytasks.contrib.django.url import database_url as url_of
 from delaytasks.core.errors import (
     ConfigError,
 )

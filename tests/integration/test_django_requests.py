@@ -81,7 +81,8 @@ def orders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDe
     for name in ("orders", "archive"):
         django_settings.add_database(name, f"sqlite:///{tmp_path / name}.sqlite3")
     made = DjangoDelays(django_settings.new_celery_app(), "orders")
-    from delaytasks.contrib.django import models, tables  # needs Django's settings
+    from delaytasks.contrib.django import checks as tables
+    from delaytasks.contrib.django import models
 
     for module in (tables, models):
         monkeypatch.setattr(module, "project_delays", lambda: made)

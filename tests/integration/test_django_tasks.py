@@ -25,7 +25,7 @@ from django.db import transaction
 
 from delaytasks import Status
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.contrib.django.task_framework import (
+from delaytasks.contrib.django.tasks_backend import (
     InvalidTask,
     TaskResultDoesNotExist,
     TaskResultStatus,

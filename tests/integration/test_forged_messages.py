@@ -20,7 +20,7 @@ from redis import Redis
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.eta import RUN, SWEEP
+from delaytasks.timers.arming import RUN, SWEEP
 from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
 from tests.waiting import wait_until

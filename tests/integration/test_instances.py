@@ -15,7 +15,7 @@ from delaytasks import DelayTasks, api
 from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.timers.eta import SWEEP
+from delaytasks.timers.arming import SWEEP
 from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
 

@@ -52,7 +52,7 @@ def django_post() -> Iterator[Post]:
         from django.test import Client, override_settings
         from django.urls import path
 
-        from delaytasks.contrib.django.callbacks import verified
+        from delaytasks.contrib.django.mounting import verified
 
         @verified([OLD, NEW])
         def paid(request: Any, callback: Any) -> Any:
@@ -114,7 +114,7 @@ def test_a_signed_body_that_is_not_json_is_answered_with_400(post: Post) -> None
 def test_a_get_is_no_callback() -> None:
     from django.test import RequestFactory
 
-    from delaytasks.contrib.django.callbacks import verified
+    from delaytasks.contrib.django.mounting import verified
     from tests.integration import django_settings
 
     with django_settings.configured():

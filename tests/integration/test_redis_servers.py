@@ -20,7 +20,7 @@ from redis.cluster import RedisCluster
 from redis.exceptions import NoPermissionError
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.timers import redis_link as redislink
+from delaytasks.timers import redis_timer as redislink
 from tests import redis_server
 from tests.certificates import self_signed
 from tests.conformance.timers import ALONE, burst, ran_once

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from delaytasks.cli.waiting import warnings_of
+from delaytasks.cli.output import warnings_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.mariadb_server import MariaDBServer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks import DelayTask, Status
-from delaytasks.statistics.results import RunTotals
+from delaytasks.statistics.reading import RunTotals
 from tests.running import Deployment, combination
 from tests.waiting import wait_until
 

@@ -16,18 +16,17 @@ from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from delaytasks import DelayTasks, Status
-from delaytasks.cli.waiting import warnings_of
+from delaytasks.cli.output import warnings_of
 from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why
 from delaytasks.operations.health import HealthChecks, HealthQuestion
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.storage.facts import FactReader
-from delaytasks.storage.overdue_rows import OverdueRows
 from delaytasks.storage.schema import build_schema
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.state_queries import FactReader, Stats
 from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import OverdueRows
 from tests.conftest import settings_for
 from tests.recording import delays_on, record
 from tests.running import ROOT

@@ -27,7 +27,7 @@ from delaytasks.core.states import FINISHED, MOVES, Status
 from delaytasks.core.task import DelayTask, OnConflict
 from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage.store import Store
-from delaytasks.timers.eta import EtaTimer
+from delaytasks.timers.arming import EtaTimer
 from tests.conftest import empty, settings_for
 
 MAX_LOST_LEASES, SWEEP_S, HORIZON_S, LEASE_US = 3, 5, 20, 60_000_000

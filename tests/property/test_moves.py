@@ -28,7 +28,7 @@ from delaytasks.core.filters import Filter
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.timers.eta import read_message
+from delaytasks.timers.arming import read_message
 from tests.conftest import open_store
 from tests.property.machine import HORIZON_S, LEASE_US, MAX_LOST_LEASES, SWEEP_S, Producers
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from delaytasks.core.interfaces import Entry
-from delaytasks.timers.redis import AHEAD_MS, RETURN_S, Taken
+from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, Taken
 from tests.fuzzing import ASKED
 from tests.redis_timer_harness import RedisTimerHarness
 

@@ -20,9 +20,9 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry, Settlement
 from delaytasks.core.states import Status
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.storage import abandoned_rows as lapses
+from delaytasks.storage import leases as lapses
 from delaytasks.storage.leases import Renewed
-from delaytasks.storage.prepared_statements import Prepared
+from delaytasks.storage.row_lists import Prepared
 from delaytasks.storage.settlements import Settlements
 from delaytasks.storage.store import Store
 from tests.conftest import open_store

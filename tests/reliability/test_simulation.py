@@ -20,16 +20,14 @@ from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import Done
 from delaytasks.execution.chunk import Chunk
 from delaytasks.maintenance.sweeper import Sweeper
-from delaytasks.operations import celery_tasks
+from delaytasks.operations import durable_calls as celery_tasks
 from delaytasks.recurrence import creation
-from delaytasks.recurrence.occurrences import plan
-from delaytasks.recurrence.queries import RecurringTable
-from delaytasks.storage import abandoned_rows as lapses
-from delaytasks.storage.celery_rows import CeleryRows
+from delaytasks.recurrence.creation import RecurringTable, plan
+from delaytasks.storage import leases as lapses
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.leases import Leases
-from delaytasks.storage.tasks import Tasks
-from delaytasks.timers import redis
+from delaytasks.storage.task_rows import CeleryRows, Tasks
+from delaytasks.timers import redis_timer as redis
 from delaytasks.worker.redis_poller import RedisPoller
 from delaytasks.worker.shared_memory import Renewals
 

@@ -24,8 +24,7 @@ from delaytasks.core.filters import BulkResult
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.serving import make_server
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
 from tests.waiting import wait_until
 

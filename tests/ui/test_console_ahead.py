@@ -16,8 +16,7 @@ from delaytasks.console.viewers import Role
 from delaytasks.core import loop as latest
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
 from tests.ui.console_site import Site, make_delays, post
 from tests.ui.test_console_bulk import finish

@@ -12,7 +12,7 @@ from delaytasks.console import pages_tasks, requests
 from delaytasks.console.requests import EXTENSION, MOST_ACTIVE, BulkRunState, new_run_id
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.filters import AuditEntry, BulkResult
-from delaytasks.operations.bulk import record_action
+from delaytasks.operations.bulk_calls import record_action
 from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post, token_of
 from tests.ui.test_console_access import routes

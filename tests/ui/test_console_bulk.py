@@ -12,8 +12,8 @@ from werkzeug.datastructures import MultiDict
 
 from delaytasks.console import queries
 from delaytasks.console.viewers import Role
-from delaytasks.operations import bulk
-from delaytasks.operations.tasks import find_tasks
+from delaytasks.operations import bulk_calls as bulk
+from delaytasks.operations.single_tasks import find_tasks
 from tests.ui.console_site import Site, post
 from tests.ui.test_console_pages import heading
 from tests.waiting import wait_until

@@ -12,13 +12,12 @@ from flask.testing import FlaskClient
 from sqlalchemy import update
 
 from delaytasks import NewTask
-from delaytasks.cli.deployment import read_deployment
+from delaytasks.cli.stats import read_deployment
 from delaytasks.operations import state as state_module
 from delaytasks.operations.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import WorkerCounts
-from delaytasks.storage import failed_rows
+from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
+from delaytasks.storage import state_queries as failed_rows
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, make_delays

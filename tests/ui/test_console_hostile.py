@@ -13,7 +13,7 @@ import pytest
 from delaytasks import Status
 from delaytasks.console.viewers import Role, Viewer
 from delaytasks.core.text import error_pattern
-from delaytasks.operations.failed_now import group_name
+from delaytasks.operations.state import group_name
 from tests.ui.chromium import watched
 from tests.ui.console_site import HOSTILE, Site, add_hostile, fill, make_delays, post, served
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks import Status
-from delaytasks.cli.deployment import read_deployment
+from delaytasks.cli.stats import read_deployment
 from delaytasks.console import queries
 from delaytasks.console.queries import SEARCH_S, ConsoleQueries
 from delaytasks.console.viewers import Role
@@ -19,10 +19,9 @@ from delaytasks.core.clock import UTC
 from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.text import installed_version
 from delaytasks.core.workers import ServiceTimes
-from delaytasks.operations.error_search import error_matcher
-from delaytasks.operations.policies import CountedPolicies, read_policies
+from delaytasks.operations.explanations import Explanations, error_matcher
+from delaytasks.operations.policy_calls import CountedPolicies, read_policies
 from delaytasks.operations.verdict import verdict_of
-from delaytasks.operations.why import Explanations
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.query_plans import plans

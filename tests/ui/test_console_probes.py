@@ -9,7 +9,7 @@ import pytest
 
 from delaytasks.console.application import make_console
 from delaytasks.console.viewers import HostAccess, UserFile
-from delaytasks.operations import probes
+from delaytasks.operations import health as probes
 from tests.ui.console_site import Site
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from delaytasks.console.viewers import Role
-from delaytasks.recurrence.schedule import DEFINED
+from delaytasks.recurrence.definition import DEFINED
 from tests.ui.console_site import Site, post
 
 

@@ -18,8 +18,8 @@ from delaytasks.console.viewers import Role
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.state import ServicesState
 from delaytasks.runtime import runtime_of
-from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.state_queries import Stats
+from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.store_rows import status_columns
 from tests.ui.chromium import watched

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from delaytasks.cli.deployment import read_deployment
+from delaytasks.cli.stats import read_deployment
 from delaytasks.operations.verdict import Verdict, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus

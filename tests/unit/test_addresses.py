@@ -8,8 +8,8 @@ import pytest
 
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import ConfigError, ForbiddenURLError
-from delaytasks.webhooks import addresses
-from delaytasks.webhooks.addresses import Guard
+from delaytasks.webhooks import http_callbacks as addresses
+from delaytasks.webhooks.http_callbacks import Guard
 
 PUBLIC = [
     "https://partner.example/paid",

@@ -23,8 +23,8 @@ from delaytasks import DelayTasks
 from delaytasks.core.clock import Clock
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
-from delaytasks.timers import background
-from delaytasks.timers.background import BackgroundTimer
+from delaytasks.timers import arming as background
+from delaytasks.timers.arming import BackgroundTimer
 from tests.waiting import wait_until
 
 
@@ -257,7 +257,7 @@ def sent_by_script(*steps: str) -> set[int]:
     script = [
         "import atexit",
         "from delaytasks.core.clock import Clock",
-        "from delaytasks.timers.background import BackgroundTimer",
+        "from delaytasks.timers.arming import BackgroundTimer",
         "from tests.unit.test_background import SlowTimer, entry",
         "class Printer(SlowTimer):",
         "    def arm(self, entries):",

@@ -13,7 +13,7 @@ from kombu import Queue
 from delaytasks import DelayTasks
 from delaytasks.core.events import Events
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.eta import SWEEP
+from delaytasks.timers.arming import SWEEP
 from delaytasks.timers.publisher import Publisher
 from tests.unit.test_queues import served
 

@@ -16,12 +16,9 @@ from celery._state import _task_stack
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.task import DelayTask
 from delaytasks.core.workers import NO_RENEWAL
-from delaytasks.execution.executor import RunResult
-from delaytasks.execution.processor_call import ProcessorCall
-from delaytasks.execution.task_run import Lease, TaskRun
+from delaytasks.execution.executor import Lease, ProcessorCall, RunResult, TaskRun
 from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.worker.celery_context import CeleryTaskContext
-from delaytasks.worker.current_task import row_in_context
+from delaytasks.worker.celery_context import CeleryTaskContext, row_in_context
 from tests.manual_clock import ManualClock
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)

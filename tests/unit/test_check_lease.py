@@ -9,7 +9,7 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.core.workers import LastRenewal
-from delaytasks.execution import task_run as run_module
+from delaytasks.execution import executor as run_module
 from delaytasks.worker.shared_memory import Renewals
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make

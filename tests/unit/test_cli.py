@@ -16,8 +16,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from delaytasks.cli import opening, output
-from delaytasks.cli.hints import Hints
+from delaytasks.cli import context as opening
+from delaytasks.cli import output
+from delaytasks.cli.context import Hints
 from delaytasks.cli.main import delays, main
 from delaytasks.core import errors
 from delaytasks.core.task import DelayTask

@@ -16,7 +16,8 @@ import pytest
 from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
-from delaytasks.cli import context, times
+from delaytasks.cli import context
+from delaytasks.cli import output as times
 from delaytasks.cli.main import main
 from tests.running import ROOT
 from tests.unit.test_cli import NOON, commands

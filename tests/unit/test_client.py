@@ -25,8 +25,8 @@ from delaytasks.core import errors
 from delaytasks.core.filters import BulkOptions, Filters
 from delaytasks.core.task import TaskOptions
 from delaytasks.processors.registry import ProcessorOptions
+from delaytasks.recurrence.definition import RecurringSchedule
 from delaytasks.recurrence.recurring import Recurring
-from delaytasks.recurrence.schedule import RecurringSchedule
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import Statistics
 from delaytasks.testing import DelaysTester

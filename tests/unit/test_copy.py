@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from delaytasks.storage.engines import _CopyFile
 from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts
-from delaytasks.storage.postgresql_drivers import _CopyFile
 
 
 class Interruption(BaseException):

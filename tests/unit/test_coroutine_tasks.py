@@ -10,7 +10,7 @@ import pytest
 from celery import Celery, Task, current_task
 from celery._state import get_current_task, get_current_worker_task
 
-from delaytasks.processors.event_loop import EventLoop, result_of
+from delaytasks.processors.registry import EventLoop, result_of
 from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make

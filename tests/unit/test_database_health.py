@@ -12,11 +12,11 @@ import pytest
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.worker import service_watch
-from delaytasks.worker.policy_loop import policy_loop
 from delaytasks.worker.service_watch import (
     DATABASE_ANSWER_S,
     DatabaseContact,
     DatabaseOutages,
+    policy_loop,
 )
 
 

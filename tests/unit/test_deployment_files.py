@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from delaytasks.cli.api import API_PORT
-from delaytasks.cli.console import PORT as CONSOLE_PORT
+from delaytasks.cli.servers import API_PORT
+from delaytasks.cli.servers import PORT as CONSOLE_PORT
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.operations.probes import READY_ANSWER_S
+from delaytasks.operations.health import READY_ANSWER_S
 from tests.doc_commands import check_command
 from tests.running import ROOT
 

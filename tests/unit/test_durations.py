@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from delaytasks.cli.times import parse_instant, show_from_now, show_instant
+from delaytasks.cli.output import parse_instant, show_from_now, show_instant
 from delaytasks.core.errors import InvalidDelayError, InvalidScheduleError, NaiveDatetimeError
 from delaytasks.core.inputs import (
     check_delay,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from sqlalchemy import text
 
 from delaytasks.storage.database import Database
-from delaytasks.storage.fork_gate import ForkGate
+from delaytasks.storage.engines import ForkGate
 from tests.waiting import wait_until
 
 

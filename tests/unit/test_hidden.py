@@ -18,7 +18,7 @@ from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.core.text import Secret, mask_secret, mask_url
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.redis_location import redis_location
+from delaytasks.timers.redis_timer import redis_location
 from tests.recording import new_key
 
 WORD = "sEcReT-cAnArY"

@@ -25,7 +25,7 @@ class OwnControl(Control):
 def revoked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The arguments with which rows are revoked; nothing is broadcast."""
     seen: list[Any] = []
-    revocations = "delaytasks.operations.revocations.Revocations"
+    revocations = "delaytasks.operations.durable_calls.Revocations"
     monkeypatch.setattr(f"{revocations}.revoke", lambda self, ids: seen.append(ids))
     monkeypatch.setattr(
         f"{revocations}.revoke_by_stamped_headers", lambda self, headers: seen.append(headers)

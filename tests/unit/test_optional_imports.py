@@ -26,10 +26,10 @@ OPTIONAL = (
     "delaytasks.recurrence",
     "delaytasks.testing",
     "delaytasks.timers.direct",
-    "delaytasks.timers.redis",
-    "delaytasks.timers.redis_link",
-    "delaytasks.timers.redis_location",
-    "delaytasks.timers.redis_scripts",
+    "delaytasks.timers.redis_timer",
+    "delaytasks.timers.redis_timer",
+    "delaytasks.timers.redis_timer",
+    "delaytasks.timers.redis_timer",
     "delaytasks.webhooks",
     "delaytasks.worker.redis_poller",
     "delaytasks.worker.table_poller",
@@ -178,7 +178,7 @@ def test_recurring_schedules_are_imported_by_a_worker_that_finds_one_in_the_data
             "from delaytasks.contrib.django import mounting; mounting.api_urls(None)",
             "the HTTP API needs more packages (flask)",
         ),
-        ("import delaytasks.http_api.application", "the HTTP API needs more packages (flask)"),
+        ("import delaytasks.http_api.routes", "the HTTP API needs more packages (flask)"),
         (
             "from delaytasks.contrib.fastapi import mount_console; "
             "mount_console(None, '/delays', None, None, secret_key='')",

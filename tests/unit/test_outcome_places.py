@@ -15,10 +15,10 @@ from delaytasks.core.states import MOVES, SettlingMove
 from delaytasks.core.structured_log import STATE_CHANGES
 from delaytasks.core.task import Outcome
 from delaytasks.testing.runs import Run
-from delaytasks.worker.current_task import refusal_of
+from delaytasks.worker.celery_context import refusal_of
 from tests.running import ROOT
 
-RULES = (ROOT / "delaytasks/execution/outcome_rules.py").read_text()
+RULES = (ROOT / "delaytasks/execution/executor.py").read_text()
 NAMES = {outcome.__name__ for outcome in get_args(Outcome)}
 
 

@@ -13,7 +13,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, FoundRow, Level
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.states import Status
-from delaytasks.maintenance.pause_sweeper import PauseSweeper
+from delaytasks.maintenance.sweeper import PauseSweeper
 from tests.conftest import settings_for
 from tests.manual_clock import ManualClock
 from tests.recording import RecordingTimer

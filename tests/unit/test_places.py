@@ -7,7 +7,7 @@ from sqlalchemy import make_url
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.storage.database import Database
-from delaytasks.storage.database_addresses import addresses_of
+from delaytasks.storage.engines import addresses_of
 
 
 @pytest.mark.parametrize(

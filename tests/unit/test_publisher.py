@@ -16,7 +16,7 @@ from kombu.entity import Queue
 
 from delaytasks.core import loop as availability
 from delaytasks.core.events import Events
-from delaytasks.timers import broker_link as broker_module
+from delaytasks.timers import publisher as broker_module
 from delaytasks.timers import publisher as publisher_module
 from delaytasks.timers.publisher import Publisher
 

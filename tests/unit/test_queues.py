@@ -11,7 +11,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.settings import Settings
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
-from delaytasks.scheduling.queue_routing import QueueRouting
+from delaytasks.scheduling.producer import QueueRouting
 from delaytasks.worker.celery_patches import add_queues
 from delaytasks.worker.processes import logical_queues
 

@@ -19,8 +19,8 @@ from delaytasks.execution.runner import Report
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
-from delaytasks.timers import redis
-from delaytasks.timers.redis import RedisTimer
+from delaytasks.timers import redis_timer as redis
+from delaytasks.timers.redis_timer import RedisTimer
 from delaytasks.worker import redis_poller as redis_poller
 from delaytasks.worker.celery_tasks import processes_of
 from delaytasks.worker.worker_runtime import WorkerRuntime

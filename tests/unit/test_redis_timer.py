@@ -10,8 +10,7 @@ import pytest
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.timers.redis import AHEAD_MS, RETURN_S
-from delaytasks.timers.redis_location import redis_location
+from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, redis_location
 from tests.redis_timer_harness import RedisTimerHarness
 
 

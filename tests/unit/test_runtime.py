@@ -19,8 +19,8 @@ from delaytasks.core.loop import Loop
 from delaytasks.core.policies import WaitlistState
 from delaytasks.execution.runner import Report
 from delaytasks.runtime import runtime_of
+from delaytasks.worker.chunk_queue import UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.entries import UnfinishedWork
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import proxy_to
 from tests.services import free_port

@@ -12,7 +12,7 @@ import pytest
 from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
 from delaytasks.core.states import Status
 from delaytasks.start_checks import find_problems
-from delaytasks.storage.stats import Stats
+from delaytasks.storage.state_queries import Stats
 from tests.conftest import open_store
 from tests.counting import counted
 from tests.runner_harness import RunnerHarness

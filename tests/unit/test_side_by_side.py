@@ -19,8 +19,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.workers import ChunkSize
-from delaytasks.processors.event_loop import EventLoop
-from delaytasks.processors.thread_slots import MAX_SLOTS, ThreadSlots
+from delaytasks.processors.registry import MAX_SLOTS, EventLoop, ThreadSlots
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until

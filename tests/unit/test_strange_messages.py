@@ -25,8 +25,8 @@ from redis.exceptions import DataError
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
+from delaytasks.timers.arming import RUN, SWEEP
 from delaytasks.timers.direct import read_notice
-from delaytasks.timers.eta import RUN, SWEEP
 from delaytasks.worker.broker_connection import GuardStep
 from tests.fuzzing import fuzz, json_like
 from tests.unit.runtime_harness import WorkerDouble, make_runtime

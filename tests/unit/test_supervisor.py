@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from delaytasks.cli.supervisor import CombinedLog, Spec, Supervisor
+from delaytasks.cli.up import CombinedLog, Spec, Supervisor
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="up runs on Linux and macOS")
 

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import Column, MetaData, Table, select
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.storage.capabilities import capabilities_of
-from delaytasks.storage.estimates import estimate
 from delaytasks.storage.migrations import comparison, ddl, exclusively
+from delaytasks.storage.searching import estimate_rows
+from delaytasks.storage.types import capabilities_of
 from tests.running import ROOT
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def _migrate() -> None:
     "use",
     [
         lambda: capabilities_of("oracle"),
-        lambda: estimate(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
+        lambda: estimate_rows(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
         _migrate,
         lambda: ddl("oracle"),
         lambda: comparison("oracle"),
@@ -44,9 +44,8 @@ def test_an_unknown_database_is_refused_with_the_supported_ones(use: Any) -> Non
 _NAMES = {"postgresql", "mysql", "mariadb", "sqlite"}
 #: The modules that compare a name and cannot choose with `for_database`.
 _COMPARE = {
-    "storage/database.py": "the URL of SQLite names no driver",
-    "storage/simulated_time.py": "rewrites the statements of any engine of the process",
-    "storage/sqlite_file.py": "is about SQLite only",
+    "storage/database.py": "SQLite URLs name no driver, and simulated time is for any engine",
+    "storage/engines.py": "is about SQLite only",
     "storage/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",
 }
 

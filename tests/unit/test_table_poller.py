@@ -11,7 +11,7 @@ import pytest
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, Level, QueuePlace
 from delaytasks.core.settings import Settings
-from delaytasks.maintenance.drain_requests import MOST_OTHERS
+from delaytasks.maintenance.sweeper import MOST_OTHERS
 from delaytasks.timers.direct import NOTIFIED_POLL_S
 from delaytasks.worker import table_poller
 from delaytasks.worker.table_poller import (

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from delaytasks.core.workers import ChunkSize
+from delaytasks.execution.chunk_runner import TagCosts
 from delaytasks.execution.runner import Report
-from delaytasks.execution.tally import TagCosts
 from tests.runner_harness import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until

@@ -8,7 +8,7 @@ from dataclasses import fields
 from datetime import datetime, timezone
 
 from delaytasks import DelayTask, DelayTasks, NewTask
-from delaytasks.cli.schedule import schedule
+from delaytasks.cli.schedule_commands import schedule
 from delaytasks.core.task import TaskOptions
 from delaytasks.http_api.schemas import NEW_TASK, TASK
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from celery import Celery
 
-from delaytasks.cli.config import broker_url
+from delaytasks.cli.setup import broker_url
 from tests.running import ROOT
 
 #: Celery requires these libraries, and each of its releases limits their versions.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from delaytasks.core.policies import WAITLIST_RECHECK_S, WaitlistState
 from delaytasks.limits import tracked_waitlists
-from delaytasks.limits.capacity import UNLIMITED, Capacity, StartPace
+from delaytasks.limits.admission import UNLIMITED, Capacity, StartPace
 from delaytasks.limits.tracked_waitlists import (
     PROBE_S,
     TrackedWaitlists,

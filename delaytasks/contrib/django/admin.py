@@ -39,8 +39,8 @@ from delaytasks.core.inputs import ACTOR_LENGTH, parse_duration, show_duration
 from delaytasks.core.states import MOVES, Status
 from delaytasks.core.task import Attempt, DelayTask, Page, pretty
 from delaytasks.core.text import last_line, one_line
-from delaytasks.operations.bulk import record_action
-from delaytasks.operations.error_search import find_by_error
+from delaytasks.operations.bulk_calls import record_action
+from delaytasks.operations.explanations import find_by_error
 from delaytasks.runtime import runtime_of
 
 __all__ = ["DelayTaskRowAdmin"]

@@ -1,20 +1,23 @@
-"""Django's system checks: the problems that `manage.py check` reports, each with a remedy."""
+"""Django's system checks, and the tables that `migrate` makes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from django.core.checks import CheckMessage, Error, Tags, Warning, register
-from django.db import connections
+from django.db import connections, transaction
+from sqlalchemy import Column, MetaData, PrimaryKeyConstraint, String, Table, insert
+from sqlalchemy.schema import CreateTable
 
+from delaytasks.contrib.django.connection import MIGRATE_REMEDY, DjangoConnection, dialect_of
 from delaytasks.contrib.django.instance import DjangoDelays, project_delays
-from delaytasks.contrib.django.transaction import MIGRATE_REMEDY
 from delaytasks.core.errors import ConfigError, StoreError
 from delaytasks.core.text import first_names
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.storage.live_tags import live_tags
+from delaytasks.storage.state_queries import live_tags
 
 #: The oldest versions whose SQL has the clauses that claims use.
 OLDEST_VERSIONS = {"MariaDB": (10, 6), "MySQL": (8, 0), "SQLite": (3, 35)}
@@ -141,3 +144,65 @@ def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
             "tasks: manage.py delays cancel --tag TAG",
             id="delaytasks.W004",
         )
+
+
+# -- Makes the tables with Django's `migrate`. They are the tables of `delaytasks db upgrade` -----
+
+
+def upgrade(_apps: Any, schema_editor: Any) -> None:
+    delays, connection = project_delays(), schema_editor.connection
+    if connection.alias == delays.alias:
+        make_tables(delays, schema_editor)
+
+
+def downgrade(_apps: Any, schema_editor: Any) -> None:
+    """Run Alembic's downgrade, which keeps a task table that has rows."""
+    delays = project_delays()
+    if schema_editor.connection.alias == delays.alias:
+        _run_alembic(delays, migrations.downgrade, "base")
+
+
+def make_tables(delays: DjangoDelays, schema_editor: Any) -> None:
+    prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
+    connection = schema_editor.connection
+    ours = {table.name for table in runtime_of(delays).store.schema.metadata.tables.values()} | {
+        migrations.version_table(prefix)
+    }
+    with connection.cursor() as cursor:
+        is_new = schema is None and ours.isdisjoint(connection.introspection.table_names(cursor))
+    if not is_new:
+        # Alembic makes the tables and indexes that are missing.
+        _run_alembic(delays, migrations.upgrade, "head")
+        return
+    with (
+        transaction.atomic(connection.alias)
+        if connection.features.can_rollback_ddl
+        else nullcontext()
+    ):
+        for statement in migrations.ddl(connection.vendor, prefix, schema):
+            schema_editor.execute(statement, None)  # a percent sign is not a placeholder
+        _stamp(schema_editor, prefix)
+
+
+def _stamp(schema_editor: Any, prefix: str) -> None:
+    """Write the version that Alembic would write."""
+    name = migrations.version_table(prefix)
+    table = Table(
+        name,
+        MetaData(),
+        Column("version_num", String(32), nullable=False),
+        PrimaryKeyConstraint("version_num", name=f"{name}_pkc"),
+    )
+    schema_editor.execute(
+        str(CreateTable(table).compile(dialect=dialect_of(schema_editor.connection))), None
+    )
+    DjangoConnection(schema_editor.connection).execute(
+        insert(table), {"version_num": migrations.head()}
+    )
+
+
+def _run_alembic(delays: DjangoDelays, command: Any, revision: str) -> None:
+    database, settings = runtime_of(delays).store.database, delays.settings
+    command(database, settings.table_prefix, settings.table_schema or None, revision)
+    # Otherwise Django's test runner could not copy or drop the database.
+    database.dispose()

@@ -1,21 +1,42 @@
-"""Runs the statements of delaytasks on a Django connection, in its transaction and query log."""
+"""Django's connections and transactions for rows: the URL, the lent connection, and arming after
+commit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 from zoneinfo import ZoneInfo
 
-from django.db import IntegrityError, transaction
-from sqlalchemy import exc
+from asgiref.sync import async_to_sync, sync_to_async
+from django.db import (
+    DataError,
+    Error,
+    IntegrityError,
+    InterfaceError,
+    OperationalError,
+    connections,
+    transaction,
+)
+from sqlalchemy import URL, Connection, Engine, StaticPool, exc, make_url
 from sqlalchemy.engine import Dialect, IteratorResult
 from sqlalchemy.engine.result import SimpleResultMetaData
 from sqlalchemy.types import TypeEngine
 
+from delaytasks.core.errors import (
+    ConfigError,
+    OutcomeUnknownError,
+    SessionUnusableError,
+    StoreError,
+    StoreUnavailableError,
+)
+from delaytasks.core.task import DelayTask
+from delaytasks.storage.database import SimulatedTime
+from delaytasks.storage.driver_errors import is_demoted, lacks_tables
+from delaytasks.storage.sessions import ConnectionSource
 from delaytasks.storage.types import UTCDateTime
 
 ReadValue = Callable[[Any], Any]
@@ -159,3 +180,329 @@ def _dialect(name: str) -> Dialect:
 def _compile_template(statement: Any, dialect: Dialect, names: tuple[str, ...]) -> Any:
     """Compile a statement of the storage, which is the same object each time."""
     return statement.compile(dialect=dialect, column_keys=names)
+
+
+# -- Makes the SQLAlchemy URL of a Django database, by which workers reach its tables -------------
+
+
+#: Options of Django and of psycopg 3 that psycopg2 does not know.
+_NOT_LIBPQ = frozenset(
+    "assume_role context cursor_factory isolation_level pool prepare_threshold row_factory "
+    "server_side_binding".split()
+)
+#: Options that both MySQL drivers accept in a URL. The storage sets character set and isolation.
+_MYSQL_OPTIONS = frozenset(
+    "connect_timeout init_command read_default_file read_default_group read_timeout sql_mode "
+    "unix_socket write_timeout".split()
+)
+#: Django's options of TLS, which the drivers know with the prefix `ssl_`.
+_TLS_OPTIONS = ("ca", "capath", "cert", "key", "cipher")
+#: For each `ssl_mode` that requires TLS, whether the server name is checked.
+_TLS_MODES = {"REQUIRED": "false", "VERIFY_CA": "false", "VERIFY_IDENTITY": "true"}
+
+
+def database_url(vendor: str, database: Mapping[str, Any]) -> str:
+    """Return the URL of an entry of settings.DATABASES (`settings_dict` of a connection)."""
+    try:
+        make = _BY_VENDOR[vendor]
+    except KeyError:
+        raise ConfigError(
+            f"settings.DATABASES: delaytasks cannot use a {vendor!r} database (only "
+            f"{', '.join(_BY_VENDOR)}); name another alias in settings.DELAYTASKS['database']"
+        ) from None
+    return make(database).render_as_string(hide_password=False)
+
+
+def _postgresql(database: Mapping[str, Any]) -> URL:
+    options = database.get("OPTIONS") or {}
+    query = {
+        name: str(value)
+        for name, value in options.items()
+        if name not in _NOT_LIBPQ and _is_plain(value)
+    }
+    role = options.get("assume_role")
+    if role:
+        escaped = str(role).replace(" ", r"\ ")
+        query["options"] = f"{query.get('options', '')} -c role={escaped}".strip()
+    host, port = str(database.get("HOST") or ""), str(database.get("PORT") or "")
+    # A socket's folder, or several hosts.
+    if not _fits_before_slash(host) or (port and not port.isdigit()):
+        query |= {"host": host} | ({"port": port} if port else {})
+        host = port = ""
+    return _url("postgresql+psycopg2", database, host, port, query)
+
+
+def _mysql(database: Mapping[str, Any]) -> URL:
+    options = database.get("OPTIONS") or {}
+    query = {name: str(value) for name, value in options.items() if name in _MYSQL_OPTIONS}
+    tls = options.get("ssl") or {}
+    query |= {f"ssl_{name}": str(tls[name]) for name in _TLS_OPTIONS if tls.get(name)}
+    mode = str(options.get("ssl_mode", "")).upper()
+    if mode in _TLS_MODES:
+        query["ssl_check_hostname"] = _TLS_MODES[mode]
+    host = str(database.get("HOST") or "")
+    if host.startswith("/"):
+        query["unix_socket"], host = host, ""
+    host = host or ("localhost" if "read_default_file" not in query else "")
+    return _url("mysql+pymysql", database, host, str(database.get("PORT") or ""), query)
+
+
+def _sqlite(database: Mapping[str, Any]) -> URL:
+    name = str(database["NAME"])
+    # Django's test databases in memory are named like this; any other name is a file.
+    query = {"uri": "true"} if name.startswith("file:") else {}
+    path, _, parameters = name.partition("?") if query else (name, "", "")
+    query |= dict(pair.partition("=")[::2] for pair in parameters.split("&") if pair)
+    return URL.create("sqlite", database=path, query=query)
+
+
+_BY_VENDOR: dict[str, Callable[[Mapping[str, Any]], URL]] = {
+    "postgresql": _postgresql,
+    "mysql": _mysql,
+    "sqlite": _sqlite,
+}
+
+
+def _url(
+    driver: str, database: Mapping[str, Any], host: str, port: str, query: Mapping[str, str]
+) -> URL:
+    return URL.create(
+        driver,
+        username=str(database.get("USER") or "") or None,
+        password=str(database.get("PASSWORD") or "") or None,
+        host=host or None,
+        port=int(port) if port else None,
+        database=str(database.get("NAME") or "") or None,
+        query=query,
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int)) or hasattr(value, "__fspath__")
+
+
+def _fits_before_slash(host: str) -> bool:
+    return "/" not in host and "," not in host and not host.startswith("@")
+
+
+# -- Runs all statements of delaytasks on a connection of Django's, for tests ---------------------
+
+# Django's tests roll a transaction back, so its connection is the only one that sees their rows.
+
+
+def source_at(alias: str) -> ConnectionSource:
+    """Return the connections of a database in `settings.DATABASES`."""
+    return ConnectionSource(
+        partial(_connect, alias),
+        partial(_around_processor, alias),
+        partial(_rewriting, alias),
+        async_to_sync(_awaited),
+        lambda call: sync_to_async(call, thread_sensitive=True)(),
+    )
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+@contextmanager
+def _connect(alias: str) -> Iterator[Connection]:
+    """Open a SQLAlchemy connection on Django's, in an atomic block that commits or rolls back."""
+    with transaction.atomic(using=alias):
+        django_connection = connections[alias]
+        pool = StaticPool(
+            lambda: _Lent(django_connection.connection), dialect=_borrowed_dialect(alias)
+        )
+        engine = Engine(
+            pool, _borrowed_dialect(alias), make_url(f"{_borrowed_dialect(alias).name}://")
+        )
+        with engine.connect() as connection:
+            if getattr(engine.dialect, "server_version_info", None) is None:
+                engine.dialect.initialize(connection)
+            yield connection
+
+
+@contextmanager
+def _around_processor(alias: str, task: DelayTask) -> Iterator[None]:
+    """Leave the test's transaction usable if a statement of the processor fails.
+
+    A worker has no transaction around a processor, so only that statement would be undone.
+    """
+    connection = connections[alias]
+    if not connection.in_atomic_block:
+        yield
+        return
+    savepoint = transaction.savepoint(using=alias)
+    try:
+        yield
+    except BaseException:
+        if connection.needs_rollback or not _is_usable(connection):
+            connection.needs_rollback = False
+            transaction.savepoint_rollback(savepoint, using=alias)
+        raise
+    transaction.savepoint_commit(savepoint, using=alias)
+
+
+def _is_usable(connection: Any) -> bool:
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except Error:
+        return False
+    return True
+
+
+@contextmanager
+def _rewriting(alias: str, time: SimulatedTime) -> Iterator[None]:
+    """Let the statements that producers write on Django's connection read the test's clock."""
+    connection = connections[alias]
+    dialect = _borrowed_dialect(alias).name
+
+    def execute(run: Callable[..., Any], sql: Any, *rest: Any) -> Any:
+        return run(time.rewritten(sql, dialect) if isinstance(sql, str) else sql, *rest)
+
+    with connection.execute_wrapper(execute):
+        yield
+
+
+class _Lent:
+    """Django's connection of the driver, without the methods that end a transaction."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+
+    def cursor(self, *arguments: Any, **options: Any) -> Any:
+        cursor = self._connection.cursor(*arguments, **options)
+        if hasattr(cursor, "adapters"):  # psycopg 3, for which Django has registered its own
+            from psycopg.types.datetime import TimestamptzLoader
+
+            cursor.adapters.register_loader("timestamptz", TimestamptzLoader)
+        return cursor
+
+    def commit(self) -> None: ...
+    def rollback(self) -> None: ...
+    def close(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+def _borrowed_dialect(alias: str) -> Any:
+    connection = connections[alias]
+    return _dialect_of(connection.vendor, connection.Database)
+
+
+@lru_cache
+def _dialect_of(vendor: str, driver: Any) -> Any:
+    """Return SQLAlchemy's dialect for the driver that Django uses."""
+    name = f"{vendor}+{_DRIVER_NAMES.get(driver.__name__, driver.__name__)}"
+    dialect: Any = make_url(f"{name}://").get_dialect()
+    # Our tables have no hstore, and looking for it would need more of the connection.
+    options = {"use_native_hstore": False} if vendor == "postgresql" else {}
+    return dialect(dbapi=driver, **options)
+
+
+#: SQLAlchemy's names of drivers. Where PyMySQL takes the place of mysqlclient, both work alike.
+_DRIVER_NAMES = {"MySQLdb": "mysqldb", "sqlite3": "pysqlite", "sqlite3.dbapi2": "pysqlite"}
+
+
+# -- The current transaction of a Django connection, in which rows are written --------------------
+
+
+Action = Callable[[Sequence[DelayTask]], None]
+#: What a user does if the tables are missing or old.
+MIGRATE_REMEDY = "run: python manage.py migrate"
+
+
+class DjangoTransaction:
+    """Inside `atomic`, the caller's transaction; outside, one transaction for each call."""
+
+    def __init__(self, alias: str, is_robust: bool = True) -> None:
+        """A test sets `is_robust=False`, so that errors after the commit reach it."""
+        self._is_robust = is_robust
+        self._django_connection = connections[alias]
+        self.connection = DjangoConnection(self._django_connection)
+
+    def after_commit(self, tasks: Sequence[DelayTask], action: Action) -> None:
+        connection = self._django_connection
+        if connection.in_atomic_block or self.stands_alone:
+
+            def act() -> None:  # Django names the function in its log, so it is no partial
+                action(tasks)
+
+            transaction.on_commit(act, using=connection.alias, robust=self._is_robust)
+        # Otherwise the caller commits without a hook of Django: the sweep finds the row.
+
+    @property
+    def stands_alone(self) -> bool:
+        connection = self._django_connection
+        if connection.in_atomic_block:
+            return False
+        # `get_autocommit` would connect, and fail while the database is away.
+        if connection.connection is None:
+            return bool(connection.settings_dict["AUTOCOMMIT"])
+        return bool(connection.autocommit)
+
+    @contextmanager
+    def guard(self, unknown_id: int | None = None) -> Iterator[DjangoConnection]:
+        connection, is_written, is_alone = self._django_connection, False, self.stands_alone
+        try:
+            with transaction.atomic(using=connection.alias) if is_alone else nullcontext():
+                yield self.connection
+                is_written = True
+        except SessionUnusableError as error:
+            # An inner guard mistook the transaction of this guard for the caller's.
+            if is_alone and isinstance(error.__cause__, (Error, exc.DBAPIError)):
+                raise self._typed(error.__cause__, None) from error.__cause__
+            raise
+        except (Error, exc.DBAPIError) as error:
+            if is_alone:
+                raise self._typed(
+                    error, (self.connection.written_id or unknown_id) if is_written else None
+                ) from error
+            if connection.in_atomic_block:
+                # PostgreSQL would now answer COMMIT with a ROLLBACK and no error.
+                transaction.set_rollback(True, using=connection.alias)
+            raise SessionUnusableError(
+                f"the transaction on database {connection.alias!r} cannot be used: "
+                f"{_reason(error)}; leave the atomic block by an exception, nothing was sent"
+            ) from error
+
+    def _typed(self, error: Exception, unknown_id: int | None) -> StoreError:
+        alias, reason = self._django_connection.alias, _reason(error)
+        # Django checks its connections only between requests, and a script has no requests.
+        self._django_connection.close_if_unusable_or_obsolete()
+        is_read_only = is_demoted(_driver_error(error))
+        if is_read_only:
+            self._django_connection.close()  # a new connection may reach the new primary
+        if not is_read_only and not isinstance(error, (OperationalError, InterfaceError)):
+            return StoreError(f"database {alias!r} refused: {reason}")
+        if unknown_id is not None and not is_read_only:
+            return OutcomeUnknownError(
+                f"the connection to database {alias!r} broke before the answer came ({reason}); "
+                f"scheduling again with id={unknown_id} is safe",
+                unknown_id,
+            )
+        return StoreUnavailableError(f"database {alias!r} cannot be used: {reason}")
+
+
+#: The texts of PyMySQL's error for a closed connection.
+_SAYS_NOTHING = ("", "(0, '')")
+
+
+def _reason(error: Any) -> str:
+    """Return the first line of the error, without values.
+
+    Further lines may show values of the row, which may be secrets. If a value caused the error,
+    even the first line may quote it.
+    """
+    if isinstance(error, (IntegrityError, DataError)):
+        return f"a value cannot be stored ({type(error).__name__})"
+    text = (str(getattr(error, "orig", None) or error).strip().splitlines() or [""])[0]
+    text = f"{type(error).__name__} {text}".rstrip() if text in _SAYS_NOTHING else text
+    return f"{text} ({MIGRATE_REMEDY})" if lacks_tables(_driver_error(error)) else text
+
+
+def _driver_error(error: Any) -> object:
+    """Return the error of the driver, which SQLAlchemy and Django keep in different places."""
+    return getattr(error, "orig", None) or error.__cause__ or error

@@ -18,18 +18,21 @@ from sqlalchemy import select
 
 from delaytasks.attachment import import_entry_points
 from delaytasks.client import DelayTasks
-from delaytasks.contrib.django.connection import DjangoConnection
-from delaytasks.contrib.django.transaction import MIGRATE_REMEDY, DjangoTransaction
-from delaytasks.contrib.django.url import database_url
+from delaytasks.contrib.django.connection import (
+    MIGRATE_REMEDY,
+    DjangoConnection,
+    DjangoTransaction,
+    database_url,
+)
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import Secret
-from delaytasks.processors.event_loop import result_of
+from delaytasks.processors.registry import result_of
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.types import db_now
 
 if TYPE_CHECKING:
-    from delaytasks.storage.borrowed_connections import ConnectionSource
+    from delaytasks.storage.sessions import ConnectionSource
 
 _TASKS_BACKEND = "delaytasks.contrib.django.tasks_backend."
 
@@ -93,7 +96,7 @@ class DjangoDelays(DelayTasks):
         return result
 
     def _test_connections(self) -> ConnectionSource:
-        from delaytasks.contrib.django.borrowed_connection import source_at
+        from delaytasks.contrib.django.connection import source_at
 
         return source_at(self.alias)
 

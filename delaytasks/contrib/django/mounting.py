@@ -1,4 +1,4 @@
-"""Mounts the console and the HTTP API in the URLs of a Django project.
+"""Mounts the console and the HTTP API in Django's URLs, and receives signed callbacks.
 
 See docs/console.md and docs/http-api.md.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
@@ -16,15 +16,19 @@ from django.db import connections, transaction
 from django.http import HttpRequest, HttpResponse
 from django.urls import re_path
 from django.views.decorators.csrf import csrf_exempt
+from django.views.decorators.http import require_POST
 
 from delaytasks import api
 from delaytasks.client import DelayTasks
+from delaytasks.core.errors import BodyNotJSONError, InvalidSignatureError
+from delaytasks.webhooks import verify
 
 if TYPE_CHECKING:
     from flask import Flask
 
     from delaytasks.console.viewers import Viewer
     from delaytasks.http_api.api_keys import FindsKeys
+
 
 #: The name of Django's request in the WSGI environment.
 _REQUEST_VARIABLE = "delaytasks.django_request"
@@ -94,7 +98,7 @@ def api_urls(keys: FindsKeys, delays: DelayTasks | None = None, **options: Any) 
     """
 
     # Imported here: most projects do not mount it.
-    from delaytasks.http_api.application import make_api
+    from delaytasks.http_api.routes import make_api
 
     @functools.cache
     def made() -> Flask:
@@ -155,3 +159,46 @@ def _environ(request: HttpRequest, path: str) -> dict[str, Any]:
     if isinstance(request, ASGIRequest) and "CONTENT_LENGTH" not in text:
         environ["wsgi.input_terminated"] = True
     return environ
+
+
+# -- Verifies the callbacks that a Django project receives ----------------------------------------
+
+
+def verified(
+    secrets: str | Iterable[str],
+) -> Callable[[Callable[..., HttpResponse]], Callable[..., HttpResponse]]:
+    """Decorate a view `f(request, callback)` so that only signed callbacks reach it.
+
+    Other requests are answered with 401. The signature replaces Django's CSRF token.
+
+    Parameters
+    ----------
+    secrets
+        The secret, or the secrets while they are rotated, that sign callbacks.
+
+    Returns
+    -------
+    callable
+        The decorator.
+
+    Examples
+    --------
+    >>> @verified(settings.CALLBACK_SECRET)
+    ... def order_closed(request, callback): ...
+    """
+
+    def decorate(view: Callable[..., HttpResponse]) -> Callable[..., HttpResponse]:
+        @functools.wraps(view)
+        def check(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
+            try:
+                callback = verify(request.body, request.headers, secrets)
+            except InvalidSignatureError as error:
+                return HttpResponse(str(error), status=401, content_type="text/plain")
+            except BodyNotJSONError as error:
+                return HttpResponse(str(error), status=400, content_type="text/plain")
+            return view(request, callback, *args, **kwargs)
+
+        receive: Callable[..., HttpResponse] = csrf_exempt(require_POST(check))
+        return receive
+
+    return decorate

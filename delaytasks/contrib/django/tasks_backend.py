@@ -1,32 +1,263 @@
-"""The backend of Django's Tasks framework: its tasks are rows. See docs/django-tasks.md."""
+"""The backend of Django's Tasks framework: a task is a processor whose tag is its path."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
 from inspect import iscoroutinefunction
 from typing import Any
 
+from asgiref.sync import sync_to_async
 from django.apps import apps
+from django.conf import settings
 from django.core import checks
+from django.dispatch import Signal
 from django.utils import timezone
+from django.utils.module_loading import import_string
 
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.contrib.django.task_calls import TaskCall, column_priority, declared_task
-from delaytasks.contrib.django.task_framework import (
-    BaseTaskBackend,
-    InvalidTask,
-    Task,
-    TaskResult,
-    TaskResultDoesNotExist,
-    normalize_json,
-    task_enqueued,
-)
-from delaytasks.contrib.django.task_processor import arun_task, run_task
-from delaytasks.contrib.django.task_results import result_of_row
-from delaytasks.core.errors import InvalidIdError, TaskNotFoundError
+from delaytasks.core.errors import InvalidIdError, LeaseLostError, TaskNotFoundError
 from delaytasks.core.states import Status
+from delaytasks.core.task import Attempt, DelayTask, Done
+from delaytasks.core.text import last_line, traceback_text
+from delaytasks.execution.executor import ends_process
 from delaytasks.processors.registry import ProcessorSpec
 from delaytasks.runtime import runtime_of
+from delaytasks.worker.celery_tasks import processes_of
+
+# -- task framework -------------------------------------------------------------------------------
+
+# The classes of Django's Tasks framework: `django.tasks`, or `django-tasks` before Django 6.
+
+
+try:
+    from django.tasks.backends.base import BaseTaskBackend
+    from django.tasks.base import Task, TaskContext, TaskError, TaskResult, TaskResultStatus
+    from django.tasks.exceptions import InvalidTask, TaskResultDoesNotExist
+    from django.tasks.signals import task_enqueued, task_finished, task_started
+    from django.utils.json import normalize_json
+except ModuleNotFoundError:
+    from django_tasks.backends.base import BaseTaskBackend
+    from django_tasks.base import Task, TaskContext, TaskError, TaskResult, TaskResultStatus
+    from django_tasks.exceptions import TaskResultDoesNotExist
+    from django_tasks.signals import task_enqueued, task_finished, task_started
+    from django_tasks.utils import normalize_json
+
+    try:
+        from django_tasks.exceptions import InvalidTask
+    except ImportError:  # up to 0.12
+        from django_tasks.exceptions import InvalidTaskError as InvalidTask
+
+__all__ = [
+    "BaseTaskBackend",
+    "InvalidTask",
+    "Task",
+    "TaskContext",
+    "TaskError",
+    "TaskResult",
+    "TaskResultDoesNotExist",
+    "TaskResultStatus",
+    "normalize_json",
+    "task_enqueued",
+    "task_finished",
+    "task_started",
+]
+
+
+# -- The body of the row of a Django task: its arguments, and the options of the call -------------
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCall:
+    """The body of a row. Another program may have written it."""
+
+    args: list[Any]
+    kwargs: dict[str, Any]
+    #: The alias in settings.TASKS.
+    backend: str
+    #: From -100 to 100. The column `priority` has ten levels.
+    priority: int = 0
+    run_after: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("args", list), ("kwargs", dict), ("backend", str), ("priority", int)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} is a {kind.__name__}")
+        if self.run_after is not None:
+            datetime.fromisoformat(self.run_after)
+
+    def task(self, row: DelayTask) -> Task:
+        """Return the task as the caller has enqueued it. The tag of its row is its path."""
+        run_after = self.run_after and in_django(datetime.fromisoformat(self.run_after))
+        return declared_task(row.tag).using(
+            priority=self.priority,
+            queue_name=row.queue,
+            run_after=run_after or None,
+            backend=self.backend,
+        )
+
+
+def declared_task(path: str) -> Task:
+    """Return the task that workers import by its path."""
+    try:
+        found = import_string(path)
+    except ImportError:
+        found = None
+    if not isinstance(found, Task):
+        raise InvalidTask(
+            f"Workers find a task by the name of its function, and {path} is not a task: "
+            "decorate the function where it is defined."
+        )
+    return found
+
+
+def column_priority(priority: int) -> int:
+    """Return the level from 0 to 9 for a priority from -100 to 100."""
+    if priority < 0:
+        return (priority + 100) // 25
+    return 4 + -(-priority // 20)
+
+
+def in_django(instant: datetime | None) -> datetime | None:
+    """Return an instant as Django's own functions do, which is naive without USE_TZ."""
+    if instant is None or settings.USE_TZ:
+        return instant
+    naive: datetime = timezone.make_naive(instant)
+    return naive
+
+
+# -- Makes the `TaskResult` of a row --------------------------------------------------------------
+
+
+#: The states in Django that are not called READY. A cancelled task never succeeds.
+_STATES = {
+    Status.RUNNING: "RUNNING",
+    Status.DONE: "SUCCESSFUL",
+    Status.FAILED: "FAILED",
+    Status.CANCELLED: "FAILED",
+}
+#: Another program may write any number of attempts.
+MOST_ATTEMPTS = 1000
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*")
+
+
+def result_of_row(
+    task: Task, call: TaskCall, row: DelayTask, attempts: Sequence[Attempt] = ()
+) -> TaskResult:
+    """Return the result of a task; `attempts` are the failed attempts of its row."""
+    began = row.execution_time if row.attempts else None
+    first = next((attempt.began for attempt in attempts if attempt.began), began)
+    workers = {attempt.number: attempt.worker or "" for attempt in attempts}
+    if row.worker and row.attempts:
+        workers[row.attempts] = row.worker
+    result = TaskResult(
+        task=task,
+        id=str(row.id),
+        status=TaskResultStatus[_STATES.get(row.status, "READY")],
+        enqueued_at=in_django(row.create_time),
+        started_at=in_django(first),
+        last_attempted_at=in_django(began),
+        finished_at=in_django(row.update_time) if row.is_finished else None,
+        args=call.args,
+        kwargs=call.kwargs,
+        backend=task.backend,
+        errors=[_error(attempt.error or "") for attempt in attempts],
+        # Django counts the attempts by this list.
+        worker_ids=[
+            workers.get(number, "") for number in range(1, min(row.attempts, MOST_ATTEMPTS) + 1)
+        ],
+    )
+    if row.status is Status.CANCELLED:
+        reason = row.error or "cancelled by a caller"
+        path = "delaytasks.TaskCancelledError"
+        result.errors.append(TaskError(exception_class_path=path, traceback=reason))
+    # A frozen dataclass: the backends of Django itself set this attribute in the same way.
+    object.__setattr__(result, "_return_value", row.result)
+    return result
+
+
+def _error(text: str) -> TaskError:
+    """Return the error of an attempt from its traceback, or from the reason of its failure."""
+    path = "delaytasks.TaskFailedError"
+    if text.startswith("Traceback ") and (name := _CLASS_PATH.match(last_line(text))):
+        path = name[0] if "." in name[0] else f"builtins.{name[0]}"
+    return TaskError(exception_class_path=path, traceback=text)
+
+
+# -- The processors of Django tasks: call the function, and send the signals about the run --------
+
+
+def run_task(call: TaskCall, row: DelayTask) -> Done:
+    """Call the function of a Django task."""
+    run = DjangoTaskRun(call, row)
+    try:
+        value = normalize_json(run.task.func(*run.args, **call.kwargs))
+    except BaseException as error:
+        run.failed(error)
+        raise
+    return run.succeeded(value)
+
+
+async def arun_task(call: TaskCall, row: DelayTask) -> Done:
+    """Call the coroutine function of a Django task.
+
+    Receivers of the signals are called in the thread in which Django's ORM has its connection.
+    """
+    run = await sync_to_async(DjangoTaskRun)(call, row)
+    try:
+        value = normalize_json(await run.task.func(*run.args, **call.kwargs))
+    except Exception as error:
+        await sync_to_async(run.failed)(error)
+        raise
+    return await sync_to_async(run.succeeded)(value)
+
+
+class DjangoTaskRun:
+    """One run, from the signal `task_started` to `task_finished`."""
+
+    def __init__(self, call: TaskCall, row: DelayTask) -> None:
+        delays = project_delays()
+        self._wiring = runtime_of(delays)
+        self._call = call
+        self._attempts = delays.attempts(row) if row.attempts > 1 else []
+        worker = processes_of(self._wiring.celery).name(os.getpid())
+        # A claimed row is without the columns that its claim has just written.
+        self._row = replace(row, worker=worker, execution_time=self._wiring.clock.now())
+        self.task = call.task(row)
+        started = result_of_row(self.task, call, self._row, self._attempts)
+        self.args = [TaskContext(task_result=started)] if self.task.takes_context else []
+        self.args += call.args
+        self._send(task_started, started)
+
+    def succeeded(self, value: object) -> Done:
+        """Send `task_finished`, and return the outcome."""
+        result = self._finished(Status.DONE, self._attempts)
+        object.__setattr__(result, "_return_value", value)
+        self._send(task_finished, result)
+        return Done(value)
+
+    def failed(self, error: BaseException) -> None:
+        """Send `task_finished`, unless the task will run again."""
+        row, settings = self._row, self._wiring.settings
+        processor = self._wiring.registry.get(row.tag)
+        retries = processor and processor.retry_schedule_for(error, row)
+        has_retry = bool(retries and retries.has_retry_delay(row.attempts))
+        if has_retry or ends_process(error) or isinstance(error, LeaseLostError):
+            return
+        text, now = traceback_text(error, settings.max_error_bytes), self._wiring.clock.now()
+        last = Attempt(row.attempts, row.execution_time, now, row.worker, text)
+        self._send(task_finished, self._finished(Status.FAILED, [*self._attempts, last]))
+
+    def _finished(self, status: Status, attempts: Sequence[Attempt]) -> TaskResult:
+        row = replace(self._row, status=status, update_time=self._wiring.clock.now())
+        return result_of_row(self.task, self._call, row, attempts)
+
+    def _send(self, signal: Signal, result: TaskResult) -> None:
+        # A receiver that fails is logged by Django, and does not change the outcome.
+        signal.send_robust(type(self.task.get_backend()), task_result=result)
 
 
 class DelayTasksBackend(BaseTaskBackend):

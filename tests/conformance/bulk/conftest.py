@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from delaytasks.operations import bulk as engine_bulk
-from delaytasks.storage import bulk as store_bulk
+from delaytasks.operations import bulk_calls as engine_bulk
+from delaytasks.storage import bulk_moves as store_bulk
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from delaytasks.core.errors import (
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import LIVE, MOVES
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import bulk as store_bulk
+from delaytasks.storage import bulk_moves as store_bulk
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import FAR, counts, pass_a_moment, put, schedule, statuses
 from tests.conformance.store_rows import RUNNING, status_columns

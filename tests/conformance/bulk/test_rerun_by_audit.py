@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import update
 
 from delaytasks import BulkResult, DelayTasks, InvalidIdError, InvalidQueryError, Status
-from delaytasks.operations import bulk
+from delaytasks.operations import bulk_calls as bulk
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import counts, put, schedule, statuses

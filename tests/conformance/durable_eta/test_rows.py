@@ -18,7 +18,7 @@ from delaytasks.core.celery_calls import celery_key, celery_tag
 from delaytasks.core.errors import BodyNotJSONError, BodyTooLargeError, ConfigError
 from delaytasks.core.inputs import TAG_LENGTH
 from delaytasks.core.interfaces import Entry
-from delaytasks.operations import revocations
+from delaytasks.operations import durable_calls as revocations
 from delaytasks.runtime import runtime_of
 from tests.conformance.durable_eta.conftest import Office
 from tests.recording import run_now

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from delaytasks.maintenance import pause_sweeper as engine_holding
+from delaytasks.maintenance import sweeper as engine_holding
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import paused_rows as store_holding
+from delaytasks.storage import policy_rows as store_holding
 from tests.conformance.policies.policy_harness import PolicyHarness
 from tests.conftest import empty
 

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import event, select, update
 
 from delaytasks import DelayTasks, NewTask, Status
-from delaytasks.maintenance import pause_sweeper as engine_holding
+from delaytasks.maintenance import sweeper as engine_holding
 from delaytasks.runtime import runtime_of
-from delaytasks.storage import paused_rows as store_holding
+from delaytasks.storage import policy_rows as store_holding
 from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
 from tests.counting import counted
 from tests.recording import CrashError

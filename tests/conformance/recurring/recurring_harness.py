@@ -10,8 +10,7 @@ from sqlalchemy import update
 
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.events import Events
-from delaytasks.recurrence.creation import Creation
-from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.recurrence.creation import Creation, RecurringTable
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store

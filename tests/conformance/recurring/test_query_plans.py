@@ -9,8 +9,7 @@ from datetime import timedelta
 import pytest
 from sqlalchemy import insert
 
-from delaytasks.recurrence.creation import Creation
-from delaytasks.recurrence.queries import RecurringTable
+from delaytasks.recurrence.creation import Creation, RecurringTable
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import assert_no_scan, plans

@@ -11,8 +11,8 @@ import pytest
 
 from delaytasks import Cancel, Fail, Retry, Snooze
 from delaytasks.core.run_counts import LATENESS_BOUNDS_S, RunCounts, bucket_of
-from delaytasks.execution.run_counter import MAX_FAILURE_GROUPS
 from delaytasks.execution.runner import Report
+from delaytasks.execution.settlement import MAX_FAILURE_GROUPS
 from delaytasks.storage.store import Store
 from tests.runner_harness import RunnerHarness
 

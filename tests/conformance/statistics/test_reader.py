@@ -11,8 +11,7 @@ import pytest
 from delaytasks import DelayTasks, InvalidQueryError
 from delaytasks.core.run_counts import FailureCount, RunCounts
 from delaytasks.statistics.reading import StepRange, count_rows, run_counts
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.store import Store
 
 NOON = datetime(2026, 3, 1, 12, tzinfo=timezone.utc)

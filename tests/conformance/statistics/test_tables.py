@@ -12,8 +12,7 @@ from delaytasks.core.clock import from_us
 from delaytasks.core.run_counts import FailureCount, RunCounts
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics import statistics_table
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import MINUTE_US, Unwritten
+from delaytasks.statistics.statistics_table import MINUTE_US, StatisticsTable, Unwritten
 from delaytasks.storage.store import Store
 
 NOON = datetime(2030, 3, 1, 12, tzinfo=timezone.utc)

@@ -14,9 +14,12 @@ from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.run_counts import RunCounts, RunStatistics
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import WorkerCounts
-from delaytasks.statistics.writer import WRITE_S, StatisticsWriter
+from delaytasks.statistics.statistics_table import (
+    WRITE_S,
+    StatisticsTable,
+    StatisticsWriter,
+    WorkerCounts,
+)
 from delaytasks.storage.store import Store
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from delaytasks.storage.sessions import _waiting
 from delaytasks.storage.store import Store
-from delaytasks.storage.transactions import _waiting
 from tests.conformance.transactions.shop import SessionCaller
 
 

@@ -18,8 +18,8 @@ from delaytasks.core.errors import (
 )
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import inserts
+from delaytasks.storage.sessions import transaction_of
 from delaytasks.storage.store import Store
-from delaytasks.storage.transactions import transaction_of
 from tests.conformance.transactions.shop import SessionCaller, own_engine
 from tests.recording import delays_on, record
 

@@ -12,7 +12,7 @@ from sqlalchemy import select
 from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.core.policies import WaitlistState
 from delaytasks.core.states import Status
-from delaytasks.limits import waitlist as backlogs
+from delaytasks.limits import admission as backlogs
 from delaytasks.limits.admission import Admission
 from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness, touch_task
 

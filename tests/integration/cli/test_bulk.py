@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from delaytasks import Status
-from delaytasks.operations import bulk
+from delaytasks.operations import bulk_calls as bulk
 from delaytasks.runtime import runtime_of
 from tests.integration.cli.project import HOSTILE, RUN, Project, write
 from tests.waiting import wait_until

@@ -14,10 +14,9 @@ from sqlalchemy import insert, update
 from delaytasks import Status
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
-from delaytasks.storage.overdue_rows import OverdueRows
-from delaytasks.storage.stats import Count, Stats
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
+from delaytasks.storage.state_queries import Count, Stats
+from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
 from tests.redis_server import RedisServer

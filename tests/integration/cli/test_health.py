@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from delaytasks.cli import health
+from delaytasks.cli import health_commands as health
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.settings import Settings
 from delaytasks.core.workers import ServiceTimes

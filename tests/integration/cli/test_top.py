@@ -102,7 +102,7 @@ def test_untrusted_names_are_escaped(shop: Project) -> None:
 
 def test_capped_counts_are_marked_as_minima(busy: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not read(busy).is_capped
-    monkeypatch.setattr("delaytasks.storage.live_rows.MOST_LIVE_ROWS", 1)
+    monkeypatch.setattr("delaytasks.storage.state_queries.MOST_LIVE_ROWS", 1)
     assert read(busy).is_capped
     assert "minima" in busy("top", "--once").stdout
 

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from delaytasks.durable_eta.confirms import RefusedByBrokerError
-from delaytasks.durable_eta.publisher import MessagePublisher, NotConfirmedError
+from delaytasks.durable_eta.message_publisher import (
+    MessagePublisher,
+    NotConfirmedError,
+    RefusedByBrokerError,
+)
 from delaytasks.durable_eta.stored_message import StoredMessage
-from delaytasks.timers.broker_link import bounded_connection
+from delaytasks.timers.publisher import bounded_connection
 from tests.proxy import Proxy, proxy_to
 from tests.rabbitmq_server import RabbitServer
 from tests.waiting import wait_until

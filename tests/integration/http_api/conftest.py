@@ -13,7 +13,7 @@ from werkzeug.test import TestResponse
 
 from delaytasks import DelayTasks
 from delaytasks.http_api.api_keys import ApiKeyFile
-from delaytasks.http_api.application import make_api
+from delaytasks.http_api.routes import make_api
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import delays_on

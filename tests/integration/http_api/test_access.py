@@ -10,9 +10,7 @@ import pytest
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.http_api.api_keys import ApiKeyFile, ApiKeys, RequestLimit, Scopes, new_entry
-from delaytasks.http_api.application import make_api
-from delaytasks.http_api.requests import Permission, Route
-from delaytasks.http_api.routes import ROUTES
+from delaytasks.http_api.routes import ROUTES, Permission, Route, make_api
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
 #: A valid body of each route that has one.

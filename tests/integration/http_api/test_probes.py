@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks.operations import probes
+from delaytasks.operations import health as probes
 from delaytasks.operations.health import HealthChecks
 from tests.integration.http_api.conftest import ApiSite, site_at
 

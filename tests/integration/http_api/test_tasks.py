@@ -10,11 +10,9 @@ import pytest
 from delaytasks import DelayTasks
 from delaytasks.core.errors import OutcomeUnknownError, StoreUnavailableError
 from delaytasks.core.run_counts import RunCounts
-from delaytasks.http_api.application import make_api
-from delaytasks.http_api.requests import instant_of
+from delaytasks.http_api.routes import instant_of, make_api
 from delaytasks.runtime import runtime_of
-from delaytasks.statistics.statistics_table import StatisticsTable
-from delaytasks.statistics.worker_counts import Unwritten
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 
 FAR = "2222-01-01T00:00:00Z"

@@ -15,8 +15,7 @@ from delaytasks.core.celery_calls import CALLBACK, Callback
 from delaytasks.core.clock import Clock
 from delaytasks.core.loop import within
 from delaytasks.core.settings import load_settings
-from delaytasks.webhooks.addresses import Guard
-from delaytasks.webhooks.http import HttpCallbacks
+from delaytasks.webhooks.http_callbacks import Guard, HttpCallbacks
 
 SECRETS = ["whsec_" + base64.b64encode(letter * 32).decode() for letter in (b"a", b"b")]
 #: Each test ends within this many seconds; the limits under test are much shorter.

@@ -12,7 +12,7 @@ import pytest
 
 from delaytasks import Done, Fail, Retry
 from delaytasks.core.celery_calls import Callback
-from delaytasks.webhooks.http import retry_after_s
+from delaytasks.webhooks.http_callbacks import retry_after_s
 from tests.integration.http_callbacks.caller import HEAD, PATIENCE_S, Caller, listener, task
 from tests.services import free_port
 from tests.webserver import WebServer, answer, drip, hang, pour, reset

@@ -17,7 +17,7 @@ from delaytasks.core.celery_calls import Callback
 from delaytasks.core.clock import Clock
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from delaytasks.webhooks import addresses
+from delaytasks.webhooks import http_callbacks as addresses
 from tests.integration.http_callbacks.caller import PATIENCE_S, SECRETS, Caller, task
 from tests.recording import delays_on
 from tests.services import free_port

@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 
 from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
-from delaytasks.timers.broker_link import CONNECT_STEP_S
+from delaytasks.timers.publisher import CONNECT_STEP_S
 from tests.conftest import open_store
 from tests.proxy import proxy_to
 from tests.waiting import wait_until

@@ -13,10 +13,9 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
 from delaytasks.core.settings import Settings
 from delaytasks.worker import chunk_queue, pool
-from delaytasks.worker.calls import CapacityRequest
+from delaytasks.worker.chunk_queue import UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.dispatcher import Dispatcher
-from delaytasks.worker.entries import UnfinishedWork
+from delaytasks.worker.dispatcher import CapacityRequest, Dispatcher
 from delaytasks.worker.shared_memory import OthersWait
 from tests.manual_clock import ManualClock
 

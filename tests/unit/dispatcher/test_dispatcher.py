@@ -13,9 +13,8 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import WaitlistState
 from delaytasks.core.settings import Settings
 from delaytasks.execution.runner import FailureReason, Report
-from delaytasks.worker.chunk_queue import BACKLOG_WAIT_S
+from delaytasks.worker.chunk_queue import BACKLOG_WAIT_S, UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
-from delaytasks.worker.entries import UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 
 

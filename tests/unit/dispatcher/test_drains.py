@@ -8,8 +8,7 @@ from billiard.exceptions import WorkerLostError
 from celery.concurrency import solo
 
 from delaytasks.execution.runner import FailureReason, Report
-from delaytasks.worker.chunk_queue import CONTINUE_IN_TURN_S, CONTINUE_S, HELD_UP_S
-from delaytasks.worker.entries import UnfinishedWork
+from delaytasks.worker.chunk_queue import CONTINUE_IN_TURN_S, CONTINUE_S, HELD_UP_S, UnfinishedWork
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 

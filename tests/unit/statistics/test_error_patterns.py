@@ -10,8 +10,8 @@ from datetime import datetime, timezone
 import pytest
 
 from delaytasks.core.text import MAX_PATTERN, error_pattern, traceback_text
-from delaytasks.operations.failed_now import groups_of
-from delaytasks.storage.failed_rows import FailedRow
+from delaytasks.operations.state import groups_of
+from delaytasks.storage.state_queries import FailedRow
 
 
 def charge(order: object) -> None:

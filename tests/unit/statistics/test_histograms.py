@@ -15,7 +15,7 @@ from delaytasks.core.run_counts import (
     bucket_of,
     quantile,
 )
-from delaytasks.statistics.results import RunTotals
+from delaytasks.statistics.reading import RunTotals
 
 
 @pytest.mark.parametrize("bounds", [LATENESS_BOUNDS_S, DURATION_BOUNDS_S])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from delaytasks.core.run_counts import RunCounts, RunStatistics
-from delaytasks.statistics import writer
-from delaytasks.statistics.writer import StatisticsWriter, write_rest
+from delaytasks.statistics import statistics_table as writer
+from delaytasks.statistics.statistics_table import StatisticsWriter, write_rest
 from tests.unit.runtime_harness import make_runtime
 
 #: Ends a test that would wait forever if the code was wrong.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from delaytasks.core.run_counts import RunCounts
-from delaytasks.statistics.results import RunTotals
+from delaytasks.statistics.reading import RunTotals
 
 
 def totals(*runs: tuple[float, float]) -> RunTotals:

@@ -11,7 +11,7 @@ from delaytasks.core.run_counts import (
     RunCounts,
     RunStatistics,
 )
-from delaytasks.statistics.worker_counts import MAX_GROUPS_OF_WORKER, MAX_MINUTES, WorkerCounts
+from delaytasks.statistics.statistics_table import MAX_GROUPS_OF_WORKER, MAX_MINUTES, WorkerCounts
 from tests.manual_clock import ManualClock
 
 START = datetime(2030, 1, 1, 12, 0, 30, tzinfo=timezone.utc)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import migrations
 from django.db.migrations.state import ModelState
 
-from delaytasks.contrib.django import tables
+from delaytasks.contrib.django import checks as tables
 from delaytasks.contrib.django.models import DelayTaskRow
 
 _ROW = ModelState.from_model(DelayTaskRow)

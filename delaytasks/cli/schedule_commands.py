@@ -1,0 +1,559 @@
+"""`delaytasks schedule` and `delaytasks recurring`."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+import click
+
+from delaytasks.cli.context import Cli, Command, Group, moved_bar, pass_cli
+from delaytasks.cli.output import (
+    INSTANT,
+    NOTHING,
+    PAIR,
+    Cell,
+    at_option,
+    cell,
+    count,
+    delay_option,
+    pairs_or,
+    parse_instant,
+    print_json,
+    print_table,
+    say,
+    show_instant,
+)
+from delaytasks.client import DelayTasks
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    DelayTaskError,
+    InvalidInputError,
+    InvalidScheduleError,
+    InvalidTimingError,
+)
+from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import parse_duration, show_timing
+from delaytasks.core.task import DelayTask, NewTask, OnConflict
+from delaytasks.recurrence.definition import RecurringSchedule, preview
+from delaytasks.recurrence.imports import SOURCES, import_entries
+from delaytasks.recurrence.recurring import default_tz
+from delaytasks.recurrence.timing import zone_of
+from delaytasks.runtime import runtime_of
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+_LINE_FIELDS = NewTask._fields
+
+
+@click.command(cls=Command)
+@click.argument("tag", required=False)
+@click.argument("body", required=False)
+@delay_option
+@at_option
+@click.option("--key", help="Names the task within its tag, until it is finished.")
+@click.option(
+    "--on-conflict",
+    type=click.Choice(["reject", "keep", "replace"]),
+    default="reject",
+    show_default=True,
+    help="While another task has the key: refuse, keep that task, or give it this body and time.",
+)
+@click.option(
+    "--max-wait", metavar="DURATION", help="The longest time by which repeated replacing defers it."
+)
+@click.option("--queue", help="The queue, if not the processor's own.")
+@click.option("--priority", type=int, default=0, help="0 to 9, higher first.")
+@click.option("--retries", metavar="DELAYS", help='Its own retry schedule, such as "15s 3m 10m".')
+@click.option(
+    "--expires",
+    metavar="DURATION",
+    help="The latest start after the due time; then it is cancelled.",
+)
+@click.option(
+    "--concurrency-key", metavar="KEY", help="The key for limits that are counted for each key."
+)
+@click.option(
+    "--meta",
+    type=PAIR,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A pair of the task's meta. Repeatable.",
+)
+@click.option(
+    "--spread", metavar="DURATION", help="Due up to this time later, so that many are not together."
+)
+@click.option("--id", help="Your own id; scheduling again with it is harmless.")
+@click.option(
+    "--many",
+    type=click.File("rb"),
+    metavar="FILE",
+    help="Schedule the tasks in FILE (- for stdin).",
+)
+@pass_cli
+def schedule(
+    cli: Cli,
+    tag: str | None,
+    body: str | None,
+    delay: timedelta | None,
+    at: datetime | None,
+    many: BinaryIO | None,
+    **options: Any,
+) -> None:
+    """Schedule a task of TAG. BODY is JSON, @FILE, or - for stdin; without it the body is null.
+
+    \b
+    delaytasks schedule order.close '{"order": 7}' --delay 30m
+    delaytasks schedule report.send @report.json --at 2030-01-31T18:00:00Z --key january
+
+    FILE for --many has one JSON object a line, with tag, body, delay or at, and further options of
+    the task (key, queue, priority, retries, expires, max_wait, concurrency_key, meta, spread,
+    id):
+
+    \b
+    {"tag": "order.close", "body": {"order": 7}, "delay": "30m"}
+    """
+    options["meta"] = pairs_or(options["meta"])
+    if many is not None:
+        shared = {name: options.pop(name) for name in ("on_conflict", "queue", "priority")}
+        if any(given is not None for given in (tag, delay, at, *options.values())):
+            raise click.UsageError(
+                "With --many, only --queue, --priority and --on-conflict may be options; "
+                "the file contains everything else."
+            )
+        _schedule_many(cli, many, **shared)
+        return
+    if tag is None:
+        raise click.UsageError("Missing argument 'TAG'.")
+    if (delay is None) == (at is None):
+        raise click.UsageError("Give either --delay or --at.")
+    if options["id"] is not None:
+        options["id"] = check_id(options["id"])
+    content = read_body(body)
+    cli.import_processors()
+    delays = cli.delays
+    if delay is not None:
+        task = delays.schedule_delay(tag, content, delay, **options)
+    else:
+        task = delays.schedule_at(tag, content, cast(datetime, at), **options)
+    cli.answer_task(task, "scheduled")
+    meant = runtime_of(delays).registry.meant_by(task.tag)
+    if meant is not None:
+        cli.note(
+            f"No processor here has the tag {task.tag!r}; did you mean {meant!r}? "
+            f"To cancel it: {cli.command} cancel {task.id}"
+        )
+    cli.note_broker_away()
+
+
+def read_body(text: str | None) -> Any:
+    if text is None:
+        return None
+    where = "the body"
+    try:
+        if text == "-":
+            text, where = sys.stdin.read(), "stdin"
+        elif text.startswith("@"):
+            text, where = Path(text[1:]).read_text(encoding="utf-8"), text[1:]
+    except (OSError, UnicodeDecodeError) as error:
+        name = text[1:] or "stdin"
+        raise click.BadParameter(f"cannot read {name}: {error}", param_hint="'BODY'") from None
+    return _parse(text, f"{where} is not JSON", "a string needs quotes, as in '\"text\"'")
+
+
+def _parse(text: str, what: str, remedy: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BodyNotJSONError(f"{what} ({error}); {remedy}") from None
+
+
+# -- many -----------------------------------------------------------------------------------------
+
+
+def _schedule_many(cli: Cli, file: BinaryIO, on_conflict: OnConflict, **defaults: Any) -> None:
+    cli.import_processors()
+    delays = cli.delays
+    with moved_bar(cli, "scheduled") as progress:
+        lines = _Lines(file, defaults, progress)
+        try:
+            delays.schedule_many(lines, on_conflict=on_conflict, on_batch=lines.written)
+        except DelayTaskError as error:
+            raise lines.located(error, delays, on_conflict) from error
+    cli.answer({"scheduled": lines.scheduled}, f"scheduled {count(lines.scheduled, 'task')}")
+    cli.note_broker_away()
+
+
+class _Lines:
+    """The tasks of a file.
+
+    It counts the lines that were written, so that an error can name the line with which to go on.
+    """
+
+    def __init__(self, file: BinaryIO, defaults: dict[str, Any], progress: Progress) -> None:
+        self._file = file
+        self._defaults = {"body": None, **defaults}
+        self._progress = progress
+        self._bar = progress.add_task("", total=_size(file), moved=0)
+        #: The tasks that are not written yet, each with its line.
+        self._waiting: list[tuple[int, NewTask]] = []
+        self._number = self.scheduled = 0
+        self._is_batch_written = False
+
+    def __iter__(self) -> Iterator[NewTask]:
+        for raw in self._file:
+            self._number += 1
+            self._progress.advance(self._bar, len(raw))
+            if self._is_batch_written:  # the batches are written before the next line is read
+                self._waiting.clear()
+                self._is_batch_written = False
+            if raw.strip():
+                try:
+                    task = _task(raw, self._defaults)
+                except InvalidInputError as error:
+                    raise _at_line(self._number, error) from error
+                self._waiting.append((self._number, task))
+                yield task
+
+    def written(self, tasks: Sequence[DelayTask]) -> None:
+        self.scheduled += len(tasks)
+        self._is_batch_written = True
+        self._progress.update(self._bar, moved=self.scheduled)
+
+    def located(
+        self, error: DelayTaskError, delays: DelayTasks, on_conflict: OnConflict
+    ) -> DelayTaskError:
+        """Return the error with its line and the number of tasks that were written before it."""
+        first = self._waiting[0][0] if self._waiting else self._number
+        done = f"{count(self.scheduled, 'task')} scheduled, those before line {first}"
+        if not isinstance(error, InvalidInputError):
+            done += f", and perhaps some of lines {first} to {self._number}"
+        else:
+            if not str(error).startswith("line "):
+                # The producer checks a whole batch before it writes: find the wrong task.
+                for number, new in self._waiting:
+                    try:
+                        runtime_of(delays).producer.build([new], on_conflict)
+                    except InvalidInputError:
+                        _at_line(number, error)
+                        break
+            done = done if self.scheduled else "nothing was scheduled"
+        error.args = (f"{error}; {done}",)
+        return error
+
+
+def _task(raw: bytes, defaults: dict[str, Any]) -> NewTask:
+    """Return the task of one line."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        raise BodyNotJSONError(f"the line is not UTF-8 ({error}); write JSON as UTF-8") from None
+    values = _parse(text, "the line is not JSON", "write one object a line")
+    if not isinstance(values, dict) or "tag" not in values:
+        raise InvalidScheduleError(
+            'not an object with a tag, as {"tag": "order.close", "delay": "30m"} is one'
+        )
+    for name in values:
+        if name not in _LINE_FIELDS:
+            close = difflib.get_close_matches(name, _LINE_FIELDS, n=1)
+            known = f" (known: {', '.join(_LINE_FIELDS)})"
+            hint = f"; did you mean {close[0]!r}?" if close else known
+            raise InvalidScheduleError(f"a task has no field {name!r:.60}{hint}")
+    delay, at = values.get("delay"), values.pop("at", None)
+    if isinstance(delay, str):
+        values["delay"] = parse_duration(delay)
+    if at is not None and not isinstance(at, str):
+        raise InvalidScheduleError(f"at is an instant in quotes, not {at!r:.40}")
+    instant = None if at is None else parse_instant(at)
+    return NewTask(**{**defaults, **values, "at": instant})
+
+
+def _at_line(number: int, error: DelayTaskError) -> DelayTaskError:
+    error.args = (f"line {number}: {error}",)
+    return error
+
+
+def _size(file: BinaryIO) -> int | None:
+    try:
+        return os.fstat(file.fileno()).st_size or None
+    except OSError:
+        return None
+
+
+# -- `recurring`: list, set, pause, resume, run, remove, next and import --------------------------
+
+
+_actor_option = click.option("--actor", metavar="NAME", help="Who does it [you on this host].")
+_name = click.argument("name")
+
+
+def _timing(function: Callable[..., Any]) -> Callable[..., Any]:
+    tz = click.option("--tz", metavar="ZONE", help="The time zone of --cron, as Europe/Berlin.")
+    every = click.option("--every", metavar="INTERVAL", help="As 30s, 5m or 1d.")
+    cron = click.option("--cron", metavar="FIELDS", help='As "0 9 * * mon-fri".')
+    return cron(every(tz(function)))
+
+
+@click.group(cls=Group)
+def recurring() -> None:
+    """Recurring schedules.
+
+    \b
+    delaytasks recurring set nightly report.send --cron "0 2 * * *" --tz Europe/Berlin
+    delaytasks recurring list
+    """
+
+
+@recurring.command("list")
+@click.option("--tag", help="Only schedules of this tag.")
+@click.option("--prefix", help="Only schedules whose name begins like this.")
+@click.option("--after", metavar="NAME", help="Begin after this name.")
+@click.option(
+    "--limit",
+    type=click.IntRange(1, 1000),
+    default=100,
+    show_default=True,
+    help="The most schedules to list.",
+)
+@pass_cli
+def list_(cli: Cli, limit: int, **filters: str | None) -> None:
+    """List schedules in the order of their names.
+
+    Tasks are made before they are due. "tasks until" is the last occurrence that has its task.
+
+    \b
+    delaytasks recurring list --prefix eu-
+    """
+    found = cli.delays.recurring.list(**filters, limit=limit)
+    if cli.is_json:
+        print_json([schedule.as_json() for schedule in found])
+        return
+    if not found:
+        cli.note("No recurring schedules.")
+        return
+    now = runtime_of(cli.delays).clock.certain_now()
+    print_table(
+        "name,tag,timing,zone,next occurrence,tasks until,last task,declared".split(","),
+        [_row(schedule, now) for schedule in found],
+        folded="name tag",
+    )
+    if len(found) == limit:
+        cli.note(f"The next ones: --after {cell(found[-1].name)}")
+
+
+@recurring.command("set")
+@_name
+@click.argument("tag")
+@click.argument("body", default="null")
+@_timing
+@click.option("--start", type=INSTANT, help="The first occurrence, as 2030-01-31T18:00:00Z.")
+@click.option("--jitter", metavar="DURATION", help="Each task is due up to this time later.")
+@click.option("--missed", help="latest, all or skip: which missed occurrences run.")
+@click.option("--most-missed", type=int, help="The most missed occurrences that run with all.")
+@click.option("--overlap", help="allow, or skip while the last task has not ended.")
+@click.option("--queue", help="The queue [the queue of the tag].")
+@click.option("--priority", type=int, help="0 to 9; higher first.")
+@click.option("--retries", help='A retry schedule, as "15s 3m".')
+@click.option("--expires", metavar="DURATION", help="A task that starts later is cancelled.")
+@click.option(
+    "--meta",
+    type=PAIR,
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="A pair of the meta of each task. Repeatable.",
+)
+@_actor_option
+@pass_cli
+def set_(cli: Cli, name: str, tag: str, body: str, actor: str | None, **given: Any) -> None:
+    """Store a schedule, or replace the one of this name. The body is JSON; - reads it from stdin.
+
+    \b
+    delaytasks recurring set nightly report.send --cron "0 2 * * *" --tz Europe/Berlin
+    delaytasks recurring set feeds feed.read '{"feed": 7}' --every 5m --overlap skip
+    """
+    cli.import_processors()
+    given["meta"] = pairs_or(given["meta"])
+    options = {option: value for option, value in given.items() if value is not None}
+    _report(
+        cli, cli.delays.recurring.set(name, tag, read_body(body), actor=actor, **options), "stored"
+    )
+
+
+@recurring.command()
+@_name
+@_actor_option
+@pass_cli
+def pause(cli: Cli, name: str, actor: str | None) -> None:
+    """Make no more tasks of a schedule, and cancel those that wait for later occurrences.
+
+    \b
+    delaytasks recurring pause nightly --actor "ann, until the printer is repaired"
+    """
+    _report(cli, cli.delays.recurring.pause(name, actor=actor), "paused")
+
+
+@recurring.command()
+@_name
+@_actor_option
+@pass_cli
+def resume(cli: Cli, name: str, actor: str | None) -> None:
+    """Continue a schedule with its next occurrence.
+
+    \b
+    delaytasks recurring resume nightly
+    """
+    _report(cli, cli.delays.recurring.resume(name, actor=actor), "resumed")
+
+
+@recurring.command()
+@_name
+@pass_cli
+def run(cli: Cli, name: str) -> None:
+    """Make one task of a schedule now. Its occurrences stay as they are.
+
+    \b
+    delaytasks recurring run nightly
+    """
+    task = cli.delays.recurring.run(name)
+    cli.answer_task(task, "scheduled")
+    cli.note_broker_away()
+
+
+@recurring.command()
+@_name
+@_actor_option
+@pass_cli
+def remove(cli: Cli, name: str, actor: str | None) -> None:
+    """Delete a schedule, and cancel its tasks that wait for later occurrences.
+
+    \b
+    delaytasks recurring remove nightly
+    """
+    removed = cli.delays.recurring.remove(name, actor=actor)
+    _report(cli, removed, "removed")
+    if removed.is_declared:
+        cli.note("Workers whose code declares it add it again. To stop it, pause it.")
+
+
+@recurring.command("next")
+@click.argument("name", required=False)
+@_timing
+@click.option(
+    "--count",
+    "most",
+    type=click.IntRange(1, 1000),
+    default=5,
+    show_default=True,
+    help="The number of occurrences.",
+)
+@click.option("--after", type=INSTANT, help="As 2030-01-31T18:00:00Z [now].")
+@pass_cli
+def next_(
+    cli: Cli,
+    name: str | None,
+    cron: str | None,
+    every: str | None,
+    tz: str | None,
+    most: int,
+    after: datetime | None,
+) -> None:
+    """Show the next occurrences of a schedule, or of --cron or --every.
+
+    \b
+    delaytasks recurring next nightly
+    delaytasks recurring next --cron "30 2 * * *" --tz Europe/Berlin --count 3
+    """
+    if (name is None) == (cron is None and every is None):
+        raise click.UsageError("give the name of a schedule, or --cron or --every")
+    since = after or runtime_of(cli.delays).clock.certain_now()
+    if name is not None:
+        schedule = cli.delays.recurring.get(name)
+        zone, found = schedule.tz, schedule.next(most, since)
+    else:
+        zone = tz or default_tz(runtime_of(cli.delays))
+        found = preview(cron, {"every": every, "tz": zone}, since, most)
+    if cli.is_json:
+        print_json([show_instant(at) for at in found])
+        return
+    for at in found:
+        say(f"{show_instant(at)}  {_local(at, zone)}")
+
+
+@recurring.command("import")
+@click.argument("source", type=click.Choice([*SOURCES]))
+@click.option("--dry-run", is_flag=True, help="Only show what would be stored.")
+@pass_cli
+def import_(cli: Cli, source: str, dry_run: bool) -> None:
+    """Store the schedules of Celery beat, django-celery-beat or RedBeat. It can be repeated.
+
+    \b
+    delaytasks recurring import beat --dry-run
+    delaytasks recurring import redbeat
+    """
+    cli.import_processors()
+    found = [*import_entries(SOURCES[source](cli.app), runtime_of(cli.delays), dry_run)]
+    if cli.is_json:
+        print_json([entry._asdict() for entry in found])
+    elif found:
+        print_table(
+            "name,Celery task,timing,result,problem".split(","),
+            [
+                (e.name, e.task, show_timing(e.timing or NOTHING), e.result, e.problem or NOTHING)
+                for e in found
+            ],
+            folded="name problem",
+        )
+    refused = sum(entry.result == "refused" for entry in found)
+    stored = len(found) - refused
+    done = "would be stored" if dry_run else "are stored"
+    cli.note(f"{count(stored, 'schedule')} {done}, and {refused} refused.")
+
+
+# -- internals ------------------------------------------------------------------------------------
+
+
+def _local(at: datetime, zone: str) -> str:
+    return at.astimezone(zone_of(zone)).strftime("%a %Y-%m-%d %H:%M:%S %Z")
+
+
+def _report(cli: Cli, schedule: RecurringSchedule, done: str) -> None:
+    at = schedule.next_at
+    following = "" if at is None or done == "removed" else f"; next occurrence {show_instant(at)}"
+    cli.answer(
+        schedule.as_json(),
+        f"{done} recurring schedule {cell(schedule.name)} ({cell(schedule.tag)}){following}",
+    )
+
+
+def _next_occurrence(schedule: RecurringSchedule, now: datetime) -> Cell:
+    """Return the next occurrence, which may have its task already."""
+    if schedule.is_paused:
+        return ("paused", "yellow")
+    if schedule.next_at is not None and schedule.next_at <= now:
+        return schedule.next_at  # no task was made in time
+    try:
+        found = schedule.next(1, now)
+    except InvalidTimingError:  # another program has written the row
+        return schedule.next_at
+    return found[0] if found else "ended"
+
+
+def _row(schedule: RecurringSchedule, now: datetime) -> list[Cell]:
+    return [
+        schedule.name,
+        schedule.tag,
+        show_timing(schedule.timing),
+        schedule.tz,
+        _next_occurrence(schedule, now),
+        schedule.last_at,
+        NOTHING if schedule.last_task_id is None else str(schedule.last_task_id),
+        "yes" if schedule.is_declared else NOTHING,
+    ]

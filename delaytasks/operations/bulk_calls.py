@@ -1,0 +1,289 @@
+"""Cancels, reschedules or reruns all tasks that a filter matches, in small steps."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any
+
+from delaytasks.core.errors import (
+    InvalidQueryError,
+    StoreUnavailableError,
+    TaskStateError,
+)
+from delaytasks.core.filters import (
+    AuditEntry,
+    BulkFilter,
+    BulkOptions,
+    BulkResult,
+    Filters,
+    bulk_filter_of,
+    new_due,
+)
+from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import Spread, actor_of, check_page_limit
+from delaytasks.core.interfaces import Entry, To
+from delaytasks.core.states import Status
+from delaytasks.core.task import DelayTask
+
+if TYPE_CHECKING:
+    from delaytasks.core.inputs import Delay
+    from delaytasks.runtime import Runtime
+
+
+#: An operation whose last step is older has ended, since its process died.
+RUNNING_S = 60.0
+_NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
+
+
+def run_bulk(
+    runtime: Runtime,
+    move: str,
+    to: To,
+    options: BulkOptions,
+    cancelled: AuditEntry | None = None,
+) -> BulkResult:
+    """Find the tasks, then move them.
+
+    With `cancelled`, the tasks are those that this operation has cancelled.
+    """
+    filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
+    which = bulk_filter_of(move, filters, options.get("everything", False))
+    who = actor_of(options.get("actor"))
+    run = BulkRun(runtime, which, to, cancelled)
+    run.find()
+    if not options.get("dry_run"):
+        on_progress = options.get("on_progress")
+
+        def report() -> None:
+            if on_progress is not None:
+                on_progress(run.result)
+
+        run.move(runtime.new_id(), who, report)
+    return run.result
+
+
+def rerun_bulk(
+    runtime: Runtime, delay: Delay | None, audit: object, options: BulkOptions
+) -> BulkResult:
+    """Run tasks again, with `audit` those that a cancel of many tasks has cancelled."""
+    producer = runtime.producer
+    if audit is None:
+        return run_bulk(runtime, "rerun", producer.due_of(0 if delay is None else delay), options)
+    options = {**options, "status": options.get("status") or Status.CANCELLED}
+    to = timedelta() if delay is None else producer.due_of(delay)
+    return run_bulk(runtime, "rerun", to, options, _cancel_of(runtime, audit))
+
+
+def _cancel_of(runtime: Runtime, audit: object) -> AuditEntry:
+    """Return the entry of a cancel of many tasks that has ended."""
+    id = check_id(audit.id if isinstance(audit, AuditEntry) else audit)
+    entry = runtime.store.bulk.audited(id)
+    if entry is None:
+        raise InvalidQueryError(f"there is no audit entry {id}; it may have been purged")
+    if entry.action != "cancel":
+        raise InvalidQueryError(
+            f"audit entry {id} is of the operation {entry.action!r}; only the tasks of a "
+            "cancel can be rerun by their audit entry"
+        )
+    is_recent = runtime.clock.now() - entry.seen_at < timedelta(seconds=RUNNING_S)
+    if entry.state == "running" and is_recent:
+        raise InvalidQueryError(
+            f"audit entry {id} is of an operation that still runs: wait until it has ended"
+        )
+    return entry
+
+
+def read_audit(runtime: Runtime, limit: int, before: int | None = None) -> list[AuditEntry]:
+    """Return the newest entries, or those older than the entry `before`.
+
+    The order is that of the ids, which contain the time in milliseconds.
+    """
+    check_page_limit(limit)
+    return runtime.store.bulk.audit(limit, before)
+
+
+def record_action(
+    runtime: Runtime,
+    action: str,
+    what: dict[str, Any],
+    actor: str,
+    *,
+    is_refused: bool = False,
+    task: int | None = None,
+) -> None:
+    """Write an audit entry about one action of a person, such as a pause."""
+    now, refused = runtime.clock.now(), int(is_refused)
+    state = "failed" if is_refused else "done"
+    id = runtime.new_id()
+    runtime.store.bulk.begin(
+        AuditEntry(id, action, what, actor, state, now, now, now, 1, 1 - refused, refused)
+    )
+
+
+#: Rows in one transaction: few enough that locks on them are short.
+BULK_ROWS = 500
+#: Rows that other transactions have locked are tried again after this time.
+BUSY_S = 1.0
+EVENTS = {"cancel": "task.cancelled", "reschedule": "task.rescheduled", "rerun": "task.rerun"}
+
+
+class BulkRun:
+    """One bulk operation."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        which: BulkFilter,
+        to: To,
+        cancelled: AuditEntry | None = None,
+    ) -> None:
+        """With `cancelled`, the tasks are those that this operation has cancelled."""
+        self._tasks = runtime.store.tasks
+        self._store = runtime.store.bulk
+        self._producer = runtime.producer
+        self._events = runtime.events
+        self._to = to
+        self._ids, self._versions = array("q"), array("q")
+        self._id: int | None = None
+        self.matched = self._changed = self._refused = 0
+        self.started = self._store.now()
+        self._filter_as_given = which
+        self._cancelled = cancelled
+        # Each task is shifted once. Tasks that changed since the start are left out, because one of
+        # our own steps may have changed them and its answer was lost.
+        if isinstance(to, timedelta | Spread) and cancelled is None:
+            until = min(which.where.updated_until or self.started, self.started)
+            which = replace(which, where=replace(which.where, updated_until=until))
+        self._which = which
+
+    def find(self) -> None:
+        """Find the tasks. Running tasks are counted as refused."""
+        if self._cancelled is not None:
+            for versions in self._store.unmoved(self._which, self._cancelled.id):
+                self._ids.extend(versions)
+                self._versions.extend(versions.values())
+            self.matched = self._cancelled.changed
+            self._refused = self.matched - len(self._ids)
+            return
+        for rows in self._store.matching(self._which):
+            self._ids.extend(id for id, status in rows if status in self._which.movable)
+            self._refused += sum(status not in self._which.movable for _, status in rows)
+        self.matched = len(self._ids) + self._refused
+
+    @property
+    def result(self) -> BulkResult:
+        runs = () if self._id is None else (self._id,)
+        return BulkResult(self.matched, self._changed, self._refused, self.started, runs)
+
+    def move(self, id: int, actor: str, report: Callable[[], object]) -> None:
+        """Change the tasks step by step, and call `report` after each step.
+
+        The audit row `id` has the counts of each step, also after a crash.
+        """
+        self._begin(id, actor)
+        state = "failed"
+        try:
+            for _ in self._steps():
+                report()
+            state = "done"
+        except (KeyboardInterrupt, SystemExit):
+            state = "stopped"
+            raise
+        finally:
+            self._end(id, state)
+
+    def _begin(self, id: int, actor: str) -> None:
+        which = self._filter_as_given.where.as_json()
+        if self._cancelled is not None:
+            which["audit"] = str(self._cancelled.id)
+        which = which or {"everything": True}
+        if self._to is not None:
+            which["to"] = _as_text(self._to)
+        counts = (self.matched, self._changed, self._refused)
+        started = self.started
+        self._store.begin(
+            AuditEntry(
+                id, self._which.move, which, actor, "running", started, started, None, *counts
+            )
+        )
+        self._id = id
+
+    def _end(self, id: int, state: str) -> None:
+        try:
+            # After a failure, the counts that the steps stored are right, and ours may not be.
+            self._store.end(id, state, self._done if state == "done" else None)
+        except StoreUnavailableError:
+            if state == "done":
+                raise
+            # Otherwise another error is being raised already, and the row stays "running".
+
+    @property
+    def _done(self) -> tuple[int, int]:
+        return self._changed, self._refused
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def _steps(self) -> Iterator[None]:
+        busy: list[tuple[Sequence[int], dict[int, int] | None]] = []
+        versions = None
+        for start in range(0, len(self._ids), BULK_ROWS):
+            ids = self._ids[start : start + BULK_ROWS]
+            if self._cancelled is not None:
+                versions = dict(zip(ids, self._versions[start : start + BULK_ROWS], strict=True))
+            if locked := self._step(ids, versions):
+                busy.append((locked, versions))
+            yield
+        if busy:
+            time.sleep(BUSY_S)
+        still_busy = 0
+        for left, versions in busy:
+            still_busy += len(self._step(left, versions))
+            yield
+        self._refused += still_busy
+
+    def _step(self, ids: Sequence[int], versions: dict[int, int] | None) -> list[int]:
+        """Change the tasks with these ids; return the ids that other transactions have locked."""
+        assert self._id is not None
+        step = self._store.step(self._id, self._which, ids, self._to, self._done, versions)
+        self._changed += len(step.moved)
+        self._refused += step.refused
+        self._update_timer(step.moved)
+        if step.moved:
+            self._events.emit(EVENTS[self._which.move], count=len(step.moved))
+        if step.keyed:
+            self._rerun_keyed_tasks(step.keyed)
+            self._store.note(self._id, self._done)
+        return step.busy
+
+    def _update_timer(self, moved: Sequence[Entry]) -> None:
+        if moved and self._which.move == "cancel":
+            self._producer.disarm_entries(moved)
+        elif moved:
+            self._producer.arm_entries(moved)
+
+    def _rerun_keyed_tasks(self, keyed: Iterable[tuple[int, int, datetime]]) -> None:
+        """Rerun tasks with a key one by one; since another task may have the key."""
+        rerun: list[DelayTask] = []
+        for id, version, due in keyed:
+            try:
+                moved_to = new_due(id, due, self._to, self.started) or due
+                rerun.append(self._tasks.rerun(id, moved_to, version))
+            except TaskStateError:  # another task has the key, or this task has changed
+                self._refused += 1
+        self._changed += len(rerun)
+        if rerun:
+            self._producer.arm(rerun)
+            self._events.emit(EVENTS["rerun"], count=len(rerun))
+
+
+def _as_text(to: datetime | timedelta | Spread) -> str:
+    """Return what the audit entry says about the new due times."""
+    if isinstance(to, datetime):
+        return to.isoformat()
+    if isinstance(to, Spread):
+        return f"spread over {to.over.total_seconds()} s"
+    return f"{to.total_seconds()} s"

@@ -1,0 +1,240 @@
+"""What methods of `DelayTasks` on single tasks share, and the caller's transaction of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from delaytasks.core.celery_calls import CELERY_PREFIX
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import (
+    InvalidScheduleError,
+    TaskNotFoundError,
+    TaskStateError,
+    WaitTimeoutError,
+)
+from delaytasks.core.filters import Filters, filter_of
+from delaytasks.core.ids import check_id
+from delaytasks.core.inputs import check_key, check_page_limit, check_tag, check_wait
+from delaytasks.core.interfaces import CallerConnection, Transaction, connection_of
+from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S
+from delaytasks.core.states import Status
+from delaytasks.core.task import CancelResult, DelayTask, Page, TouchResult, id_of
+from delaytasks.core.text import shown
+
+if TYPE_CHECKING:
+    from delaytasks.core.inputs import Delay
+    from delaytasks.runtime import Runtime
+    from delaytasks.storage.store import Store
+
+
+#: The first and the longest time between two reads of a row that a caller waits for.
+FIRST_S, LONGEST_S = 0.02, 0.5
+GROWTH = 1.5
+#: A task that was read, an id, or a tag and a key.
+TaskReference = DelayTask | int | tuple[str, str]
+
+
+class NamedTask(NamedTuple):
+    id: int
+    transaction: Transaction | None
+    on: CallerConnection | None
+
+
+@contextmanager
+def named_task(
+    runtime: Runtime, task: object, tag: str | None, key: str | None, session: Any
+) -> Iterator[NamedTask]:
+    """Find the task that a call names, in the transaction of the call.
+
+    Errors of a driver inside the block become errors of ours.
+    """
+    name = name_of(task, tag, key)
+    with runtime.transactions.guard(session) as transaction:
+        on = connection_of(transaction)
+        yield NamedTask(find_id(runtime.store, name, on), transaction, on)
+
+
+def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
+    """Return the checked name that the arguments of a call give."""
+    if (task is None) == (key is None) or (key is not None and tag is None):
+        raise InvalidScheduleError("name the task by its id, or by tag= and key=")
+    return (check_tag(tag), check_key(key)) if task is None else id_or_task(task)
+
+
+def id_or_task(task: object) -> int | DelayTask:
+    """Return `task` itself if it was read, else the id, checked."""
+    return task if isinstance(task, DelayTask) else check_id(task)
+
+
+def find_id(store: Store, name: TaskReference, on: CallerConnection | None) -> int:
+    """Return the id of the task that a call names; look a key up."""
+    if not isinstance(name, tuple):
+        return id_of(name)
+    tag, key = name
+    id = store.tasks.id_of_key(tag, key, on)
+    if id is None:
+        raise TaskNotFoundError(f"no live task of tag {shown(tag)} has the key {shown(key)}")
+    return id
+
+
+def read_task(runtime: Runtime, task: object, tag: str | None, key: str | None) -> DelayTask:
+    """Read a task in a transaction of its own, which sees the end of the task."""
+    return runtime.store.tasks.read(find_id(runtime.store, name_of(task, tag, key), None))
+
+
+class Pauses:
+    """The growing pauses between two reads of a task, until a time limit; None means no limit."""
+
+    def __init__(self, timeout: Delay | None) -> None:
+        self._pause_s = FIRST_S
+        self._ends_at = self._limit_s = None
+        if timeout is not None:
+            self._limit_s = check_wait(timeout, MAX_RETRY_DELAY_S, "a timeout")
+            self._ends_at = monotonic() + self._limit_s
+
+    def next(self, task: DelayTask) -> float:
+        """Return the seconds until the next read.
+
+        Raises
+        ------
+        WaitTimeoutError
+            If no time is left.
+        """
+        pause_s, self._pause_s = self._pause_s, min(self._pause_s * GROWTH, LONGEST_S)
+        if self._ends_at is None:
+            return pause_s
+        left_s = self._ends_at - monotonic()
+        if left_s <= 0:
+            remedy = "wait longer, or look at it later"
+            if task.tag.startswith(CELERY_PREFIX):
+                result = f"AsyncResult({shown(task.key)}).get()"
+                remedy = f"this row sends a Celery task, so wait with {result}"
+            raise WaitTimeoutError(
+                f"task {task.id} ({task.tag}) is {task.status.name} after {self._limit_s:g} s: "
+                f"{remedy}",
+                task.id,
+            )
+        return min(pause_s, left_s)
+
+
+def find_tasks(
+    runtime: Runtime,
+    filters: Filters,
+    cursor: str | None = None,
+    limit: int = 100,
+    newest_first: bool = False,
+    session: Any = None,
+    time_limit_s: float | None = None,
+) -> Page:
+    """Return a page of tasks. Without a session, `time_limit_s` may limit the search."""
+    check_page_limit(limit)
+    where = filter_of(filters)
+    with runtime.transactions.guard(session) as transaction:
+        on = connection_of(transaction)
+        return runtime.store.tasks.find(where, limit, cursor, on, newest_first, time_limit_s)
+
+
+def cancel_task(
+    runtime: Runtime,
+    task: object,
+    tag: str | None = None,
+    key: str | None = None,
+    version: int | None = None,
+    strict: bool = False,
+    running: bool = False,
+    session: Any = None,
+) -> CancelResult:
+    """Cancel a task, as `DelayTasks.cancel` explains."""
+    try:
+        with named_task(runtime, task, tag, key, session) as (id, transaction, on):
+            cancelled = runtime.store.tasks.cancel(id, version, on, running)
+    except TaskStateError as error:
+        refused = CancelResult.of_refusal(error)
+        if strict or refused is None:
+            raise
+        return refused
+    if cancelled is None:
+        return CancelResult.cancelled_before(id)
+    if cancelled.status is Status.RUNNING:
+        runtime.events.emit("task.cancel_requested", **cancelled.event_fields)
+        return CancelResult.requested(cancelled)
+    runtime.events.emit("task.cancelled", **cancelled.event_fields)
+    runtime.producer.disarm_after_commit(cancelled, transaction)
+    return CancelResult.cancelled(cancelled)
+
+
+def touch_tasks(
+    runtime: Runtime,
+    tasks: Iterable[object] | None,
+    delay: Delay | None,
+    tag: str | None,
+    keys: Iterable[str] | None,
+    session: Any,
+) -> TouchResult[int] | TouchResult[str]:
+    """Postpone many timeouts, as `DelayTasks.touch_many` explains."""
+    if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
+        raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
+    touches = runtime.store.touches
+    with runtime.transactions.guard(session) as transaction:
+        on = connection_of(transaction)
+        if keys is None:
+            ids = [id_of(id_or_task(task)) for task in _listed(tasks)]
+            return TouchResult.of(ids, touches.touch_many(ids, runtime.producer.due_of(delay), on))
+        wanted = [check_key(key) for key in _listed(keys)]
+        ids_of_keys = touches.ids_of_keys(check_tag(tag), wanted, on)
+        touched = touches.touch_many(ids_of_keys.values(), runtime.producer.due_of(delay), on)
+        return TouchResult.of(wanted, {key for key, id in ids_of_keys.items() if id in touched})
+
+
+def _listed(items: Any) -> Iterable[Any]:
+    if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
+        raise InvalidScheduleError(
+            f"touch_many takes a list of tasks or of keys, not {shown(items)}"
+        )
+    return items
+
+
+# -- Finds the transaction that a call belongs to -------------------------------------------------
+
+
+class CallerTransactions:
+    """The transaction of `session=`, or without it the one that a web framework has open."""
+
+    def __init__(
+        self, ambient: Callable[[], Transaction | None], remedy_at: Callable[[Any], str]
+    ) -> None:
+        """`remedy_at` says how to make the tables that a session on a URL does not find."""
+        self._ambient = ambient
+        self._remedy_at = remedy_at
+        self._session: ContextVar[Any] = ContextVar("delaytasks_session", default=None)
+
+    @contextmanager
+    def using(self, session: Any) -> Iterator[None]:
+        """Let calls without `session=` inside the block take part in the session's transaction."""
+        token = self._session.set(session)
+        try:
+            yield
+        finally:
+            self._session.reset(token)
+
+    def current_session(self) -> Any:
+        """Return the session of the innermost `using`, or None."""
+        return self._session.get()
+
+    def of(self, session: Any) -> Transaction | None:
+        session = self.current_session() if session is None else session
+        if session is None:
+            return self._ambient()
+        from delaytasks.storage.sessions import transaction_of
+
+        return transaction_of(session, self._remedy_at)
+
+    @contextmanager
+    def guard(self, session: Any) -> Iterator[Transaction | None]:
+        """Yield the transaction; translate driver errors inside the block into ours."""
+        transaction = self.of(session)
+        with transaction.guard() if transaction is not None else nullcontext():
+            yield transaction
