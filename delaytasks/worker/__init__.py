@@ -4,34 +4,31 @@ The dispatcher is the core of the main process. This is the way of a task throug
 line names what the module adds:
 
 ============================================  =====================================================
-`message_strategy`, `table_poller`,           bring entries, and drain messages, from the broker,
-`redis_poller`                                from the table, or from Redis
-`near_entries`                                holds entries in the timing wheel until they are due
+`bootsteps`, `table_poller`, `redis_poller`   bring entries, and drain messages, from the broker,
+                                              from the table, or from Redis
 `dispatcher`                                  takes what is due, and fills the pool with chunks
-`chunk_queue`, `queue_drain`                  choose what the chunk has: entries that are due, a
-                                              part of a drain, or a waitlist; and its size
+`chunk_queue`                                 holds entries until they are due, and chooses what the
+                                              chunk has: entries, a part of a drain, or a waitlist
 `chunk_request`                               is the chunk, and runs it in the process of the pool
 `pool`                                        passes the chunk to Celery's pool, and knows which
                                               process has it
-`chunk_failures`                              replaces a process in which every chunk fails
 ============================================  =====================================================
 
 `execution.runner` claims, runs and settles the rows in the process of the pool, and returns a
-`Report`. The report may hold entries that were early, which return to `near_entries`.
+`Report`. The report may hold entries that were early, which return to the `chunk_queue`.
 
 **What else arrives.** `sweep_loop` and `lease_keeper` start drains, the latter for the rows of a
-process that died. `database_health` reports outages of the database. The processes of the pool
+process that died. `service_watch` reports outages of the database. The processes of the pool
 read in `shared_memory` when leases were renewed, and whether other tasks wait for them.
 
-**What leaves.** Chunks go to the pool, and `unfinished_work` returns to the timer what a worker
-holds when it stops. A row whose entry is dropped is claimed from the table, and the watch loop of
+**What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it holds. A row whose entry is dropped is claimed from the table, and the watch loop of
 `worker_runtime` asks other workers to help with that.
 
 **Who owns which state.** `Dispatcher._lock` guards the `ChunkQueue` with its
 drains and waitlists. Any thread may take it, and no code that holds it
 waits for the database or the broker. `waiting`, `is_at_work` and `pids` read without it, since a
 value that is a moment old does no harm. Celery's pool belongs to one thread: the event loop, or
-`calls.CallThread` if the broker's transport has no event loop. Other threads only ask for
+`dispatcher.CallThread` if the broker's transport has no event loop. Other threads only ask for
 `Dispatcher.pump` by `call_soon`. The timing wheel has a lock of its own.
 
 **What to remember before a repair.** Each entry may be lost, late or repeated, because the claim

@@ -16,7 +16,7 @@ from delaytasks.storage import worker_table
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
 from delaytasks.storage.worker_table import LOST_FOR_S, WorkerTable
-from delaytasks.worker.table_poller import WorkerShares
+from delaytasks.worker.lease_keeper import WorkerShares
 from tests.recording import RecordingTimer, record_sweeps
 
 SILENT_S = 60.0

@@ -8,7 +8,7 @@ from typing import Any
 
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry
-from delaytasks.worker.table_poller import WorkerShares
+from delaytasks.worker.lease_keeper import WorkerShares
 
 NOW = datetime(2030, 1, 1, tzinfo=timezone.utc)
 
