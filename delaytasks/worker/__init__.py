@@ -21,8 +21,9 @@ line names what the module adds:
 process that died. `service_watch` reports outages of the database. The processes of the pool
 read in `shared_memory` when leases were renewed, and whether other tasks wait for them.
 
-**What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it holds. A row whose entry is dropped is claimed from the table, and the watch loop of
-`worker_runtime` asks other workers to help with that.
+**What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it holds. A
+row whose entry is dropped is claimed from the table, and the watch loop of `worker_runtime` asks
+other workers to help with that.
 
 **Who owns which state.** `Dispatcher._lock` guards the `ChunkQueue` with its
 drains and waitlists. Any thread may take it, and no code that holds it
