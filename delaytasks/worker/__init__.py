@@ -21,7 +21,7 @@ line names what the module adds:
 process that died. `service_watch` reports outages of the database. The processes of the pool
 read in `shared_memory` when leases were renewed, and whether other tasks wait for them.
 
-**What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it holds. A
+**What leaves.** Chunks go to the pool, and a worker that stops returns to the timer what it has. A
 row whose entry is dropped is claimed from the table, and the watch loop of `worker_runtime` asks
 other workers to help with that.
 
