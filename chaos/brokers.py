@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from tests.rabbitmq_server import RabbitServer
-from tests.redis_server import RedisServer
+from tests.services import RabbitServer, RedisServer
 
 
 class Broker(Protocol):

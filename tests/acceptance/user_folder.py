@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.processes import marked
+from tests.running import marked
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]

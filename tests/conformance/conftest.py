@@ -12,8 +12,7 @@ from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
-from tests.event_loops import WaitingTimer
-from tests.recording import RecordingTimer, delays_on, record
+from tests.recording import RecordingTimer, WaitingTimer, delays_on, record
 
 
 @pytest.fixture

@@ -17,17 +17,19 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from delaytasks import DelayTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.event_loops import (
+from tests.recording import (
     LIMIT_S,
     MOST_BLOCKED_S,
+    RecordingTimer,
     WaitingTimer,
+    delays_on,
     engine_at,
     let_arm,
     own_threads,
     run,
+    run_now,
     run_timed,
 )
-from tests.recording import RecordingTimer, delays_on, run_now
 from tests.waiting import wait_until
 
 

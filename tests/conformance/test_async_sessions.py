@@ -19,9 +19,10 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.errors import SessionUnusableError, TaskNotFoundError
 from delaytasks.runtime import runtime_of
-from tests.event_loops import (
+from tests.recording import (
     LIMIT_S,
     MOST_BLOCKED_S,
+    RecordingTimer,
     WaitingTimer,
     engine_at,
     let_arm,
@@ -29,7 +30,6 @@ from tests.event_loops import (
     run,
     run_timed,
 )
-from tests.recording import RecordingTimer
 from tests.waiting import wait_until
 
 

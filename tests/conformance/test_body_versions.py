@@ -9,8 +9,7 @@ import pytest
 from delaytasks import BodyRefusedError, DelayTask, DelayTasks, InvalidScheduleError, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import run_now
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness, run_now
 
 UPGRADES = {
     1: lambda body: {"order": body["nr"]},

@@ -15,8 +15,7 @@ from delaytasks.core.clock import to_us
 from delaytasks.core.filters import Filter
 from delaytasks.core.ids import IdMaker
 from delaytasks.storage.store import Store
-from tests.manual_clock import ManualClock
-from tests.runner_harness import RunnerHarness
+from tests.recording import ManualClock, RunnerHarness
 
 UTC = timezone.utc
 BERLIN = ZoneInfo("Europe/Berlin")

@@ -22,7 +22,7 @@ from delaytasks import (
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.worker.shared_memory import RequestedRuns
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 class CancellingHarness(RunnerHarness):

@@ -24,7 +24,7 @@ from tests.conformance.store_rows import (
     seconds,
     task,
 )
-from tests.counting import counted
+from tests.recording import counted
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ from delaytasks.core.errors import InvalidScheduleError, LeaseLostError, NotRunn
 from delaytasks.core.states import Status
 from delaytasks.core.task import Cancel, DelayTask, Fail, Snooze
 from delaytasks.storage.store import Store
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 credits = Table("complete_credits", MetaData(), Column("task", Integer))
 

@@ -20,7 +20,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.storage.driver_errors import TRIES
 from delaytasks.storage.store import Store
 from tests.conftest import open_store
-from tests.counting import counted
+from tests.recording import counted
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

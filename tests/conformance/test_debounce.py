@@ -16,8 +16,7 @@ from delaytasks import DelayTask, DelayTasks, NewTask, Status
 from delaytasks.core.interfaces import Settlement
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.manual_clock import ManualClock
-from tests.recording import RecordingTimer, delays_on, record
+from tests.recording import ManualClock, RecordingTimer, delays_on, record
 
 #: This date is in the past, so tasks due by this clock are also due by the database's clock.
 START = datetime(2020, 1, 1, tzinfo=timezone.utc)

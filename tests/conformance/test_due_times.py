@@ -16,8 +16,7 @@ from delaytasks.execution.executor import LeaseEndsError
 from delaytasks.storage.state_queries import LiveRows
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
-from tests.recording import RecordingTimer
-from tests.runner_harness import RunnerHarness
+from tests.recording import RecordingTimer, RunnerHarness
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from delaytasks.storage.state_queries import FactReader
 from delaytasks.storage.store import Store
 from delaytasks.storage.worker_table import MAX_TAG_BYTES, WorkerTable
 from tests.conformance.store_rows import RUNNING
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from delaytasks.operations.explanations import Follower
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import state_queries as changes
 from delaytasks.storage.store import Store
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 @pytest.fixture

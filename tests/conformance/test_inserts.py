@@ -31,7 +31,7 @@ from tests.conformance.store_rows import (
     task,
 )
 from tests.conftest import open_store
-from tests.counting import counted
+from tests.recording import counted
 
 
 def test_a_task_comes_back_as_it_was_written(store: Store) -> None:

@@ -18,7 +18,7 @@ from delaytasks.worker import lease_keeper as keeper_module
 from delaytasks.worker.lease_keeper import LeaseKeeper
 from delaytasks.worker.shared_memory import Renewals
 from tests.conformance.store_rows import has_row_locks, lapse_all
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.quick

@@ -21,7 +21,7 @@ from tests.conformance.store_rows import (
     put,
     seconds,
 )
-from tests.counting import counted
+from tests.recording import counted
 
 
 def test_looking_up_a_missing_task_or_key_returns_none(store: Store) -> None:

@@ -12,8 +12,7 @@ from delaytasks import DelayTask, DelayTasks, InvalidMetaError, NewTask
 from delaytasks.core.filters import filter_of
 from delaytasks.storage.store import Store
 from tests.conformance.query_plans import plans
-from tests.recording import RecordingTimer
-from tests.runner_harness import RunnerHarness
+from tests.recording import RecordingTimer, RunnerHarness
 
 QUOTES = {"note": 'say "tenant":"acme" }', "z": "\\"}
 

@@ -14,7 +14,7 @@ from delaytasks.core.states import Status
 from delaytasks.core.task import Cancel, DelayTask, Done, Fail, NewTask, Retry, Snooze
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.conformance.store_rows import (
     task,
 )
 from tests.conftest import open_store
-from tests.counting import counted
+from tests.recording import counted
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from delaytasks import DelayTask
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.storage import database
 from delaytasks.storage.store import Store
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,7 @@ from delaytasks.core.why import Explanation
 from delaytasks.operations.bulk_calls import record_action
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.recording import delays_on
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness, delays_on
 from tests.services import free_port
 
 

@@ -16,8 +16,8 @@ from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.redis_timer import RedisTimer
 from tests.conformance.timers import ALONE, TIMERS, burst, ran_once
 from tests.proxy import proxy_to
-from tests.redis_server import RedisServer
 from tests.running import BROKERS, QUICK, Deployment
+from tests.services import RedisServer
 
 #: The slow path runs a task that the timer lost within the grace period, one sweep and the
 #: delivery.

@@ -15,8 +15,8 @@ from redis import Redis
 
 from delaytasks import DelayTask
 from delaytasks.runtime import runtime_of
-from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment, Process
+from tests.services import RedisServer
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow

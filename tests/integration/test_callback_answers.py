@@ -14,10 +14,10 @@ import pytest
 
 from delaytasks import Done, Retry
 from delaytasks.webhooks.http_callbacks import MAX_INTERIM_RESPONSES
-from tests.certificates import self_signed
 from tests.integration.http_callbacks.caller import Caller
+from tests.proxy import Exchange, WebServer, answer
+from tests.services import self_signed
 from tests.waiting import wait_until
-from tests.webserver import Exchange, WebServer, answer
 
 REFUSED = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n"
 TAKEN = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"

@@ -23,11 +23,11 @@ from sqlalchemy import make_url, text
 from delaytasks import DelayTask, DelayTasks, Status
 from delaytasks.core.settings import PREFIX, secret_names
 from delaytasks.runtime import runtime_of
+from tests.proxy import WebServer, answer
 from tests.recording import new_key
-from tests.redis_server import RedisServer
 from tests.running import ROOT, Deployment
+from tests.services import RedisServer
 from tests.waiting import wait_until
-from tests.webserver import WebServer, answer
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ import pytest
 from sqlalchemy import make_url
 
 from tests.doc_pages import section
-from tests.event_loops import DRIVERS
 from tests.integration.shops import new_database
+from tests.recording import DRIVERS
 from tests.running import ROOT
 
 PAGE = ROOT / "docs" / "testing.md"

@@ -17,7 +17,7 @@ from redis import Redis
 from delaytasks.core.events import Events
 from delaytasks.timers.publisher import Publisher
 from tests.proxy import Proxy, proxy_to
-from tests.redis_timer_harness import RedisTimerHarness
+from tests.recording import RedisTimerHarness
 from tests.running import ROOT, Deployment, delete_keys
 from tests.waiting import wait_until
 

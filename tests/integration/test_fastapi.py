@@ -19,8 +19,7 @@ from delaytasks.contrib.fastapi import delays_lifespan, request_transaction
 from delaytasks.core.errors import ConfigError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.event_loops import engine_at, run
-from tests.recording import delays_on
+from tests.recording import delays_on, engine_at, run
 
 
 @pytest.fixture

@@ -21,8 +21,8 @@ from redis import Redis
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.arming import RUN, SWEEP
-from tests.redis_server import RedisServer
 from tests.running import Deployment, Process
+from tests.services import RedisServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -14,8 +14,8 @@ from redis import Redis
 from delaytasks import Status
 from delaytasks.core.text import installed_version
 from delaytasks.runtime import runtime_of
-from tests.redis_server import RedisServer
 from tests.running import Deployment
+from tests.services import RedisServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

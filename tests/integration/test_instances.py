@@ -16,8 +16,8 @@ from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNot
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.arming import SWEEP
-from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
+from tests.services import RabbitServer
 
 pytestmark = pytest.mark.slow
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from delaytasks.runtime import runtime_of
-from tests.redis_server import RedisServer
 from tests.running import Deployment
+from tests.services import RedisServer
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from delaytasks import Done, Retry
 from tests.integration.http_callbacks.caller import Caller
 from tests.integration.test_callback_answers import REFUSED, TAKEN, raw
-from tests.webserver import Exchange, WebServer
+from tests.proxy import Exchange, WebServer
 
 LENGTH = b"Content-Length: %d\r\n" % len(TAKEN)
 

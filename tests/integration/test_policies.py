@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from delaytasks import DelayTask, NewTask, Status
-from tests.counting import counted
+from tests.recording import counted
 from tests.running import Deployment
 from tests.waiting import wait_until
 

@@ -25,11 +25,10 @@ from delaytasks.core.errors import (
 )
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from tests.proxy import Proxy, proxy_to
+from tests.proxy import Proxy, WebServer, proxy_to
 from tests.recording import delays_on, record, run_now
 from tests.running import Deployment
 from tests.services import free_port
-from tests.webserver import WebServer
 
 BODY = {"order": 7, "name": "é"}
 

@@ -11,9 +11,8 @@ import pytest
 from kombu import Connection
 
 from delaytasks.runtime import runtime_of
-from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment
-from tests.services import free_port
+from tests.services import RabbitServer, free_port
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow

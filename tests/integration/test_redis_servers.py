@@ -21,14 +21,12 @@ from redis.exceptions import NoPermissionError
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.timers import redis_timer as redislink
-from tests import redis_server
-from tests.certificates import self_signed
+from tests import services as redis_server
 from tests.conformance.timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
-from tests.redis_server import RedisServer
-from tests.redis_timer_harness import RedisTimerHarness
+from tests.recording import RedisTimerHarness
 from tests.running import Deployment
-from tests.services import free_port, redis_answers
+from tests.services import RedisServer, free_port, redis_answers, self_signed
 from tests.waiting import wait_until
 
 Start = Callable[..., RedisServer]

@@ -14,8 +14,8 @@ import pytest
 from kombu import Connection
 
 from delaytasks.runtime import runtime_of
-from tests.rabbitmq_server import RabbitServer
 from tests.running import Deployment, Process
+from tests.services import RabbitServer
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
-from tests.redis_server import RedisServer
 from tests.running import Deployment
+from tests.services import RedisServer
 from tests.waiting import wait_until
 
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from delaytasks import DelayTask
-from tests.rabbitmq_server import RabbitServer
-from tests.redis_server import RedisServer
 from tests.running import QUICK, Deployment
+from tests.services import RabbitServer, RedisServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

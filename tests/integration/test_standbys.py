@@ -9,9 +9,8 @@ import pytest
 from delaytasks.cli.output import warnings_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
-from tests.mariadb_server import MariaDBServer
-from tests.postgres_server import PostgresServer
 from tests.recording import delays_on
+from tests.services import MariaDBServer, PostgresServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

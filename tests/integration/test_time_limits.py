@@ -15,7 +15,7 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
-from tests.counting import counted
+from tests.recording import counted
 from tests.running import BROKERS, Deployment
 from tests.waiting import SLACK_S, wait_until
 

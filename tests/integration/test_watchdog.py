@@ -14,7 +14,7 @@ from sqlalchemy import insert
 from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
-from tests.counting import counted
+from tests.recording import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 

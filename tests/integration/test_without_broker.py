@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.proxy import proxy_to
-from tests.redis_server import RedisServer
 from tests.running import Deployment
+from tests.services import RedisServer
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.store_rows import counts_moves
-from tests.counting import counted
+from tests.recording import counted
 from tests.running import BROKERS, QUICK, Deployment, combination
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 

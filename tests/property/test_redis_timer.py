@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 from delaytasks.core.interfaces import Entry
 from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, Taken
 from tests.fuzzing import ASKED
-from tests.redis_timer_harness import RedisTimerHarness
+from tests.recording import RedisTimerHarness
 
 GRACE_MS, RETURN_MS = 1000, int(RETURN_S * 1000)
 Name = tuple[int, int, int]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import marked
+from tests.running import marked
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

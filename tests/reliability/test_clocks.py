@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from chaos.clocks import ABOUT_S, HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
-from tests import faketime
+from tests import running as faketime
 from tests.running import Deployment
 from tests.services import MissingServiceError
 from tests.waiting import SLACK_S

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from chaos.failpoints.catalogue import FAILPOINTS
-from tests.processes import marked
+from tests.running import marked
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

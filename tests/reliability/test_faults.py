@@ -16,10 +16,10 @@ import pytest
 
 from delaytasks import Status
 from delaytasks.core.errors import StoreUnavailableError
-from tests.counting import counted
-from tests.postgres_server import PostgresServer
 from tests.proxy import Proxy, proxy_to
+from tests.recording import counted
 from tests.running import Deployment
+from tests.services import PostgresServer
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow

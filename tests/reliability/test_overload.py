@@ -20,11 +20,10 @@ from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conftest import settings_for
-from tests.counting import counted
 from tests.proxy import Proxy, proxy_to
-from tests.rabbitmq_server import RabbitServer
-from tests.redis_server import RedisServer
+from tests.recording import counted
 from tests.running import QUICK, Deployment, Process
+from tests.services import RabbitServer, RedisServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow

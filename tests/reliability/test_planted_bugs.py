@@ -26,7 +26,7 @@ from delaytasks.storage.row_lists import Prepared
 from delaytasks.storage.settlements import Settlements
 from delaytasks.storage.store import Store
 from tests.conftest import open_store
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 pytestmark = pytest.mark.slow
 

@@ -15,9 +15,8 @@ import pytest
 from delaytasks import NewTask
 from delaytasks.console.viewers import Role
 from delaytasks.runtime import runtime_of
-from tests.redis_server import RedisServer
 from tests.running import Deployment
-from tests.services import Services
+from tests.services import RedisServer, Services
 from tests.ui.chromium import watched
 from tests.ui.console_site import Site, served
 from tests.ui.test_console_in_a_browser import MODES

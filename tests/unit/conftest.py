@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import open_store
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit import runtime_harness
 
 Make = Callable[..., RunnerHarness]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.proxy import WebServer, answer
 from tests.running import ROOT
-from tests.webserver import WebServer, answer
 
 SCRIPT = ROOT / ".ci" / "audit.py"
 

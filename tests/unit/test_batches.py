@@ -19,7 +19,7 @@ from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.errors import NotRunningError
 from delaytasks.core.workers import ChunkSize
 from delaytasks.processors.registry import Registry
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 Work = Callable[[list[DelayTask]], Any]
 

@@ -19,7 +19,7 @@ from delaytasks.core.workers import NO_RENEWAL
 from delaytasks.execution.executor import Lease, ProcessorCall, RunResult, TaskRun
 from delaytasks.processors.registry import ProcessorSpec, Registry
 from delaytasks.worker.celery_context import CeleryTaskContext, row_in_context
-from tests.manual_clock import ManualClock
+from tests.recording import ManualClock
 
 DUE = datetime(2026, 11, 21, tzinfo=timezone.utc)
 Seen = list[tuple[str, str, int]]

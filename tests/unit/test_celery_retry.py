@@ -13,7 +13,7 @@ from celery.exceptions import Retry as CeleryRetry
 
 from delaytasks import DelayTask
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 
 CELERYS_WAIT = timedelta(seconds=180)

@@ -11,7 +11,7 @@ from delaytasks.core.errors import LeaseLostError, NotRunningError
 from delaytasks.core.workers import LastRenewal
 from delaytasks.execution import executor as run_module
 from delaytasks.worker.shared_memory import Renewals
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 
 LEASE_S = 60

@@ -9,7 +9,7 @@ import pytest
 
 from delaytasks.core.clock import monotonic
 from delaytasks.execution.chunk import Chunk, TimeBudget
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.waiting import wait_until
 
 BOX_S = 0.1

@@ -14,7 +14,7 @@ from celery.exceptions import WorkerShutdown
 from delaytasks import DelayTask
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.execution.runner import Report
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 

@@ -16,7 +16,7 @@ from delaytasks.core.clock import monotonic
 from delaytasks.core.interfaces import Entry
 from delaytasks.execution import runner
 from tests.conformance.store_rows import RUNNING
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 
 #: The tolerance for retry delays, which depend on the time of the measurement.

@@ -12,7 +12,7 @@ import pytest
 
 from delaytasks.core import clock as clock_module
 from delaytasks.core.clock import Clock, from_us, to_us
-from tests.manual_clock import ManualClock
+from tests.recording import ManualClock
 from tests.waiting import wait_until
 
 UTC = timezone.utc

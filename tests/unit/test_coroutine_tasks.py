@@ -12,7 +12,7 @@ from celery._state import get_current_task, get_current_worker_task
 
 from delaytasks.processors.registry import EventLoop, result_of
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 
 SECOND = timedelta(seconds=2)

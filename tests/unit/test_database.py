@@ -32,7 +32,7 @@ from delaytasks.storage.driver_errors import TRIES, lacks_tables, translate
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import UTCDateTime, db_now, is_past
 from tests.conftest import open_store, settings_for
-from tests.counting import counted
+from tests.recording import counted
 
 SECRET = "s3cr3t-canary"
 

@@ -9,7 +9,7 @@ import pytest
 
 from delaytasks import DelayTask, Retry, Snooze
 from delaytasks.core.text import DEFER_MAX_S, DEFER_MIN_S
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 TWO_DAYS = timedelta(days=2)
 

@@ -13,7 +13,7 @@ from delaytasks import Done
 from delaytasks.core.errors import InvalidOutcomesError
 from delaytasks.processors.registry import Registry
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 def generator(body: Any) -> Any:

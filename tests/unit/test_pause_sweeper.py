@@ -15,8 +15,7 @@ from delaytasks.core.policies import Policies, Policy
 from delaytasks.core.states import Status
 from delaytasks.maintenance.sweeper import PauseSweeper
 from tests.conftest import settings_for
-from tests.manual_clock import ManualClock
-from tests.recording import RecordingTimer
+from tests.recording import ManualClock, RecordingTimer
 
 NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
 

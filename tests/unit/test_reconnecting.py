@@ -25,7 +25,7 @@ from delaytasks.worker.broker_connection import (
     call_in_background,
     turn_event_loop,
 )
-from tests.redis_server import RedisServer
+from tests.services import RedisServer
 from tests.waiting import wait_until
 
 NOWHERE = "redis://127.0.0.1:{port}/0"

@@ -11,7 +11,7 @@ import pytest
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, redis_location
-from tests.redis_timer_harness import RedisTimerHarness
+from tests.recording import RedisTimerHarness
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from celery.exceptions import WorkerShutdown
 from delaytasks import DelayTask, Status
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Entry, Settlement
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 

@@ -14,8 +14,7 @@ from delaytasks.core.states import Status
 from delaytasks.start_checks import find_problems
 from delaytasks.storage.state_queries import Stats
 from tests.conftest import open_store
-from tests.counting import counted
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness, counted
 
 
 @dataclass

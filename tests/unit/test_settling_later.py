@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.execution import runner
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 

@@ -20,7 +20,7 @@ from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailable
 from delaytasks.core.interfaces import Settlement
 from delaytasks.core.workers import ChunkSize
 from delaytasks.processors.registry import MAX_SLOTS, EventLoop, ThreadSlots
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.interfaces import Settlement
 from delaytasks.worker.celery_context import CeleryTaskContext
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 
 ENDS = {

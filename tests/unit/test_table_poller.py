@@ -20,7 +20,7 @@ from delaytasks.worker.table_poller import (
     REST_GROWTH,
     TablePoller,
 )
-from tests.manual_clock import ManualClock
+from tests.recording import ManualClock
 
 
 class PollerHarness:

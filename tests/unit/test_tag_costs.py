@@ -11,7 +11,7 @@ import pytest
 from delaytasks.core.workers import ChunkSize
 from delaytasks.execution.chunk_runner import TagCosts
 from delaytasks.execution.runner import Report
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
 

@@ -11,7 +11,7 @@ from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.bad_input.refusing_client import UTC, RefusingClient
-from tests.counting import counted
+from tests.recording import counted
 
 
 def test_rows_with_invalid_values_break_neither_a_claim_nor_the_api(

@@ -19,7 +19,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_request
 from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
 from tests.conformance.store_rows import counts_moves
-from tests.counting import counted
+from tests.recording import counted
 
 
 def raise_unavailable(*_: Any) -> list[Any]:

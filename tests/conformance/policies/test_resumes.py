@@ -14,8 +14,7 @@ from delaytasks.maintenance import sweeper as engine_holding
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import policy_rows as store_holding
 from tests.conformance.policies.policy_harness import HOUR, PolicyHarness
-from tests.counting import counted
-from tests.recording import CrashError
+from tests.recording import CrashError, counted
 
 # -- resume --------------------------------------------------------------------------------------
 

@@ -14,8 +14,7 @@ from delaytasks.recurrence.creation import Creation, RecurringTable
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from tests.manual_clock import ManualClock
-from tests.recording import RecordingTimer, delays_on, record
+from tests.recording import ManualClock, RecordingTimer, delays_on, record
 
 
 class RecurringHarness:

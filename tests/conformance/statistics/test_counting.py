@@ -14,7 +14,7 @@ from delaytasks.core.run_counts import LATENESS_BOUNDS_S, RunCounts, bucket_of
 from delaytasks.execution.runner import Report
 from delaytasks.execution.settlement import MAX_FAILURE_GROUPS
 from delaytasks.storage.store import Store
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from delaytasks import DelayTask, DelayTasks, InvalidQueryError, Status
 from delaytasks.core.text import error_pattern
 from delaytasks.storage.store import Store
 from tests.conformance.bulk.bulk_tasks import put
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 def failed(store: Store, delays: DelayTasks, error: str, tag: str = "a") -> DelayTask:

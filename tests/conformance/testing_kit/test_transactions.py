@@ -18,7 +18,7 @@ from delaytasks.storage.store import Store
 from delaytasks.testing import DelaysTester
 from tests.conformance.testing_kit.conftest import KitShop
 from tests.conformance.transactions.shop import own_engine
-from tests.event_loops import engine_at, run
+from tests.recording import engine_at, run
 
 orders = Table("s_orders", MetaData(), Column("id", Integer, primary_key=True))
 

@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from delaytasks import DelayTask
 from delaytasks.limits.admission import Admission
-from tests.runner_harness import RunnerHarness
+from tests.recording import RunnerHarness
 
 
 class LimitedRunnerHarness(RunnerHarness):

@@ -19,8 +19,7 @@ from delaytasks.storage.state_queries import Count, Stats
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import Project
-from tests.redis_server import RedisServer
-from tests.services import free_port
+from tests.services import RedisServer, free_port
 
 
 def test_stats_sees_tasks_workers_sweeps_and_the_broker(shop: Project) -> None:

@@ -18,7 +18,7 @@ from delaytasks.durable_eta.message_publisher import (
 from delaytasks.durable_eta.stored_message import StoredMessage
 from delaytasks.timers.publisher import bounded_connection
 from tests.proxy import Proxy, proxy_to
-from tests.rabbitmq_server import RabbitServer
+from tests.services import RabbitServer
 from tests.waiting import wait_until
 
 LIMIT_S = 3.0

@@ -22,9 +22,9 @@ from delaytasks.contrib.fastapi import mount_wsgi
 from delaytasks.contrib.flask import mount_api
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.serving import make_server
-from tests.event_loops import run
 from tests.integration.django_settings import configured
 from tests.integration.http_api.conftest import ApiSite
+from tests.recording import run
 from tests.ui.console_site import served
 
 NEW = {"tag": "order.close", "body": {"order": 7}, "delay": 60}

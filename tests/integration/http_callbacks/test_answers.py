@@ -14,8 +14,8 @@ from delaytasks import Done, Fail, Retry
 from delaytasks.core.celery_calls import Callback
 from delaytasks.webhooks.http_callbacks import retry_after_s
 from tests.integration.http_callbacks.caller import HEAD, PATIENCE_S, Caller, listener, task
+from tests.proxy import WebServer, answer, drip, hang, pour, reset
 from tests.services import free_port
-from tests.webserver import WebServer, answer, drip, hang, pour, reset
 
 
 @pytest.mark.parametrize("status", [200, 201, 202, 204, 299])

@@ -19,9 +19,9 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.webhooks import http_callbacks as addresses
 from tests.integration.http_callbacks.caller import PATIENCE_S, SECRETS, Caller, task
+from tests.proxy import WebServer, answer
 from tests.recording import delays_on
 from tests.services import free_port
-from tests.webserver import WebServer, answer
 
 
 def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:

@@ -17,8 +17,8 @@ from delaytasks.core.errors import (
 from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from tests.integration.http_callbacks.caller import SECRETS
+from tests.proxy import WebServer, answer, reset
 from tests.recording import run_now
-from tests.webserver import WebServer, answer, reset
 
 
 def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from delaytasks import Done
 from tests.integration.http_callbacks.caller import HEAD, Caller, listener
-from tests.webserver import WebServer, drip, hang
+from tests.proxy import WebServer, drip, hang
 
 
 class Authority:

@@ -13,7 +13,7 @@ from delaytasks.storage.store import Store
 from tests.conformance.store_rows import add, entry, read
 from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness
 from tests.conftest import settings_for
-from tests.postgres_server import PostgresServer
+from tests.services import PostgresServer
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from delaytasks.worker.chunk_queue import UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.dispatcher import CapacityRequest, Dispatcher
 from delaytasks.worker.shared_memory import OthersWait
-from tests.manual_clock import ManualClock
+from tests.recording import ManualClock
 
 
 class Pool:

@@ -12,7 +12,7 @@ from delaytasks.core.run_counts import (
     RunStatistics,
 )
 from delaytasks.statistics.statistics_table import MAX_GROUPS_OF_WORKER, MAX_MINUTES, WorkerCounts
-from tests.manual_clock import ManualClock
+from tests.recording import ManualClock
 
 START = datetime(2030, 1, 1, 12, 0, 30, tzinfo=timezone.utc)
 MINUTE = int(START.timestamp()) // 60

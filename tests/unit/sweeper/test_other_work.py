@@ -16,8 +16,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance import sweeper
 from delaytasks.maintenance import sweeper as sweeper_module
 from tests.conftest import open_store
-from tests.counting import counted
-from tests.recording import RecordingTimer
+from tests.recording import RecordingTimer, counted
 from tests.unit.sweeper.sweeper_harness import Make, SweeperHarness
 
 
