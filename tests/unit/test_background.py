@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from multiprocessing.connection import Connection
@@ -87,21 +85,6 @@ def test_entries_armed_in_quick_succession_are_sent_in_one_call(
     assert len(slow.calls) <= 3
 
 
-def test_entries_armed_during_a_call_of_the_thread_are_sent_in_its_next_call(
-    slow: SlowTimer, timer: BackgroundTimer
-) -> None:
-    slow.gate.clear()
-    timer.arm([entry(0, 0)])
-    wait_until(lambda: slow.calls, 2, "the first call")
-    began = time.monotonic()
-    for id in range(1, 50):
-        timer.arm([entry(id, 0)])
-    assert time.monotonic() - began < 0.5, "nobody waits for the thread"
-    slow.gate.set()
-    assert timer.flush(5)
-    assert [len(call) for call in slow.calls] == [1, 49]
-
-
 def test_due_tasks_armed_in_quick_succession_are_sent_in_one_call(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,21 +135,6 @@ def test_flush_waits_until_all_is_sent_or_its_timeout_is_over(
     assert slow.ids == [1]
 
 
-def test_arming_no_entries_starts_no_thread(slow: SlowTimer, timer: BackgroundTimer) -> None:
-    assert timer.arm([])
-    assert timer.flush(0.01)
-    assert slow.calls == []
-
-
-def test_the_timer_is_up_if_the_timer_behind_it_is_up(
-    slow: SlowTimer, timer: BackgroundTimer
-) -> None:
-    slow.is_up = False
-    assert not timer.is_up
-    slow.gate.clear()
-    assert not timer.request_drain("q", [0], 1, 5)
-
-
 def test_memory_is_bounded_while_the_broker_is_away(
     slow: SlowTimer, timer: BackgroundTimer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,23 +161,6 @@ def test_a_closed_timer_has_sent_all_and_can_be_used_again(
     assert slow.ids == [1]
     assert timer.arm([entry(2, 0)])
     wait_until(lambda: 2 in slow.ids, 5, "the next one")
-
-
-@pytest.mark.slow
-def test_a_closed_timer_leaves_no_thread_and_no_exit_handler(
-    slow: SlowTimer,
-) -> None:
-    timer = BackgroundTimer(slow, Clock())
-    timer.arm([entry(1)])
-    timer.close()
-    left = weakref.ref(timer)
-    del timer
-
-    def is_collected() -> bool:
-        gc.collect()
-        return left() is None
-
-    wait_until(is_collected, 5, "the timer and its thread to end")
 
 
 @pytest.mark.parametrize("handlers", ["before", "after"])
@@ -362,29 +313,6 @@ def test_a_forked_child_sends_its_own_entries_and_not_those_of_its_parent(
 
     assert in_child(work) == 0
     assert slow.calls == []
-    assert timer.flush(5)
-    assert slow.ids == [1]
-
-
-def test_a_fork_while_the_thread_sends_leaves_the_child_a_working_timer(
-    slow: SlowTimer, timer: BackgroundTimer
-) -> None:
-    slow.gate.clear()
-    timer.arm([entry(1, 0)])
-    wait_until(lambda: slow.calls, 2, "the thread to send")
-
-    def work() -> bool:
-        slow.gate = threading.Event()
-        slow.gate.set()
-        timer.arm([entry(2, 0)])
-        # The parent sent the first entry before the fork.
-        return timer.flush(5) and slow.ids == [
-            1,
-            2,
-        ]
-
-    assert in_child(work) == 0
-    slow.gate.set()
     assert timer.flush(5)
     assert slow.ids == [1]
 

@@ -6,17 +6,14 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import pytest
 from celery.exceptions import WorkerShutdown
-from sqlalchemy.orm import Session
 
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
-from delaytasks.core.errors import NotRunningError
 from delaytasks.core.workers import ChunkSize
 from delaytasks.processors.registry import Registry
 from tests.recording import RunnerHarness
@@ -225,47 +222,6 @@ def test_each_result_is_stored_with_its_task(bench: RunnerHarness) -> None:
 # -- other properties of a run --------------------------------------------------------------------
 
 
-def test_each_task_of_the_batch_and_no_other_can_be_completed(bench: RunnerHarness) -> None:
-    other = bench.schedule()
-    refusals: list[str] = []
-
-    def work(tasks: list[DelayTask]) -> Any:
-        with Session(bench.store.database.tx) as session, session.begin():
-            for task in tasks[:2]:
-                task.complete(session, result=task.body)
-        with pytest.raises(NotRunningError) as refused:
-            other.complete()
-        refusals.append(str(refused.value))
-        raise ValueError("after the commit")
-
-    tasks = run(bench, work, retries="10s")
-    assert statuses(tasks) == ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
-    assert [task.result for task in tasks[:2]] == [0, 1]
-    [refusal] = refusals
-    assert refusal.startswith(
-        f"task {other.id} does not run here: this call is for [{tasks[0].id}, "
-    )
-    assert bench.events.counts["task.succeeded"] == 2
-    assert bench.events.counts["task.raised_late"] == 2
-
-
-def test_monitors_see_each_task_of_a_batch(bench: RunnerHarness) -> None:
-    told: list[tuple[str, int]] = []
-
-    class Watcher:
-        def started(self, task: DelayTask, claimed: Any, began: Any) -> None:
-            told.append(("started", task.body))
-
-        def ended(self, ending: Any, ended: Any, error: Any) -> None:
-            told.append((ending.move, ending.task.body))
-
-        def flush(self) -> None: ...
-
-    bench.runner = bench.make_runner(watcher=Watcher)
-    run(bench, lambda tasks: [None, Fail("no")], 2)
-    assert told == [("started", 0), ("started", 1), ("succeed", 0), ("fail", 1)]
-
-
 def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(
     bench: RunnerHarness,
 ) -> None:
@@ -319,13 +275,3 @@ def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(
     assert size.rows < 5, "others came, who want none of that"
     size.learn(0, 0.0, 0)
     assert size.least == 1
-
-
-def test_a_batch_in_a_thread_pool_has_all_its_tasks(bench: RunnerHarness) -> None:
-    sizes: list[int] = []
-    bench.registry.processor("batch", batch=10)(lambda tasks: sizes.append(len(tasks)))
-    chunks = [[bench.schedule("batch") for _ in range(10)] for _ in range(3)]
-    with ThreadPoolExecutor(3) as pool:
-        for done in [pool.submit(bench.run, *tasks) for tasks in chunks]:
-            done.result(10)
-    assert sizes == [10, 10, 10]

@@ -37,13 +37,6 @@ def test_a_backlog_is_run_chunk_after_chunk_until_it_is_empty(bench: RunnerHarne
     assert bench.statuses(tasks) == ["DONE"] * 7
 
 
-def test_without_time_to_continue_one_chunk_is_run(bench: RunnerHarness) -> None:
-    tasks = backlog(bench, 4)
-    report = drain(bench, limit=2, continue_s=0)
-    assert (report.claimed, report.ran, report.is_full) == (2, 2, True)
-    assert bench.statuses(tasks) == ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
-
-
 def test_while_a_chunk_runs_the_previous_one_is_settled_and_one_more_is_claimed(
     make: Make,
 ) -> None:
@@ -121,16 +114,6 @@ def test_nothing_is_claimed_ahead_of_a_row_that_may_end_the_process(make: Make) 
     assert (report.ran, report.is_full) == (2, True)
 
 
-def test_a_chunk_grows_with_the_speed_of_the_previous_ones(make: Make) -> None:
-    bench = make(chunk_max=50)
-    settled: list[int] = []
-    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
-    backlog(bench, 60)
-    drain(bench)
-    assert settled[:2] == [1, 1], "the third chunk is claimed after the first has been measured"
-    assert max(settled) > 20
-
-
 def test_a_worker_that_stops_gives_back_the_rows_that_it_claimed_ahead(make: Make) -> None:
     bench = make(chunk_max=1)
 
@@ -187,14 +170,3 @@ def test_rows_of_a_limited_tag_end_the_backlog_of_this_process(make: Make) -> No
     tasks = [bench.schedule("limited"), bench.schedule(), bench.schedule()]
     assert drain(bench).ran == 1
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
-
-
-def test_concurrent_rows_of_two_chunks_run_simultaneously(make: Make) -> None:
-    bench = make(chunk_time_budget_s=0.1, chunk_max=2)
-    bench.runner = bench.make_runner(may_detach=True)
-    all_four = threading.Barrier(4, timeout=10)
-    bench.registry.processor("wait", in_flight=4)(lambda body: all_four.wait())
-    tasks = backlog(bench, 4, "wait")
-    drain(bench, limit=2)
-    bench.runner.finish()
-    assert bench.statuses(tasks) == ["DONE"] * 4

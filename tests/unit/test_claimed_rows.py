@@ -9,7 +9,6 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
 
 from delaytasks import Status
 from delaytasks.core.clock import monotonic
@@ -46,40 +45,7 @@ def test_a_task_without_a_processor_waits_a_tenth_of_its_age_and_never_fails(
     assert bench.timer.ids == ([task.id] if near else []), "armed again when it is near"
 
 
-def test_the_age_of_a_deferred_task_counts_from_its_due_time(bench: RunnerHarness) -> None:
-    task = bench.schedule("nobody", delay=3600)
-    now = bench.clock.now()
-    bench.change(task, expected_time=now, create_time=now - timedelta(seconds=3600))
-    bench.run(bench.now(task))
-    assert (
-        now - MOMENT
-        <= bench.now(task).expected_time - timedelta(seconds=5)
-        <= bench.clock.now() + MOMENT
-    )
-
-
-def test_a_deploy_that_brings_the_processor_runs_the_row(bench: RunnerHarness) -> None:
-    task = bench.schedule("later", body=7)
-    bench.run(task)
-    bench.registry.processor("later")(bench.ran.append)
-    bench.change(task, expected_time=bench.clock.now())
-    bench.run(bench.now(task))
-    assert (bench.ran, bench.statuses([task]), bench.now(task).error) == ([7], ["DONE"], None)
-
-
 # -- rows with a lost lease ----------------------------------------------------------------------
-
-
-def test_recovered_rows_run_alone(bench: RunnerHarness) -> None:
-    tasks = [bench.schedule(body=n) for n in range(5)]
-    for task in tasks[1:3]:
-        bench.change(task, lapses=1)
-    report = bench.run(*tasks)
-    assert [fields.get("count", 1) for fields in bench.named("chunk.claimed")] == [3, 1, 1]
-    assert (bench.ran[:3], sorted(bench.ran[3:])) == ([0, 3, 4], [1, 2])
-    assert report.ran == 5
-    assert bench.statuses(tasks) == ["DONE"] * 5
-    assert [bench.now(task).lapses for task in tasks] == [0] * 5
 
 
 def test_recovered_rows_get_a_share_of_the_time_of_a_backlog(
@@ -136,27 +102,6 @@ def test_a_recovered_row_that_is_held_is_not_counted_for_the_next_chunk(
     assert not bench.runner.run_due("default", [0], 2).is_full, "one row was left"
 
 
-def test_a_drain_claims_the_oldest_rows_by_priority_and_recovered_rows_alone(
-    bench: RunnerHarness,
-) -> None:
-    tasks = [bench.schedule(body=n, priority=n % 2) for n in range(6)]
-    abandoned_row = bench.schedule(body="suspect")
-    bench.change(abandoned_row, lapses=2)
-    other_queue = bench.schedule(queue="other")
-    first = bench.runner.run_due("default", [0, 1], 3)
-    assert (first.claimed, first.ran, first.is_full) == (3, 3, True)
-    assert bench.ran == [1, 3, 5]
-    second = bench.runner.run_due("default", [0, 1], 10)
-    assert (second.claimed, second.ran, second.is_full) == (4, 4, True), (
-        "a suspect may have followers"
-    )
-    assert bench.ran[3:] == [0, 2, 4, "suspect"]
-    third = bench.runner.run_due("default", [0, 1], 10)
-    assert (third.claimed, third.ran, third.is_full) == (0, 0, False)
-    assert [fields.get("count", 1) for fields in bench.named("chunk.claimed")] == [3, 3, 1]
-    assert bench.statuses([*tasks, abandoned_row, other_queue]) == ["DONE"] * 7 + ["NOT_COMPLETE"]
-
-
 # -- entries that the claim does not return ------------------------------------------------------
 
 
@@ -204,27 +149,11 @@ def test_entries_of_rows_that_changed_are_dropped_and_counted(bench: RunnerHarne
     assert bench.named("entry.dropped") == [{"count": 6}]
 
 
-def test_a_row_that_is_named_twice_runs_once(bench: RunnerHarness) -> None:
-    task = bench.schedule()
-    assert bench.run(task, task).ran == 1
-    assert bench.run(task).ran == 0
-    assert bench.ran == [None]
-
-
 def test_a_stale_entry_does_not_replace_the_current_one(bench: RunnerHarness) -> None:
     task = bench.schedule(delay=20)
     entry = Entry.of(task)
     for order in ([entry, entry._replace(version=7)], [entry._replace(version=7), entry]):
         assert bench.runner.run(order).early == (entry,)
-
-
-def test_a_row_of_another_program_with_only_the_required_columns_runs(bench: RunnerHarness) -> None:
-    with bench.store.database.begin() as connection:
-        connection.execute(
-            insert(bench.store.schema.tasks).values(tag="note", message_body='"hello"')
-        )
-    assert bench.runner.run_due("default", [0], 10).ran == 1
-    assert bench.ran == ["hello"]
 
 
 def test_the_reported_duration_of_a_chunk_is_the_time_of_its_processors(
@@ -235,18 +164,3 @@ def test_the_reported_duration_of_a_chunk_is_the_time_of_its_processors(
     began = time.monotonic()
     report = bench.run(*[bench.schedule() for _ in range(3)])
     assert report.seconds < 0.1 < 0.4 < time.monotonic() - began
-
-
-def test_an_error_after_the_end_of_a_row_is_logged(
-    bench: RunnerHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def execute(call: Any, end: Any) -> None:
-        end(None, None)
-        raise ValueError("a receiver's")
-
-    monkeypatch.setattr(bench, "execute", execute)
-    bench.runner = bench.make_runner()
-    task = bench.schedule()
-    bench.run(task)
-    assert bench.statuses([task]) == ["DONE"]
-    assert "a receiver's" in caplog.text

@@ -12,7 +12,6 @@ import pytest
 
 from delaytasks.core import clock as clock_module
 from delaytasks.core.clock import Clock, from_us, to_us
-from tests.recording import ManualClock
 from tests.waiting import wait_until
 
 UTC = timezone.utc
@@ -86,17 +85,6 @@ def test_the_clock_follows_the_database_and_not_the_host(host: FakeTime) -> None
     assert clock.offset_s == pytest.approx(ahead, abs=1e-3)
 
 
-@pytest.mark.parametrize("step", [3600.0, -3600.0])
-def test_a_step_of_the_hosts_clock_makes_no_difference(host: FakeTime, step: float) -> None:
-    clock = Clock(FakeDatabase(host).now, refresh_s=60)
-    before = clock.now_us()
-    host.wall += step
-    host.advance(1)
-    assert clock.now_us() - before == pytest.approx(1e6, abs=10)
-    host.advance(100)  # the clock measures again
-    assert apart(clock, host) < 1e-5
-
-
 def test_the_clock_is_measured_at_intervals_and_the_fastest_answer_is_used(
     host: FakeTime,
 ) -> None:
@@ -148,30 +136,6 @@ def test_the_clock_also_waits_after_a_failure_that_took_long(host: FakeTime) -> 
     for _ in range(20):
         clock.now_us()
     assert database.asked == 3 + 1
-
-
-def test_no_thread_waits_while_another_thread_measures(host: FakeTime) -> None:
-    database = FakeDatabase(host)
-    clock = Clock(database.now, refresh_s=60)
-    clock.now_us()
-    host.advance(61)
-    asks, goes_on = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        asks.set()
-        assert goes_on.wait(10)
-
-    database.meanwhile = hang
-    with ThreadPoolExecutor(9) as pool:
-        measuring = pool.submit(clock.now_us)
-        try:
-            assert asks.wait(5)
-            for other in [pool.submit(clock.certain_now) for _ in range(8)]:
-                assert other.result(2) == right(host)
-            assert not measuring.done()
-        finally:
-            goes_on.set()
-    assert database.asked == 6
 
 
 def test_without_inline_refreshes_only_refresh_if_due_measures(host: FakeTime) -> None:
@@ -233,21 +197,6 @@ def test_without_a_database_the_hosts_own_clock_is_used(host: FakeTime) -> None:
     )
 
 
-def test_no_row_is_made_due_by_the_hosts_clock_because_the_database_did_not_answer(
-    host: FakeTime,
-) -> None:
-    database = FakeDatabase(host)
-    clock = Clock(database.now)
-    database.is_up = False
-    assert clock.now_us() == int(host.wall * 1e6)  # `certain_now` asks without a rest
-    for _ in range(2):
-        with pytest.raises(ConnectionError):
-            clock.certain_now()
-    assert database.insisted == 2
-    database.is_up = True
-    assert clock.certain_now() == right(host)
-
-
 def test_threads_that_need_the_certain_time_fail_together(host: FakeTime) -> None:
     database = FakeDatabase(host)
     clock = Clock(database.now)
@@ -284,12 +233,6 @@ def test_microseconds_since_1970_and_back_lose_nothing() -> None:
         datetime(9999, 12, 31, 23, 59, 59, 999_999, UTC),
     ):
         assert from_us(to_us(instant)) == instant
-
-
-def test_a_manual_clock_stands_until_it_is_moved() -> None:
-    clock = ManualClock(NOON)
-    clock.advance(1.5)
-    assert clock.now() == clock.now() == NOON + timedelta(seconds=1.5)
 
 
 def test_the_monotonic_clock_continues_while_the_host_is_suspended(

@@ -16,7 +16,6 @@ from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 
 SECOND = timedelta(seconds=2)
-FORMS: list[dict[str, Any]] = [{}, {"in_flight": 1}, {"batch": 5}]
 
 
 @pytest.fixture
@@ -30,22 +29,6 @@ def bench(make: Make, app: Celery) -> RunnerHarness:
     made.execute = CeleryTaskContext(app, "w@host", made.clock)  # type: ignore[method-assign]
     made.runner = made.make_runner()
     return made
-
-
-@pytest.mark.parametrize("options", FORMS, ids=str)
-def test_current_task_retry_in_a_coroutine_is_a_retry(bench: RunnerHarness, options: Any) -> None:
-    @bench.registry.processor("a", **options)
-    async def ask(given: Any) -> None:
-        await asyncio.sleep(0)
-        raise current_task.retry(countdown=600, exc=ValueError("the bank is closed"))
-
-    task = bench.schedule("a")
-    bench.run(task)
-    after = bench.now(task)
-    assert after.status.name == "NOT_COMPLETE"
-    assert abs(after.expected_time - bench.clock.now() - timedelta(seconds=600)) < SECOND
-    assert after.attempts == 1
-    assert "ValueError: the bank is closed" in (after.error or "")
 
 
 def test_a_retry_in_a_coroutine_follows_the_retry_schedule_and_its_limits(

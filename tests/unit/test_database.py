@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from delaytasks.core.task import DelayTask
 from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
-from delaytasks.storage.driver_errors import TRIES, lacks_tables, translate
+from delaytasks.storage.driver_errors import lacks_tables, translate
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import UTCDateTime, db_now, is_past
 from tests.conftest import open_store, settings_for
@@ -164,35 +163,6 @@ def test_a_deadlock_that_removed_the_savepoint_is_tried_again() -> None:
 
 # -- clusters -------------------------------------------------------------------------------------
 
-DEMOTED = [
-    error("read-only", state="25006"),
-    *(error(code, "no") for code in (1047, 1290, 1792, 1836, 1874, 3100)),
-]
-
-
-@pytest.mark.parametrize(
-    "failure", DEMOTED, ids=lambda failure: str(failure.orig.pgcode or failure.orig.args[0])
-)
-def test_connections_to_a_server_that_takes_no_writes_are_not_used_again(
-    failure: exc.DBAPIError, sqlite_path: Callable[[str], str]
-) -> None:
-    database = Database(sqlite_path("cluster"))
-    made: list[Any] = []
-    for engine in (database.auto, database.tx):
-        event.listen(engine, "connect", lambda connection, _: made.append(connection))
-        engine.connect().close()
-
-    def work() -> int:
-        for engine in (database.auto, database.tx):
-            engine.connect().close()
-        if len(made) == 2:
-            raise failure
-        return 7
-
-    assert database.run(work) == 7
-    assert len(made) == 4
-    database.dispose()
-
 
 def test_galera_commit_that_failed_may_have_been_done() -> None:
     """Error 1180 is ambiguous if the node lost its cluster during COMMIT.
@@ -206,12 +176,6 @@ def test_galera_commit_that_failed_may_have_been_done() -> None:
         Database("sqlite://").run(raising(unsure, StaleVersionError("version 1, not 0")), 7)
     with pytest.raises(StoreUnavailableError, match="during COMMIT"):
         Database("sqlite://").run(raising(unsure))
-
-
-@pytest.mark.parametrize("code", [1213, 1205, 1020, 3101])
-def test_a_transaction_that_lost_against_another_one_is_tried_again(code: int) -> None:
-    failures = [error(code, "conflict")]
-    assert Database("sqlite://").run(lambda: raising(failures.pop())() if failures else 7) == 7
 
 
 # -- unknown outcomes -----------------------------------------------------------------------------
@@ -334,14 +298,6 @@ def test_options_of_the_postgresql_url_are_kept_and_win() -> None:
     assert engines._postgresql_options(make_url("postgresql://h/d")).startswith(
         "-c lock_timeout=1s -c default_tr"
     )
-
-
-def test_a_statement_is_tried_a_limited_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    tries: list[int] = []
-    monkeypatch.setattr(time, "sleep", tries.append)
-    with pytest.raises(StoreUnavailableError, match="stayed busy"):
-        Database("sqlite://").run(raising(error(1205, "lock wait timeout")))
-    assert len(tries) == TRIES - 1
 
 
 # -- values ---------------------------------------------------------------------------------------

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core import events as events_module
 from delaytasks.core import loop as loop_module
-from delaytasks.core.errors import StoreUnavailableError
-from delaytasks.core.events import Events, log_event
+from delaytasks.core.events import Events
 from delaytasks.core.loop import Loop
 from delaytasks.worker import worker_runtime as runtime_module
 from delaytasks.worker.worker_runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
@@ -236,41 +234,3 @@ def test_no_loop_is_stuck_because_the_whole_process_was_suspended(
     assert [fields["reason"] for fields in work.told] == ["stuck"], (
         "it is, if it does not go on now"
     )
-
-
-def tracebacks(caplog: pytest.LogCaptureFixture) -> list[bool]:
-    """Return for each logged event whether it has a traceback."""
-    return [record.exc_info is not None for record in caplog.records]
-
-
-def test_a_loop_logs_the_traceback_of_the_first_of_equal_errors(
-    work: Work, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise ValueError("as asked")
-
-    for _ in range(2):
-        work.take_turn(fail)
-        work.rest()
-    assert tracebacks(caplog) == [True, False]
-
-
-@pytest.mark.parametrize("is_unable", [False, True])
-def test_a_database_that_fails_again_and_again_has_one_traceback(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, is_unable: bool
-) -> None:
-    monkeypatch.setattr(events_module, "_outage_texts", {})
-    with caplog.at_level("DEBUG", "delaytasks"):
-        for _ in range(2):
-            error = StoreUnavailableError("the disk is full", is_unable=is_unable)
-            log_event("chunk.failed", {"error": error})
-    assert tracebacks(caplog) == [True, False]
-    assert {record.levelname for record in caplog.records} == {"ERROR" if is_unable else "DEBUG"}
-
-
-def test_a_task_that_fails_because_of_the_database_has_its_traceback(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for _ in range(2):
-        log_event("task.failed", {"id": 1, "error": StoreUnavailableError("away")})
-    assert tracebacks(caplog) == [True, True]

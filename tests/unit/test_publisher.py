@@ -66,17 +66,6 @@ def publisher(monkeypatch: pytest.MonkeyPatch) -> RefusedPublisher:
     return RefusedPublisher()
 
 
-def test_a_refused_queue_pauses_only_itself(publisher: RefusedPublisher) -> None:
-    assert not publisher.sends_to("bad")
-    assert publisher.sends_to("good")
-    assert publisher.is_up
-    assert publisher.event_names == ["queue.refused"]
-    [(_, fields)] = publisher.emitted
-    assert fields["queue"] == "bad"
-    assert "x-queue-type" in fields["error"]
-    assert "refusal.bad" in fields["remedy"]
-
-
 def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
     publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,23 +82,6 @@ def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
     assert publisher.event_names == ["queue.refused", "queue.refused"], (
         "once when it begins, not at each try"
     )
-
-
-def test_a_broker_that_refuses_a_queue_is_available(
-    publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            broker_module,
-            "bounded_connection",
-            lambda *_, **__: (_ for _ in ()).throw(OSError("away")),
-        )
-        assert not publisher.sends_to("bad")
-    assert not publisher.is_up
-    RefusedPublisher.now += availability.SERVICE_REST_S + 0.1
-    assert not publisher.sends_to("bad")
-    assert publisher.is_up
-    assert publisher.event_names == ["timer.down", "timer.up", "queue.refused"]
 
 
 def test_an_unavailable_broker_is_unavailable_for_all_queues(

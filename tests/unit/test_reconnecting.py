@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from itertools import pairwise
 from types import SimpleNamespace
-from unittest.mock import Mock
 
-import celery
 import pytest
 from celery import Celery
 from celery.worker.consumer import Consumer
 from kombu.asynchronous import Hub
 from kombu.connection import Connection
 from kombu.exceptions import OperationalError
-from kombu.simple import SimpleQueue
 from kombu.utils import functional
 
 from delaytasks.worker.broker_connection import (
@@ -25,7 +21,6 @@ from delaytasks.worker.broker_connection import (
     call_in_background,
     turn_event_loop,
 )
-from tests.services import RedisServer
 from tests.waiting import wait_until
 
 NOWHERE = "redis://127.0.0.1:{port}/0"
@@ -95,14 +90,6 @@ def ours(url: str, retries: int | None) -> Looking:
     return consumer
 
 
-def test_a_worker_tries_an_unavailable_broker_every_few_seconds_without_end(
-    clock: Clock, port: int
-) -> None:
-    tries = tries_of(ours(NOWHERE.format(port=port), None), clock, most=300)
-    assert len(tries) == 300
-    assert max(later - earlier for earlier, later in pairwise(tries)) == RECONNECT_PAUSE_S
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("retries", [0, 1, 5, 100])
 def test_a_worker_gives_up_the_broker_when_celery_would(
@@ -133,48 +120,6 @@ def test_other_connections_keep_their_own_retry_limits(clock: Clock, port: int) 
             max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5
         )
     assert clock.now == 0
-
-
-def test_chunks_that_the_pool_forgot_are_recalled_before_the_event_loop_continues() -> None:
-    done: list[str] = []
-    runtime = SimpleNamespace(recall=lambda: done.append("recall"))
-    consumer = SimpleNamespace(
-        controller=SimpleNamespace(delays_runtime=runtime),
-        ensure_connected=lambda connection: done.append("connect"),
-    )
-    ReconnectStep(consumer)
-    consumer.ensure_connected(SimpleNamespace(ensure_connection=None))
-    assert done == ["recall", "connect"]
-
-
-@pytest.mark.skipif(celery.VERSION < (5, 7), reason="this Celery does not close a lost connection")
-def test_a_lost_connection_with_unacknowledged_messages_does_not_end_the_worker(
-    start_redis: Callable[..., RedisServer], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Celery collects the connection first. If Redis does not answer then, its channel stays open,
-    and no longer knows the server to which it should return the messages.
-    """
-    server = start_redis()
-    consumer = Looking(server.url, None)
-    consumer.app.conf.update(
-        worker_cancel_long_running_tasks_on_connection_loss=True,
-        worker_enable_prefetch_count_reduction=False,
-    )
-    consumer.blueprint = SimpleNamespace(start=None)
-    runtime = SimpleNamespace(service_watch=SimpleNamespace(mark_broker_lost=lambda: None))
-    consumer.controller = SimpleNamespace(delays_runtime=runtime)
-    ReconnectStep(consumer)
-    consumer.connection = consumer.app.connection_for_read()
-    channel = consumer.connection.default_channel
-    queue = SimpleQueue(channel, "unacknowledged")
-    queue.put("a task")
-    queue.get()
-    channel._brpop_start()
-    channel._brpop_read = Mock(side_effect=[TimeoutError, TimeoutError, None])
-    server.stop()
-    consumer.on_connection_error_after_connected(ConnectionResetError("gone"))
-    assert consumer.connection is None
-    assert "could not be closed" in caplog.text
 
 
 class HubPool:

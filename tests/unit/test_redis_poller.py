@@ -214,45 +214,6 @@ def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
         post.close()
 
 
-def test_entries_that_cannot_run_soon_are_left_to_other_workers(post: Post) -> None:
-    post.start()
-    post.arm(range(1, 3))
-    wait_until(lambda: len(post.pool.requests) == 2, 5, "both processes to be busy")
-    post.end_chunk(10.0)
-    post.arm(range(3, 103))
-    wait_until(
-        lambda: len(post.pool.requests) == 2 and post.left()[1] == 0,
-        5,
-        "the free process to take one",
-    )
-    assert post.here() == 2
-    assert post.left() == (99, 0)
-
-
-def test_the_poller_begins_with_the_highest_priority(post: Post) -> None:
-    post.arm(range(1, 101))
-    post.arm(range(201, 231), priority=9)
-    post.start()
-    wait_until(lambda: post.here() >= 40, 5, "the first ones")
-    first = [entry for request, _, _ in post.pool.requests for entry in request.entries]
-    assert {entry.priority for entry in first} == {9}
-
-
-def test_an_entry_that_is_due_before_all_others_is_published(post: Post) -> None:
-    post.arm(range(1, 101), 100)
-    post.start()
-    wait_until(
-        lambda: post.runtime.watchdog.info()["redis_listener"]["is_alive"], 5, "the listener"
-    )
-    poller = post.runtime.redis_poller
-    assert poller is not None
-    wait_until(
-        lambda: len(poller._read_at) > 0 and min(poller._read_at.values()) > 0, 5, "it to rest"
-    )
-    post.arm(range(101, 102))
-    wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
-
-
 def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) -> None:
     post.arm(range(1, 101), 100)
     post.start()
@@ -311,14 +272,6 @@ def test_entries_that_a_stopping_worker_has_just_passed_on_are_deleted(post: Pos
     assert post.left() == (0, 0)
 
 
-def test_passed_on_entries_are_deleted_even_if_no_entry_follows(post: Post) -> None:
-    post.start()
-    post.arm(range(1, 11))
-    assert len(post.end_all(10)) == 10
-    wait_until(lambda: post.left() == (0, 0), 10, "them to be deleted")
-    assert "entry.returned" not in post.seen
-
-
 def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     post.start()
     post.arm(range(1, 101))
@@ -336,35 +289,6 @@ def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
     wait_until(request.granted.is_set, 5, "the poller to be woken")
 
 
-@pytest.mark.slow
-def test_entries_that_could_not_be_passed_on_are_taken_again(post: Post) -> None:
-    post.start()
-    hold, failures = post.runtime.dispatcher.receive, [OSError("as asked")]
-
-    def hold_or_fail(entries: Any) -> None:
-        if entries and failures:
-            raise failures.pop()
-        hold(entries)
-
-    post.runtime.dispatcher.receive = hold_or_fail  # type: ignore[method-assign]
-    post.arm(range(1, 2))
-    wait_until(lambda: not failures, 5, "the failure")
-    wait_until(lambda: post.here() == 1, 10, "what was taken before it")
-    wait_until(lambda: post.left() == (0, 0), 5, "it to be deleted")
-    assert post.delays.events.counts["entry.returned"] == 1
-    assert "loop.failed" in post.seen
-
-
-def test_late_entries_are_drained_from_the_table(post: Post) -> None:
-    post.arm(range(1, 11), -100, priority=3)
-    post.start()
-    wait_until(lambda: post.pool.requests, 5, "a chunk")
-    request = post.pool.requests[0][0]
-    assert (request.drained_queue, request.priorities, request.entries) == ("default", (3,), ())
-    assert post.delays.events.counts["entry.late"] == 10
-    assert post.left() == (0, 0)
-
-
 def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
     post.arm(range(2, 3), 50)
     post.start()
@@ -377,32 +301,6 @@ def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
         5,
         "the loss to be noticed, by the next entry that is armed",
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["refuse", "swallow"])
-def test_near_rows_are_armed_again_when_redis_is_back(post: Post, proxy: Proxy, how: str) -> None:
-    post.start()
-    post.arm(range(1, 2))
-    wait_until(
-        lambda: post.here() == 1 and post.left() == (0, 0),
-        5,
-        "the first entry, and Redis to be told",
-    )
-    before = post.forgotten
-    getattr(proxy, how)()
-    post.look()
-    wait_until(lambda: not runtime_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
-    assert post.runtime.info()["timer_is_up"] is False
-    post.end_chunk(0.001)
-    post.arm(range(2, 3))
-    proxy.heal()
-    wait_until(lambda: post.here() == 1, 10, "what was armed meanwhile")
-    assert post.forgotten > before
-    assert post.seen.count("timer.down") == post.seen.count("timer.up") == 1
-    post.end_chunk(0.001)
-    post.arm(range(3, 4), 0.2)
-    wait_until(lambda: post.here() == 1, 5, "the listener to be back")
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
-from delaytasks.timers.redis_timer import AHEAD_MS, RETURN_S, redis_location
+from delaytasks.timers.redis_timer import redis_location
 from tests.recording import RedisTimerHarness
 
 
@@ -19,22 +18,6 @@ def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
     bench = RedisTimerHarness(redis_url)
     yield bench
     bench.close()
-
-
-def test_only_entries_that_are_due_soon_are_taken_and_each_once(bench: RedisTimerHarness) -> None:
-    assert bench.timer.arm(
-        [bench.entry(1, AHEAD_MS), bench.entry(2, AHEAD_MS + 1), bench.entry(3, 5000)]
-    )
-    assert bench.take_ids() == [1]
-    bench.clock.advance(0.001)
-    assert bench.take_ids() == [2]
-    assert bench.take_ids() == []
-
-
-def test_a_fraction_of_a_millisecond_is_not_cut_off(bench: RedisTimerHarness) -> None:
-    armed = [bench.entry(id, id + id / 1000) for id in range(1, 100)]
-    bench.timer.arm(armed)
-    assert sorted(entry for some in bench.take() for entry in some.entries) == armed
 
 
 def test_an_entry_is_taken_as_it_was_armed(bench: RedisTimerHarness) -> None:
@@ -57,78 +40,6 @@ def test_a_higher_priority_has_a_slot_of_its_own(bench: RedisTimerHarness) -> No
     assert found == {(slot.priority, entry) for slot, entry in zip(slots, entries, strict=True)}
 
 
-def test_arming_again_is_harmless_and_the_last_time_counts(bench: RedisTimerHarness) -> None:
-    for in_ms in (0, 0, 5000):
-        bench.timer.arm([bench.entry(1, in_ms)])
-    assert bench.take_ids() == []
-    bench.clock.advance(5)
-    assert bench.take_ids() == [1]
-
-
-def test_disarming_removes_exactly_one_version_from_either_set(bench: RedisTimerHarness) -> None:
-    bench.timer.arm(
-        [bench.entry(1), bench.entry(1, version=1), bench.entry(2), bench.entry(2, version=1)]
-    )
-    bench.timer.disarm([bench.entry(1)])
-    assert sorted(bench.members("store")) == [b"1:1", b"2:0", b"2:1"]
-    bench.take()
-    bench.timer.disarm([bench.entry(2, version=1), bench.entry(3)])
-    assert sorted(bench.members("prepare")) == [b"1:1", b"2:0"]
-
-
-def test_only_passed_on_entries_are_deleted(bench: RedisTimerHarness) -> None:
-    bench.timer.arm([bench.entry(id) for id in range(1, 101)])
-    first, second = bench.take(1), bench.take(1)
-    bench.timer.take({}, first)
-    left = {b"%d:0" % entry.id for some in second for entry in some.entries}
-    assert len(left) == bench.settings.redis_slots
-    assert set(bench.members("prepare")) == left
-
-
-def test_passing_on_an_old_entry_late_leaves_entries_that_were_taken_since(
-    bench: RedisTimerHarness,
-) -> None:
-    first = bench.entry(1)
-    other_id = next(
-        id for id in range(2, 1000) if bench.timer.slot(bench.entry(id)) == bench.timer.slot(first)
-    )
-    bench.timer.arm([first])
-    of_one_poller = bench.take()
-    bench.timer.arm([bench.entry(1, in_ms=5000), bench.entry(other_id)])
-    assert bench.take_ids() == [other_id], "another poller takes it within the same millisecond"
-    bench.timer.take({}, of_one_poller)
-    assert bench.members("prepare") == [b"%d:0" % other_id], (
-        "it comes back when the other mover dies"
-    )
-
-
-def test_entries_that_are_not_passed_on_are_due_again_after_a_timeout(
-    bench: RedisTimerHarness,
-) -> None:
-    bench.timer.arm([bench.entry(1), bench.entry(2)])
-    assert bench.take_ids() == [1, 2]
-    bench.clock.advance(RETURN_S - 0.001)
-    assert bench.take_ids() == []
-    bench.clock.advance(0.001)
-    taken = bench.take()
-    assert sum(some.returned for some in taken) == 2
-    assert sorted(entry.id for some in taken for entry in some.entries) == [1, 2]
-    returns_in_ms = min(some.next_ms for some in taken) - bench.clock.now_us() / 1000
-    assert RETURN_S * 1000 - 1 < returns_in_ms <= RETURN_S * 1000
-
-
-def test_entries_that_are_too_late_are_dropped_and_left_to_the_table(
-    bench: RedisTimerHarness,
-) -> None:
-    bench.timer.arm([bench.entry(1, priority=5), bench.entry(2), bench.entry(3, 1000)])
-    bench.clock.advance(1.5)
-    taken = bench.take()
-    assert sum(some.dropped for some in taken) == 2
-    assert {priority for some in taken for priority in some.priorities} == {0, 5}
-    assert [entry.id for some in taken for entry in some.entries] == [3]
-    assert bench.members("store") == []
-
-
 def test_an_invalid_priority_is_not_requested_from_the_table(bench: RedisTimerHarness) -> None:
     slot = bench.timer.slots("default")[0]
     late = bench.clock.now_us() // 1000 - 100_000
@@ -137,24 +48,6 @@ def test_an_invalid_priority_is_not_requested_from_the_table(bench: RedisTimerHa
     [taken] = bench.timer.take({slot: 10}) or []
     assert taken.dropped == 2
     assert sorted(taken.priorities) == [0, 3]
-
-
-def test_take_returns_the_time_of_the_next_poll(bench: RedisTimerHarness) -> None:
-    slot = bench.timer.slots("default")[0]
-    assert [some.next_ms for some in bench.timer.take({slot: 1}) or ()] == [float("inf")]
-    bench.timer.arm([bench.entry(id, 700 + id) for id in range(1, 100)])
-    nexts = [some.next_ms for some in bench.take()]
-    assert min(nexts) == bench.clock.now_us() // 1000 + 701 - AHEAD_MS
-
-
-@pytest.mark.parametrize("due_us", [700_000, 700_001, 700_499, 700_999])
-def test_at_the_returned_time_of_the_next_poll_an_entry_can_be_taken(
-    bench: RedisTimerHarness, due_us: int
-) -> None:
-    bench.timer.arm([bench.entry(1, due_us / 1000)])
-    looks_us = math.ceil(min(some.next_ms for some in bench.take()) * 1000)
-    bench.clock.advance((looks_us - bench.clock.now_us()) / 1e6)
-    assert bench.take_ids() == [1]
 
 
 def test_a_slot_that_redis_lost_is_noticed_once(bench: RedisTimerHarness) -> None:
@@ -187,15 +80,6 @@ def test_only_an_entry_that_is_first_in_its_slot_is_published(redis_url: str) ->
         listener.close()
     finally:
         bench.close()
-
-
-def test_many_entries_are_armed_and_taken_in_batches(bench: RedisTimerHarness) -> None:
-    entries = [bench.entry(id) for id in range(1, 20_001)]
-    assert bench.timer.arm(entries)
-    found: list[int] = []
-    while portion := bench.take_ids(10_000):
-        found += portion
-    assert sorted(found) == list(range(1, 20_001))
 
 
 def test_invalid_members_of_other_programs_are_counted_and_ignored(

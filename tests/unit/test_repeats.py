@@ -10,7 +10,6 @@ import pytest
 from delaytasks.core import events as repeats_module
 from delaytasks.core.events import (
     _LOG_LEVELS,
-    MOST_LAST_ERRORS,
     MOST_SUBJECTS,
     QUIET_S,
     SUBJECTS,
@@ -103,19 +102,3 @@ def test_the_last_line_about_an_unblocked_key_reports_its_end(log: Log) -> None:
     Log.now += QUIET_S
     log.repeats.flush()
     assert [name for name, _ in log.lines][-1] == "queue.blocked"
-
-
-def test_a_stage_that_fails_in_the_same_way_again_has_one_traceback() -> None:
-    events, causes = Events(), list[object]()
-    events.subscribe(lambda name, fields: causes.append(fields["cause"]))
-
-    def fail(with_text: str) -> None:
-        raise ValueError(with_text)
-
-    for text in ["a", "a", "b", "b", "a"]:
-        events.attempt("loop", "stage", lambda text=text: fail(text))  # type: ignore[misc]
-    events.attempt("loop", "another stage", lambda: fail("a"))
-    assert [cause is not None for cause in causes] == [True, False, True, False, True, True]
-    for number in range(2 * MOST_LAST_ERRORS):
-        events.attempt("loop", f"stage {number}", lambda: fail("a"))
-    assert len(events._last_errors) <= MOST_LAST_ERRORS

@@ -84,15 +84,6 @@ def test_an_error_text_is_bounded(make: Make) -> None:
     assert "characters left out" in text
 
 
-def test_a_body_that_is_not_json_fails_only_its_row(bench: RunnerHarness) -> None:
-    tasks = [bench.schedule(body=n) for n in range(3)]
-    bench.change(tasks[1], message_body="{nope")
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "FAILED", "DONE"]
-    assert "JSONDecodeError" in (bench.now(tasks[1]).error or "")
-    assert bench.ran == [0, 2]
-
-
 def test_a_worker_that_stops_settles_finished_rows_and_gives_back_the_rest(
     bench: RunnerHarness,
 ) -> None:
@@ -226,32 +217,6 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
     assert bench.run(*(bench.now(task) for task in rest)).ran == 3, "and they run elsewhere"
 
 
-def test_each_chunk_has_its_own_time_budget(make: Make) -> None:
-    bench = make(chunk_time_budget_s=0.1)
-    waits: list[DelayTask] = []
-
-    def wait(body: Any) -> None:
-        wait_until(
-            lambda: bench.now(waits[-1]).status is Status.NOT_COMPLETE,
-            5,
-            "the other one to be given back",
-        )
-
-    bench.registry.processor("wait")(wait)
-    for _ in range(3):
-        slow, other = bench.schedule("wait", priority=9), bench.schedule()
-        waits.append(other)
-        bench.run(slow, other)
-        assert bench.statuses([slow, other]) == ["DONE", "NOT_COMPLETE"]
-
-
-def test_a_chunk_within_its_time_budget_gives_back_no_row(bench: RunnerHarness) -> None:
-    for _ in range(20):
-        bench.run(*[bench.schedule() for _ in range(5)])
-    assert bench.events.counts["chunk.gave_back"] == 0
-    assert len(bench.ran) == 100
-
-
 def test_no_row_is_started_if_its_lease_may_be_over(make: Make) -> None:
     bench = make(lease_s=0.2, chunk_time_budget_s=0.05)
     tasks = [bench.schedule() for _ in range(3)]
@@ -260,19 +225,6 @@ def test_no_row_is_started_if_its_lease_may_be_over(make: Make) -> None:
     report = bench.run(*tasks)
     assert (report.ran, bench.ran) == (0, [])
     assert bench.statuses(tasks) == ["NOT_COMPLETE"] * 3
-
-
-def test_a_row_that_was_lost_meanwhile_is_not_settled(bench: RunnerHarness) -> None:
-    tasks = [bench.schedule() for _ in range(3)]
-
-    def lapse(settlements: Sequence[Settlement]) -> None:
-        bench.change(tasks[1], status=int(Status.NOT_COMPLETE), version=7)
-
-    bench.claims.before_settle = lapse
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "DONE"]
-    assert [fields["id"] for fields in bench.named("task.lease_lost")] == [tasks[1].id]
-    assert bench.events.counts["task.succeeded"] == 2
 
 
 def test_a_settlement_is_tried_again_while_the_database_is_unavailable(

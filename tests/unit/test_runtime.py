@@ -23,7 +23,6 @@ from delaytasks.worker.chunk_queue import UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import proxy_to
-from tests.services import free_port
 from tests.unit.runtime_harness import make_runtime, stop_loops
 from tests.waiting import wait_until
 
@@ -102,34 +101,6 @@ def test_a_worker_has_the_expected_loops(at_work: AtWork) -> None:
     info = at_work.runtime.info()["loops"]
     assert sorted(info) == sorted(LOOPS)
     assert all(loop["is_alive"] and loop["restarts"] == 0 for loop in info.values())
-
-
-@pytest.mark.slow
-def test_the_loops_of_metrics_that_die_are_started_again(tmp_path: Path) -> None:
-    options = {"metrics_port": free_port(), "metrics_file": str(tmp_path / "%n.prom")}
-    at_work = AtWork(make_runtime(tmp_path, **options))
-    try:
-        for name in ("metrics_writer", "metrics_server"):
-            at_work.break_loop(name, die)
-            wait_until(lambda: at_work.restarts, 10, "it to be started again")
-            assert at_work.restarts.pop() == {"loop": name, "reason": "dead"}
-            assert at_work.takes_turns(name)
-        assert (tmp_path / "w.prom").exists()
-    finally:
-        at_work.close()
-        at_work.runtime.stop()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOOPS)
-def test_each_loop_that_dies_is_started_again(at_work: AtWork, name: str) -> None:
-    at_work.break_loop(name, die)
-    wait_until(lambda: at_work.restarts, 10, "it to be started again")
-    assert at_work.restarts == [{"loop": name, "reason": "dead"}]
-    info = at_work.runtime.info()
-    assert (info["loops"][name]["is_alive"], info["loops"][name]["restarts"]) == (True, 1)
-    assert info["events"]["loop.restarted"] == 1
-    assert at_work.takes_turns(name)
 
 
 #: The longest time that each loop may be stuck, in seconds. A lease of a minute is renewed after 20
@@ -239,56 +210,6 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
                 client.delete(key)
 
 
-@pytest.mark.slow
-def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
-    postgresql_url: str,
-) -> None:
-    proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
-    at_work = AtWork(
-        make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
-    )
-    counts, database = (
-        at_work.runtime.events.counts,
-        runtime_of(at_work.runtime.celery_worker.delays).store.database,
-    )
-    try:
-        wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
-        proxy.strand()
-        wait_until(
-            lambda: at_work.restarts == [{"loop": "sweep", "reason": "stuck"}],
-            20,
-            "it to be replaced",
-        )
-        swept = counts["sweep.done"]
-        wait_until(lambda: counts["sweep.done"] > swept, 20, "the next sweep")
-        assert len(at_work.restarts) == 1, "no other connection of the old ones was used"
-    finally:
-        at_work.close()
-        with database.begin() as connection:
-            runtime_of(at_work.runtime.celery_worker.delays).store.schema.metadata.drop_all(
-                connection
-            )
-        database.dispose()
-        proxy.close()
-
-
-def test_an_error_while_entries_become_due_does_not_stop_the_timing_wheel(tmp_path: Path) -> None:
-    runtime = make_runtime(tmp_path)
-    runtime.wheel_thread.loop.start()
-
-    def fail(entries: Any) -> None:
-        raise RuntimeError("no")
-
-    runtime.wheel_thread._on_due = fail
-    runtime.dispatcher.receive([Entry(1, 0, runtime.clock.now_us() + 1000)])
-    wait_until(lambda: runtime.events.counts["loop.failed"], 5, "the failure to be told")
-    came: list[Entry] = []
-    runtime.wheel_thread._on_due = came.extend
-    runtime.dispatcher.receive([Entry(2, 0, runtime.clock.now_us() + 1000)])
-    wait_until(lambda: [entry.id for entry in came] == [2], 5, "the next entry")
-    runtime.wheel_thread.stop()
-
-
 def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,28 +235,6 @@ def test_entries_that_become_due_while_a_worker_stops_are_sent_back(
     runtime.start()
     entry = Entry(1, 0, runtime.clock.now_us() + 500_000)
     runtime.dispatcher.receive([entry])
-    runtime.stop()
-    assert sent == [entry]
-
-
-def test_early_entries_of_a_chunk_are_sent_back_while_a_worker_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runtime = make_runtime(tmp_path)
-    sent: list[Entry] = []
-    monkeypatch.setattr(
-        runtime_of(runtime.celery_worker.delays).timer,
-        "arm",
-        lambda entries: sent.extend(entries) or True,
-    )
-    close, entry = runtime.dispatcher.close, Entry(1, 0, runtime.clock.now_us() + 60_000_000)
-
-    def close_after_a_chunk() -> UnfinishedWork:
-        runtime.dispatcher.receive([entry])
-        return close()
-
-    monkeypatch.setattr(runtime.dispatcher, "close", close_after_a_chunk)
-    runtime.start()
     runtime.stop()
     assert sent == [entry]
 
@@ -413,44 +312,34 @@ def test_an_entry_far_beyond_the_horizon_is_not_held(tmp_path: Path) -> None:
     assert runtime.events.counts["message.refused"] == 1
 
 
-class Forgotten:
-    """The pool's result of a chunk that the pool forgot and that no process received."""
-
-    _cache: dict[int, Any] = {}
-    _job = 1
-    _write_to = None
-
-    def ready(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize("is_warm", [True, False])
-def test_a_chunk_that_the_pool_forgot_is_sent_again_and_at_a_warm_stop_to_others(
-    at_work: AtWork, monkeypatch: pytest.MonkeyPatch, is_warm: bool
+@pytest.mark.slow
+def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
+    postgresql_url: str,
 ) -> None:
-    runtime = at_work.runtime
-    sent: list[tuple[Entry, ...]] = []
-    sent_back: list[Entry] = []
-
-    def apply_async(_run: Any, args: Any, **_options: Any) -> Forgotten:
-        sent.append(args[0].entries)
-        return Forgotten()
-
-    monkeypatch.setattr(runtime.dispatcher._pool._celery_pool, "apply_async", apply_async)
-    monkeypatch.setattr(
-        runtime_of(runtime.celery_worker.delays).timer,
-        "arm",
-        lambda entries: sent_back.extend(entries) or True,
+    proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
+    at_work = AtWork(
+        make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
     )
-    entry = Entry(1, 0, runtime.clock.now_us() + 60_000_000)
-    runtime.connected()
-    runtime.dispatcher.take([entry])
-    wait_until(lambda: len(sent) == 1 and runtime.dispatcher._pool.sent, 5, "its chunk to be sent")
-    runtime.connected()
-    wait_until(lambda: len(sent) == 2 and runtime.dispatcher._pool.sent, 5, "it to be sent again")
-    runtime.stop(is_warm)
-    assert sent == [(entry,)] * 2
-    assert sent_back == [entry] * is_warm
-    assert len(runtime.dispatcher.in_flight) == 1, (
-        "its lease is renewed, should a process have it after all"
+    counts, database = (
+        at_work.runtime.events.counts,
+        runtime_of(at_work.runtime.celery_worker.delays).store.database,
     )
+    try:
+        wait_until(lambda: counts["sweep.done"], 10, "the first sweep")
+        proxy.strand()
+        wait_until(
+            lambda: at_work.restarts == [{"loop": "sweep", "reason": "stuck"}],
+            20,
+            "it to be replaced",
+        )
+        swept = counts["sweep.done"]
+        wait_until(lambda: counts["sweep.done"] > swept, 20, "the next sweep")
+        assert len(at_work.restarts) == 1, "no other connection of the old ones was used"
+    finally:
+        at_work.close()
+        with database.begin() as connection:
+            runtime_of(at_work.runtime.celery_worker.delays).store.schema.metadata.drop_all(
+                connection
+            )
+        database.dispose()
+        proxy.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 
 from delaytasks.core.errors import BodyNotJSONError, BodyRefusedError
 from delaytasks.core.states import Status
-from delaytasks.start_checks import find_problems
-from delaytasks.storage.state_queries import Stats
 from tests.conftest import open_store
 from tests.recording import RunnerHarness, counted
 
@@ -109,25 +106,3 @@ def test_a_body_that_the_schema_refuses_fails_without_a_retry(
     bench.run(task)
     assert (seen, bench.now(task).status) == ([], Status.FAILED)
     assert "BodyRefusedError: Order refuses" in (bench.now(task).error or "")
-
-
-def test_a_deploy_is_checked_for_tags_and_bodies(bench: RunnerHarness) -> None:
-    fine, wrong = bench.schedule("order", {"number": 1}), bench.schedule("order", {"nummer": 1})
-    gone = bench.schedule("gone", 1, delay=60)
-    bench.schedule("note")
-    done = bench.schedule("order", {"nummer": 2})
-    bench.change(done, status=int(Status.DONE))
-    bench.change(bench.schedule("order"), message_body="{no json")
-    takes(bench, "order", Order)
-    stats = Stats(bench.store.database, bench.store.schema)
-    found = {
-        finding.tag: finding
-        for finding in find_problems(stats.pending(), stats.bodies, bench.registry)
-    }
-    assert set(found) == {"gone", "order"}
-    assert (found["gone"].tasks, found["gone"].problem) == (1, "no processor")
-    assert found["gone"].first_due == gone.expected_time
-    assert found["order"].tasks == 2
-    assert wrong.id in found["order"].ids
-    assert fine.id not in found["order"].ids
-    assert json.dumps(found["order"].as_json())

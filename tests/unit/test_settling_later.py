@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.execution import runner
 from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
@@ -59,20 +58,6 @@ def test_a_process_that_ends_waits_for_its_settlements(make: Make) -> None:
         may_settle.set()
         finished.result(5)
     assert bench.statuses([task]) == ["DONE"]
-
-
-def test_a_settlement_is_repeated_until_the_database_is_available(make: Make) -> None:
-    bench, failures = busy_bench(make, chunk_time_budget_s=0.1), [1, 2]
-
-    def fail_twice(settlements: Sequence[Any]) -> None:
-        if failures:
-            failures.pop()
-            raise StoreUnavailableError("away")
-
-    bench.claims.before_settle = fail_twice
-    task = bench.schedule()
-    assert bench.run(task).ran == 1
-    wait_until(lambda: bench.statuses([task]) == ["DONE"], 10, "the settlement")
 
 
 def test_a_recovered_row_waits_for_the_settlement_since_it_may_kill_the_process(

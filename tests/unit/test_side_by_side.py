@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from celery.exceptions import WorkerShutdown
 
-from delaytasks import DelayTask, Snooze, Status
+from delaytasks import DelayTask, Status
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import NotRunningError, StoreError, StoreUnavailableError
 from delaytasks.core.interfaces import Settlement
@@ -50,21 +50,6 @@ def gate() -> Iterator[ForkGate]:
 
 
 # -- slots ----------------------------------------------------------------------------------------
-
-
-def test_no_more_rows_run_concurrently_than_the_tag_has_thread_slots(
-    bench: RunnerHarness, gate: ForkGate
-) -> None:
-    bench.registry.processor("wait", in_flight=5)(gate)
-    tasks = [bench.schedule("wait") for _ in range(12)]
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(bench.run, *tasks)
-        wait_until(lambda: gate.inside == 5, 5, "the places to be taken")
-        time.sleep(0.05)
-        gate.is_open.set()
-        report = running.result(10)
-    assert (report.claimed, report.ran, gate.most) == (12, 12, 5)
-    assert bench.statuses(tasks) == ["DONE"] * 12
 
 
 def test_the_chunks_of_a_process_share_the_thread_slots_of_a_tag(
@@ -117,20 +102,6 @@ def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
 
 
 # -- how concurrent rows end ----------------------------------------------------------------------
-
-
-def test_each_concurrent_row_has_its_own_outcome(bench: RunnerHarness) -> None:
-    def work(body: Any) -> Any:
-        if body == "raise":
-            raise ValueError("as asked")
-        return Snooze(60) if body == "snooze" else None
-
-    bench.registry.processor("wait", in_flight=5, retries="10s")(work)
-    tasks = [bench.schedule("wait", body) for body in ("fine", "raise", "snooze", "fine")]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", "DONE"]
-    assert "as asked" in (bench.now(tasks[1]).error or "")
-    assert [bench.now(task).attempts for task in tasks[1:3]] == [1, 0]
 
 
 def test_a_concurrent_row_that_raises_worker_shutdown_fails(
@@ -226,25 +197,6 @@ def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGa
         gate.is_open.set()
         running.result(5)
     bench.runner.finish()
-
-
-@pytest.mark.slow
-def test_a_detached_row_is_settled_after_a_database_outage(make: Make, gate: ForkGate) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=0.2)
-    bench.registry.processor("wait", in_flight=5)(gate)
-    task = bench.schedule("wait")
-    assert bench.run(task).detached == (task.id,)
-    failures: list[Exception] = [StoreUnavailableError("away"), StoreUnavailableError("away")]
-
-    def fail(settlements: Sequence[Settlement]) -> None:
-        if failures:
-            raise failures.pop()
-
-    bench.claims.before_settle = fail
-    gate.is_open.set()
-    bench.runner.finish()
-    assert bench.statuses([task]) == ["DONE"]
-    assert bench.events.counts["settle.waits"] == 2
 
 
 def test_a_detached_row_that_cannot_be_settled_is_left_to_its_lease(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery, signals
 
-from delaytasks import DelayTask, DelayTasks, LogFormatter
+from delaytasks import DelayTask, LogFormatter
 from delaytasks.core.events import Events, logger
 from delaytasks.core.structured_log import log_structured
 
@@ -107,37 +104,3 @@ def test_logfmt_quotes_characters_that_could_end_a_value(logfmt: Lines, events: 
     assert " meta.tenant=acme " in line
     assert r'reason="a \"quote\", \u001b[31m and \n{\"level\":\"forged\"}"' in line
     assert line.isprintable()
-
-
-def test_a_record_of_another_logger_has_its_message(log: Lines) -> None:
-    logger.warning("celery %s", "began")
-    assert log.documents[0]["message"] == "celery began"
-    assert log.documents[0]["level"] == "WARNING"
-
-
-def test_a_value_that_json_does_not_know_is_text(log: Lines, events: Events) -> None:
-    events.emit("wheel.late", seconds=float("inf"), big=10**30, other=object())
-    assert log.documents[0]["seconds"] == "inf"
-    assert log.documents[0]["big"] == 10**30
-    assert "other" not in log.documents[0]
-
-
-def test_other_formatters_print_the_text_of_the_text_log(log: Lines, events: Events) -> None:
-    log.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
-    events.emit("task.cancelled", **TASK.event_fields)
-    assert log.lines == ["INFO task.cancelled id=7 tag='mail'"]
-
-
-def test_the_text_log_has_no_line_for_each_change(log: Lines) -> None:
-    Events().emit("task.cancelled", **TASK.event_fields)
-    assert log.lines == []
-
-
-def test_the_loggers_of_a_worker_get_the_format_of_the_settings(tmp_path: Path) -> None:
-    app = Celery("shop", broker="memory://", set_as_current=False)
-    DelayTasks(app, f"sqlite:///{tmp_path / 'shop.sqlite3'}", log_format="json")
-    made = logging.Logger("celery")
-    made.addHandler(logging.StreamHandler())
-    gc.collect()  # nothing but the app refers to the instance
-    signals.after_setup_logger.send(sender=None, logger=made)
-    assert isinstance(made.handlers[0].formatter, LogFormatter)

@@ -147,22 +147,6 @@ def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -
     assert heard.task("7-2").parent_id == "7-1"
 
 
-def test_a_row_without_a_processor_is_deferred_and_runs_later(
-    rows: TaskEvents, heard: Heard
-) -> None:
-    rows.defer(ROW, NOON, "no such processor, tag=order.close")
-    rows.flush()
-    assert (heard.task().state, heard.task().exception) == (
-        "RETRY",
-        "no such processor, tag=order.close",
-    )
-    later = replace(ROW, expected_time=NOON + timedelta(seconds=30), due_time=NOON)
-    rows.started(later, NOON, NOON)
-    rows.ended(Settlement(later, "succeed", NOON), NOON)
-    rows.flush()
-    assert (heard.task().state, heard.task().exception) == ("SUCCESS", None)
-
-
 def test_each_outcome_has_a_state_of_celery(rows: TaskEvents, heard: Heard) -> None:
     later = NOON + timedelta(hours=1)
     outcomes = [
@@ -195,19 +179,6 @@ def test_each_outcome_has_a_state_of_celery(rows: TaskEvents, heard: Heard) -> N
     assert heard.task("6-1").exception == "expired: an hour late"
 
 
-def test_a_row_that_was_given_up_has_failed(rows: TaskEvents, heard: Heard) -> None:
-    rows.worker_lost(
-        replace(ROW, attempts=5, lapses=5, error="gave up: its worker died", update_time=NOON)
-    )
-    rows.flush()
-    task = heard.task("7-5")
-    assert (task.name, task.state, task.exception) == (
-        "order.close",
-        "FAILURE",
-        "gave up: its worker died",
-    )
-
-
 class UnreadableError(Exception):
     def __repr__(self) -> str:
         raise RuntimeError("no repr")
@@ -231,18 +202,6 @@ def test_a_long_body_is_cut(rows: TaskEvents, heard: Heard) -> None:
     rows.started(replace(ROW, body_json="[" + "1," * 100_000 + "1]"), NOON, NOON)
     rows.flush()
     assert len(heard.task().args) < 1100
-
-
-def test_monitors_order_events_by_arrival_and_take_their_times_as_they_are(
-    rows: TaskEvents, heard: Heard
-) -> None:
-    fail(rows, ROW)
-    rows.flush()
-    events = heard.messages[0]
-    assert not {"clock", "utcoffset"} & {field for event in events for field in event}
-    assert {event["name"] for event in events} == {"order.close"}, (
-        "whoever comes later counts the tag as well"
-    )
 
 
 def test_threads_lose_no_event(rows: TaskEvents, heard: Heard) -> None:
@@ -317,23 +276,6 @@ def test_an_unavailable_broker_takes_little_time_and_no_memory(
     fail(rows, ROW)
     rows.flush()
     assert heard.task().state == "FAILURE", "it comes back by itself"
-
-
-@pytest.mark.parametrize(
-    ("enabled", "groups", "wanted"),
-    [
-        (True, set(), True),
-        (True, {"worker"}, False),
-        (True, {"worker", "task"}, True),
-        (False, set(), False),
-    ],
-    ids=["-E", "without -E", "switched on", "none at all"],
-)
-def test_row_events_follow_the_workers_own_switch(
-    enabled: bool, groups: set[str], wanted: bool
-) -> None:
-    dispatcher = SimpleNamespace(enabled=enabled, groups=groups)
-    assert wants_task_events(SimpleNamespace(event_dispatcher=dispatcher)) is wanted
 
 
 @pytest.mark.parametrize("consumer", [None, SimpleNamespace(event_dispatcher=None)])

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from dataclasses import fields
 from datetime import datetime, timezone
 
-from delaytasks import DelayTask, DelayTasks, NewTask
+from delaytasks import DelayTask, NewTask
 from delaytasks.cli.schedule_commands import schedule
 from delaytasks.core.task import TaskOptions
-from delaytasks.http_api.schemas import NEW_TASK, TASK
+from delaytasks.http_api.schemas import TASK
 
 OPTIONS = set(TaskOptions.__annotations__)
 #: Each way to schedule a task has these arguments in a form of its own.
@@ -23,13 +22,6 @@ def test_schedule_many_takes_the_options_of_schedule_delay() -> None:
     assert set(NewTask._fields) == OPTIONS | ARGUMENTS
 
 
-def test_each_option_is_explained() -> None:
-    explained = re.findall(
-        r"^(\w+) : .*, optional$", inspect.getdoc(DelayTasks.schedule_delay) or "", re.M
-    )
-    assert set(explained) == OPTIONS
-
-
 def test_the_command_has_the_options() -> None:
     parameters = {parameter.name for parameter in schedule.params}
     # The command line has the version of the processor, or 1.
@@ -38,11 +30,6 @@ def test_the_command_has_the_options() -> None:
     named = re.search(r"further options of the task \((.*?)\)", help_text)
     assert named is not None
     assert set(named[1].split(", ")) == OPTIONS - {"body_version"}
-
-
-def test_a_request_has_the_options() -> None:
-    # A client has no ids of its own: it names a key or sends the header Idempotency-Key.
-    assert set(NEW_TASK["properties"]) == (OPTIONS | ARGUMENTS | {"on_conflict"}) - {"id"}
 
 
 def test_the_json_value_of_a_task_has_its_fields() -> None:

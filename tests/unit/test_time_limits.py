@@ -7,22 +7,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
 from celery.concurrency import prefork, solo, thread
 from celery.exceptions import SoftTimeLimitExceeded
 from coverage import Coverage
 
-from delaytasks import DelayTasks
 from delaytasks.core.clock import monotonic
-from delaytasks.core.errors import ConfigError, InvalidDelayError
+from delaytasks.core.errors import InvalidDelayError
 from delaytasks.processors.registry import ProcessorSpec, Registry
-from delaytasks.runtime import runtime_of
 from delaytasks.worker.lease_keeper import has_exited
-from delaytasks.worker.time_limits import can_limit_time, check_time_limits, limited
+from delaytasks.worker.time_limits import can_limit_time, limited
 from tests.waiting import wait_until
 
 
@@ -87,22 +83,6 @@ def test_a_soft_limit_raises_in_the_processor_and_leaves_nothing_behind(
     assert signal.getsignal(signal.SIGALRM) is handler
 
 
-def test_a_soft_limit_whose_error_is_caught_raises_no_second_one(
-    handler: Callable[..., None],
-) -> None:
-    struck = []
-
-    def call() -> str:
-        try:
-            time.sleep(20)
-        except SoftTimeLimitExceeded as error:
-            struck.append(error)
-        return "fine"
-
-    assert limited(processor(soft_time_limit=0.02, time_limit=60), call) == "fine"
-    assert len(struck) == 1
-
-
 def test_a_soft_limit_at_the_end_of_the_processor_has_no_effect_after_the_call(
     handler: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,21 +134,6 @@ def test_only_prefork_can_keep_limits() -> None:
     assert can_limit_time(prefork.TaskPool(1))
     assert not can_limit_time(solo.TaskPool(1))
     assert not can_limit_time(thread.TaskPool(1))
-
-
-def test_a_pool_refuses_queues_of_tags_whose_time_limits_it_cannot_keep(tmp_path: Path) -> None:
-    app = Celery("test", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'test.db'}", queues={"report.*": "reports"})
-    delays.processor("report.daily", soft_time_limit="5m")(lambda body: None)
-    delays.processor("report.hourly")(lambda body: None)
-    parts = runtime_of(delays).registry, runtime_of(delays).queues
-    check_time_limits(*parts, ["default"], thread.TaskPool(1))
-    served = ["default", "reports"]
-    check_time_limits(*parts, served, prefork.TaskPool(1))
-    with pytest.raises(
-        ConfigError, match=r"'report.daily' has time limits, which the pool 'thread' cannot keep"
-    ):
-        check_time_limits(*parts, served, thread.TaskPool(1))
 
 
 def test_a_dead_child_is_detected_before_and_after_it_is_waited_for() -> None:

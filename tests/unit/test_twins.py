@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
-from collections.abc import Generator
 
-import pytest
-
-from delaytasks.core.events import Events
 from delaytasks.core.loop import ThreadPool
-from delaytasks.twins import STARTS_PER_TURN, AsyncCalls, LoopTurns
+from delaytasks.twins import STARTS_PER_TURN, LoopTurns
 
 
 def test_a_forked_child_has_its_own_threads() -> None:
@@ -55,44 +50,3 @@ def test_calls_start_in_their_order_and_a_few_in_each_turn_of_the_event_loop() -
     asyncio.run(go())
     assert started == [*range(50), *range(51, 101)]
     assert max(turns) <= STARTS_PER_TURN
-
-
-@pytest.mark.parametrize("threads", [1, 4])
-def test_an_iterator_is_closed_when_its_reader_is_cancelled(threads: int) -> None:
-    """The reader is cancelled while a thread makes the next item."""
-    is_making, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
-
-    def items() -> Generator[int, None, None]:
-        try:
-            yield 1
-            is_making.set()
-            assert goes_on.wait(10)
-            yield 2
-        finally:
-            is_closed.set()
-
-    iterator = items()  # kept, so that the garbage collector does not close it
-    failed: list[object] = []
-    events = Events()
-    events.subscribe(lambda name, fields: failed.append(fields))
-    pool = ThreadPool(threads, "test")
-    calls = AsyncCalls(pool, [], events, lambda call: None, lambda: None)
-
-    async def read() -> None:
-        async for _ in calls.iterate(lambda: iterator):
-            pass
-
-    async def go() -> None:
-        reader = asyncio.create_task(read())
-        while not is_making.is_set():
-            await asyncio.sleep(0)
-        reader.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reader
-        assert not is_closed.is_set(), "the reader does not wait for the item"
-        goes_on.set()
-
-    asyncio.run(go())
-    assert is_closed.wait(10)
-    pool.close()
-    assert failed == []

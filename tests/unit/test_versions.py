@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import re
-from collections.abc import Iterator
 
 import pytest
 from celery import Celery
@@ -47,31 +44,6 @@ def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> N
     for package in FRAMEWORKS | {"kombu", "billiard"}:
         [tested] = re.findall(rf"(?mi)^\| {package} \|.*\| (.*) \|$", page)
         assert tested.split(", ")[0] == pinned()[package]
-
-
-def imported() -> Iterator[tuple[str, str, str]]:
-    """Yield each name that a module imports from Celery or its libraries."""
-    for file in sorted((ROOT / "delaytasks").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            module = node.module if isinstance(node, ast.ImportFrom) and not node.level else None
-            if module and module.partition(".")[0] in (
-                "amqp",
-                "billiard",
-                "celery",
-                "kombu",
-                "vine",
-            ):
-                yield from ((str(file), module, name.name) for name in node.names)  # type: ignore[attr-defined]
-
-
-def test_all_names_imported_from_celery_exist_in_this_version() -> None:
-    """Some names are imported only when a function is called."""
-    names = list(imported())
-    assert len(names) > 30
-    for file, module, name in names:
-        found = importlib.import_module(module)
-        is_there = hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}") is not None
-        assert is_there, f"{file} imports {name} from {module}"
 
 
 @pytest.mark.parametrize(

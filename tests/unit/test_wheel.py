@@ -12,7 +12,7 @@ import pytest
 
 from delaytasks.core.clock import Clock
 from delaytasks.core.events import Events
-from delaytasks.timers.timing_wheel import SLOTS, TICK_US, SharedWheel, TimingWheel, WheelThread
+from delaytasks.timers.timing_wheel import TICK_US, SharedWheel, TimingWheel, WheelThread
 from tests.waiting import wait_until
 
 START_US = int(datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp() * 1e6)
@@ -72,29 +72,6 @@ def start() -> Iterator[Start]:
 # -- the timing wheel -----------------------------------------------------------------------------
 
 
-def test_an_entry_of_a_later_round_stays_in_its_slot() -> None:
-    wheel: TimingWheel[str] = TimingWheel(slots=8)
-    for round in range(3):
-        wheel.add(f"round {round}", 5 + 8 * round, f"round {round}")
-    assert [wheel.advance(tick) for tick in (4, 5, 12, 13, 20, 21)] == [
-        [],
-        ["round 0"],
-        [],
-        ["round 1"],
-        [],
-        ["round 2"],
-    ]
-
-
-def test_entries_of_one_tick_are_returned_together() -> None:
-    wheel: TimingWheel[int] = TimingWheel(slots=8)
-    for name in range(1000):
-        wheel.add(name, 3, name)
-    assert wheel.advance(2) == []
-    assert wheel.advance(3) == list(range(1000))
-    assert len(wheel) == 0
-
-
 def test_none_can_be_an_entry() -> None:
     wheel: TimingWheel[None] = TimingWheel(slots=8)
     wheel.add("a", 3, None)
@@ -122,35 +99,6 @@ def test_entries_that_are_not_due_take_no_time_at_a_tick() -> None:
     for tick in range(1, 2001):
         wheel.advance(tick)
     assert time.monotonic() - began < 0.5
-
-
-@pytest.mark.slow
-def test_a_million_entries_are_returned_exactly_at_their_ticks() -> None:
-    entries, ticks, now = 1_000_000, 50 * SLOTS, 1_900_000_000_000
-    wheel: TimingWheel[int] = TimingWheel(now=now)
-    for n in range(entries):
-        tick = now + 1 + n * 7919 % ticks
-        wheel.add(n, tick, tick)
-    assert len(wheel) == entries
-    came = 0
-    for tick in range(now + 1, now + ticks + 1):
-        due = wheel.advance(tick)
-        came += len(due)
-        assert due.count(tick) == len(due), "neither early nor late"
-    assert (came, len(wheel)) == (entries, 0), "each once"
-
-
-def test_next_tick_is_known_for_few_and_for_distant_entries() -> None:
-    wheel: TimingWheel[int] = TimingWheel(slots=64, now=100)
-    assert wheel.next_tick() is None
-    for held in range(1, 20):
-        wheel.add(held, 1000 - held, held)
-        assert wheel.next_tick() == 164, (
-            "one turn ahead at most, so that a clock that jumps is noticed"
-        )
-    for held in range(1, 20):
-        wheel.add(held, 130 - held, held)
-        assert wheel.next_tick() == 130 - held
 
 
 # -- the thread -----------------------------------------------------------------------------------
@@ -212,32 +160,6 @@ def test_an_earlier_entry_wakes_the_thread(start: Start) -> None:
     assert collector.names == ["near"]
     assert 0 <= collector.came[0][1] - due_us < 500_000
     assert len(collector.wheel) == 1
-
-
-def test_an_entry_beyond_one_turn_is_delivered_on_time(start: Start) -> None:
-    clock = SetClock()
-    collector = start(clock)
-    collector.add("far", (SLOTS + 5) * TICK_US)
-    clock.us += (SLOTS + 4) * TICK_US
-    collector.add("look", 0)
-    assert collector.names in ([], ["look"])
-    clock.us += TICK_US
-    collector.add("again", 0)
-    wait_until(lambda: "far" in collector.names, 5, "the far one", 0.001)
-
-
-def test_an_overdue_entry_is_delivered_immediately(start: Start) -> None:
-    collector = start(Clock())
-    collector.add("late", -5_000_000)
-    wait_until(lambda: collector.came, 1, "the late one", 0.001)
-
-
-def test_the_same_name_again_moves_the_entry(start: Start) -> None:
-    collector = start(Clock())
-    collector.add("a", 3600_000_000)
-    collector.add("a", 30_000)
-    wait_until(lambda: collector.came, 2, "it, at its new time", 0.001)
-    assert (collector.names, len(collector.wheel)) == (["a"], 0)
 
 
 def test_stopping_returns_the_remaining_entries_and_ends_their_delivery(start: Start) -> None:

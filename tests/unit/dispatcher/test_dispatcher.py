@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,6 @@ from delaytasks.core.policies import WaitlistState
 from delaytasks.core.settings import Settings
 from delaytasks.execution.runner import FailureReason, Report
 from delaytasks.worker.chunk_queue import BACKLOG_WAIT_S, UnfinishedWork
-from delaytasks.worker.chunk_request import ChunkRequest
 from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 
 
@@ -40,13 +37,6 @@ def test_chunks_grow_to_the_number_of_rows_that_fits_the_time_budget(
 def test_waiting_entries_are_shared_among_free_processes(bench: DispatcherHarness) -> None:
     bench.dispatcher.take(bench.entries(6))
     assert bench.sizes() == [3, 3]
-
-
-def test_the_highest_priority_goes_first(bench: DispatcherHarness) -> None:
-    bench.dispatcher.take(bench.entries(20))
-    bench.dispatcher.take(bench.entries(5, start=100) + bench.entries(5, priority=9, start=200))
-    bench.pool.end(Report(10, 10, 10 * 0.005))
-    assert [entry.priority for entry in bench.pool.requests[-1][0].entries][:5] == [9] * 5
 
 
 def test_late_entries_are_left_to_the_table_even_if_the_pool_is_busy(
@@ -88,38 +78,6 @@ def test_late_entries_wait_longer_if_their_queue_has_a_backlog(
     bench.clock.advance(BACKLOG_WAIT_S)
     bench.dispatcher.take([])
     assert bench.events.counts["entry.late"] == 8
-
-
-def test_a_job_arrives_in_its_process_as_it_was_sent() -> None:
-    request = ChunkRequest(
-        (Entry(1, 0, 5), Entry(2, 3, 6, "mail", 4)), limit=7, waitlist=("mail", "tag"), serve_s=0.5
-    )
-    arrived = pickle.loads(pickle.dumps(request))
-    assert arrived == request
-    assert [type(entry) for entry in arrived.entries] == [Entry, Entry]
-
-
-def test_a_job_has_no_time_limits_of_celery(bench: DispatcherHarness) -> None:
-    class Result:
-        """Simulate billiard's result object of a request that has not ended."""
-
-        _on_timeout_set, _timeout, _soft_timeout = print, 3.0, 2.0
-
-    result: Any = Result()
-    bench.pool.apply_async = lambda *args, **options: result  # type: ignore[method-assign]
-    bench.dispatcher.take(bench.entries(1))
-    assert (result._on_timeout_set, result._timeout, result._soft_timeout) == (
-        None,
-        float("inf"),
-        float("inf"),
-    )
-
-
-def test_early_entries_return_to_the_timing_wheel(bench: DispatcherHarness) -> None:
-    bench.dispatcher.take(bench.entries(1))
-    early = Entry(7, 0, bench.clock.now_us() + 1_000_000)
-    bench.pool.end(Report(0, early=(early,)))
-    assert bench.held == [early]
 
 
 def test_the_capacity_is_a_chunk_and_the_next_one_of_each_process(bench: DispatcherHarness) -> None:
@@ -165,13 +123,6 @@ def test_a_process_that_will_be_busy_for_long_adds_no_capacity(bench: Dispatcher
     )
     bench.dispatcher.take(bench.entries(1, start=100))
     assert bench.dispatcher.capacity() == 0
-
-
-def test_a_request_for_capacity_is_granted_when_a_chunk_ends(bench: DispatcherHarness) -> None:
-    bench.dispatcher.take(bench.entries(40))
-    bench.capacity_request.open()
-    bench.pool.end(Report(10, 10, 0.01))
-    assert bench.capacity_request.granted.is_set()
 
 
 def test_a_closed_dispatcher_returns_waiting_entries_and_starts_no_chunk(
@@ -230,14 +181,6 @@ def test_entries_that_a_chunk_found_early_are_held_before_a_dispatcher_can_close
     bench.pool.end(Report(0, early=(early,)))
     closing[0].join(10)
     assert (bench.held, closed, bench.sent_back) == ([early], [True], [])
-
-
-def test_entries_that_come_due_after_the_close_are_sent_back(bench: DispatcherHarness) -> None:
-    bench.dispatcher.close()
-    late = bench.entries(2)
-    bench.dispatcher.take(late)
-    assert bench.sent_back == [UnfinishedWork(late, [])]
-    assert (bench.dispatcher.waiting, bench.pool.requests) == (0, [])
 
 
 # -- batch processors ----------------------------------------------------------------------------

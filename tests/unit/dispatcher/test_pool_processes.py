@@ -15,13 +15,6 @@ from tests.unit.dispatcher.dispatcher_harness import DispatcherHarness, Hands
 from tests.waiting import wait_until
 
 
-def test_a_pool_that_raises_uses_no_slot(bench: DispatcherHarness) -> None:
-    bench.pool.is_broken = True
-    bench.dispatcher.take(bench.entries(2))
-    assert bench.dispatcher.in_flight == []
-    assert bench.events.counts["chunk.failed"] == 1
-
-
 def test_a_pool_that_refuses_a_chunk_pauses_and_keeps_the_other_entries(
     bench: DispatcherHarness, hands: Hands
 ) -> None:
@@ -32,13 +25,6 @@ def test_a_pool_that_refuses_a_chunk_pauses_and_keeps_the_other_entries(
     hands.at += POOL_REST_S
     bench.dispatcher.pump()
     assert bench.sizes() == [10, 10]
-
-
-def test_a_process_that_died_gives_its_slot_back(bench: DispatcherHarness) -> None:
-    bench.dispatcher.take(bench.entries(2))
-    _, _, lost = bench.pool.requests.pop()
-    lost(RuntimeError("worker lost"))
-    assert len(bench.dispatcher.in_flight) == 1
 
 
 def test_a_dead_process_does_not_pause_chunks(bench: DispatcherHarness) -> None:

@@ -38,30 +38,6 @@ def test_totals_include_written_and_unwritten_counts() -> None:
     assert counts.totals()["a"].outcome("done") == 2
 
 
-def test_each_count_is_taken_once_and_belongs_to_the_minute_of_its_report() -> None:
-    clock = ManualClock(START)
-    counts = WorkerCounts(clock, 10)
-    counts.add(report("a"))
-    clock.advance(31)
-    counts.add(report("a"))
-    taken = counts.take()
-    assert {key: one.started for key, one in taken.runs.items()} == {
-        (MINUTE, "a"): 1,
-        (MINUTE + 1, "a"): 1,
-    }
-    assert not counts.take()
-
-
-def test_counts_that_could_not_be_written_are_taken_again_and_counted_once() -> None:
-    counts = WorkerCounts(ManualClock(START), 10)
-    counts.add(report("a"))
-    counts.put_back(counts.take())
-    counts.add(report("a"))
-    assert started(counts) == {"a": 2}
-    assert counts.take().runs[MINUTE, "a"].started == 2
-    assert started(counts) == {"a": 2}
-
-
 def test_tags_beyond_the_limit_are_counted_together() -> None:
     counts = WorkerCounts(ManualClock(START), 2)
     counts.add(report("a", "b", "c", "d"))
@@ -103,17 +79,6 @@ def test_failed_writes_keep_a_bounded_number_of_groups() -> None:
         counts.add(report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
         counts.put_back(counts.take())
     assert len(counts.take().failures) == MAX_GROUPS_OF_WORKER
-
-
-def test_failures_of_one_pattern_are_added_and_groups_are_bounded() -> None:
-    counts = WorkerCounts(ManualClock(START), 10)
-    for number in range(2 * MAX_GROUPS_OF_WORKER):
-        failure = FailureCount("a", f"p{number}", 1, number, "error")
-        counts.add(report("a", failures=(failure,)))
-    counts.add(report("a", failures=(FailureCount("a", "p1", 4, 5, "newer"),)))
-    taken = counts.take()
-    assert len(taken.failures) == MAX_GROUPS_OF_WORKER
-    assert taken.failures[MINUTE // 60, "a", "p1"] == FailureCount("a", "p1", 5, 5, "newer")
 
 
 def test_a_task_that_its_workers_lost_is_counted_and_grouped() -> None:

@@ -14,7 +14,7 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.filters import AuditEntry
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.policies import Policies, Policy
+from delaytasks.core.policies import Policies
 from tests.recording import CrashError, RecordingTimer
 from tests.unit.sweeper.sweeper_harness import Make, SweeperHarness
 
@@ -87,23 +87,6 @@ def test_while_the_broker_is_unavailable_nothing_counts_as_armed(field: SweeperH
     assert field.armed_until() <= field.clock.now()
     assert field.count("sweep.armed") == 0
     field.timer.is_up = True
-    assert field.sweep() == ids
-
-
-class HalfwayTimer(RecordingTimer):
-    """Simulate a broker that becomes unavailable after the first call."""
-
-    def arm(self, entries: Iterable[Entry]) -> bool:
-        answer = super().arm(entries)
-        self.is_up = False
-        return answer
-
-
-def test_a_broker_that_goes_away_in_the_middle_leaves_no_gap(field: SweeperHarness) -> None:
-    ids = field.rows(10 + n / 100 for n in range(1500))
-    halfway = HalfwayTimer()
-    field.sweep(timer=halfway)
-    assert 0 < len(halfway.armed) < 1500
     assert field.sweep() == ids
 
 
@@ -220,30 +203,6 @@ def test_if_the_broker_takes_no_messages_the_sweeping_worker_drains_its_own_queu
         assert sweeper.sweep(start_drain=drain)
     assert here == [("default", [0]), ("mail", [0])]
     assert field.count("sweep.local_drain") == 1
-
-
-def test_a_worker_drains_its_own_queues_without_a_sweep(field: SweeperHarness) -> None:
-    field.row(-60)
-    field.row(-60, priority=9)
-    field.row(-60, queue="mail")
-    field.row(-60, queue="paused")
-    field.row(-0.5)
-    field.row(60, queue="later")
-    sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
-    paused: Any = SimpleNamespace(
-        cache=SimpleNamespace(
-            refresh=lambda: Policies((Policy("queue", "paused", is_paused=True),))
-        )
-    )
-    sweeper._pauses = paused
-    sweeper.start_own_drains(
-        ["default", "mail", "paused", "later"],
-        lambda queue, priorities: here.append((queue, priorities)) or True,
-    )
-    assert sorted((queue, sorted(priorities)) for queue, priorities in here) == [
-        ("default", [0, 9]),
-        ("mail", [0]),
-    ]
 
 
 def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: SweeperHarness) -> None:

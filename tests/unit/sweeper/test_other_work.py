@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,50 +12,9 @@ from sqlalchemy import update
 from delaytasks import Status
 from delaytasks.core.interfaces import Entry
 from delaytasks.maintenance import sweeper
-from delaytasks.maintenance import sweeper as sweeper_module
 from tests.conftest import open_store
 from tests.recording import RecordingTimer, counted
 from tests.unit.sweeper.sweeper_harness import Make, SweeperHarness
-
-
-def test_of_two_simultaneous_sweeps_one_sweeps(field: SweeperHarness) -> None:
-    ids = [field.row(5) for _ in range(10)]
-    field.sweep()
-    field.near_until(0)
-    field.let_pass()
-    del field.timer.armed[:]
-    meet = threading.Barrier(4)
-
-    def sweep() -> bool:
-        meet.wait(5)
-        return field.sweeper().sweep()
-
-    with ThreadPoolExecutor(4) as pool:
-        answers = [future.result(10) for future in [pool.submit(sweep) for _ in range(4)]]
-    assert sorted(answers) == [False, False, False, True]
-    assert sorted(field.timer.ids) == sorted(ids)
-
-
-def test_of_two_simultaneous_first_sweeps_one_sweeps(field: SweeperHarness) -> None:
-    ids = [field.row(5) for _ in range(10)]
-    meet = threading.Barrier(4)
-
-    def sweep() -> bool:
-        meet.wait(5)
-        return field.sweeper().sweep()
-
-    with ThreadPoolExecutor(4) as pool:
-        answers = [future.result(10) for future in [pool.submit(sweep) for _ in range(4)]]
-    assert sum(answers) == 1
-    assert sorted(field.timer.ids) == sorted(ids)
-
-
-def test_a_sweep_right_after_another_one_is_skipped(field: SweeperHarness) -> None:
-    assert field.sweeper().sweep()
-    assert not field.sweeper().sweep()
-    field.let_pass()
-    assert field.sweeper().sweep()
-    assert field.count("sweep.done") == 2
 
 
 def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make) -> None:
@@ -148,25 +105,6 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Sweepe
     ]
 
 
-def test_abandoned_rows_are_recovered_in_any_number(
-    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweeper_module, "RECOVER_ROWS", 10)
-    over, lasting = (
-        field.clock.now() - timedelta(seconds=1),
-        field.clock.now() + timedelta(seconds=60),
-    )
-    lapsed = [field.row(-60, Status.RUNNING, lease_until=over) for _ in range(25)]
-    last = field.row(
-        -60, Status.RUNNING, lease_until=over, lapses=field.settings.max_lost_leases - 1
-    )
-    runs = field.row(-60, Status.RUNNING, lease_until=lasting)
-    field.sweep()
-    assert {field.status(id) for id in lapsed} == {Status.NOT_COMPLETE}
-    assert (field.status(last), field.status(runs)) == (Status.FAILED, Status.RUNNING)
-    assert field.count("task.recovered") == 26
-
-
 def test_old_finished_rows_are_deleted_only_if_configured(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,3 +154,22 @@ def test_sweeps_without_a_broker_do_not_replace_sweeps_with_one(tmp_path: Path) 
     assert direct.sweeps.begin_sweep(0, 1, 4) is None
     direct.close()
     field.store.close()
+
+
+def test_abandoned_rows_are_recovered_in_any_number(
+    field: SweeperHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweeper, "RECOVER_ROWS", 10)
+    over, lasting = (
+        field.clock.now() - timedelta(seconds=1),
+        field.clock.now() + timedelta(seconds=60),
+    )
+    lapsed = [field.row(-60, Status.RUNNING, lease_until=over) for _ in range(25)]
+    last = field.row(
+        -60, Status.RUNNING, lease_until=over, lapses=field.settings.max_lost_leases - 1
+    )
+    runs = field.row(-60, Status.RUNNING, lease_until=lasting)
+    field.sweep()
+    assert {field.status(id) for id in lapsed} == {Status.NOT_COMPLETE}
+    assert (field.status(last), field.status(runs)) == (Status.FAILED, Status.RUNNING)
+    assert field.count("task.recovered") == 26
