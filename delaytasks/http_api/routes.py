@@ -54,13 +54,6 @@ with needs_extra("api", "the HTTP API"):
     from werkzeug.exceptions import HTTPException
 
 
-# -- requests -------------------------------------------------------------------------------------
-
-# Checks before the function of a route is called, and errors as problem documents (RFC 9457).
-#
-# The checks are of the key, its limits and permissions, and the schemas.
-
-
 logger = logging.getLogger(__name__)
 #: The status of each error. The first class that matches decides.
 STATUS_OF_ERROR: tuple[tuple[type[DelayTaskError], int], ...] = (
@@ -96,7 +89,6 @@ class Permission(Enum):
     """The permission that a route requires. Each value names the scopes that grant it."""
 
     READ = "the scope read"
-    OPERATE = "the scope operate"
     SCHEDULE = "a scope schedule:PATTERN that matches the tag"
     READ_TASK = "the scope read, or a scope schedule:PATTERN that matches the tag"
     CHANGE_TASK = "the scope operate, or a scope schedule:PATTERN that matches the tag"
@@ -106,10 +98,6 @@ class Permission(Enum):
         if self in (Permission.READ, Permission.READ_TASK):
             return scopes.can_read
         return scopes.can_operate and self is not Permission.SCHEDULE
-
-    @property
-    def depends_on_tag(self) -> bool:
-        return self not in (Permission.READ, Permission.OPERATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +114,7 @@ class ApiRequest:
 
 #: The document of a response.
 Reply = dict[str, Any]
+Function = Callable[[ApiRequest], Reply]
 
 
 class Route(NamedTuple):
@@ -137,16 +126,43 @@ class Route(NamedTuple):
     path: str
     summary: str
     permission: Permission
-    function: Callable[[ApiRequest], Reply]
+    function: Function
     #: The name of the response's schema in `COMPONENTS`.
     reply: str
     #: The schema of the body; None for a route without a body.
-    request: JSONSchema | None = None
-    query: Mapping[str, JSONSchema] = {}
-    #: Returns the tags that a request concerns, if the permission depends on the tag.
-    tags_of: Callable[[ApiRequest], list[str]] = lambda request: []
-    #: Without it, a request with the header is refused, since its repetition would not be detected.
-    takes_idempotency_key: bool = False
+    request: JSONSchema | None
+    query: Mapping[str, JSONSchema]
+
+    @property
+    def takes_idempotency_key(self) -> bool:
+        """Whether repetitions are detected. Other routes refuse a request with the header."""
+        return self.permission is Permission.SCHEDULE
+
+
+#: The table of the operations, in the order of the document. `_route` fills it.
+ROUTES: list[Route] = []
+
+
+def _route(
+    operation: str,
+    permission: Permission,
+    reply: str,
+    request: JSONSchema | None = None,
+    query: Mapping[str, JSONSchema] | None = None,
+) -> Callable[[Function], Function]:
+    """Add a function to the table. Its docstring is the summary, and its name that of the route."""
+    method, path = operation.split()
+
+    def add(function: Function) -> Function:
+        first, *others = function.__name__.split("_")
+        name = first + "".join(map(str.title, others))
+        summary = (function.__doc__ or "").removesuffix(".")
+        ROUTES.append(
+            Route(name, method, path, summary, permission, function, reply, request, query or {})
+        )
+        return function
+
+    return add
 
 
 class Gate:
@@ -164,7 +180,8 @@ class Gate:
         if wait_s:
             raise RefusedRequestError(429, "This API key makes too many requests.", wait_s)
         is_for_all = route.permission.is_for_all_tags(key.scopes)
-        if not is_for_all and not (route.permission.depends_on_tag and key.scopes.patterns):
+        has_patterns = bool(key.scopes.patterns) and route.permission is not Permission.READ
+        if not is_for_all and not has_patterns:
             raise _forbidden(route)
         request = ApiRequest(
             self._delays,
@@ -174,7 +191,7 @@ class Gate:
             _body(route, http),
             _idempotency_key(route, http),
         )
-        if not is_for_all and not all(map(key.scopes.covers, route.tags_of(request))):
+        if not is_for_all and not key.scopes.covers(_tag_of(request)):
             raise _forbidden(route)
         return request
 
@@ -198,12 +215,14 @@ def _forbidden(route: Route) -> RefusedRequestError:
     )
 
 
-def tags_of_visible_task(request: ApiRequest) -> list[str]:
-    """Return the tag of the task in the path.
+def _tag_of(request: ApiRequest) -> str:
+    """Return the tag that a request concerns.
 
-    If the caller's scopes do not cover the tag, the error is that of a missing task, so that
-    callers cannot find out which ids exist.
+    If the caller's scopes do not cover the tag of the task in the path, the error is that of a
+    missing task, so that callers cannot find out which ids exist.
     """
+    if "id" not in request.path:
+        return str(request.body.get("tag", CALLBACK))
     id = request.path["id"]
     try:
         tag = request.delays.get(id).tag
@@ -211,7 +230,7 @@ def tags_of_visible_task(request: ApiRequest) -> list[str]:
         tag = None
     if tag is None or not request.key.scopes.covers(tag):
         raise TaskNotFoundError(f"no task that this API key may see has the id {id}")
-    return [tag]
+    return tag
 
 
 def instant_of(text: str) -> datetime:
@@ -365,11 +384,15 @@ IDEMPOTENCY_START = "idempotency:"
 # -- schedule -------------------------------------------------------------------------------------
 
 
+@_route("POST /v1/tasks", Permission.SCHEDULE, "Task", schemas.NEW_TASK)
 def schedule_task(request: ApiRequest) -> Reply:
+    """Schedule a task."""
     return _scheduled(request, *_new_task(request.body))
 
 
+@_route("POST /v1/callbacks", Permission.SCHEDULE, "Task", schemas.NEW_CALLBACK)
 def schedule_callback(request: ApiRequest) -> Reply:
+    """Schedule a POST to a URL."""
     options = dict(request.body)
     url, body, headers = options.pop("url"), options.pop("body", None), options.pop("headers", None)
     content = runtime_of(request.delays).callbacks.http.content(url, body, headers)
@@ -456,7 +479,9 @@ def _scheduled(request: ApiRequest, new: NewTask, on_conflict: OnConflict) -> Re
 _TIMES = ("since", "until", "created_since", "created_until", "updated_until")
 
 
+@_route("GET /v1/tasks", Permission.READ, "TaskPage", query=schemas.FIND_PARAMETERS)
 def find_tasks(request: ApiRequest) -> Reply:
+    """Find tasks, in the order of their due times."""
     filters = dict(request.query)
     for name in _TIMES:
         if name in filters:
@@ -467,45 +492,64 @@ def find_tasks(request: ApiRequest) -> Reply:
     return {"tasks": [task_json(task) for task in page], "cursor": page.cursor}
 
 
+@_route("GET /v1/tasks/{id}", Permission.READ_TASK, "Task")
 def get_task(request: ApiRequest) -> Reply:
+    """Read a task."""
     return task_json(request.delays.get(request.path["id"]))
 
 
+@_route("GET /v1/tasks/{id}/attempts", Permission.READ_TASK, "Attempts")
 def get_attempts(request: ApiRequest) -> Reply:
+    """Read the failed attempts of a task."""
     attempts = request.delays.attempts(request.path["id"])
     return {"attempts": [attempt.as_json() for attempt in attempts]}
 
 
+@_route("POST /v1/tasks/{id}/cancel", Permission.CHANGE_TASK, "CancelResult", schemas.CANCEL_TASK)
 def cancel_task(request: ApiRequest) -> Reply:
+    """Cancel a task."""
     return _cancelled(request.delays.cancel(request.path["id"], **request.body))
 
 
-def cancel_key(request: ApiRequest) -> Reply:
-    return _cancelled(request.delays.cancel(**request.body))
-
-
+@_route("POST /v1/tasks/{id}/reschedule", Permission.CHANGE_TASK, "Task", schemas.RESCHEDULE_TASK)
 def reschedule_task(request: ApiRequest) -> Reply:
+    """Give a waiting task a due time."""
     return task_json(request.delays.reschedule(request.path["id"], **_due(request)))
 
 
-def reschedule_key(request: ApiRequest) -> Reply:
-    return task_json(request.delays.reschedule(**_due(request)))
-
-
+@_route("POST /v1/tasks/{id}/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_TASK)
 def touch_task(request: ApiRequest) -> Reply:
+    """Postpone a timeout."""
     return _touched(request.delays.touch(request.path["id"], **request.body))
 
 
-def touch_keys(request: ApiRequest) -> Reply:
-    return _touched(request.delays.touch_many(**request.body))
-
-
+@_route("POST /v1/tasks/{id}/rerun", Permission.CHANGE_TASK, "Task", schemas.RERUN_TASK)
 def rerun_task(request: ApiRequest) -> Reply:
+    """Run a failed or cancelled task again."""
     return task_json(request.delays.rerun(request.path["id"], **request.body))
 
 
+@_route("POST /v1/keys/cancel", Permission.CHANGE_TASK, "CancelResult", schemas.CANCEL_KEY)
+def cancel_key(request: ApiRequest) -> Reply:
+    """Cancel the live task of a key."""
+    return _cancelled(request.delays.cancel(**request.body))
+
+
+@_route("POST /v1/keys/reschedule", Permission.CHANGE_TASK, "Task", schemas.RESCHEDULE_KEY)
+def reschedule_key(request: ApiRequest) -> Reply:
+    """Give the live task of a key a due time."""
+    return task_json(request.delays.reschedule(**_due(request)))
+
+
+@_route("POST /v1/keys/touch", Permission.CHANGE_TASK, "TouchResult", schemas.TOUCH_KEYS)
+def touch_keys(request: ApiRequest) -> Reply:
+    """Postpone the timeouts of many keys."""
+    return _touched(request.delays.touch_many(**request.body))
+
+
+@_route("GET /v1/statistics", Permission.READ, "Statistics", query=schemas.STATISTICS_PARAMETERS)
 def get_statistics(request: ApiRequest) -> Reply:
-    """Return counts of ended tasks by tag."""
+    """Read counts of ended tasks."""
     totals = request.delays.statistics.totals(
         since=_since(request.query.get("since", "1h")), tags=request.query.get("tag")
     )
@@ -539,98 +583,7 @@ def _touched(result: TouchResult[Any]) -> Reply:
     return {"touched": [*map(str, result.touched)], "gone": [*map(str, result.gone)]}
 
 
-# -- the table ------------------------------------------------------------------------------------
-
-
-def _tag_of_body(request: ApiRequest) -> list[str]:
-    return [request.body["tag"]]
-
-
-ROUTES = (
-    Route(
-        name="scheduleTask", method="POST", path="/v1/tasks",
-        summary="Schedule a task",
-        permission=Permission.SCHEDULE, function=schedule_task,
-        reply="Task", request=schemas.NEW_TASK, tags_of=_tag_of_body, takes_idempotency_key=True,
-    ),
-    Route(
-        name="scheduleCallback", method="POST", path="/v1/callbacks",
-        summary="Schedule a POST to a URL",
-        permission=Permission.SCHEDULE, function=schedule_callback,
-        reply="Task", request=schemas.NEW_CALLBACK, tags_of=lambda request: [CALLBACK],
-        takes_idempotency_key=True,
-    ),
-    Route(
-        name="findTasks", method="GET", path="/v1/tasks",
-        summary="Find tasks, in the order of their due times",
-        permission=Permission.READ, function=find_tasks,
-        reply="TaskPage", query=schemas.FIND_PARAMETERS,
-    ),
-    Route(
-        name="getTask", method="GET", path="/v1/tasks/{id}",
-        summary="Read a task",
-        permission=Permission.READ_TASK, function=get_task,
-        reply="Task", tags_of=tags_of_visible_task,
-    ),
-    Route(
-        name="getAttempts", method="GET", path="/v1/tasks/{id}/attempts",
-        summary="Read the failed attempts of a task",
-        permission=Permission.READ_TASK, function=get_attempts,
-        reply="Attempts", tags_of=tags_of_visible_task,
-    ),
-    Route(
-        name="cancelTask", method="POST", path="/v1/tasks/{id}/cancel",
-        summary="Cancel a task",
-        permission=Permission.CHANGE_TASK, function=cancel_task,
-        reply="CancelResult", request=schemas.CANCEL_TASK, tags_of=tags_of_visible_task,
-    ),
-    Route(
-        name="rescheduleTask", method="POST", path="/v1/tasks/{id}/reschedule",
-        summary="Give a waiting task a due time",
-        permission=Permission.CHANGE_TASK, function=reschedule_task,
-        reply="Task", request=schemas.RESCHEDULE_TASK, tags_of=tags_of_visible_task,
-    ),
-    Route(
-        name="touchTask", method="POST", path="/v1/tasks/{id}/touch",
-        summary="Postpone a timeout",
-        permission=Permission.CHANGE_TASK, function=touch_task,
-        reply="TouchResult", request=schemas.TOUCH_TASK, tags_of=tags_of_visible_task,
-    ),
-    Route(
-        name="rerunTask", method="POST", path="/v1/tasks/{id}/rerun",
-        summary="Run a failed or cancelled task again",
-        permission=Permission.CHANGE_TASK, function=rerun_task,
-        reply="Task", request=schemas.RERUN_TASK, tags_of=tags_of_visible_task,
-    ),
-    Route(
-        name="cancelKey", method="POST", path="/v1/keys/cancel",
-        summary="Cancel the live task of a key",
-        permission=Permission.CHANGE_TASK, function=cancel_key,
-        reply="CancelResult", request=schemas.CANCEL_KEY, tags_of=_tag_of_body,
-    ),
-    Route(
-        name="rescheduleKey", method="POST", path="/v1/keys/reschedule",
-        summary="Give the live task of a key a due time",
-        permission=Permission.CHANGE_TASK, function=reschedule_key,
-        reply="Task", request=schemas.RESCHEDULE_KEY, tags_of=_tag_of_body,
-    ),
-    Route(
-        name="touchKeys", method="POST", path="/v1/keys/touch",
-        summary="Postpone the timeouts of many keys",
-        permission=Permission.CHANGE_TASK, function=touch_keys,
-        reply="TouchResult", request=schemas.TOUCH_KEYS, tags_of=_tag_of_body,
-    ),
-    Route(
-        name="getStatistics", method="GET", path="/v1/statistics",
-        summary="Read counts of ended tasks",
-        permission=Permission.READ, function=get_statistics,
-        reply="Statistics", query=schemas.STATISTICS_PARAMETERS,
-    ),
-)  # fmt: skip
-
-
-# -- Makes the WSGI application of the HTTP API, and its OpenAPI 3.1 document ---------------------
-
+# -- the WSGI application --------------------------------------------------------------------------
 
 #: Bytes of the longest request, and the requests of a key in a second, by default.
 MOST_REQUEST_BYTES, REQUESTS_PER_S = 4 * 1024 * 1024, 100.0
