@@ -66,16 +66,6 @@ def parse_shift(text: str) -> timedelta:
     return -parse_duration(typed[1:]) if typed.startswith("-") else parse_duration(typed)
 
 
-def parse_days(text: str) -> timedelta:
-    """Return a duration of whole days."""
-    days = parse_duration(text)
-    if not days or days % timedelta(days=1):
-        raise click.UsageError(
-            f"--every is a whole number of days, such as 1d or 7d, and not {text}"
-        )
-    return days
-
-
 def show_from_now(instant: datetime, now: datetime) -> str:
     """Return, for example, "in 1h30m" or "5s ago"."""
     seconds = (instant - now).total_seconds()
@@ -122,7 +112,6 @@ class Past(click.ParamType):  # type: ignore[type-arg]  # generic only in later 
 
 DURATION = Parsed("duration", parse_duration)
 SHIFT = Parsed("duration", parse_shift)
-DAYS = Parsed("days", parse_days)
 INSTANT = Parsed("instant", parse_instant)
 PAST = Past()
 

@@ -14,8 +14,8 @@ from delaytasks.attachment import file_broker_url
 from delaytasks.cli.context import Cli, Command, Group, pass_cli
 from delaytasks.cli.output import GOOD, NOTHING, cell, print_fields, print_json, print_table, say
 from delaytasks.core.text import mask_url
-from delaytasks.storage import engines as sqlite_file
 from delaytasks.storage import migrations
+from delaytasks.storage.engines import lacks_sqlite_file
 
 OTHER_DATABASE = (
     "This is the default database of this folder. For the database of your own app: "
@@ -90,7 +90,7 @@ def _is_for_own_app(cli: Cli) -> bool:
     """Return False if the user may not have meant the default database, which is new."""
     if cli.app_origin != "default" or cli.delays.settings.database_url:
         return True
-    is_new = sqlite_file.lacks_sqlite_file(cli.store.database.url)
+    is_new = lacks_sqlite_file(cli.store.database.url)
     return not is_new and not Path("manage.py").exists()
 
 

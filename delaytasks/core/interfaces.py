@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 from delaytasks.core.clock import to_us
 from delaytasks.core.inputs import Spread, is_queue
 from delaytasks.core.policies import NO_WAITLISTS, WaitlistsSeen
 from delaytasks.core.states import MOVES, Ending, SettlingMove, Status
-from delaytasks.core.task import DelayTask, OnConflict
+from delaytasks.core.task import DelayTask
 
-T = TypeVar("T")
 #: The new due time of rescheduled tasks: an instant, a shift, times in a period, or None if it
 #: stays.
 To = datetime | timedelta | Spread | None
@@ -224,30 +223,6 @@ class Transaction(Protocol):
 
 def connection_of(transaction: Transaction | None) -> CallerConnection | None:
     return None if transaction is None else transaction.connection
-
-
-class TaskStore(Protocol):
-    """The rows for producers; `on` is the caller's connection, if there is one."""
-
-    def together(self, work: Callable[[CallerConnection], T], unknown_id: int) -> T: ...
-
-    def insert(self, task: DelayTask, on: CallerConnection | None = None) -> bool: ...
-    def insert_many(
-        self, tasks: Sequence[DelayTask], on: CallerConnection | None = None
-    ) -> bool: ...
-    def insert_keyed(
-        self, task: DelayTask, on_conflict: OnConflict, on: CallerConnection | None = None
-    ) -> tuple[DelayTask, bool]: ...
-    def get(self, id: int, on: CallerConnection | None = None) -> DelayTask | None: ...
-
-
-class NoticeChannel(Protocol):
-    """Notices that a transaction sends to listeners at its commit."""
-
-    @property
-    def is_possible(self) -> bool: ...
-
-    def send(self, payloads: Iterable[str], on: CallerConnection | None = None) -> None: ...
 
 
 class Timer(Protocol):

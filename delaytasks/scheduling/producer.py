@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
 from fnmatch import translate
-from typing import Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 from delaytasks.core.body import FIRST_VERSION, check_version, encode_body, plain
 from delaytasks.core.celery_calls import add_trace
@@ -44,13 +44,16 @@ from delaytasks.core.inputs import (
     encode_meta,
     share_of,
 )
-from delaytasks.core.interfaces import CallerConnection, Entry, TaskStore, Timer, Transaction
+from delaytasks.core.interfaces import CallerConnection, Entry, Timer, Transaction
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, retry_schedule_of
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, NewTask, OnConflict
 from delaytasks.core.text import shown
 from delaytasks.processors.registry import ProcessorSpec, Registry
+
+if TYPE_CHECKING:
+    from delaytasks.storage.task_rows import Tasks
 
 # -- Selects the queue of a tag -------------------------------------------------------------------
 
@@ -329,7 +332,7 @@ class Producer:
     def __init__(
         self,
         settings: Settings,
-        store: TaskStore,
+        store: Tasks,
         clock: Clock,
         make_id: Callable[[], int],
         timer: Timer,

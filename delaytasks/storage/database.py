@@ -29,7 +29,6 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.loop import ThreadPool
 from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.storage import engines as sqlite_file
 from delaytasks.storage.driver_errors import (
     TRIES,
     first_cause,
@@ -40,7 +39,15 @@ from delaytasks.storage.driver_errors import (
     translate,
     unknown_outcome,
 )
-from delaytasks.storage.engines import SEVERAL_HOSTS, addresses_of, has_input, make_engine, masked
+from delaytasks.storage.engines import (
+    SEVERAL_HOSTS,
+    addresses_of,
+    check_sqlite_file,
+    create_sqlite_file,
+    has_input,
+    make_engine,
+    masked,
+)
 from delaytasks.storage.types import capabilities_of, db_now
 
 # -- Runs the synchronous code on the caller's `AsyncSession` or `AsyncConnection` ----------------
@@ -397,8 +404,8 @@ class Database:
 
     def _before_connecting(self, *_: Any) -> None:
         if self._expects_file:
-            sqlite_file.check_sqlite_file(self.url, self.tables_remedy)
-        sqlite_file.create_sqlite_file(self.url)
+            check_sqlite_file(self.url, self.tables_remedy)
+        create_sqlite_file(self.url)
 
     def _make(self, attribute: str, isolation_level: str) -> Engine:
         with self._lock:

@@ -35,8 +35,8 @@ from sqlalchemy.schema import (
 
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
 from delaytasks.core.settings import Settings
-from delaytasks.storage import engines as sqlite_file
 from delaytasks.storage.database import Database
+from delaytasks.storage.engines import create_sqlite_file, lacks_sqlite_file
 from delaytasks.storage.schema import Schema, build_schema
 from delaytasks.storage.types import for_database
 
@@ -63,7 +63,7 @@ def upgrade(
     """Migrate to `revision`."""
     from alembic import command
 
-    sqlite_file.create_sqlite_file(database.url)
+    create_sqlite_file(database.url)
     _run(database, prefix, schema, lambda config: command.upgrade(config, revision))
 
 
@@ -77,7 +77,7 @@ def downgrade(
 
 def current(database: Database, prefix: str = "", schema: str | None = None) -> str | None:
     """Return the revision of this database; None before the first."""
-    if sqlite_file.lacks_sqlite_file(database.url):
+    if lacks_sqlite_file(database.url):
         return None
     name = version_table(prefix)
     revision = select(
@@ -95,7 +95,7 @@ def current(database: Database, prefix: str = "", schema: str | None = None) -> 
 
 def has_tables(database: Database, schema: Schema) -> bool:
     """Return whether this database has the task table, also if no revision is stored."""
-    if sqlite_file.lacks_sqlite_file(database.url):
+    if lacks_sqlite_file(database.url):
         return False
     tasks = schema.tasks
     found: bool = database.autocommitted(

@@ -13,11 +13,10 @@ from delaytasks.core.errors import ConfigError, StoreError, StoreUnavailableErro
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import TABLES_REMEDY
-from delaytasks.storage import engines as sqlite_file
 from delaytasks.storage.bulk_moves import Bulk
 from delaytasks.storage.claims import Claims, HoldExcess
 from delaytasks.storage.database import Database
-from delaytasks.storage.engines import make_engine, own_driver
+from delaytasks.storage.engines import lacks_sqlite_file, make_engine, own_driver
 from delaytasks.storage.leases import Leases
 from delaytasks.storage.migrations import check_charset
 from delaytasks.storage.policy_rows import PausedRows, PolicyTable, WaitlistNames
@@ -132,7 +131,7 @@ class Store:
         """Raise `ConfigError` if tables are missing, too old or too narrow, or the policies cannot
         be read."""
         t, where, remedy = self.schema.tasks, self.database.shown_url, self.database.tables_remedy
-        if sqlite_file.lacks_sqlite_file(self.database.url):
+        if lacks_sqlite_file(self.database.url):
             raise ConfigError(f"there is no database {where}; {remedy}")
         found = self.database.autocommitted(lambda c: _column_names(c, t.name, t.schema))
         missing = [column.name for column in t.columns if column.name not in found]

@@ -18,7 +18,6 @@ from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import LIVE, MOVES, Status
 from delaytasks.core.task import Attempt, DelayTask, OnConflict, Page
 from delaytasks.core.text import shown
-from delaytasks.storage import searching as pages
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import TRIES, is_duplicate
 from delaytasks.storage.inserts import BulkInsert, Insert
@@ -26,7 +25,13 @@ from delaytasks.storage.leases import ASKED, CancelRequests
 from delaytasks.storage.row_lists import by_id, check_row_count, listed
 from delaytasks.storage.rows import NEW_COLUMNS, columns, task_of, values_of
 from delaytasks.storage.schema import Schema
-from delaytasks.storage.searching import conditions, limited_search
+from delaytasks.storage.searching import (
+    after_cursor,
+    conditions,
+    first_page,
+    limited_search,
+    make_cursor,
+)
 from delaytasks.storage.settlements import Attempts
 from delaytasks.storage.task_keys import KeyOwners, Moves, TaskKeys
 from delaytasks.storage.types import UTCDateTime, db_now, unindexed
@@ -150,17 +155,17 @@ class Tasks:
         if where.ids is not None:
             query = by_id(query, t)
         if cursor is not None:
-            query = pages.after_cursor(query, t, cursor, newest_first)
+            query = after_cursor(query, t, cursor, newest_first)
 
         def read(connection: Any) -> list[Any]:
-            return pages.first_page(connection, query, t, where, limit + 1, newest_first)
+            return first_page(connection, query, t, where, limit + 1, newest_first)
 
         if time_limit_s is None or on is not None:
             rows = self._db.autocommitted(read, on)
         else:
             rows = limited_search(self._db, read, time_limit_s)
         tasks = [task_of(row, self._schema) for row in rows[:limit]]
-        return Page(tasks, pages.make_cursor(tasks[-1]) if len(rows) > limit else None)
+        return Page(tasks, make_cursor(tasks[-1]) if len(rows) > limit else None)
 
     def now(self, insists: bool = False) -> datetime:
         """Return the database's time. Unless the caller insists, an error is not tried again."""

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from delaytasks.core.clock import Clock, reset_in_child
 from delaytasks.core.errors import StoreError
 from delaytasks.core.filters import batches
 from delaytasks.core.inputs import is_queue
-from delaytasks.core.interfaces import CallerConnection, Entry, NoticeChannel, by_queue
+from delaytasks.core.interfaces import CallerConnection, Entry, by_queue
 from delaytasks.timers.arming import ENTRIES_PER_MESSAGE, read_message
+
+if TYPE_CHECKING:
+    from delaytasks.storage.store import Notices
 
 #: Workers that receive notifications poll the table this often.
 NOTIFIED_POLL_S = 1.0
@@ -31,7 +35,7 @@ OnArmed = Callable[[Sequence[Entry]], object]
 class DirectTimer:
     """Notifies the workers about rows that are due before their next poll."""
 
-    def __init__(self, notices: NoticeChannel, clock: Clock) -> None:
+    def __init__(self, notices: Notices, clock: Clock) -> None:
         self._notices = notices
         self._clock = clock
         self.after_fork()

@@ -334,10 +334,8 @@ class HttpCallbacks:
     ) -> Outcome:
         import requests
 
-        from delaytasks.webhooks import http_callbacks as connections
-
         settings, adapter, where = self._settings, self._adapter(), target.host_and_port
-        connections.deadline.set(monotonic() + settings.callback_total_s)
+        deadline.set(monotonic() + settings.callback_total_s)
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
         step_s = min(settings.callback_connect_s, settings.callback_total_s / 5)
         try:

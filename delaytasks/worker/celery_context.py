@@ -29,8 +29,7 @@ from delaytasks.core.errors import InvalidOutcomesError, InvalidScheduleError, T
 from delaytasks.core.task import DelayTask, Done
 from delaytasks.core.text import traceback_text
 from delaytasks.execution.executor import Finish, ProcessorCall, RunResult, ends_process
-from delaytasks.processors import registry as event_loop
-from delaytasks.processors.registry import ProcessorSpec
+from delaytasks.processors.registry import ProcessorSpec, at_start
 from delaytasks.worker.time_limits import limited
 
 # -- The value of `celery.current_task` while a task runs, and Celery's own ways to end a task ----
@@ -358,7 +357,7 @@ class CeleryTaskContext:
         self._keeps_time_limits = keeps_time_limits
         self._tasks: dict[str, Any] = {}
         self._stacks = _ThreadStacks()
-        event_loop.at_start(_show_coroutines)
+        at_start(_show_coroutines)
 
     @contextmanager
     def reuse_stack(self) -> Iterator[None]:
