@@ -21,12 +21,11 @@ from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, NewTask, Status, api, schedule_delay
+from delaytasks import DelayTask, Status, api, schedule_delay
 from delaytasks.contrib.flask import FlaskDelays
-from delaytasks.core.errors import ConfigError, SessionUnusableError
+from delaytasks.core.errors import ConfigError
 from delaytasks.core.interfaces import Entry
 from tests.integration.shops import ExampleShop, new_database
-from tests.recording import new_key
 
 
 @pytest.fixture(autouse=True)
@@ -110,20 +109,6 @@ def test_a_task_is_part_of_the_requests_transaction_and_armed_after_its_commit(
         assert [entry.id for entry in project.armed] == [task.id]
 
 
-def test_bodies_are_encrypted_in_the_requests_transaction(project: FlaskProject) -> None:
-    app, tables = app_of(project), runtime_of(project.delays).store.schema.tasks
-    app.config["DELAYTASKS"]["encryption_keys"] = [new_key()]
-    project.delays.init_app(app)
-    with app.test_request_context():
-        project.delays.schedule_delay("order.close", {"card": "cAnArY"}, 60)
-        project.delays.schedule_many([NewTask("order.close", {"card": "cAnArY"}, 60)] * 2)
-        stored = project.db.session.execute(select(tables.c.message_body)).scalars().all()
-        assert [text[:7] for text in stored] == ["aesgcm:"] * 3
-        assert "cAnArY" not in repr(stored)
-        assert [task.body for task in project.delays.find()] == [{"card": "cAnArY"}] * 3
-        project.db.session.commit()
-
-
 def test_an_asynchronous_view_schedules_in_the_requests_transaction(
     project: FlaskProject,
 ) -> None:
@@ -142,17 +127,6 @@ def test_an_asynchronous_view_schedules_in_the_requests_transaction(
     assert count(project) == len(project.armed) == 3
 
 
-def test_a_rollback_leaves_no_row_and_arms_nothing(project: FlaskProject) -> None:
-    with app_of(project).test_request_context():
-        project.delays.schedule_delay("order.close", 1, 1, key="k")
-        project.delays.schedule_many([NewTask("order.close", n, 1) for n in range(10)])
-        project.db.session.rollback()
-        kept = project.delays.schedule_delay("order.close", 2, 1, key="k")
-        project.db.session.commit()
-    assert count(project) == 1
-    assert [entry.id for entry in project.armed] == [kept.id]
-
-
 def remind_customer(order: int) -> None: ...
 
 
@@ -166,29 +140,6 @@ def test_a_delayed_celery_task_is_part_of_the_requests_transaction(project: Flas
         assert count(project) == 0
         project.db.session.commit()
         assert [task.key for task in project.delays.find(tag="celery:flask.remind")] == [kept.id]
-
-
-def test_a_savepoint_rollback_removes_its_tasks(project: FlaskProject) -> None:
-    with app_of(project).test_request_context():
-        kept = project.delays.schedule_delay("order.close", 1, 1)
-        savepoint = project.db.session.begin_nested()
-        project.delays.schedule_delay("order.close", 2, 1)
-        savepoint.rollback()
-        project.db.session.commit()
-    assert count(project) == 1
-    assert [entry.id for entry in project.armed] == [kept.id]
-
-
-def test_cancelling_is_part_of_the_requests_transaction(project: FlaskProject) -> None:
-    task = project.delays.schedule_delay("order.close", 1, 3600, key="k")
-    with app_of(project).app_context():
-        assert project.delays.cancel(tag="order.close", key="k")
-        project.db.session.rollback()
-    assert project.delays.get(task).status is Status.NOT_COMPLETE
-    with app_of(project).app_context():
-        assert project.delays.cancel(tag="order.close", key="k")
-        project.db.session.commit()
-    assert project.delays.get(task).status is Status.CANCELLED
 
 
 def test_a_request_that_does_not_commit_is_reported_in_the_log(
@@ -407,13 +358,6 @@ def test_init_app_reports_a_wrong_setting(options: Any, message: str) -> None:
 def test_a_call_without_an_app_names_the_missing_init_app() -> None:
     with pytest.raises(ConfigError, match=r"init_app\(app\)"):
         FlaskDelays().schedule_delay("order.close", 1, 1)
-
-
-def test_a_broken_session_is_reported(project: FlaskProject) -> None:
-    with app_of(project).app_context():
-        project.db.session.connection().invalidate()
-        with pytest.raises(SessionUnusableError):
-            project.delays.schedule_delay("order.close", 1, 1)
 
 
 # -- the shop -------------------------------------------------------------------------------------

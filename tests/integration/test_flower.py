@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import html
 import json
-import os
 import re
 import secrets
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -183,16 +179,6 @@ def test_a_failed_row_shows_its_error(site: FlowerSite) -> None:
     assert re.search(r'class="badge text-bg-danger">\s*FAILURE', page)
 
 
-def test_errors_with_unprintable_text_are_shown(site: FlowerSite) -> None:
-    task = site.deployment.schedule(
-        "test.fail", 0, body={"text": "a\x7f\x1b[31m\r\n💥" + "x" * 100_000}
-    )
-    info = site.wait_for("FAILURE", task)
-    assert len(info["exception"]) < 5_000
-    assert len(info["traceback"]) < 20_000
-    assert "FAILURE" in site.page(f"/task/{task.id}-1")
-
-
 def test_a_long_task_is_shown_while_it_runs(site: FlowerSite) -> None:
     d = site.deployment
     task = d.schedule("test.sleep", 0, body={"seconds": 3})
@@ -201,28 +187,6 @@ def test_a_long_task_is_shown_while_it_runs(site: FlowerSite) -> None:
     assert info["succeeded"] is None
     assert d.status(task) is Status.RUNNING
     assert site.wait_for("SUCCESS", task)["runtime"] == pytest.approx(3, abs=0.5)
-
-
-def test_a_second_attempt_is_a_second_task(site: FlowerSite) -> None:
-    d = site.deployment
-    task = d.schedule("test.abort", 0)
-    first = site.wait_for("FAILURE", task, deadline_s=30)
-    assert "lost its lease" in first["exception"]
-    assert "'attempt': 1}" in first["kwargs"]
-    second = site.wait_for("FAILURE", task, attempt=2)
-    assert d.status(task) is Status.FAILED
-    assert "2 times in a row" in second["exception"]
-    assert second["parent_id"] == first["uuid"] == f"{task.id}-1"
-    assert second["retries"] == 1
-    assert "'attempt': 2}" in second["kwargs"]
-
-
-def test_a_deferred_task_without_a_processor_is_shown_as_a_retry(site: FlowerSite) -> None:
-    d = site.deployment
-    task = d.schedule("test.nobody", 0)
-    info = site.wait_for("RETRY", task)
-    assert "no such processor, tag=test.nobody" in info["exception"]
-    assert d.status(task) is Status.NOT_COMPLETE
 
 
 def test_the_messages_that_start_chunks_are_not_shown(site: FlowerSite) -> None:
@@ -275,155 +239,6 @@ def test_the_worker_is_online_with_its_counts(site: FlowerSite) -> None:
     assert worker["task-succeeded"] >= 1
     assert worker["task-failed"] >= 1
     assert site.worker in site.page(f"/worker/{site.worker}")
-
-
-# -- the pages ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def chromium(tmp_path: Path) -> Callable[..., str]:
-    """Return a function that renders a page and runs its scripts.
-
-    The function returns the resulting HTML, or saves a screenshot.
-    """
-    program = next(
-        filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-    )
-    if program is None:
-        reason = "needs chromium: there is none on the PATH"
-        if os.environ.get("CI", "").lower() in ("1", "true", "yes"):
-            pytest.fail(reason, pytrace=False)
-        pytest.skip(reason)
-    quiet = (
-        "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking"
-    )
-    options = [f"--{name}" for name in f"{quiet} disable-component-update disable-sync".split()]
-
-    def render(url: str, *what: str) -> str:
-        command = [
-            program,
-            *options,
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--window-size=1400,900",
-        ]
-        # Flower's pages poll without end. A virtual time budget ends their scripts after 5 s of
-        # virtual time.
-        command += ["--virtual-time-budget=5000", *(what or ["--dump-dom"]), url]
-        run = subprocess.run(command, capture_output=True, timeout=60, check=True)
-        return run.stdout.decode()
-
-    return render
-
-
-def test_in_a_browser_flower_shows_the_tag_the_id_and_the_state_of_a_task(
-    make_site: Callable[..., FlowerSite], chromium: Callable[..., str]
-) -> None:
-    site = make_site()
-    site.url = site.deployment.flower()
-    site.deployment.worker("-E")
-    good = site.deployment.schedule("test.note", 0)
-    bad = site.deployment.schedule("test.fail", 0, body={"text": HOSTILE})
-    site.wait_for("SUCCESS", good)
-    site.wait_for("FAILURE", bad)
-
-    rows = re.findall(r"<tr[^>]*>.*?</tr>", chromium(f"{site.url}/tasks"), re.DOTALL)
-    shown = {tag: row for row in rows for tag in ("test.note", "test.fail") if f">{tag}</a>" in row}
-    assert f"{good.id}-1" in shown["test.note"]
-    assert f"{bad.id}-1" in shown["test.fail"]
-    assert '<span class="badge text-bg-danger">FAILURE</span>' in shown["test.fail"]
-    assert '<span class="badge text-bg-success">SUCCESS</span>' in shown["test.note"]
-
-    page = chromium(f"{site.url}/task/{bad.id}-1")
-    assert '<span class="badge text-bg-danger">FAILURE</span>' in page
-    assert ">test.fail</a>" in page
-    assert f">{bad.id}-1</code>" in page
-    assert "ValueError: &lt;script&gt;" in page
-    assert HOSTILE not in page
-    assert "<title>owned" not in page
-
-    overview = chromium(f"{site.url}/")
-    assert site.worker in overview
-    assert ">Online</span>" in overview
-
-
-# -- Celery's own commands ------------------------------------------------------------------------
-
-
-def ask(site: FlowerSite, *command: str) -> Any:
-    """Return the worker's answer to a command, for example `inspect stats`."""
-    ended = site.deployment.command(
-        *command, "--json", "--timeout", "10", "--destination", site.deployment.node(0)
-    )
-    for line in ended.log().splitlines():
-        if line.startswith(("{", "[")):
-            answers = json.loads(line)
-            return (answers[0] if isinstance(answers, list) else answers)[site.deployment.node(0)]
-    raise AssertionError(f"{' '.join(command)}: {ended.log()}\n{site.deployment.logs()}")
-
-
-@pytest.mark.parametrize("broker", ["redis", "rabbitmq"])
-def test_inspect_and_control_work_as_for_any_worker(
-    make_site: Callable[..., FlowerSite], broker: str
-) -> None:
-    site = make_site(broker, horizon_s=120)
-    d = site.deployment
-    worker = d.worker()
-    far = d.schedule("test.note", 100)
-    running = d.schedule("test.sleep", 0, body={"seconds": 15})
-    wait_until(lambda: d.status(running) is Status.RUNNING, 5, "the sleeper to run")
-    assert [(task["id"], task["name"]) for task in ask(site, "inspect", "active")] == [
-        (str(running.id), "test.sleep")
-    ]
-    stats = ask(site, "inspect", "stats")["delaytasks"]
-    assert stats["held"] == 1
-    assert stats["chunks"] == 1
-    assert stats["timer_is_up"] is True
-    assert ask(site, "inspect", "ping") == {"ok": "pong"}
-    assert {"delaytasks.run", "delaytasks.sweep", "test.note", "test.sleep"} <= set(
-        ask(site, "inspect", "registered")
-    )
-    [waiting] = ask(site, "inspect", "scheduled")
-    assert (waiting["request"]["id"], waiting["request"]["name"]) == (str(far.id), "test.note")
-    assert datetime.fromisoformat(waiting["eta"]) == far.expected_time
-    assert f"{d.settings['namespace']}.default" in {
-        queue["name"] for queue in ask(site, "inspect", "active_queues")
-    }
-    d.command("control", "shutdown", "--destination", site.deployment.node(0))
-    wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)
-    assert "sent back 1 near tasks" in worker.log()
-    assert d.status(running) is Status.DONE, "what runs may end"
-    assert d.status(far) is Status.NOT_COMPLETE
-
-
-@pytest.mark.parametrize(
-    ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
-)
-def test_row_events_are_switched_on_and_off_while_the_worker_runs(
-    make_site: Callable[..., FlowerSite], broker: str, pool: str
-) -> None:
-    site = make_site(broker)
-    d = site.deployment
-    d.worker(pool=pool)
-    site.url = d.flower("--enable-events=False")
-    wait_until(lambda: d.node(0) in site.online(), 20, "Flower to see the worker")
-
-    def run_some() -> DelayTask:
-        task = d.schedule()
-        d.wait_for([task])
-        return task
-
-    unseen = run_some()
-    assert ask(site, "control", "enable_events") == {"ok": "task events enabled"}
-    seen = run_some()
-    site.wait_for("SUCCESS", seen)
-    assert ask(site, "control", "disable_events") == {"ok": "task events disabled"}
-    also_unseen = run_some()
-    assert ask(site, "control", "enable_events") == {"ok": "task events enabled"}
-    # Events arrive in order, so all events of earlier tasks have arrived when this one has.
-    site.wait_for("SUCCESS", run_some())
-    assert site.info(seen)
-    assert not site.info(unseen)
-    assert not site.info(also_unseen)
 
 
 # -- docs/flower.md -------------------------------------------------------------------------------

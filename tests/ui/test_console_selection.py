@@ -186,23 +186,3 @@ def test_the_live_view_does_not_change_a_selection(site: Site, browser: Any) -> 
         page.keyboard.press("x")
         with page.expect_request(re.compile("/tasks")):
             page.clock.run_for(1_000)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("has_scripts", [True, False])
-def test_selected_rows_are_cancelled_in_a_browser(
-    own_site: Site, browser: Any, has_scripts: bool
-) -> None:
-    options = {"java_script_enabled": has_scripts}
-    with served(own_site.app) as address, watched(browser, **options) as page:
-        page.goto(f"{address}/tasks?tag=order.close&status=NOT_COMPLETE")
-        ids = [int(box.get_attribute("value")) for box in page.locator("[data-select]").all()]
-        assert page.get_by_label("All on this page").is_visible() == has_scripts
-        for number in (0, 1):
-            page.get_by_label(f"Select task {ids[number]}").check()
-        page.locator(".selection button", has_text="Cancel…").click()
-        page.get_by_role("heading", name="Cancel 2 tasks?").wait_for()
-        page.get_by_role("button", name="Cancel 2").click()
-        page.wait_for_url("**/bulk/*")
-        finish(own_site.client(Role.OPERATE), page.url.removeprefix(address))
-    assert states(own_site, ids[:3]) == ["CANCELLED", "CANCELLED", "NOT_COMPLETE"]

@@ -41,12 +41,6 @@ def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, p
     assert tags == sorted([*others, "of.a.policy", "of.a.worker", "of.statistics"])
 
 
-def test_queues_of_workers_are_suggested(site: Site) -> None:
-    client = site.client(Role.ADMIN)
-    assert suggested(client, "/tasks", "queue") == ["default", "feeds"]
-    assert suggested(client, "/recurring", "queue") == ["default", "feeds"]
-
-
 def test_the_forms_of_policies_suggest_tags_and_queues(site: Site) -> None:
     operator, admin = site.client(Role.OPERATE), site.client(Role.ADMIN)
     site.client(Role.OPERATE)

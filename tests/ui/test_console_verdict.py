@@ -218,6 +218,8 @@ def test_the_links_have_short_names_and_their_sentences_as_descriptions(
         link = tab.get_by_role("link", name="Show these failures", exact=True)
         described = tab.locator(f"#{link.get_attribute('aria-describedby')}")
         assert described.inner_text().startswith("3 tasks of report.build have failed since")
+        box = described.bounding_box()
+        assert box["y"] + box["height"] < 850, "it is seen without scrolling"
         check_page(tab)
         link.click()
         tab.wait_for_url("**/failures/*")

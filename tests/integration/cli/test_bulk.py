@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import re
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +17,7 @@ import pytest
 from delaytasks import Status
 from delaytasks.operations import bulk_calls as bulk
 from delaytasks.runtime import runtime_of
-from tests.integration.cli.project import HOSTILE, RUN, Project, write
+from tests.integration.cli.project import HOSTILE, RUN, Project
 from tests.waiting import wait_until
 
 ALL = {"refused": 0, "state": "done"}
@@ -119,15 +117,6 @@ def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) ->
     assert {shop.delays.get(task).expected_time.isoformat() for task in tasks} == {
         "2030-12-31T22:30:00+00:00"
     }
-
-
-def test_retry_reruns_many_failed_tasks(shop: Project) -> None:
-    failed, cancelled = shop.schedule("bad"), shop.schedule("bad", 60)
-    shop("drain")
-    shop.delays.cancel(cancelled)
-    assert shop.json("rerun", "--tag", "bad", "--delay", "1h", "--yes")["changed"] == 1
-    assert (shop.status(failed), shop.status(cancelled)) == (Status.NOT_COMPLETE, Status.CANCELLED)
-    assert shop.json("rerun", "--tag", "bad", "--status", "cancelled", "--yes")["changed"] == 1
 
 
 @pytest.mark.parametrize(
@@ -232,52 +221,6 @@ def test_a_bulk_command_asks_for_a_confirmation_with_the_count(
     os.close(terminal)
     assert {shop.status(task) for task in tasks} == {status}
     assert (running.returncode, out) == ((0, b"cancelled 3 tasks\n") if typed == "y" else (1, b""))
-
-
-SLOW = """
-import os, time
-from delaytasks.operations import bulk
-from {name} import app
-
-bulk.BULK_ROWS = 2
-step = bulk.BulkRun._step
-def slowly(run, ids, versions):
-    open("step", "a").write("x")
-    time.sleep(0.3)
-    return step(run, ids, versions)
-bulk.BulkRun._step = slowly
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_after_ctrl_c_a_bulk_command_ends_its_step_and_reports_its_progress(
-    shop: Project,
-    process: Callable[..., subprocess.Popen[str]],
-    option: list[str],
-    forget: Callable[..., None],
-) -> None:
-    for _ in range(40):
-        shop.schedule(delay=60)
-    name = write("slow_shop", SLOW.format(name=shop.name))
-    running = process("-c", RUN, "-A", name, "cancel", "--tag", "ok", "--yes", *option)
-    wait_until(
-        lambda: Path("step").exists() and len(Path("step").read_text()) >= 2, 30, "the second step"
-    )
-    running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=30)
-    assert running.returncode == 1, err
-    cancelled = len(shop.delays.find(status="CANCELLED"))
-    assert 0 < cancelled < 40
-    assert cancelled % 2 == 0
-    [entry] = shop.delays.audit()
-    assert (entry.state, entry.matched, entry.changed) == ("stopped", 40, cancelled)
-    if option:
-        told = json.loads(out)
-        assert (told["state"], told["matched"], told["changed"]) == ("stopped", 40, cancelled)
-    else:
-        assert out == f"stopped: cancelled {cancelled} of 40 tasks; to go on run it again\n"
-    assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 40 - cancelled
 
 
 def test_a_stopped_shift_prints_the_command_that_continues_it(

@@ -154,18 +154,6 @@ def test_chunks_that_the_server_does_not_read_are_refused(file_site: ApiSite, mo
         assert answer.headers["Content-Type"] == "application/problem+json"
 
 
-def test_in_flask_the_api_writes_in_transactions_of_its_own(site: ApiSite) -> None:
-    app = Flask("shop")
-    mount_api(app, "/delays", site.keys, site.delays)
-    client, headers = app.test_client(), headers_of(site)
-    task = client.post("/delays/v1/tasks", json=NEW, headers=headers).json
-    assert task is not None
-    assert site.delays.get(int(task["id"])).body == {"order": 7}
-    document = client.get("/delays/v1/openapi.json").json
-    assert document is not None
-    assert document["servers"] == [{"url": "/delays"}]
-
-
 def test_in_django_requests_need_no_csrf_token(site: ApiSite) -> None:
     with django_urls(site):
         from django.test import Client
@@ -179,19 +167,6 @@ def test_in_django_requests_need_no_csrf_token(site: ApiSite) -> None:
         )
         assert answer.status_code == 200, answer.content
         assert client.get("/delays/v1/tasks").status_code == 401
-
-
-def test_in_fastapi_the_api_is_mounted_in_the_application(site: ApiSite) -> None:
-    app = fastapi.FastAPI()
-    mount_wsgi(app, "/delays", site.app)
-
-    async def go() -> None:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://shop") as client:
-            answer = await client.post("/delays/v1/tasks", json=NEW, headers=headers_of(site))
-            assert answer.status_code == 200, answer.text
-
-    run(go())
 
 
 def test_the_server_refuses_a_long_request_before_it_receives_the_body(site: ApiSite) -> None:
