@@ -45,15 +45,18 @@ from delaytasks.runtime import runtime_of
 # -- list -----------------------------------------------------------------------------------------
 
 
-def _takes_filters(command: Callable[..., Any]) -> Callable[..., Any]:
-    for name, attributes in reversed(FILTERS.items()):
-        attributes = {**attributes, "help": f"Only tasks {attributes['help']}"}
-        command = click.option(option_of(name), name, **attributes)(command)
-    return command
+def _takes_filters(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def add(command: Callable[..., Any]) -> Callable[..., Any]:
+        for name in reversed(names):
+            attributes = {**FILTERS[name], "help": f"Only tasks {FILTERS[name]['help']}"}
+            command = click.option(option_of(name), name, **attributes)(command)
+        return command
+
+    return add
 
 
 @click.command("list", cls=Command)
-@_takes_filters
+@_takes_filters(*FILTERS)
 @click.option("--key", help="Only tasks with this key.")
 @click.option("--oldest-first", is_flag=True, help="Begin with the earliest due time.")
 @click.option("--limit", type=int, default=100, show_default=True, help="1 to 1000.")
@@ -119,14 +122,22 @@ def _row(task: DelayTask, now: datetime) -> list[Cell]:
 
 # -- show -----------------------------------------------------------------------------------------
 
+
+def _names_a_task(command: Callable[..., Any]) -> Callable[..., Any]:
+    id = click.argument("id", required=False)
+    tag = click.option("--tag", help="With --key: the tag of the task.")
+    key = click.option(
+        "--key", help="With --tag: the live task with this key, or else the last one."
+    )
+    return id(tag(key(command)))
+
+
 #: Fields that are times.
 INSTANTS = ("due_time expected_time execution_time create_time update_time lease_until").split()
 
 
 @click.command(cls=Command)
-@click.argument("id", required=False)
-@click.option("--tag", help="With --key: the tag of the task.")
-@click.option("--key", help="With --tag: the live task with this key, or else the last one.")
+@_names_a_task
 @pass_cli
 def show(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """Show one task: its fields, body and error, its possible moves, and why it has not run.
@@ -175,9 +186,7 @@ def _field(value: object) -> str:
 
 
 @click.command(cls=Command)
-@click.argument("id", required=False)
-@click.option("--tag", help="With --key: the tag of the task.")
-@click.option("--key", help="With --tag: the live task with this key, or else the last one.")
+@_names_a_task
 @pass_cli
 def why(cli: Cli, id: str | None, tag: str | None, key: str | None) -> None:
     """Explain why a task has not run yet, or how it ended, and what to do about it.
@@ -220,15 +229,8 @@ LONGEST_DETAIL = 300
 TAG_WIDTH = 16
 
 
-def _takes_tail_filters(command: Any) -> Any:
-    for name in reversed(_TAIL_FILTERS):
-        attributes = {**FILTERS[name], "help": f"Only tasks {FILTERS[name]['help']}"}
-        command = click.option(f"--{name.replace('_', '-')}", **attributes)(command)
-    return command
-
-
 @click.command(cls=Command)
-@_takes_tail_filters
+@_takes_filters(*_TAIL_FILTERS)
 @click.option("--key", help="Only tasks with this key. All changes of them are found.")
 @click.option(
     "--lines",

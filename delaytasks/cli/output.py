@@ -121,6 +121,7 @@ delay_option = click.option(
 at_option = click.option(
     "--at", type=INSTANT, help="As 2030-01-31T18:00:00Z. A time in the past means now."
 )
+actor_option = click.option("--actor", metavar="NAME", help="Who does it [you on this host].")
 
 
 class Pair(tuple[str, str]):

@@ -13,6 +13,7 @@ from delaytasks.cli.output import (
     GOOD,
     NOTHING,
     Cell,
+    actor_option,
     cell,
     count,
     print_json,
@@ -29,13 +30,11 @@ NONE = "none"
 #: The default number of policies on a page.
 PAGE = 100
 
-_actor = click.option("--actor", metavar="NAME", help="Who does it [you on this host].")
-
 
 def _target(function: Callable[..., Any]) -> Callable[..., Any]:
     queue = click.option("--queue", help="The queue, for all tags.")
     tag = click.option("--tag", help="The tag, in all queues.")
-    return tag(queue(_actor(function)))
+    return tag(queue(actor_option(function)))
 
 
 @click.command(cls=Command)
@@ -123,7 +122,7 @@ def list_(cli: Cli, limit: int, page: int) -> None:
 @click.option(
     "--rate", metavar="RATE", help="The most tasks that begin in a period: 100/s, 30/m, 1000/1h30m."
 )
-@_actor
+@actor_option
 @pass_cli
 def set_(cli: Cli, tag: str, actor: str | None, **limits: str | None) -> None:
     """Limit a tag. Limits that are not named stay; "none" removes a limit.

@@ -19,6 +19,7 @@ from delaytasks.cli.output import (
     NOTHING,
     PAIR,
     Cell,
+    actor_option,
     at_option,
     cell,
     count,
@@ -291,7 +292,6 @@ def _size(file: BinaryIO) -> int | None:
 # -- `recurring`: list, set, pause, resume, run, remove, next and import --------------------------
 
 
-_actor_option = click.option("--actor", metavar="NAME", help="Who does it [you on this host].")
 _name = click.argument("name")
 
 
@@ -370,7 +370,7 @@ def list_(cli: Cli, limit: int, **filters: str | None) -> None:
     metavar="NAME=VALUE",
     help="A pair of the meta of each task. Repeatable.",
 )
-@_actor_option
+@actor_option
 @pass_cli
 def set_(cli: Cli, name: str, tag: str, body: str, actor: str | None, **given: Any) -> None:
     """Store a schedule, or replace the one of this name. The body is JSON; - reads it from stdin.
@@ -389,7 +389,7 @@ def set_(cli: Cli, name: str, tag: str, body: str, actor: str | None, **given: A
 
 @recurring.command()
 @_name
-@_actor_option
+@actor_option
 @pass_cli
 def pause(cli: Cli, name: str, actor: str | None) -> None:
     """Make no more tasks of a schedule, and cancel those that wait for later occurrences.
@@ -402,7 +402,7 @@ def pause(cli: Cli, name: str, actor: str | None) -> None:
 
 @recurring.command()
 @_name
-@_actor_option
+@actor_option
 @pass_cli
 def resume(cli: Cli, name: str, actor: str | None) -> None:
     """Continue a schedule with its next occurrence.
@@ -429,7 +429,7 @@ def run(cli: Cli, name: str) -> None:
 
 @recurring.command()
 @_name
-@_actor_option
+@actor_option
 @pass_cli
 def remove(cli: Cli, name: str, actor: str | None) -> None:
     """Delete a schedule, and cancel its tasks that wait for later occurrences.

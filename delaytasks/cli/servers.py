@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,17 +28,29 @@ _keys_option = click.option(
     type=click.Path(path_type=Path, dir_okay=False),
     help="The file of the keys [api-keys.json in delaytasks_data_dir].",
 )
+_trusted_proxy = click.option(
+    "--trusted-proxy",
+    metavar="ADDRESS",
+    help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
+)
+
+
+def _listens_at(default: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    host = click.option(
+        "--host", default="127.0.0.1", show_default=True, help="The address to listen on."
+    )
+    port = click.option(
+        "--port",
+        type=click.IntRange(0, 65535),
+        default=default,
+        show_default=True,
+        help="The port to listen on. 0 takes a free one.",
+    )
+    return lambda command: host(port(command))
 
 
 @click.command(cls=Command)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=API_PORT,
-    show_default=True,
-    help="The port to listen on. 0 takes a free one.",
-)
+@_listens_at(API_PORT)
 @click.option("--prefix", default="", metavar="PATH", help="The path of the API, as /delays.")
 @click.option(
     "--rate",
@@ -46,11 +59,7 @@ _keys_option = click.option(
     show_default=True,
     help="The requests that each key may make in a second.",
 )
-@click.option(
-    "--trusted-proxy",
-    metavar="ADDRESS",
-    help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
-)
+@_trusted_proxy
 @_keys_option
 @pass_cli
 def serve(
@@ -158,14 +167,7 @@ _ROLES = ["view", "operate", "admin"]
 
 
 @click.command(cls=Command)
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=PORT,
-    show_default=True,
-    help="The port to listen on. 0 takes a free one.",
-)
+@_listens_at(PORT)
 @click.option("--prefix", default="", metavar="PATH", help="The path of the console, as /delays.")
 @click.option(
     "--proxy-header",
@@ -179,11 +181,7 @@ _ROLES = ["view", "operate", "admin"]
     metavar="ADDRESS",
     help="With --proxy-header: the address or network of the proxy. Repeatable. [127.0.0.1, ::1]",
 )
-@click.option(
-    "--trusted-proxy",
-    metavar="ADDRESS",
-    help="The address of a proxy with TLS, whose X-Forwarded-For and -Proto are believed.",
-)
+@_trusted_proxy
 @pass_cli
 def console(
     cli: Cli,

@@ -465,18 +465,7 @@ def audit(cli: Cli, limit: int) -> None:
         return
     now = runtime_of(cli.delays).clock.now()
     print_table(
-        (
-            "id",
-            "started",
-            "actor",
-            "action",
-            "filter",
-            "state",
-            "seen",
-            "matched",
-            "changed",
-            "refused",
-        ),
+        "id,started,actor,action,filter,state,seen,matched,changed,refused".split(","),
         [
             [
                 str(entry.id),
