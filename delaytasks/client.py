@@ -74,12 +74,7 @@ if TYPE_CHECKING:
     from delaytasks.core.task import OnConflict, Outcome, ScheduleOptions, TaskOptions
     from delaytasks.execution.runner import Runner
     from delaytasks.forecast import Forecast
-    from delaytasks.handles import (
-        BatchDecorator,
-        Decorator,
-        SchemaBatchDecorator,
-        SchemaDecorator,
-    )
+    from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
     from delaytasks.recurrence.recurring import Recurring
     from delaytasks.runtime import ProcessorContext, Runtime
@@ -1284,11 +1279,7 @@ class DelayTasks:
         # Imported here: most processes have no recurring schedules.
         from delaytasks.recurrence.recurring import Recurring
 
-        return Recurring(
-            self._registry,
-            lambda: self._runtime,
-            self._run_async,
-        )
+        return Recurring(self._registry, lambda: self._runtime, self._run_async)
 
     # -- statistics -------------------------------------------------------------------------------
 

@@ -7,16 +7,7 @@ import inspect
 import types
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import datetime
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    Generic,
-    ParamSpec,
-    Protocol,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 from delaytasks.core.inputs import Delay
 from delaytasks.core.task import DelayTask, NewTask, new_task_of

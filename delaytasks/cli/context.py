@@ -20,15 +20,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import get_completion_class
 
-from delaytasks.cli.output import (
-    WANTS_JSON,
-    Failure,
-    is_json,
-    print_json,
-    say,
-    sentence,
-    task_json,
-)
+from delaytasks.cli.output import WANTS_JSON, Failure, is_json, print_json, say, sentence, task_json
 from delaytasks.core.errors import ConfigError, DelayTaskError, TaskNotFoundError
 from delaytasks.core.loop import wait_for_unfinished
 from delaytasks.core.why import Explanation, Reason

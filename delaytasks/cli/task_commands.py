@@ -256,13 +256,7 @@ _key = click.option("--key", help="With --tag: the one task that has this key.")
 @click.option("--running", is_flag=True, help="Ask tasks that run to stop.")
 @takes_many
 @pass_cli
-def cancel(
-    cli: Cli,
-    ids: tuple[str, ...],
-    key: str | None,
-    running: bool,
-    many: Many,
-) -> None:
+def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, running: bool, many: Many) -> None:
     """Cancel waiting tasks: by their ids, by tag and key, or many that match filters.
 
     \b

@@ -56,12 +56,7 @@ PAGES = (
 )
 
 
-def make_console(
-    delays: DelayTasks,
-    access: Access,
-    *,
-    secret_key: str | None = None,
-) -> Flask:
+def make_console(delays: DelayTasks, access: Access, *, secret_key: str | None = None) -> Flask:
     """Return the console of `delays` as a WSGI application.
 
     Parameters

@@ -220,12 +220,7 @@ class StoreUnavailableError(StoreError):
         The database answers, but is read-only or its disk is full.
     """
 
-    def __init__(
-        self,
-        message: str,
-        is_locked: bool = False,
-        is_unable: bool = False,
-    ) -> None:
+    def __init__(self, message: str, is_locked: bool = False, is_unable: bool = False) -> None:
         super().__init__(message)
         self.is_locked = is_locked
         self.is_unable = is_unable

@@ -13,13 +13,7 @@ from delaytasks.core.clock import Clock, monotonic, reset_in_child, to_us
 from delaytasks.core.errors import OutcomeUnknownError, StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry, Settle, Settlement, Timer
-from delaytasks.core.run_counts import (
-    LOST_LEASE,
-    OUTCOMES,
-    FailureCount,
-    RunCounts,
-    RunStatistics,
-)
+from delaytasks.core.run_counts import LOST_LEASE, OUTCOMES, FailureCount, RunCounts, RunStatistics
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask
@@ -87,8 +81,7 @@ class RunCounter:
             tags, self._tags = self._tags, {}
             failures, self._failures = self._failures, {}
         return RunStatistics(
-            tuple((tag, counts.as_list()) for tag, counts in tags.items()),
-            tuple(failures.values()),
+            tuple((tag, counts.as_list()) for tag, counts in tags.items()), tuple(failures.values())
         )
 
     def _add_runs(self) -> None:

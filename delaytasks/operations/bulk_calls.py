@@ -9,11 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.errors import (
-    InvalidQueryError,
-    StoreUnavailableError,
-    TaskStateError,
-)
+from delaytasks.core.errors import InvalidQueryError, StoreUnavailableError, TaskStateError
 from delaytasks.core.filters import (
     AuditEntry,
     BulkFilter,

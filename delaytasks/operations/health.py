@@ -15,12 +15,7 @@ from delaytasks.core.inputs import ALL_QUEUES, show_duration
 from delaytasks.core.loop import all_within
 from delaytasks.core.settings import Settings
 from delaytasks.core.text import some_values
-from delaytasks.core.workers import (
-    LostWorker,
-    RegisteredWorker,
-    beat_age_s,
-    lost_everywhere,
-)
+from delaytasks.core.workers import LostWorker, RegisteredWorker, beat_age_s, lost_everywhere
 from delaytasks.maintenance.sweeper import ONLY_DRAINING_PREFIX, POLLING_PREFIX
 from delaytasks.storage import migrations
 from delaytasks.storage.state_queries import Stats, Swept

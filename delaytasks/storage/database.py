@@ -222,12 +222,7 @@ def normalize_url(text: str) -> URL:
 class Database:
     """Two engines on one database: `auto` for single statements, `tx` for transactions."""
 
-    def __init__(
-        self,
-        url: str,
-        pool_size: int = 5,
-        tables_remedy: str = TABLES_REMEDY,
-    ) -> None:
+    def __init__(self, url: str, pool_size: int = 5, tables_remedy: str = TABLES_REMEDY) -> None:
         self.url = normalize_url(url)
         #: What the user does if tables are missing or old, for messages.
         self.tables_remedy = tables_remedy

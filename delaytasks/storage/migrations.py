@@ -11,18 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import (
-    DDL,
-    Connection,
-    String,
-    Table,
-    column,
-    func,
-    inspect,
-    select,
-    table,
-    text,
-)
+from sqlalchemy import DDL, Connection, String, Table, column, func, inspect, select, table, text
 from sqlalchemy.dialects import registry
 from sqlalchemy.engine import Dialect
 from sqlalchemy.schema import (

@@ -17,12 +17,7 @@ from delaytasks.core.errors import ConfigError, SessionUnusableError
 from delaytasks.core.interfaces import CallerConnection, Transaction
 from delaytasks.core.task import DelayTask
 from delaytasks.storage.database import Database, SimulatedTime, off_the_loop, on_the_loop
-from delaytasks.storage.driver_errors import (
-    TRIES,
-    lacks_tables,
-    reason_of,
-    unknown_outcome,
-)
+from delaytasks.storage.driver_errors import TRIES, lacks_tables, reason_of, unknown_outcome
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session

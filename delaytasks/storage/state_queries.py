@@ -11,14 +11,7 @@ from typing import Any, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, Select, and_, func, literal, null, select, text
 
-from delaytasks.core.body import (
-    MARK_LENGTH,
-    NO_NAME,
-    PREFIX,
-    marks_of,
-    name_in,
-    names_of,
-)
+from delaytasks.core.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in, names_of
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.filters import Filter
 from delaytasks.core.ids import MAX_ID, first_id
@@ -26,12 +19,7 @@ from delaytasks.core.interfaces import Level, Pending, UntrustedInput
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import LIVE, Status
 from delaytasks.core.task import DelayTask
-from delaytasks.core.why import (
-    AuditFacts,
-    Facts,
-    ScheduleFacts,
-    TransportFacts,
-)
+from delaytasks.core.why import AuditFacts, Facts, ScheduleFacts, TransportFacts
 from delaytasks.storage.bulk_moves import Bulk
 from delaytasks.storage.database import Database
 from delaytasks.storage.leases import lease_is_over

@@ -23,12 +23,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.text import installed_version
-from delaytasks.core.workers import (
-    NO_OUTAGES,
-    LostWorker,
-    RegisteredWorker,
-    ServiceTimes,
-)
+from delaytasks.core.workers import NO_OUTAGES, LostWorker, RegisteredWorker, ServiceTimes
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import VERSION_LENGTH, Schema
 from delaytasks.storage.types import db_now, db_now_plus

@@ -54,11 +54,7 @@ class DelaysStep(bootsteps.StartStopStep):
         end_chunks_on_cold_shutdown(worker)
         show_rows()
         # Before the pool forks: its processes inherit the policies and need not read them again.
-        runtime.events.attempt(
-            "start",
-            "policies",
-            parts.policy_cache.refresh,
-        )
+        runtime.events.attempt("start", "policies", parts.policy_cache.refresh)
         freeze_loaded_objects()
         return self
 

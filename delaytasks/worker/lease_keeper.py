@@ -17,10 +17,7 @@ from delaytasks.core.inputs import ALL_QUEUES
 from delaytasks.core.interfaces import Entry, Level
 from delaytasks.core.loop import Loop
 from delaytasks.core.settings import SILENT_SWEEPS
-from delaytasks.maintenance.sweeper import (
-    POLLING_PREFIX,
-    emit_recovered,
-)
+from delaytasks.maintenance.sweeper import POLLING_PREFIX, emit_recovered
 from delaytasks.worker.celery_patches import running_pids
 
 if TYPE_CHECKING:

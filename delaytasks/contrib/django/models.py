@@ -9,12 +9,7 @@ from django.db import DEFAULT_DB_ALIAS, models
 
 from delaytasks.contrib.django.instance import project_delays
 from delaytasks.core.body import decoded
-from delaytasks.core.inputs import (
-    CONCURRENCY_KEY_LENGTH,
-    KEY_LENGTH,
-    QUEUE_LENGTH,
-    TAG_LENGTH,
-)
+from delaytasks.core.inputs import CONCURRENCY_KEY_LENGTH, KEY_LENGTH, QUEUE_LENGTH, TAG_LENGTH
 from delaytasks.core.states import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import BODY
