@@ -211,7 +211,7 @@ async def engine_at(url: str, driver: str | None = None) -> AsyncIterator[AsyncE
     driver = driver or DRIVERS[place.get_driver_name()]
     pytest.importorskip(driver)
     engine = create_async_engine(place.set(drivername=f"{place.get_backend_name()}+{driver}"))
-    if driver == "aiosqlite":  # see tests/conformance/transactions/shop.py
+    if driver == "aiosqlite":  # see tests/conformance/test_transactions.py
         event.listen(
             engine.sync_engine, "connect", lambda link, _: setattr(link, "isolation_level", None)
         )

@@ -1,18 +1,262 @@
-"""Pages of tasks from the newest to the oldest, on each database."""
+"""Find and count tasks, on every database."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
+from sqlalchemy import event, text
 
-from delaytasks import DelayTask, DelayTasks
+from delaytasks import DelayTask, DelayTasks, InvalidQueryError, Status
+from delaytasks.core.clock import monotonic
+from delaytasks.core.errors import DelayTaskError, InvalidIdError, SearchTimeoutError
+from delaytasks.core.filters import Filter, Filters, filter_of
+from delaytasks.operations.explanations import Follower
 from delaytasks.runtime import runtime_of
-from tests.recording import RecordingTimer
+from delaytasks.storage import state_queries as changes
+from delaytasks.storage.claims import Claims
+from delaytasks.storage.searching import limited_search
+from delaytasks.storage.state_queries import Stats
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import for_database
+from tests.conformance.bulk_tasks import NOON
+from tests.conformance.bulk_tasks import put as change
+from tests.conformance.store_rows import RUNNING, add, keyed, put, seconds
+from tests.recording import RecordingTimer, RunnerHarness, counted
+
+# Look up and count rows, and read the clock, on every database
+
+
+def test_looking_up_a_missing_task_or_key_returns_none(store: Store) -> None:
+    assert store.tasks.get(5) is None
+    assert store.tasks.id_of_key("mail", "order-1") is None
+
+
+def test_pages_of_a_status_are_in_due_order_over_all_queues_and_priorities(store: Store) -> None:
+    added = [add(store, n - 100.0, queue=f"q{n % 3}", priority=n % 2) for n in range(13)]
+    found: list[int] = []
+    cursor = None
+    while True:
+        page = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 5, cursor)
+        found += [one.id for one in page.tasks]
+        cursor = page.cursor
+        if cursor is None:
+            break
+    assert found == [one.id for one in added]
+
+
+def test_find_applies_each_of_its_filters(store: Store, claims: Claims) -> None:
+    now = store.tasks.now()
+    mail = add(store, 10.0, tag="mail")
+    sms = add(store, 20.0, tag="sms")
+    order = keyed(store, 30.0, tag="order")
+
+    def found(**question: Any) -> list[int]:
+        page = store.tasks.find(filter_of(question), 10)
+        assert page.cursor is None
+        return [one.id for one in page]
+
+    assert found() == [mail.id, sms.id, order.id]
+    assert found(tag="sms") == [sms.id]
+    assert found(key="order-1") == [order.id]
+    assert found(since=seconds(now, 15), until=seconds(now, 25)) == [sms.id]
+    assert found(since=sms.expected_time, until=order.expected_time) == [sms.id]
+    store.tasks.cancel(sms.id)
+    assert found(status=Status.CANCELLED) == [sms.id]
+    assert found(status=Status.NOT_COMPLETE) == [mail.id, order.id]
+
+
+def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> None:
+    now = seconds(store.tasks.now(), 1000)
+    # Many rows have the same due time, so the cursor must compare ids and times.
+    resting = [add(store, expected_time=seconds(now, n // 4)) for n in range(20)]
+    moving = [add(store, expected_time=seconds(now, n)) for n in range(5)]
+    seen: list[int] = []
+    cursor = None
+    for step in range(25):
+        page = store.tasks.find(Filter(), 3, cursor)
+        seen += [one.id for one in page]
+        cursor = page.cursor
+        if cursor is None:
+            break
+        if step < 5:
+            store.tasks.reschedule(moving[step].id, seconds(now, -1 if step % 2 else 500))
+    assert cursor is None
+    assert Counter(one for one in seen if one in {r.id for r in resting}) == {
+        one.id: 1 for one in resting
+    }
+
+
+@pytest.mark.parametrize("cursor", ["nonsense", "", "AAAA", "MTIz", "ОК"])
+def test_a_cursor_that_find_never_gave_is_refused(store: Store, cursor: str) -> None:
+    with pytest.raises(InvalidQueryError, match="cursor"):
+        store.tasks.find(Filter(), 10, cursor)
+
+
+def test_counts_name_every_status(store: Store) -> None:
+    for status, many in ((Status.NOT_COMPLETE, 3), (Status.FAILED, 2)):
+        for _ in range(many):
+            put(store, status)
+    counts = Stats(store.database, store.schema).counts()
+    assert {status: rows for status, (rows, _) in counts.items()} == counted(store)
+    assert counted(store) == {**dict.fromkeys(Status, 0), Status.NOT_COMPLETE: 3, Status.FAILED: 2}
+
+
+def test_the_databases_clock_moves_within_a_transaction(store: Store) -> None:
+    with store.database.begin() as connection:
+        first = connection.execute(store.tasks._get, {"task_id": 1}).first()
+        assert first is None
+        before = store.tasks.now()
+        if store.database.can.server_side_cursors:
+            added = add(store, 0.0)
+            assert added.create_time is not None
+            assert added.create_time >= before
+    assert store.tasks.now() >= before
+
+
+# `find` and the bulk functions have the same filters, on each database
+
+
+SECOND = timedelta(seconds=1)
 
 
 @pytest.fixture
-def tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
+def tasks(store: Store, delays: DelayTasks) -> dict[str, DelayTask]:
+    """Return one task for each way in which tasks differ."""
+    tasks = {
+        # The order of ids is not that of due times.
+        "done": delays.schedule_at("b", 5, NOON + 4 * SECOND),
+        "second": delays.schedule_at("a", 2, NOON + SECOND, queue="slow", key="us-1"),
+        "first": delays.schedule_at("a", 1, NOON, key="eu-1"),
+        "failed": delays.schedule_at("b", 3, NOON + 2 * SECOND, priority=3),
+        "cancelled": delays.schedule_at("b", 4, NOON + 3 * SECOND, queue="slow"),
+    }
+    change(store, tasks["failed"], status=int(Status.FAILED), create_time=NOON)
+    change(store, tasks["cancelled"], status=int(Status.CANCELLED))
+    change(store, tasks["done"], status=int(Status.DONE), update_time=NOON)
+    return tasks
+
+
+@pytest.mark.parametrize(
+    ("filters", "wanted"),
+    [
+        ({"key_prefix": "eu-"}, "first"),
+        ({"key": "us-1"}, "second"),
+        ({"queue": "slow"}, "second cancelled"),
+        ({"queue": "slow", "status": "CANCELLED"}, "cancelled"),
+        ({"status": ["FAILED", Status.CANCELLED]}, "failed cancelled"),
+        ({"status": ("FAILED", "NOT_COMPLETE")}, "first second failed"),
+        ({"status": {"DONE", "FAILED"}, "tag": "b"}, "failed done"),
+        ({"created_since": NOON}, "failed"),
+        ({"created_until": NOON, "tag": "b"}, "cancelled done"),
+        ({"updated_until": NOON + SECOND, "since": NOON + 4 * SECOND}, "done"),
+    ],
+)
+@pytest.mark.parametrize("limit", [1, 2, 100])
+def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
+    delays: DelayTasks, tasks: dict[str, DelayTask], filters: Any, wanted: str, limit: int
+) -> None:
+    assert filters.keys() <= Filters.__annotations__.keys()
+    found: list[DelayTask] = []
+    for newest_first in (False, True):
+        found.clear()
+        page = delays.find(limit=limit, newest_first=newest_first, **filters)
+        found += page
+        while page.cursor is not None:
+            page = delays.find(
+                limit=limit, cursor=page.cursor, newest_first=newest_first, **filters
+            )
+            found += page
+        names = [name for one in found for name, task in tasks.items() if task.id == one.id]
+        assert names == (wanted.split()[::-1] if newest_first else wanted.split())
+
+
+def test_a_bulk_function_takes_several_statuses_and_a_key(
+    delays: DelayTasks, tasks: dict[str, DelayTask]
+) -> None:
+    assert delays.cancel_many(key="eu-1").changed == 1
+    assert delays.rerun_many("1h", status=["FAILED", "CANCELLED"], tag="b").changed == 2
+    with pytest.raises(InvalidQueryError, match="not DONE"):
+        delays.rerun_many(status=["FAILED", "DONE"])
+
+
+def test_find_reads_the_tasks_with_some_ids_in_the_order_of_their_due_times(
+    delays: DelayTasks, tasks: dict[str, DelayTask]
+) -> None:
+    done, second, first = (tasks[name].id for name in ("done", "second", "first"))
+
+    def found(ids: Any, **options: Any) -> list[int]:
+        return [task.id for task in delays.find(ids=ids, **options)]
+
+    assert found([done, str(first), done, 999]) == [first, done]
+    assert found({done, first}, newest_first=True) == [done, first]
+    assert found(second) == found(str(second)) == [second]
+    assert found((first, second, done), status=["DONE", "FAILED"]) == [done]
+    assert found((first, second), tag="a", queue="slow") == [second]
+    page = delays.find(ids=[done, first, second], limit=2)
+    assert [task.id for task in page] == [first, second]
+    assert found([done, first, second], cursor=page.cursor) == [done]
+    assert found([*range(1, 1000), first]) == [first]
+
+
+def test_the_bulk_functions_move_the_tasks_with_some_ids_only(
+    delays: DelayTasks, tasks: dict[str, DelayTask]
+) -> None:
+    first, second, failed, done = (tasks[n].id for n in ("first", "second", "failed", "done"))
+    assert delays.cancel_many(ids=[first, done], dry_run=True).matched == 1
+    assert delays.reschedule_many(at=NOON + 9 * SECOND, ids=[first, second, done]).changed == 2
+    assert delays.get(second).due == NOON + 9 * SECOND
+    cancelled = delays.cancel_many(ids=[str(first)])
+    assert (cancelled.matched, cancelled.changed) == (1, 1)
+    assert delays.audit(limit=1)[0].filter == {"ids": [str(first)]}
+    assert delays.get(second).status is Status.NOT_COMPLETE
+    assert delays.rerun_many("1h", ids=[first, failed, done]).changed == 1
+    assert delays.rerun_many("1h", ids=[first], status="CANCELLED").changed == 1
+    assert delays.cancel_many(ids=[first, second], queue="slow").changed == 1
+
+
+def test_a_task_of_some_ids_that_runs_is_left_as_it_is(
+    store: Store, delays: DelayTasks, tasks: dict[str, DelayTask]
+) -> None:
+    change(store, tasks["first"], **RUNNING)
+    result = delays.cancel_many(ids=[tasks["first"].id, tasks["second"].id])
+    assert (result.matched, result.changed, result.refused) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "says"),
+    [
+        ([], InvalidQueryError, "ids is empty"),
+        (b"12", InvalidIdError, "b'12'"),
+        ({7: "first"}, InvalidIdError, "first"),
+        (range(1, 1002), InvalidQueryError, "at most 1,000"),
+        (["7", "seven"], InvalidIdError, "seven"),
+        ([0], InvalidIdError, "1 to"),
+        (True, InvalidIdError, "True"),
+        ("1,2", InvalidIdError, "1,2"),
+    ],
+)
+def test_wrong_ids_are_refused(
+    delays: DelayTasks, ids: Any, error: type[DelayTaskError], says: str
+) -> None:
+    for call in (delays.find, delays.cancel_many, delays.rerun_many):
+        with pytest.raises(error, match=says):
+            call(ids=ids)
+
+
+def test_a_filter_that_does_not_exist_is_refused_by_find_too(delays: DelayTasks) -> None:
+    with pytest.raises(InvalidQueryError, match="colour"):
+        delays.find(colour="red")  # type: ignore[call-arg]
+
+
+# Pages of tasks from the newest to the oldest, on each database
+
+
+@pytest.fixture
+def equal_tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
     """Return tasks of two queues and two tags in the order of their due times; some times are
     equal."""
     now = runtime_of(delays).clock.now()
@@ -29,9 +273,9 @@ def tasks(delays: DelayTasks, timer: RecordingTimer) -> list[DelayTask]:
 @pytest.mark.parametrize("filters", [{}, {"tag": "a"}, {"status": "NOT_COMPLETE"}])
 @pytest.mark.parametrize("limit", [1, 2, 5, 100])
 def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
-    delays: DelayTasks, tasks: list[DelayTask], filters: dict[str, str], limit: int
+    delays: DelayTasks, equal_tasks: list[DelayTask], filters: dict[str, str], limit: int
 ) -> None:
-    wanted = [task.id for task in tasks if task.tag == filters.get("tag", task.tag)]
+    wanted = [task.id for task in equal_tasks if task.tag == filters.get("tag", task.tag)]
 
     def pages(newest_first: bool) -> list[int]:
         found: list[int] = []
@@ -48,9 +292,166 @@ def test_pages_from_the_newest_to_the_oldest_are_the_others_reversed(
 
 
 def test_a_task_that_is_scheduled_between_two_pages_does_not_shift_them(
-    delays: DelayTasks, tasks: list[DelayTask]
+    delays: DelayTasks, equal_tasks: list[DelayTask]
 ) -> None:
     first = delays.find(limit=4, newest_first=True)
     delays.schedule_delay("a", {}, 86_400)
     rest = delays.find(limit=100, newest_first=True, cursor=first.cursor)
-    assert [task.id for task in [*first, *rest]] == [task.id for task in tasks][::-1]
+    assert [task.id for task in [*first, *rest]] == [task.id for task in equal_tasks][::-1]
+
+
+# A search ends at its time limit, on every database
+
+
+COUNT_FOREVER = """
+WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < {most})
+SELECT count(*) FROM n
+"""
+
+
+def endless(store: Store) -> Any:
+    """Return a statement that takes minutes."""
+    sql = for_database(
+        store.database.backend,
+        postgresql="SELECT pg_sleep(300)",
+        mysql="SELECT SLEEP(300)",
+        sqlite=COUNT_FOREVER.format(most=10**12),
+    )
+    return text(sql)
+
+
+def test_a_statement_ends_at_the_limit_and_the_connections_keep_none(store: Store) -> None:
+    began = monotonic()
+    with pytest.raises(SearchTimeoutError, match="narrow its filter"):
+        limited_search(store.database, lambda c: c.execute(endless(store)), 0.2)
+    assert monotonic() - began < 60
+    limit = for_database(
+        store.database.backend,
+        postgresql="SELECT setting FROM pg_settings WHERE name = 'statement_timeout'",
+        mysql="SELECT @@max_statement_time",
+        sqlite=COUNT_FOREVER.format(most=10**5).replace("count(*)", "0 * count(*)"),
+    )
+    for engine in (store.database.auto, store.database.tx):
+        with engine.connect() as connection:
+            assert float(connection.execute(text(limit)).scalar_one()) == 0
+
+
+def test_no_statement_begins_after_the_limit(store: Store) -> None:
+    def work(connection: Any) -> None:
+        while True:
+            connection.execute(text("SELECT 1"))
+
+    with pytest.raises(SearchTimeoutError):
+        limited_search(store.database, work, 0.1)
+
+
+def test_tasks_are_found_within_the_limit(store: Store) -> None:
+    assert store.tasks.find(filter_of({"tag": "unknown"}), 10, time_limit_s=30).tasks == []
+
+
+# `Follower` finds the changes of tasks in each database, at a bounded cost
+
+
+@pytest.fixture
+def bench(store: Store) -> RunnerHarness:
+    return RunnerHarness(store)
+
+
+def follow(delays: DelayTasks, **filters: Any) -> Follower:
+    follower = Follower(runtime_of(delays).store, filter_of(filters))
+    follower.read()
+    return follower
+
+
+def seen(follower: Follower) -> list[tuple[int, str]]:
+    return [(task.id, task.status.name) for task in follower.read().tasks]
+
+
+def make_late(store: Store, task: DelayTask) -> None:
+    """Let the task be due long ago, as in a backlog."""
+    t = store.schema.tasks
+    due = task.expected_time - timedelta(hours=1)
+    with store.database.begin() as connection:
+        connection.execute(
+            t.update().where(t.c.id == task.id).values(expected_time=due, update_time=due)
+        )
+
+
+def test_each_change_is_shown_once(delays: DelayTasks, bench: RunnerHarness) -> None:
+    follower = follow(delays)
+    task = delays.schedule_delay("note", {"secret": 1}, 0)
+    assert seen(follower) == [(task.id, "NOT_COMPLETE")]
+    assert seen(follower) == []
+    bench.claims.claim([bench.entry(task)])
+    assert seen(follower) == [(task.id, "RUNNING")]
+    later = delays.schedule_delay("note", {}, 3600)
+    assert seen(follower) == [(later.id, "NOT_COMPLETE")]
+    delays.cancel(later)
+    assert seen(follower) == [(later.id, "CANCELLED")]
+
+
+def test_a_run_between_two_reads_is_shown_as_it_ended(
+    delays: DelayTasks, bench: RunnerHarness
+) -> None:
+    follower = follow(delays)
+    task = delays.schedule_delay("note", {"secret": 1}, 0)
+    bench.run(task)
+    [found] = follower.read().tasks
+    assert found.status.name == "DONE"
+    assert found.body_json == "", "bodies are not read"
+
+
+def test_a_task_of_a_backlog_is_found_while_it_runs_and_when_it_ends(
+    delays: DelayTasks, bench: RunnerHarness, store: Store
+) -> None:
+    task = delays.schedule_delay("note", {}, 0)
+    make_late(store, task)
+    follower = follow(delays)
+    # The follower has not seen it yet, and it was due long ago, so only its status leads to it.
+    [claimed] = bench.claims.claim([bench.entry(bench.now(task))])
+    assert (task.id, "RUNNING") in seen(follower)
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(
+            t.update().where(t.c.id == task.id).values(status=1, version=claimed.version + 1)
+        )
+    assert seen(follower) == [(task.id, "DONE")], "it was seen before"
+
+
+def test_filters_apply_to_the_changes(delays: DelayTasks) -> None:
+    by_tag, by_key = follow(delays, tag="a"), follow(delays, key="k")
+    by_meta, by_status = follow(delays, meta={"tenant": "acme"}), follow(delays, status="CANCELLED")
+    one = delays.schedule_delay("a", {}, 60)
+    two = delays.schedule_delay("b", {}, 60, key="k", meta={"tenant": "acme"})
+    assert seen(by_tag) == [(one.id, "NOT_COMPLETE")]
+    assert seen(by_key) == seen(by_meta) == [(two.id, "NOT_COMPLETE")]
+    assert seen(by_status) == []
+    delays.cancel(two)
+    assert seen(by_status) == seen(by_key) == [(two.id, "CANCELLED")]
+
+
+@pytest.fixture
+def statements(store: Store, delays: DelayTasks) -> Iterator[list[str]]:
+    found: list[str] = []
+
+    def note(connection: Any, cursor: Any, statement: str, *_: Any) -> None:
+        found.append(statement)
+
+    engine = runtime_of(delays).store.database.auto
+    event.listen(engine, "before_cursor_execute", note)
+    yield found
+    event.remove(engine, "before_cursor_execute", note)
+
+
+def test_a_read_has_few_statements_and_each_is_bounded(
+    delays: DelayTasks, statements: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = follow(delays)
+    delays.schedule_many(("note", {}, 60) for _ in range(30))
+    monkeypatch.setattr(changes, "MOST_CHANGES", 20)
+    statements.clear()
+    step = follower.read()
+    assert step.is_incomplete
+    assert len(step.tasks) == 20
+    assert len(statements) == 5, "the time, three parts, and the rows"
+    assert sum("LIMIT" in statement for statement in statements) == 3

@@ -20,7 +20,7 @@ from delaytasks.forecast import Forecast, TagForecast
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.store import Store
-from tests.conformance.bulk.bulk_tasks import put
+from tests.conformance.bulk_tasks import put
 from tests.recording import delays_on
 
 HOUR_S, DAY_S = 3600.0, 86_400.0

@@ -1,9 +1,10 @@
-"""The metrics of a database, as Prometheus gets them."""
+"""Metrics of the database and of producers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,7 @@ from sqlalchemy import delete, update
 from delaytasks import DelayTasks, NewTask
 from delaytasks.core import loop as latest
 from delaytasks.core.workers import ServiceTimes
+from delaytasks.metrics.process import ProducerMetrics
 from delaytasks.metrics.prometheus import exporter_app, registry_of
 from delaytasks.metrics.snapshot import DatabaseMetrics
 from delaytasks.operations.state import MAX_EXPLAINED_GROUPS
@@ -20,6 +22,8 @@ from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now_plus
 from tests.recording import delays_on
+
+# The metrics of a database, as Prometheus gets them
 
 
 def scraped(delays: DelayTasks) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -177,3 +181,33 @@ def test_a_database_that_does_not_answer_is_down(tmp_path_factory: pytest.TempPa
     assert values.of("workers") is None
     assert values.of_forecast("age_seconds") is None
     delays.close()
+
+
+# The metrics of a process that schedules tasks
+
+
+def counts(metrics: ProducerMetrics) -> dict[str, Any]:
+    [family] = metrics.families()
+    return {sample.labels[0]: sample.value for sample in family.samples}
+
+
+def test_each_tag_is_counted_however_its_tasks_are_scheduled(delays: DelayTasks) -> None:
+    delays.schedule_delay("before", {}, "1h")
+    metrics = ProducerMetrics.of(delays)
+    delays.schedule_delay("mail", {}, "1h")
+    delays.schedule_many([NewTask(tag, {}, "1h") for tag in ("mail", "mail", "invoice")])
+    assert counts(metrics) == {"mail": 3, "invoice": 1}
+
+
+def test_a_task_that_exists_is_not_counted_again(delays: DelayTasks) -> None:
+    metrics = ProducerMetrics.of(delays)
+    for _ in range(2):
+        delays.schedule_delay("mail", {}, "1h", key="a", on_conflict="keep")
+    assert counts(metrics) == {"mail": 1}
+
+
+def test_tags_beyond_the_limit_are_counted_as_one() -> None:
+    metrics = ProducerMetrics(max_tags=2)
+    for tag in ("a", "b", "c", "d", "a"):
+        metrics("task.scheduled", {"tag": tag})
+    assert counts(metrics) == {"a": 2, "b": 1, "(other)": 2}

@@ -1,20 +1,33 @@
-"""How attempts end, on each database: retry schedules, outcomes, attempts."""
+"""Outcomes and the transactions that complete a task."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import Column, Integer, MetaData, Table, func, insert, select, update
+from sqlalchemy.orm import Session
 
-from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError
+from delaytasks.core.errors import (
+    DuplicateTaskError,
+    InvalidScheduleError,
+    LeaseLostError,
+    NotRunningError,
+    TaskNotFoundError,
+)
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import Status
 from delaytasks.core.task import Cancel, DelayTask, Done, Fail, NewTask, Retry, Snooze
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import db_now
 from tests.recording import RunnerHarness
+
+# How attempts end, on each database: retry schedules, outcomes, attempts
 
 
 @pytest.fixture
@@ -364,3 +377,299 @@ def test_each_of_several_concurrent_rows_has_its_own_outcome(
     bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", *["DONE"] * 27]
     assert [bench.now(task).attempts for task in tasks[:3]] == [1, 1, 0]
+
+
+# A processor completes its task in its own transaction: the effect and DONE are committed
+# together or not at all
+
+
+credits = Table("complete_credits", MetaData(), Column("task", Integer))
+
+
+@pytest.fixture
+def credit_bench(store: Store) -> Iterator[RunnerHarness]:
+    with store.database.begin() as connection:
+        credits.create(connection)
+    yield RunnerHarness(store)
+    with store.database.begin() as connection:
+        credits.drop(connection)
+
+
+@contextlib.contextmanager
+def of_session(credit_bench: RunnerHarness) -> Iterator[Any]:
+    with Session(credit_bench.store.database.tx) as session, session.begin():
+        yield session
+
+
+@contextlib.contextmanager
+def of_connection(credit_bench: RunnerHarness) -> Iterator[Any]:
+    with credit_bench.store.database.begin() as connection:
+        yield connection
+
+
+@pytest.fixture(params=[of_session, of_connection], ids=["session", "connection"])
+def begin(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def effects(credit_bench: RunnerHarness) -> int:
+    with credit_bench.store.database.begin() as connection:
+        return int(connection.execute(select(func.count()).select_from(credits)).scalar_one())
+
+
+def processes(
+    credit_bench: RunnerHarness, work: Callable[[DelayTask], Any], **options: Any
+) -> None:
+    credit_bench.registry.processor("credit", **options)(lambda body, task: work(task))
+
+
+def test_the_effect_and_done_are_one_transaction(credit_bench: RunnerHarness, begin: Any) -> None:
+    claimed: list[DelayTask] = []
+
+    def work(task: DelayTask) -> None:
+        claimed.append(task)
+        with begin(credit_bench) as session:
+            session.execute(insert(credits).values(task=1))
+            task.complete(session, result={"credited": 1})
+            # No other transaction sees the result yet.
+        assert credit_bench.now(task).status is Status.DONE
+
+    processes(credit_bench, work)
+    task = credit_bench.schedule("credit", key="7")
+    credit_bench.run(task)
+    done = credit_bench.now(task)
+    assert (done.status, done.version, done.result, done.lease_until) == (
+        Status.DONE,
+        claimed[0].version + 1,
+        {"credited": 1},
+        None,
+    )
+    assert effects(credit_bench) == 1
+    assert credit_bench.events.counts["task.succeeded"] == 1
+    assert credit_bench.events.counts["task.lease_lost"] == 0
+    assert credit_bench.schedule("credit", key="7").id != task.id, "its key is free"
+
+
+def test_a_rollback_of_the_transaction_also_undoes_done(
+    credit_bench: RunnerHarness, begin: Any
+) -> None:
+    def work(task: DelayTask) -> None:
+        with begin(credit_bench) as session:
+            session.execute(insert(credits).values(task=1))
+            task.complete(session)
+            raise ConnectionError("busy")
+
+    processes(credit_bench, work, retries="10s")
+    task = credit_bench.schedule("credit")
+    credit_bench.run(task)
+    assert (credit_bench.now(task).status, credit_bench.now(task).attempts) == (
+        Status.NOT_COMPLETE,
+        1,
+    )
+    assert effects(credit_bench) == 0
+
+
+def roll_back(credit_bench: RunnerHarness, begin: Any, task: DelayTask) -> None:
+    with contextlib.suppress(ConnectionError), begin(credit_bench) as session:
+        session.execute(insert(credits).values(task=1))
+        task.complete(session)
+        raise ConnectionError("busy")
+
+
+def test_a_processor_that_rolls_back_and_returns_has_a_failed_attempt(
+    credit_bench: RunnerHarness, begin: Any
+) -> None:
+    processes(credit_bench, lambda task: roll_back(credit_bench, begin, task), retries="10s")
+    task = credit_bench.schedule("credit")
+    credit_bench.run(task)
+    assert (credit_bench.now(task).status, credit_bench.now(task).attempts) == (
+        Status.NOT_COMPLETE,
+        1,
+    )
+    [attempt] = credit_bench.store.tasks.attempts(task.id)
+    assert "its transaction was rolled back" in (attempt.error or "")
+    assert effects(credit_bench) == 0
+    assert not credit_bench.named("task.left_open")
+    assert not credit_bench.named("task.lease_lost")
+
+
+def test_a_processor_that_rolls_back_can_return_another_outcome(
+    credit_bench: RunnerHarness, begin: Any
+) -> None:
+    outcomes = iter([Snooze("10s"), Cancel("not now"), Fail("never")])
+
+    def work(task: DelayTask) -> Any:
+        roll_back(credit_bench, begin, task)
+        return next(outcomes)
+
+    processes(credit_bench, work)
+    left = []
+    for _ in range(3):
+        task = credit_bench.schedule("credit")
+        credit_bench.run(task)
+        left.append((credit_bench.now(task).status, credit_bench.now(task).attempts))
+    assert left == [(Status.NOT_COMPLETE, 0), (Status.CANCELLED, 1), (Status.FAILED, 1)]
+
+
+def test_a_rollback_of_the_savepoint_also_undoes_done(credit_bench: RunnerHarness) -> None:
+    def work(task: DelayTask) -> None:
+        with of_session(credit_bench) as session:
+            session.execute(insert(credits).values(task=1))
+            nested = session.begin_nested()
+            task.complete(session)
+            nested.rollback()
+
+    processes(credit_bench, work)
+    task = credit_bench.schedule("credit")
+    credit_bench.run(task)
+    assert credit_bench.now(task).status is Status.FAILED
+    assert "its transaction was rolled back" in (credit_bench.now(task).error or "")
+    assert effects(credit_bench) == 1
+
+
+def test_a_run_that_lost_its_task_leaves_no_effect(credit_bench: RunnerHarness, begin: Any) -> None:
+    lost: list[LeaseLostError] = []
+
+    def work(task: DelayTask) -> None:
+        credit_bench.change(task, lease_until=credit_bench.clock.now() - timedelta(seconds=1))
+        assert credit_bench.store.sweeps.recover(5, 10).total == 1
+        try:
+            with begin(credit_bench) as session:
+                session.execute(insert(credits).values(task=1))
+                task.complete(session)
+        except LeaseLostError as error:
+            lost.append(error)
+            raise
+
+    processes(credit_bench, work)
+    task = credit_bench.schedule("credit")
+    credit_bench.run(task)
+    assert [error.id for error in lost] == [task.id]
+    assert (credit_bench.now(task).status, credit_bench.now(task).lapses) == (
+        Status.NOT_COMPLETE,
+        1,
+    )
+    assert effects(credit_bench) == 0
+
+
+def test_an_error_after_the_commit_leaves_the_task_done(credit_bench: RunnerHarness) -> None:
+    def work(task: DelayTask) -> None:
+        with of_session(credit_bench) as session:
+            task.complete(session)
+        raise ValueError("too late")
+
+    processes(credit_bench, work, retries="10s")
+    task = credit_bench.schedule("credit")
+    credit_bench.run(task)
+    assert credit_bench.now(task).status is Status.DONE
+    assert len(credit_bench.named("task.raised_late")) == 1
+
+
+def test_a_transaction_that_is_left_open_is_reported_and_its_task_lapses(
+    credit_bench: RunnerHarness,
+) -> None:
+    sessions: list[Session] = []
+
+    def work(task: DelayTask) -> None:
+        sessions.append(Session(credit_bench.store.database.tx))
+        task.complete(sessions[0])
+
+    processes(credit_bench, work)
+    task = credit_bench.schedule("credit")
+    credit_bench.run(task)
+    assert len(credit_bench.named("task.left_open")) == 1
+    sessions[0].close()
+    assert credit_bench.now(task).status is Status.RUNNING, "its lease ends some time"
+
+
+def test_an_error_with_an_open_transaction_does_not_prevent_settling_other_rows(
+    credit_bench: RunnerHarness,
+) -> None:
+    sessions: list[Session] = []
+
+    def work(task: DelayTask) -> None:
+        sessions.append(Session(credit_bench.store.database.tx))
+        sessions[0].execute(insert(credits).values(task=1))
+        task.complete(sessions[0])
+        raise ValueError("and nobody rolls back")
+
+    processes(credit_bench, work, retries="10s")
+    task, neighbour = credit_bench.schedule("credit"), credit_bench.schedule()
+    settled: list[int] = []
+
+    def note(settlements: Any) -> None:
+        settled.extend(each.task.id for each in settlements)
+        if credit_bench.store.database.can.begins_late:  # SQLite has one writer at a time
+            sessions[0].close()
+
+    credit_bench.claims.before_settle = note
+    try:
+        credit_bench.run(task, neighbour)
+    finally:
+        sessions[0].close()
+    assert settled == [neighbour.id]
+    assert credit_bench.now(neighbour).status is Status.DONE
+    assert len(credit_bench.named("task.left_open")) == 1
+    assert (credit_bench.now(task).status, effects(credit_bench)) == (Status.RUNNING, 0), (
+        "its lease ends some time"
+    )
+
+
+def test_complete_is_for_the_run_of_the_task(credit_bench: RunnerHarness) -> None:
+    other = credit_bench.schedule("credit")
+    errors: list[Exception] = []
+
+    def work(task: DelayTask) -> None:
+        for call in (lambda: other.complete(object()), lambda: task.complete()):
+            try:
+                call()
+            except Exception as error:
+                errors.append(error)
+
+    processes(credit_bench, work)
+    credit_bench.run(credit_bench.schedule("credit"))
+    with pytest.raises(NotRunningError):
+        other.complete()
+    assert [type(error) for error in errors] == [NotRunningError, InvalidScheduleError]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_concurrent_rows_are_completed_each_in_its_own_transaction(
+    credit_bench: RunnerHarness, begin: Any, is_async: bool
+) -> None:
+    turn = threading.Lock()  # SQLite has one writer at a time
+
+    def work(body: Any, task: DelayTask) -> None:
+        with turn, begin(credit_bench) as session:
+            session.execute(insert(credits).values(task=body))
+            task.complete(session, result=body)
+            if body == 3:
+                raise ConnectionError("busy")
+
+    async def work_on_loop(body: Any, task: DelayTask) -> None:
+        await asyncio.to_thread(work, body, task)
+
+    credit_bench.registry.processor("credit", in_flight=5, retries="10s")(
+        work_on_loop if is_async else work
+    )
+    tasks = [credit_bench.schedule("credit", n) for n in range(10)]
+    credit_bench.run(*tasks)
+    assert credit_bench.statuses(tasks) == ["DONE"] * 3 + ["NOT_COMPLETE"] + ["DONE"] * 6
+    assert credit_bench.now(tasks[9]).result == 9
+    assert effects(credit_bench) == 9
+    assert credit_bench.events.counts["task.lease_lost"] == 0
+
+
+def test_a_batch_is_completed_in_the_transaction_of_its_writes(credit_bench: RunnerHarness) -> None:
+    def work(tasks: list[DelayTask]) -> None:
+        with of_session(credit_bench) as session:
+            session.execute(insert(credits), [{"task": task.body} for task in tasks])
+            for task in tasks:
+                task.complete(session)
+
+    credit_bench.registry.processor("credit", batch=10)(work)
+    tasks = [credit_bench.schedule("credit", n, key=str(n)) for n in range(5)]
+    credit_bench.run(*tasks)
+    assert credit_bench.statuses(tasks) == ["DONE"] * 5
+    assert effects(credit_bench) == 5
+    assert credit_bench.events.counts["task.succeeded"] == 5

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 
 from delaytasks.core.body import dump_json
-from delaytasks.core.interfaces import Settlement
+from delaytasks.core.events import Events
+from delaytasks.core.interfaces import Recovered, Settlement
 from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
+from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.storage import settlements
 from delaytasks.storage.claims import Claims
 from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now
+from delaytasks.worker.task_events import WorkerLostEvents
 from tests.conformance.store_rows import (
     NASTY,
+    RUNNING,
     add,
     entry,
     lapse_all,
@@ -26,9 +33,10 @@ from tests.conformance.store_rows import (
     task,
 )
 
-pytestmark = pytest.mark.quick
+# Settle claimed rows, on every database
 
 
+@pytest.mark.quick
 def test_settling_writes_the_end_of_each_run(store: Store, claims: Claims) -> None:
     won, lost, back = (add(store) for _ in range(3))
     claimed = {one.id: one for one in claims.claim([entry(one) for one in (won, lost, back)])}
@@ -59,6 +67,7 @@ def test_settling_writes_the_end_of_each_run(store: Store, claims: Claims) -> No
     assert (waiting.worker, waiting.ip_address, waiting.execution_time) == (None, None, None)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "error",
     [NASTY, '{"json": [1, "\\u0041"]}', "\u2028 \x1b[31m \x7f", "𝒳" * 10_000, "a" * 65_536, ""],
@@ -69,6 +78,7 @@ def test_any_error_text_is_stored_as_it_is(store: Store, claims: Claims, error: 
     assert read(store, made.id).error == error
 
 
+@pytest.mark.quick
 @pytest.mark.slow
 def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -> None:
     made = [task(store, key="k" if n == 150 else None) for n in range(200)]
@@ -81,6 +91,7 @@ def test_a_whole_chunk_of_long_errors_is_settled(store: Store, claims: Claims) -
     assert {read(store, one.id).error for one in made[::50]} == {error}
 
 
+@pytest.mark.quick
 def test_one_statement_carries_a_bounded_text(
     store: Store, claims: Claims, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +113,7 @@ def test_one_statement_carries_a_bounded_text(
     assert max(sizes) < 2_100_000
 
 
+@pytest.mark.quick
 def test_a_claim_returns_the_new_values_of_its_rows(store: Store, claims: Claims) -> None:
     odd: list[dict[str, Any]] = [
         {},
@@ -125,6 +137,7 @@ def test_a_claim_returns_the_new_values_of_its_rows(store: Store, claims: Claims
         assert replace(read(store, one.id), **unsaid) == one
 
 
+@pytest.mark.quick
 def test_runs_with_different_outcomes_are_settled_the_same_together_or_singly(
     store: Store, claims: Claims
 ) -> None:
@@ -177,6 +190,7 @@ def test_runs_with_different_outcomes_are_settled_the_same_together_or_singly(
     assert [row.lapses for row in together] == [0, 0, 0, 0, 0, 2, 2]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("prepares", [True, False], ids=["prepared", "behind_a_pooler"])
 @pytest.mark.parametrize("versions", [(4, 4, 4, 4), (4, 0, 7, 4)], ids=["one_version", "several"])
 def test_rows_with_the_same_outcome_are_matched_by_version_and_keep_their_start_times(
@@ -212,6 +226,7 @@ def test_rows_with_the_same_outcome_are_matched_by_version_and_keep_their_start_
     assert read(store, running.id).status is Status.RUNNING
 
 
+@pytest.mark.quick
 def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Claims) -> None:
     made = add(store)
     [old] = claims.claim([entry(made)])
@@ -225,6 +240,7 @@ def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Cla
     assert (found.status, found.version, found.worker) == (Status.RUNNING, new.version, "worker-2")
 
 
+@pytest.mark.quick
 def test_a_give_back_is_not_mistaken_for_a_lapse(store: Store, claims: Claims) -> None:
     made = add(store)
     [old] = claims.claim([entry(made)])
@@ -232,6 +248,7 @@ def test_a_give_back_is_not_mistaken_for_a_lapse(store: Store, claims: Claims) -
     assert claims.settle([Settlement(old, "give_back")]) == set()
 
 
+@pytest.mark.quick
 def test_a_failure_is_not_mistaken_for_the_last_lapse(store: Store, claims: Claims) -> None:
     made = add(store)
     [old] = claims.claim([entry(made)])
@@ -240,6 +257,7 @@ def test_a_failure_is_not_mistaken_for_the_last_lapse(store: Store, claims: Clai
     assert claims.settle([Settlement(old, "fail", error="mine")]) == set()
 
 
+@pytest.mark.quick
 def test_settling_again_after_a_lost_answer_is_accepted_and_changes_nothing(
     store: Store, claims: Claims
 ) -> None:
@@ -253,6 +271,7 @@ def test_settling_again_after_a_lost_answer_is_accepted_and_changes_nothing(
     assert read(store, made.id).version == one.version + 1
 
 
+@pytest.mark.quick
 def test_only_rows_whose_lease_is_kept_are_settled(store: Store, claims: Claims) -> None:
     mine, theirs = add(store, key="a"), add(store, key="b")
     claimed = claims.claim([entry(mine), entry(theirs)])
@@ -261,6 +280,7 @@ def test_only_rows_whose_lease_is_kept_are_settled(store: Store, claims: Claims)
     assert read(store, theirs.id).status is Status.NOT_COMPLETE
 
 
+@pytest.mark.quick
 def test_a_success_resets_the_lapses_and_giving_back_does_not(store: Store, claims: Claims) -> None:
     made = add(store)
     lapse_all(store, claims.claim([entry(made)]))
@@ -269,3 +289,100 @@ def test_a_success_resets_the_lapses_and_giving_back_does_not(store: Store, clai
         [claimed] = claims.claim_alone(found.id, found.version)
         assert claims.settle([Settlement(claimed, move)]) == {made.id}
         assert read(store, made.id).lapses == lapses
+
+
+# Rows that failed because their workers died can be found, on each database
+
+
+def _add(store: Store, **values: Any) -> None:
+    row = {
+        "tag": "t",
+        "message_body": "{}",
+        "expected_time": db_now(),
+        "update_time": db_now(),
+        **values,
+    }
+    with store.database.begin() as connection:
+        connection.execute(insert(store.schema.tasks).values(**row))
+
+
+def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> None:
+    running = {**RUNNING, "worker": "w/1", "attempts": 1}
+    _add(store, id=1, **running, lapses=2)
+    _add(store, id=2, **running, lapses=0)
+    _add(store, id=3, status=int(Status.FAILED), lapses=0, attempts=1)
+    lapsed = store.leases.release(["w/1"], 3)
+    [task] = lapsed.worker_lost
+    assert lapsed.total == 2
+    assert (task.id, task.status, task.lapses) == (1, Status.FAILED, 3)
+    assert "3 times in a row" in (task.error or "")
+    assert store.leases.release(["w/1"], 3) == Recovered(0, [])
+
+
+def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
+    began = store.tasks.now() - timedelta(seconds=7)
+    running = {
+        **RUNNING,
+        "worker": "w/1",
+        "attempts": 1,
+        "execution_time": began,
+    }
+    _add(store, id=1, **running, tag="slow", lapses=2)
+    _add(store, id=2, **running, tag="slow")
+    _add(store, id=3, **running, tag="slower")
+    _add(store, id=4, **running, tag="free", lapses=2)
+    lapsed = store.leases.release(["w/1"], 3, {"slow": 5.0, "slower": 8.0})
+    assert (lapsed.total, sorted(lapsed.timed_out)) == (4, [(1, "slow"), (2, "slow")])
+    ends = {id: store.tasks.attempts(id)[0].error for id in (1, 2, 3, 4)}
+    for id, error in ends.items():
+        assert error is not None
+        assert error.endswith("; its time limit of 5 s was over") is (id in (1, 2))
+    errors = {task.id: task.error or "" for task in lapsed.worker_lost}
+    assert errors.keys() == {1, 4}
+    assert errors[1].endswith(
+        "3 times in a row while this task ran; its time limit of 5 s was over"
+    )
+    assert errors[4].endswith("3 times in a row while this task ran")
+    found = store.tasks.get(2)
+    assert found is not None
+    assert (found.status, found.lapses, found.version) == (Status.NOT_COMPLETE, 1, 1)
+    events = Events()
+    emit_recovered(events, lapsed)
+    assert (
+        events.counts["task.recovered"],
+        events.counts["task.timed_out"],
+        events.counts["task.worker_lost"],
+    ) == (4, 2, 2)
+
+
+class RecordingTaskEvents:
+    """Record calls in place of `TaskEvents`."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, str | None]] = []
+        self.flushed = 0
+
+    def worker_lost(self, task: DelayTask) -> None:
+        self.rows.append((task.id, task.error))
+
+    def flush(self) -> None:
+        self.flushed = len(self.rows)
+
+
+@pytest.mark.parametrize("sends_events", [True, False])
+def test_subscribers_receive_an_event_for_each_row_that_was_given_up(
+    store: Store, sends_events: bool
+) -> None:
+    running = {**RUNNING, "worker": "w/1", "attempts": 3}
+    _add(store, id=1, **running, lapses=2)
+    _add(store, id=2, **running, lapses=1)
+    events, heard = Events(), RecordingTaskEvents()
+    seen: list[tuple[str, int | None]] = []
+    events.subscribe(
+        lambda name, fields: seen.append((name, fields.get("id") or fields.get("count")))
+    )
+    events.subscribe(WorkerLostEvents(heard, lambda: sends_events))
+    emit_recovered(events, store.leases.release(["w/1"], 3), reason="it died")
+    assert seen == [("task.recovered", 2), ("task.worker_lost", 1)]
+    assert [id for id, _ in heard.rows] == ([1] if sends_events else [])
+    assert heard.flushed == len(heard.rows)

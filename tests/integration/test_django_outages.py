@@ -18,7 +18,7 @@ from django.db import DatabaseError, connections, transaction
 
 from delaytasks.contrib.django.instance import DjangoDelays
 from delaytasks.core.errors import SessionUnusableError, StoreUnavailableError
-from tests.conformance.test_demotion import READ_ONLY
+from tests.conformance.test_outages import READ_ONLY
 from tests.integration import django_settings
 from tests.integration.cli.project import Project
 from tests.proxy import proxy_to

@@ -1,31 +1,131 @@
-"""The migrations on each database create the schema of the metadata."""
+"""Tables, and how they are made and changed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from datetime import timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import inspect, text
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from sqlalchemy import MetaData, Table, inspect, text
 
+from delaytasks import Status
 from delaytasks.core.errors import ConfigError, StoreUnavailableError
+from delaytasks.core.interfaces import Settlement
+from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import build_schema
-from tests.migration.tables import (
-    PREFIX,
-    TASKS,
-    claims_and_settles,
-    drop_tables,
-    insert_by_plain_sql,
-    schema_differences,
-    shape_of,
-    store_of,
-)
+from delaytasks.storage.store import Store
+from tests.conftest import settings_for
+from tests.doc_pages import block_beginning
+from tests.recording import delays_on
 from tests.running import ROOT
+
+UTC = timezone.utc
+PREFIX = "m_"
+TASKS = PREFIX + "yb_delay_task_message"
+
+
+def drop_tables(database: Database, schema: str | None) -> None:
+    with database.begin() as connection:
+        for name in inspect(connection).get_table_names(schema=schema):
+            if name.startswith((PREFIX, "yb_", "f_")):
+                Table(name, MetaData(), schema=schema).drop(connection)
+
+
+def schema_differences(database: Database, prefix: str, schema: str | None) -> list[Any]:
+    metadata = build_schema(prefix, schema).metadata
+    wanted = {table.name for table in metadata.tables.values()}
+    options = {
+        **migrations.comparison(database.url.get_backend_name()),
+        "include_schemas": schema is not None,
+        "include_name": lambda name, kind, parents: (
+            name == schema if kind == "schema" else kind != "table" or name in wanted
+        ),
+    }
+    with database.begin() as connection:
+        context = MigrationContext.configure(connection, opts=options)
+        found: list[Any] = compare_metadata(context, metadata)
+        return found
+
+
+def shape_of(database: Database, name: str, schema: str | None = None) -> dict[str, Any]:
+    """Return all properties of a table that the database reports, except column order and index
+    names.
+    """
+    with database.begin() as connection:
+        inspector, dialect = inspect(connection), connection.dialect
+        shape: dict[str, Any] = {
+            "key": inspector.get_pk_constraint(name, schema=schema)["constrained_columns"]
+        }
+        for column in inspector.get_columns(name, schema=schema):
+            kind = (
+                column["type"].compile(dialect=dialect),
+                getattr(column["type"], "collation", None),
+            )
+            rest = {k: v for k, v in column.items() if k not in ("name", "type", "comment")}
+            shape[f"column {column['name']}"] = (kind, rest)
+        for index in inspector.get_indexes(name, schema=schema):
+            options = {
+                option: str(value) for option, value in index.get("dialect_options", {}).items()
+            }
+            shape[f"index on {index['column_names']}, {options}"] = bool(index["unique"])
+        for option, value in inspector.get_table_options(name, schema=schema).items():
+            if "auto_increment" not in option:
+                shape[f"option {option}"] = value
+        if dialect.name == "postgresql":
+            storage = text("SELECT reloptions FROM pg_class WHERE oid = to_regclass(:name)")
+            shape["storage"] = connection.execute(storage, {"name": name}).scalar()
+        return shape
+
+
+def store_of(database: Database, schema: str = "") -> Store:
+    url = database.url.render_as_string(hide_password=False)
+    return Store(url, settings_for(url, table_prefix=PREFIX, table_schema=schema))
+
+
+def insert_by_plain_sql(database: Database, tag: str) -> None:
+    now = {"postgresql": "now()", "sqlite": "datetime('now')"}.get(
+        database.url.get_backend_name(), "UTC_TIMESTAMP()"
+    )
+    with database.begin() as connection:
+        connection.exec_driver_sql(
+            f"INSERT INTO {TASKS} (tag, message_body, status, version, delay_time, expected_time, "
+            "create_time, "
+            f"update_time) VALUES ('{tag}', '{{}}', 0, 0, 0, {now}, {now}, {now})"
+        )
+
+
+def claims_and_settles(database: Database, tag: str) -> bool:
+    store = store_of(database)
+    try:
+        claims = store.claims("w", 0x7F000001)
+        claimed = [task for task in claims.claim_due("default", [0], 10) if task.tag == tag]
+        assert claims.settle([Settlement(task, "succeed") for task in claimed]) == {
+            task.id for task in claimed
+        }
+        return [store.tasks.get(task.id).status for task in claimed] == [Status.DONE]  # type: ignore[union-attr]
+    finally:
+        store.close()
+
+
+@pytest.fixture
+def database(database_url: str) -> Iterator[Database]:
+    database = Database(database_url)
+    drop_tables(database, None)
+    yield database
+    drop_tables(database, None)
+    database.dispose()
+
+
+# The migrations on each database create the schema of the metadata
 
 
 def test_upgrade_builds_exactly_the_metadatas_schema(database: Database) -> None:
@@ -232,5 +332,80 @@ def test_the_next_upgrade_finishes_an_interrupted_migration(mysql_url: str) -> N
     )
     migrations.upgrade(database, PREFIX)
     assert schema_differences(database, PREFIX, None) == []
+    drop_tables(database, None)
+    database.dispose()
+
+
+# A task table that another program made is brought into form by the documented statements
+
+
+EXISTING = "yb_delay_task_message"
+#: The columns of the design. Types are wider and narrower than those of delaytasks.
+TABLES = {
+    "postgresql": f"""
+        CREATE TABLE {TASKS} (
+            id bigint GENERATED BY DEFAULT AS IDENTITY PRIMARY KEY, tag varchar(100) NOT NULL,
+            message_body text NOT NULL, status integer NOT NULL, error_stack varchar(4000),
+            version bigint NOT NULL, ip_address bigint, delay_time bigint NOT NULL,
+            expected_time timestamp NOT NULL, execution_time timestamp,
+            create_time timestamp NOT NULL DEFAULT now(), update_time timestamp NOT NULL);
+        CREATE INDEX "idx_expectedTime_status" ON {TASKS} (expected_time, status)""",
+    "mysql": f"""
+        CREATE TABLE {TASKS} (
+            id bigint NOT NULL AUTO_INCREMENT PRIMARY KEY, tag varchar(128) NOT NULL,
+            message_body text NOT NULL, status int NOT NULL, error_stack text,
+            version bigint NOT NULL, ip_address bigint, delay_time bigint NOT NULL,
+            expected_time datetime NOT NULL, execution_time datetime,
+            create_time timestamp NOT NULL DEFAULT CURRENT_TIMESTAMP, update_time datetime NOT NULL,
+            KEY idx_expectedTime_status (expected_time, status)) CHARSET = utf8mb3""",
+}
+BLOCKS = {"postgresql": "ALTER TABLE yb_delay", "mysql": "SET time_zone = '+00:00';\nALTER TABLE"}
+#: A row that waits, one that is done, one that runs, and one that is due in the year 2100.
+ROWS = [(1, 0, "2026-01-02"), (2, 1, "2026-01-02"), (3, 3, "2026-01-02"), (4, 0, "2100-01-02")]
+
+
+def execute(database: Database, statements: str) -> None:
+    with database.begin() as connection:
+        for statement in filter(str.strip, statements.split(";")):
+            connection.execute(text(statement.replace(":", r"\:")))
+
+
+def constraints(database: Database, name: str) -> list[str]:
+    with database.begin() as connection:
+        return [each["sqltext"] for each in inspect(connection).get_check_constraints(name)]
+
+
+@pytest.mark.parametrize("server", sorted(TABLES))
+def test_the_documented_statements_make_an_existing_table_valid(
+    server: str, request: pytest.FixtureRequest
+) -> None:
+    url = request.getfixturevalue(f"{server}_url")
+    database = Database(url)
+    drop_tables(database, None)
+    execute(database, TABLES[server])
+    for id, status, due in ROWS:
+        execute(
+            database,
+            f"INSERT INTO {TASKS} VALUES ({id}, 'mail', '{{}}', {status}, NULL, 7, NULL, 60, "
+            f"'{due}', NULL, '2026-01-01', '2026-01-01')",
+        )
+    execute(database, block_beginning("docs/install.md", BLOCKS[server]).text)
+    migrations.upgrade(database)
+    assert schema_differences(database, "", None) == []
+    migrations.upgrade(database, "f_")
+    assert constraints(database, EXISTING) == constraints(database, "f_" + EXISTING)
+
+    ran: list[int] = []
+    delays = delays_on(url)
+    delays.processor("mail")(lambda body, task: ran.append(task.id))
+    new = delays.schedule_delay("mail", {}, 0)
+    assert runtime_of(delays).sweeper.sweep(0)
+    while delays.runner().run_due("default", [0], 30).claimed:
+        pass
+    assert sorted(ran) == [1, 3, new.id]
+    assert [delays.get(id).status for id in (1, 2, 3, 4, new.id)] == [
+        *(Status.DONE, Status.DONE, Status.DONE, Status.NOT_COMPLETE, Status.DONE)
+    ]
+    delays.close()
     drop_tables(database, None)
     database.dispose()

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
-from tests.conformance.recurring.recurring_harness import RecurringHarness
-from tests.conformance.recurring.test_kills import Killer
+from tests.conformance.recurring_harness import RecurringHarness
+from tests.conformance.test_recurring import Killer
 from tests.conftest import empty, open_store
 
 EVERY_S = 10

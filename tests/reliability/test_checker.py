@@ -1,6 +1,8 @@
-"""The checker's treatment of unknown answers, and of faults that explain repeated runs."""
+"""The checker of histories finds what breaks a promise, and nothing else."""
 
 from __future__ import annotations
+
+from typing import Any, Literal
 
 import pytest
 
@@ -10,13 +12,20 @@ from chaos.history import (
     ALL,
     Answer,
     CallRecord,
+    DeliveryRecord,
     Effect,
     Fault,
     History,
+    Occurrence,
+    Occurrences,
+    PublishRecord,
     RowChange,
     RunRecord,
 )
 from delaytasks.core.states import Status
+
+# The checker's treatment of unknown answers, and of faults that explain repeated runs
+
 
 NOW = 1_700_000_000_000_000
 S = 1_000_000
@@ -327,3 +336,225 @@ def test_rows_that_a_process_claims_while_it_runs_another_one_are_counted() -> N
         RunRecord(2, 1, "a", NOW + 3 * S, NOW + 4 * S),
     ]
     assert claimed_ahead(History([], runs, changes)) == 1
+
+
+# The checker finds each way in which a durable Celery task may break its promises
+
+
+WAITS, RUNS, DONE = Status.NOT_COMPLETE, Status.RUNNING, Status.DONE
+CANCELLED, FAILED = Status.CANCELLED, Status.FAILED
+#: The seconds of a row that is published as it should be, and its statuses from then on.
+PUBLISHED = ((0, WAITS), (2, RUNS), (3, DONE))
+
+
+def row(*statuses: tuple[float, Status], due: float = 2, lapses: int = 0) -> list[RowChange]:
+    changes: list[RowChange] = []
+    for version, (second, status) in enumerate(statuses):
+        was = statuses[version - 1][1] if version else None
+        at_us, due_us = int(NOW + second * S), int(NOW + due * S)
+        worker = "w" if status is RUNS else None
+        lease_us = at_us + 60 * S if status is RUNS else None
+        before = version - 1 if version else None
+        lost = lapses if version > 1 else 0
+        changes.append(
+            RowChange(1, at_us, was, status, before, version, 0, lost, due_us, lease_us, worker)
+        )
+    return changes
+
+
+def found_of_messages(
+    changes: list[RowChange],
+    published: tuple[float, ...] = (2.5,),
+    ran: tuple[float, ...] = (2.7,),
+    answer: Any = "ok",
+    revoke: CallRecord | None = None,
+    faults: tuple[Fault, ...] = (),
+) -> set[str]:
+    call = CallRecord(1, "schedule", answer, NOW, NOW + 1000, NOW + 2 * S, 1000, is_celery=True)
+    history = History(
+        [call, *([revoke] if revoke else [])],
+        changes=changes,
+        faults=list(faults),
+        publications=[PublishRecord(1, int(NOW + s * S)) for s in published],
+        deliveries=[DeliveryRecord(1, int(NOW + s * S)) for s in ran],
+    )
+    return set(Checker(history, quiet_us=NOW + 60 * S).verdict().counts())
+
+
+def revoked(second: float, answer: Any = "ok") -> CallRecord:
+    asked_us = int(NOW + second * S)
+    return CallRecord(1, "revoke", answer, asked_us, asked_us + 1000)
+
+
+def message_fault(second: float, **effects: Any) -> Fault:
+    at_us = int(NOW + second * S)
+    return Fault("broker killed", "Redis", at_us, at_us + S, **effects)
+
+
+def test_a_message_that_is_published_once_and_in_time_is_no_finding() -> None:
+    assert found_of_messages(row(*PUBLISHED)) == set()
+
+
+@pytest.mark.parametrize("status", [DONE, FAILED, CANCELLED])
+def test_a_row_that_ends_without_a_published_message_is_lost(status: Status) -> None:
+    assert found_of_messages(row((0, WAITS), (2, RUNS), (3, status)), (), ()) == {"lost"}
+
+
+def test_a_row_that_was_given_up_is_lost_although_it_was_published() -> None:
+    assert found_of_messages(row((0, WAITS), (2, RUNS), (3, FAILED))) == {"lost"}
+
+
+def test_an_acknowledged_call_without_a_row_is_lost() -> None:
+    assert found_of_messages([], (), ()) == {"lost"}
+
+
+def test_a_call_that_was_rolled_back_is_never_published() -> None:
+    assert found_of_messages([], (), (), answer="failed") == set()
+    assert found_of_messages([], answer="failed") == {"unexpected"}
+
+
+@pytest.mark.parametrize("due", [2.6, 2])
+def test_a_message_is_not_published_before_its_time(due: float) -> None:
+    """Neither before the time of the row nor before that of the call."""
+    assert found_of_messages(row((0, WAITS), (1, RUNS), (3, DONE), due=due), (1.5,)) == {"early"}
+
+
+def test_a_message_is_not_published_without_a_claim() -> None:
+    assert "unexpected" in found_of_messages(row(*PUBLISHED), (1.9, 2.5))
+
+
+def test_a_message_is_not_published_after_its_acknowledged_revoke() -> None:
+    changes = row((0, WAITS), (3, RUNS), (4, DONE))
+    assert found_of_messages(changes, (3.5,), revoke=revoked(1)) == {"revoked"}
+    assert found_of_messages(changes, (3.5,), revoke=revoked(1, "unknown")) == set()
+
+
+def test_a_message_that_is_being_published_may_arrive_after_its_revoke() -> None:
+    assert found_of_messages(row(*PUBLISHED), revoke=revoked(2.2)) == set()
+
+
+def test_a_row_that_is_cancelled_by_its_revoke_is_no_finding() -> None:
+    assert (
+        found_of_messages(row((0, WAITS), (1.0005, CANCELLED)), (), (), revoke=revoked(1)) == set()
+    )
+
+
+def test_a_message_is_published_again_only_because_of_a_fault() -> None:
+    again = row((0, WAITS), (2, RUNS), (3, WAITS), (4, RUNS), (5, DONE))
+    assert found_of_messages(again, (2.5, 4.5)) == {"duplicated"}
+    assert found_of_messages(again, (2.5, 4.5), faults=(message_fault(2.5),)) == set()
+    assert found_of_messages(again, (2.5, 4.5), faults=(message_fault(30),)) == {"duplicated"}
+
+
+def test_a_message_is_published_again_within_one_claim_only_because_of_a_fault() -> None:
+    assert found_of_messages(row(*PUBLISHED), (2.4, 2.5)) == {"duplicated"}
+    assert found_of_messages(row(*PUBLISHED), (2.4, 2.5), faults=(message_fault(2),)) == set()
+
+
+def test_a_crash_of_the_database_may_lose_the_claim_of_a_published_message() -> None:
+    assert found_of_messages(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5)) == {"unexpected"}
+    crash = message_fault(3, loses_claims=True)
+    assert (
+        found_of_messages(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(crash,))
+        == set()
+    )
+    assert found_of_messages(
+        row(*PUBLISHED), (2.5, 2.6), faults=(message_fault(20, loses_claims=True),)
+    ) == {"duplicated"}
+    later = message_fault(4, loses_claims=True)
+    assert found_of_messages(
+        row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(later,)
+    ) == {"unexpected"}
+
+
+def test_a_confirmed_message_reaches_its_task_unless_a_fault_loses_messages() -> None:
+    assert found_of_messages(row(*PUBLISHED), ran=()) == {"lost"}
+    assert found_of_messages(row(*PUBLISHED), ran=(), faults=(message_fault(2.5),)) == {"lost"}
+    assert (
+        found_of_messages(
+            row(*PUBLISHED), ran=(), faults=(message_fault(2.5, loses_messages=True),)
+        )
+        == set()
+    )
+    assert found_of_messages(
+        row(*PUBLISHED), ran=(), faults=(message_fault(40, loses_messages=True),)
+    ) == {"lost"}
+
+
+# The checker finds each way in which a recurring schedule may break its promises
+
+
+#: The occurrences of each schedule: five, one in each second.
+FIRST, LAST = NOW + S, NOW + 5 * S
+
+
+def found_of_schedules(
+    *occurrences: Occurrence,
+    missed: Literal["all", "latest"] = "all",
+    overlap: Literal["allow", "skip"] = "allow",
+) -> set[str]:
+    some = Occurrences("report", S, FIRST, LAST, list(occurrences), missed, overlap)
+    return set(Checker(History(occurrences=[some])).verdict().counts())
+
+
+def ahead(*seconds: float) -> list[Occurrence]:
+    """Occurrences whose tasks were made ten seconds before, and ended a moment after."""
+    return tasks(*((s, s - 10, s + 0.001) for s in seconds))
+
+
+@pytest.mark.parametrize("missed", ["all", "latest"])
+@pytest.mark.parametrize(
+    ("seconds", "kinds"),
+    [
+        ([1, 2, 3, 4, 5], set()),
+        ([1, 2, 3, 4, 5, 6], set()),
+        ([1, 2, 2, 3, 4, 5], {"repeated"}),
+        ([1, 2, 4, 5], {"left out"}),
+        ([2, 3, 4, 5], {"left out"}),
+        ([1, 2, 3, 4], {"left out"}),
+        ([1, 2, 3, 3.5, 4, 5], {"unexpected"}),
+        ([], {"left out"}),
+    ],
+)
+def test_each_occurrence_has_exactly_one_task(
+    seconds: list[float], kinds: set[str], missed: Literal["all", "latest"]
+) -> None:
+    assert found_of_schedules(*ahead(*seconds), missed=missed) == kinds
+
+
+@pytest.mark.parametrize(("missed", "kinds"), [("all", {"left out"}), ("latest", set())])
+def test_after_an_outage_only_the_latest_occurrence_may_have_a_task(
+    missed: Literal["all", "latest"], kinds: set[str]
+) -> None:
+    """No sweep takes place from the second occurrence until after the fourth one."""
+    late = Occurrence(NOW + 4 * S, NOW + 4 * S + S // 2, NOW + 4 * S + S // 2)
+    assert found_of_schedules(*ahead(1), late, *ahead(5), missed=missed) == kinds
+
+
+def test_the_latest_occurrence_of_an_outage_has_a_task() -> None:
+    """The fourth occurrence has passed when the fifth gets its task before its time."""
+    made_us = NOW + 4 * S + S // 2
+    assert found_of_schedules(
+        *ahead(1, 2, 3), Occurrence(NOW + 5 * S, made_us), missed="latest"
+    ) == {"left out"}
+
+
+def tasks(*times: tuple[float, float, float]) -> list[Occurrence]:
+    """Occurrences, when their tasks were made, and when these ended."""
+    return [Occurrence(*(int(NOW + s * S) for s in each)) for each in times]
+
+
+def test_an_occurrence_is_skipped_while_the_task_before_it_runs() -> None:
+    some = tasks((1, 0, 1.5), (2, 1.6, 3.7), (4, 3.8, 4.5), (5, 4.6, 5.1))
+    assert found_of_schedules(*some, missed="latest", overlap="skip") == set()
+    assert found_of_schedules(*some, missed="latest") == {"left out"}
+
+
+def test_an_occurrence_is_not_skipped_after_the_task_before_it_has_ended() -> None:
+    some = tasks((1, 0, 1.5), (2, 1.6, 2.2), (4, 2.3, 4.5), (5, 4.6, 5.1))
+    assert found_of_schedules(*some, missed="latest", overlap="skip") == {"left out"}
+
+
+def test_tasks_of_a_schedule_without_overlap_do_not_wait_for_each_other() -> None:
+    some = tasks((1, 0, 1.5), (2, 1.4, 2.2), (3, 2.3, 3.1), (4, 3.2, 4.1), (5, 4.2, 5.1))
+    assert found_of_schedules(*some, missed="latest", overlap="skip") == {"overlapped"}

@@ -1,28 +1,40 @@
-"""Faults that need private servers or processes, each with its bound from docs/reliability.md."""
+"""Faults of machines, databases, clocks and processes."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from chaos.clocks import ABOUT_S, HOUR_S, MOST_CPU, Hours, cpu_s, server, try_out
+from chaos.failpoints.catalogue import FAILPOINTS
 from delaytasks import Status
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
+from tests import running as faketime
+from tests.conftest import settings_for
 from tests.proxy import Proxy, proxy_to
 from tests.recording import counted
-from tests.running import Deployment
-from tests.services import PostgresServer
+from tests.running import QUICK, Deployment, Process, marked
+from tests.services import MissingServiceError, PostgresServer, RabbitServer, RedisServer
 from tests.waiting import SLACK_S, wait_until
 
-pytestmark = pytest.mark.slow
+# Faults that need private servers or processes, each with its bound from docs/reliability.md
+
 
 LEASE_S = 3.0
 Deploy = Callable[..., Deployment]
@@ -41,6 +53,7 @@ def deploy(tmp_path: Path, redis_url: str) -> Iterator[Deploy]:
         deployment.close()
 
 
+@pytest.mark.slow
 def test_a_worker_frozen_past_its_lease_cannot_finish_the_tasks_it_lost(
     deploy: Deploy, postgresql_url: str
 ) -> None:
@@ -76,6 +89,7 @@ def line(postgresql_url: str) -> Iterator[Proxy]:
     proxy.close()
 
 
+@pytest.mark.slow
 def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_ends(
     line: Proxy, deploy: Deploy, postgresql_url: str
 ) -> None:
@@ -96,6 +110,7 @@ def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_
     assert d.delays.get(task).attempts == 1, "none is used"
 
 
+@pytest.mark.slow
 def test_workers_continue_within_seconds_after_a_killed_postgresql_restarts(
     own_postgresql: PostgresServer, deploy: Deploy
 ) -> None:
@@ -147,6 +162,7 @@ def fill(folder: Path) -> Path:
             return ballast
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_and_leaves_no_partial_changes(
     own_postgresql: PostgresServer, small_disk: Path, deploy: Deploy
 ) -> None:
@@ -176,3 +192,317 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_changes(
     for call in calls:
         call()
     assert len(d.delays.find(tag="test.quiet").tasks) == 12
+
+
+# Each failpoint once, in real processes. `./dev failpoints` runs all of them many times
+
+
+ROOT = Path(__file__).parent.parent.parent
+#: Failpoints that kill a whole worker, whose restart takes a second or two.
+OF_MAIN = {
+    "received",
+    "in the pool",
+    "sending back",
+    "handing on",
+    "near rows armed",
+    "renewed",
+    "occurrences written",
+    "occurrences committed",
+}
+
+
+@pytest.mark.slow
+def test_tasks_recover_at_whatever_step_a_process_is_killed(redis_url: str) -> None:
+    names = [
+        failpoint.name
+        for failpoint in FAILPOINTS
+        if failpoint.process_kind != "main" or failpoint.name in OF_MAIN
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "chaos.failpoints",
+        "--seeds",
+        "1",
+        "--worlds",
+        "2",
+        "--slack",
+        "10",
+    ]
+    command += [word for name in names for word in ("--only", name)]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False
+    )
+    assert ended.returncode == 0, ended.stdout[-9000:] + ended.stderr[-3000:]
+    assert f"{len(names)} faults" in ended.stdout
+    assert "all within their bounds, no findings" in ended.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
+def test_a_terminated_run_ends_all_processes_that_it_started(
+    tmp_path: Path, redis_url: str
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "chaos.failpoints",
+        "--seeds",
+        "10",
+        "--worlds",
+        "1",
+        "--database",
+        "sqlite",
+    ]
+    run = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True
+    )
+    try:
+        wait_until(
+            lambda: " ready." in "".join(log.read_text() for log in tmp_path.glob("*/*-w*.log")),
+            30,
+            "a worker",
+        )
+        run.terminate()
+        assert run.wait(30) == 128 + 15
+        wait_until(lambda: not marked(str(tmp_path)), 5, "a producer to make its last call")
+    finally:
+        run.kill()
+
+
+# Some of the combinations of clocks that are an hour apart. `./dev clocks` runs all of them
+
+
+APART = [
+    ("postgresql", Hours(HOUR_S, -HOUR_S, 0)),
+    ("mariadb", Hours(-HOUR_S, 0, HOUR_S)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(faketime.library() is None, reason=faketime.MISSING)
+@pytest.mark.parametrize(("database", "hours"), APART)
+def test_the_database_clock_decides_and_is_not_polled_in_a_tight_loop(
+    database: str, hours: Hours, redis_url: str, tmp_path: Path
+) -> None:
+    try:
+        with server(database, hours.database) as url:
+            outcome = try_out(tmp_path, url, redis_url, hours)
+    except MissingServiceError as error:
+        pytest.skip(str(error))
+    assert outcome.violations == [], str(outcome.verdict)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(faketime.library() is None, reason=faketime.MISSING)
+@pytest.mark.parametrize("timer", ["eta", "redis"])
+def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_late(
+    timer: str, postgresql_url: str, redis_url: str, tmp_path: Path
+) -> None:
+    dial = faketime.Dial(tmp_path / "dial")
+    settings: dict[str, Any] = {"redis_url": redis_url} if timer == "redis" else {}
+    d = Deployment(
+        tmp_path,
+        postgresql_url,
+        redis_url,
+        timer=timer,
+        **settings,
+    )
+    try:
+        worker = d.worker(**dict[str, Any](dial.environment))
+        for ahead_s in (-HOUR_S, HOUR_S, 0):
+            tasks = [d.schedule(delay=1 + n / 10) for n in range(20)]
+            time.sleep(0.5)  # the worker holds them now
+            dial.set(ahead_s)
+            what_it_shows = d.schedule("test.time")
+            d.wait_for([*tasks, what_it_shows])
+            (shown,) = (int(run[1]) for run in d.runs() if run[0] == str(what_it_shows.id))
+            assert abs(shown - time.time() - ahead_s) < ABOUT_S, "the worker's clock is set"
+            rows = [d.delays.get(task) for task in tasks]
+            late = [row.execution_time - row.expected_time for row in rows if row.execution_time]
+            assert min(late) >= timedelta(0), f"early, with {ahead_s:+d} s"
+            assert max(late) < timedelta(seconds=d.r1_s() + SLACK_S), f"late, with {ahead_s:+d} s"
+            assert {(row.attempts, row.lapses) for row in rows} == {(1, 0)}, "each of them once"
+            before, began = cpu_s(worker.pid), time.monotonic()
+            time.sleep(1)  # the worker is idle meanwhile
+            assert (cpu_s(worker.pid) - before) / (time.monotonic() - began) < MOST_CPU, (
+                f"hot, with {ahead_s:+d} s"
+            )
+    finally:
+        d.close()
+        faketime.forget_the_dead()
+
+
+# Overload of the database or the broker
+
+
+#: In each direction.
+SLOW_S = 0.1
+#: The bound of a call: scheduling, sending, and the delays of a busy machine.
+CALL_S = 1.5
+
+
+@pytest.fixture
+def deploy_inline(tmp_path: Path, postgresql_url: str) -> Iterator[Deploy]:
+    made: list[Deployment] = []
+
+    def new(broker_url: str, database_url: str = postgresql_url, **settings: Any) -> Deployment:
+        # The calls of these tests reach the broker themselves.
+        made.append(Deployment(tmp_path, database_url, broker_url, arm="inline", **settings))
+        return made[-1]
+
+    yield new
+    for deployment in made:
+        deployment.close()
+
+
+def longest_s(calls: int, call: Callable[[], object]) -> float:
+    """Return the duration of the longest of these consecutive calls."""
+    times = []
+    for _ in range(calls):
+        began = time.monotonic()
+        call()
+        times.append(time.monotonic() - began)
+    return max(times)
+
+
+def schedule_in_vain(d: Deployment) -> None:
+    """Schedule while the broker refuses messages.
+
+    Callers wait for a bounded time, one of them gets an error, and no thread keeps waiting.
+    """
+    before = threading.active_count()
+    assert longest_s(20, lambda: d.schedule(delay=0.1)) < CALL_S
+    assert d.delays.events.counts["timer.down"] == 1
+    assert threading.active_count() <= before + 1
+
+
+def threads_of(worker: Process) -> int:
+    found = re.search(
+        r"^Threads:\s+(\d+)", Path(f"/proc/{worker.pid}/status").read_text(), re.MULTILINE
+    )
+    return int(found[1]) if found else 0
+
+
+def queued(d: Deployment) -> int:
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
+        queue = runtime_of(d.delays).publisher.queue("default")(connection)
+        return int(queue.queue_declare(passive=False).message_count)
+
+
+def is_on_time(d: Deployment) -> bool:
+    """Return whether the fast path runs a task, since the sweep waits for the grace period."""
+    task = d.schedule(delay=0.3)
+    d.wait_for([task])
+    grace_us = float(QUICK["grace_s"]) * 1e6
+    return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < grace_us
+
+
+# -- the database ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow_line(postgresql_url: str) -> Iterator[Proxy]:
+    proxy = proxy_to(postgresql_url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.mark.slow
+def test_a_slow_database_does_not_make_requests_pile_up(
+    slow_line: Proxy, deploy_inline: Deploy, postgresql_url: str, redis_url: str
+) -> None:
+    d = deploy_inline(redis_url, slow_line.url(postgresql_url))
+    direct = Store(
+        postgresql_url, settings_for(postgresql_url, table_prefix=d.settings["table_prefix"])
+    )
+    worker = d.worker()
+    d.wait_for([d.schedule()])
+    before = threads_of(worker)
+    slow_line.delay_s = SLOW_S
+    with ThreadPoolExecutor(30) as callers:  # more callers than connections
+        times = list(callers.map(lambda _: longest_s(5, lambda: d.schedule(delay=1)), range(30)))
+    assert max(times) < 5, "the time for a connection and one turn of the other callers"
+    most = 0
+
+    def are_done() -> bool:
+        nonlocal most
+        most = max(most, queued(d))
+        return counted(direct)[Status.DONE] == 151
+
+    wait_until(are_done, 30, "all tasks to run", every_s=0.1)
+    assert most <= 150, "at most one message per task, and no repeated messages"
+    assert threads_of(worker) <= before + 3
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs)) == 151
+    direct.close()
+
+
+# -- the broker -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timer", ["eta", "redis"])
+def test_a_full_redis_delays_tasks_but_loses_none(
+    start_redis: Callable[..., RedisServer], deploy_inline: Deploy, timer: str
+) -> None:
+    server = start_redis("--maxmemory-policy", "noeviction")
+    d = deploy_inline(server.url, timer=timer)
+    worker = d.worker()
+    wait_until(lambda: is_on_time(d), 10, "the fast path")
+    server.client().config_set("maxmemory", 1)
+    schedule_in_vain(d)
+    wait_until(
+        lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
+    )
+    assert "does the broker answer" in worker.log()
+    server.client().config_set("maxmemory", 0)
+    wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
+    assert d.delays.events.counts["timer.up"] == 1
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs))
+
+
+@pytest.mark.slow
+def test_a_rabbitmq_that_blocks_publishers_delays_tasks_but_loses_none(
+    own_rabbitmq: RabbitServer, deploy_inline: Deploy
+) -> None:
+    d = deploy_inline(own_rabbitmq.url)
+    worker = d.worker()
+    wait_until(lambda: is_on_time(d), 10, "the fast path")
+    own_rabbitmq.alarm(True)
+    try:
+        schedule_in_vain(d)
+        assert not runtime_of(d.delays).producer_timer.is_up
+        wait_until(
+            lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
+        )
+        assert "does the broker answer" in worker.log()
+    finally:
+        own_rabbitmq.alarm(False)
+    wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
+    assert d.delays.events.counts["timer.up"] == 1
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs))
+
+
+@pytest.mark.slow
+def test_the_sweep_finds_tasks_that_a_full_queue_refused(
+    own_rabbitmq: RabbitServer, deploy_inline: Deploy
+) -> None:
+    d = deploy_inline(own_rabbitmq.url)
+    name = runtime_of(d.delays).publisher.queue("default").name
+    own_rabbitmq.ctl(
+        "set_policy",
+        "full",
+        f"^{name}$",
+        '{"max-length": 5, "overflow": "reject-publish"}',
+        "--apply-to",
+        "queues",
+    )
+    assert queued(d) == 0
+    tasks = [d.schedule(delay=0.2) for _ in range(30)]
+    wait_until(lambda: queued(d) == 5, 5, "the queue to be full")
+    d.worker()
+    d.wait_for(tasks)
+    assert len(d.runs()) == 30

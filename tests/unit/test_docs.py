@@ -30,7 +30,7 @@ from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetric
 from delaytasks.metrics.snapshot import known_families
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
-from tests.conformance.test_round_trips import ROUND_TRIPS
+from tests.conformance.test_connections import ROUND_TRIPS
 from tests.doc_pages import NAMES, PAGES, ROOT, blocks, environment
 
 #: A file of the project in backticks, perhaps with the name of a test.

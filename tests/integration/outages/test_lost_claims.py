@@ -11,7 +11,7 @@ from delaytasks.core.states import Status
 from delaytasks.storage import migrations
 from delaytasks.storage.store import Store
 from tests.conformance.store_rows import add, entry, read
-from tests.conformance.waitlists.limited_runner import LimitedRunnerHarness
+from tests.conformance.test_waitlists import LimitedRunnerHarness
 from tests.conftest import settings_for
 from tests.services import PostgresServer
 

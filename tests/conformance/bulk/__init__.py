@@ -1,1 +1,0 @@
-"""Cancel, reschedule and retry many tasks, on every database."""

@@ -1,1 +1,0 @@
-"""Celery tasks whose messages wait as rows, on each database."""

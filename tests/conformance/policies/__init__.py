@@ -1,1 +1,0 @@
-"""Pausing and resuming tags and queues, on every database."""

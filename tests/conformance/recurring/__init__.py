@@ -1,1 +1,0 @@
-"""Recurring schedules on each database."""

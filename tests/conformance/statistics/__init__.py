@@ -1,1 +1,0 @@
-"""Statistics on each database."""

@@ -1,0 +1,508 @@
+"""Asynchronous calls and sessions, on every database."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from typing import Any
+
+import pytest
+from sqlalchemy import event
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+)
+from sqlalchemy.orm import Session
+
+from delaytasks import DelayTask, DelayTasks, DuplicateTaskError, StaleVersionError, Status
+from delaytasks.core.errors import SessionUnusableError, TaskNotFoundError
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
+from tests.recording import (
+    LIMIT_S,
+    MOST_BLOCKED_S,
+    RecordingTimer,
+    WaitingTimer,
+    delays_on,
+    engine_at,
+    let_arm,
+    own_threads,
+    run,
+    run_now,
+    run_timed,
+)
+from tests.waiting import wait_until
+
+# The asynchronous twins in threads
+
+
+def test_five_hundred_concurrent_calls_neither_exhaust_the_pool_nor_block_the_event_loop(
+    delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = runtime_of(delays).store.database
+    used, most_used = set[int](), [0]
+
+    def take(link: Any, *_: Any) -> None:
+        used.add(id(link))
+        most_used[0] = max(most_used[0], len(used))
+
+    for engine in (database.auto, database.tx):
+        event.listen(engine, "checkout", take)
+        event.listen(engine, "checkin", lambda link, *_: used.discard(id(link)))
+    seen = own_threads(delays)
+
+    async def go(took: list[float]) -> list[DelayTask]:
+        calls = (delays.aschedule_delay("mail", {"n": n}, 5) for n in range(500))
+        return await asyncio.gather(*calls)
+
+    tasks, longest_s = run_timed(monkeypatch, go)
+    assert len({task.id for task in tasks}) % 500 == 0
+    assert sorted(timer.ids) == sorted(task.id for task in tasks)
+    assert most_used[0] <= delays.settings.pool_size
+    assert threading.get_ident() not in seen
+    assert longest_s < MOST_BLOCKED_S
+
+
+def test_the_first_call_reads_the_settings_in_a_thread(
+    store: Store, database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture `store` makes the tables."""
+    delays, threads = delays_on(database_url, table_prefix="s_"), set[int]()
+    make = DelayTasks._make_runtime
+
+    def recorded(self: DelayTasks) -> Any:
+        threads.add(threading.get_ident())
+        return make(self)
+
+    monkeypatch.setattr(DelayTasks, "_make_runtime", recorded)
+
+    async def go() -> None:
+        await asyncio.gather(delays.afind(), delays.afind())
+        await delays.aclose()
+
+    run(go())
+    assert threads - {threading.get_ident()} == threads != set()
+
+
+def test_the_event_loop_continues_while_a_call_in_a_thread_waits(
+    delays: DelayTasks, waiting_timer: WaitingTimer
+) -> None:
+    task = run(let_arm(waiting_timer, delays.aschedule_delay("mail", {}, 5)))
+    assert waiting_timer.ids == [task.id]
+
+
+def test_the_thread_has_the_context_variables_of_the_caller(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    tenant, seen = ContextVar("tenant", default="none"), list[str]()
+    delays.events.subscribe(lambda name, fields: seen.append(tenant.get()))
+
+    async def go(name: str) -> None:
+        tenant.set(name)
+        await delays.aschedule_delay("mail", {}, 5)
+
+    async def both() -> None:
+        await asyncio.gather(go("acme"), go("umbrella"))
+
+    run(both())
+    assert sorted(seen) == ["acme", "umbrella"]
+
+
+def test_the_handle_of_a_processor_has_the_twins_of_its_methods(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    @delays.processor("order.close", queue="orders")
+    def close_order(body: dict[str, int]) -> None: ...
+
+    at = datetime(2031, 1, 1, tzinfo=timezone.utc)
+
+    async def go() -> None:
+        first = await close_order.aschedule({"order": 1}, "1h", key="1", priority=3)
+        assert (first.tag, first.queue, first.key) == ("order.close", "orders", "1")
+        assert (first.body, first.priority, first.delay_s) == ({"order": 1}, 3, 3600)
+        with pytest.raises(DuplicateTaskError):
+            await close_order.aschedule({"order": 1}, 60, key="1")
+        kept = await close_order.aschedule_at({"order": 9}, at, key="1", on_conflict="keep")
+        assert kept.id == first.id
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            second = await close_order.aschedule_at({"order": 2}, at, key="2", session=session)
+            await close_order.aschedule({"order": 3}, 60, session=session)
+            assert len(await close_order.afind(session=session)) == 3
+            await session.rollback()
+        assert (second.expected_time, second.key) == (at, "2")
+        await delays.aschedule_delay("other", {}, 60)
+        second = await close_order.aschedule_at({"order": 2}, at, key="2")
+        batches: list[int] = []
+        many: list[tuple[dict[str, int], str]] = [({"order": n}, "1d") for n in range(3)]
+        count = await close_order.aschedule_many(
+            many, on_batch=lambda tasks: batches.append(len(tasks)), queue="bulk"
+        )
+        assert (count, sum(batches), len(await close_order.afind(queue="bulk"))) == (3, 3, 3)
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            await close_order.aschedule_many(many, session=session)
+            await session.rollback()
+        await delays.acancel_many(tag="order.close", queue="bulk")
+        page = await close_order.afind(newest_first=True, limit=1, status="NOT_COMPLETE")
+        assert [task.id for task in page] == [second.id]
+        rest = await close_order.afind(newest_first=True, cursor=page.cursor, status="NOT_COMPLETE")
+        assert [task.id for task in rest] == [first.id]
+        with pytest.raises(StaleVersionError):
+            await close_order.acancel(key="1", version=7, strict=True)
+        assert (await close_order.acancel(key="1")).id == first.id
+        assert [task.key for task in await close_order.afind(status="NOT_COMPLETE")] == ["2"]
+
+    run(go())
+
+
+class BlockedCancellations:
+    """Let the cancellations of tasks wait for an event, after which they fail."""
+
+    def __init__(self) -> None:
+        self.goes_on = threading.Event()
+        self.started = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.started += 1
+        assert self.goes_on.wait(LIMIT_S)
+        raise ZeroDivisionError
+
+    async def have_started(self, count: int) -> None:
+        while self.started < count:
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def blocked(delays: DelayTasks, monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockedCancellations]:
+    cancellations = BlockedCancellations()
+    monkeypatch.setattr("delaytasks.client.cancel_task", cancellations)
+    yield cancellations
+    cancellations.goes_on.set()
+
+
+def test_a_call_that_is_cancelled_before_its_start_is_not_made(
+    delays: DelayTasks, blocked: BlockedCancellations
+) -> None:
+    async def go() -> None:
+        size = delays.settings.pool_size
+        others = [asyncio.create_task(delays.acancel(1)) for _ in range(size)]
+        await blocked.have_started(size)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(delays.aschedule_delay("mail", {}, 5), 0.05)
+        blocked.goes_on.set()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert len(await delays.afind()) == 0
+
+    run(go())
+
+
+def test_a_call_that_is_cancelled_after_its_start_is_completed(
+    delays: DelayTasks, waiting_timer: WaitingTimer
+) -> None:
+    async def go() -> None:
+        call = asyncio.create_task(delays.aschedule_delay("mail", {}, 5))
+        while not waiting_timer.is_arming.is_set():
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert len(await delays.afind()) == 1
+        waiting_timer.loop_goes_on.set()
+
+    run(go())
+    wait_until(lambda: waiting_timer.ids, LIMIT_S, "the task to be armed")
+
+
+def test_the_error_of_a_call_whose_caller_was_cancelled_is_logged(
+    delays: DelayTasks, blocked: BlockedCancellations
+) -> None:
+    failed: list[Any] = []
+    delays.events.subscribe(
+        lambda name, fields: failed.append(fields["error"]) if name == "async.failed" else None
+    )
+
+    async def go() -> None:
+        call = asyncio.create_task(delays.acancel(1))
+        await blocked.have_started(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+
+    run(go())
+    blocked.goes_on.set()
+    wait_until(lambda: failed, LIMIT_S, "the error to be logged")
+    assert isinstance(failed[0], ZeroDivisionError)
+
+
+def test_an_iterator_is_read_with_async_for(delays: DelayTasks, timer: RecordingTimer) -> None:
+    async def go() -> list[str]:
+        delays.processor("known")(lambda body: None)
+        await delays.aschedule_many([("gone", {}, 5), ("lost", {}, 5), ("known", {}, 5)])
+        async for finding in delays.acheck():
+            assert finding.tag in ("gone", "lost")
+            break  # the rest is not read
+        return [finding.tag async for finding in delays.acheck()]
+
+    assert sorted(run(go())) == ["gone", "lost"]
+
+
+def test_an_iterator_is_closed_when_its_reader_was_cancelled(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, goes_on, is_closed = threading.Event(), threading.Event(), threading.Event()
+
+    def findings() -> Iterator[int]:
+        try:
+            has_begun.set()
+            goes_on.wait(LIMIT_S)
+            yield 1
+        finally:
+            is_closed.set()
+
+    iterator = findings()  # otherwise Python closes it with its last reference
+    monkeypatch.setattr(delays, "check", lambda: iterator)
+
+    async def read() -> list[Any]:
+        return [finding async for finding in delays.acheck()]
+
+    async def go() -> None:
+        reader = asyncio.create_task(read())
+        while not has_begun.is_set():
+            await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+
+    run(go())
+    assert not is_closed.is_set()
+    goes_on.set()
+    assert is_closed.wait(LIMIT_S)
+
+
+def test_an_asynchronous_processor_awaits_the_twins(
+    delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    async def follow_up(body: Any) -> None:
+        await delays.aschedule_delay("second", body, 60)
+
+    delays.processor("first")(follow_up)
+    assert run_now(delays, delays.schedule_delay("first", {"n": 1}, 0)).status is Status.DONE
+    assert [task.body for task in delays.find(tag="second")] == [{"n": 1}]
+
+
+def test_several_event_loops_share_an_instance(delays: DelayTasks, timer: RecordingTimer) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        many = [
+            threads.submit(run, delays.aschedule_many([("mail", {}, 5)] * 10)) for _ in range(3)
+        ]
+        assert [each.result() for each in many] == [10] * 3
+    assert len(delays.find()) == 30
+
+
+# The asynchronous twins on the caller's session or connection
+
+
+def test_a_row_in_an_async_session_exists_and_is_armed_after_its_commit(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    async def go() -> None:
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            await delays.aschedule_delay("mail", {}, 5, session=session)
+            await session.rollback()
+            assert len(await delays.afind()) == 0
+            task = await delays.aschedule_delay("mail", {}, 5, session=session)
+            async with session.begin_nested() as savepoint:
+                await delays.aschedule_delay("mail", {}, 5, session=session)
+                await savepoint.rollback()
+            assert timer.ids == []
+            await session.commit()
+            assert timer.ids == [task.id]
+            assert [found.id for found in (await delays.afind()).tasks] == [task.id]
+
+    run(go())
+
+
+def test_a_row_on_an_async_connection_exists_and_is_armed_after_its_commit(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    async def go() -> None:
+        async with engine_at(database_url) as engine, engine.connect() as connection:
+            await delays.aschedule_delay("mail", {}, 5, session=connection)
+            await connection.rollback()
+            task = await delays.aschedule_delay("mail", {}, 5, session=connection)
+            assert (timer.ids, len(await delays.afind())) == ([], 0)
+            await connection.commit()
+            assert (timer.ids, len(await delays.afind())) == ([task.id], 1)
+
+    run(go())
+
+
+def test_calls_in_a_block_of_using_take_part_in_its_async_session(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    async def go() -> None:
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            with delays.using(session):
+                await delays.aschedule_delay("mail", {}, 5)
+                await session.rollback()
+                task = await delays.aschedule_delay("mail", {}, 5)
+            assert (timer.ids, len(await delays.afind())) == ([], 0)
+            await session.commit()
+            assert (timer.ids, len(await delays.afind())) == ([task.id], 1)
+
+    run(go())
+
+
+def test_each_method_with_a_session_works_on_an_async_session(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    async def use(session: Any) -> None:
+        first = await delays.aschedule_delay("mail", {}, 3600, key="a", session=session)
+        assert await delays.aschedule_many([("mail", {}, 3600)] * 3, session=session) == 3
+        moved = await delays.areschedule(first, 60, session=session)
+        assert moved.expected_time < first.expected_time
+        assert await delays.atouch(tag="mail", key="a", delay=90, session=session)
+        touched = await delays.atouch_many(tag="mail", keys=["a", "b"], delay=95, session=session)
+        assert touched.gone == ["b"]
+        assert await delays.acancel(tag="mail", key="a", session=session)
+        assert (await delays.aget(first.id, session=session)).status is Status.CANCELLED
+        assert (await delays.arerun(first.id, 60, session=session)).id == first.id
+        assert await delays.aattempts(first.id, session=session) == []
+        assert len(await delays.afind(tag="mail", session=session)) == 4
+        with pytest.raises(TaskNotFoundError):
+            await delays.aget(1, session=session)
+        assert len(await delays.afind(tag="mail")) == 0
+
+    async def go() -> None:
+        async with engine_at(database_url) as engine:
+            async with AsyncSession(engine) as session:
+                await use(session)
+                await session.rollback()
+            async with engine.connect() as connection:
+                await use(connection)
+            scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+            await use(scoped)
+            await scoped.remove()
+
+    run(go())
+
+
+def test_aiomysql_works_as_asyncmy_does(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    if not database_url.startswith("mysql"):
+        pytest.skip("a driver of MySQL")
+
+    async def go() -> None:
+        async with (
+            engine_at(database_url, "aiomysql") as engine,
+            AsyncSession(engine) as session,
+            session.begin(),
+        ):
+            task = await delays.aschedule_delay("mail", {}, 5, key="a", session=session)
+        assert timer.ids == [task.id]
+
+    run(go())
+
+
+def test_a_session_that_is_not_asynchronous_is_refused_with_the_remedy(
+    delays: DelayTasks, timer: RecordingTimer, database_url: str
+) -> None:
+    async def go() -> None:
+        with (
+            Session(runtime_of(delays).store.database.tx) as session,
+            pytest.raises(SessionUnusableError, match="call the synchronous method"),
+        ):
+            await delays.aschedule_delay("mail", {}, 5, session=session)
+        async with engine_at(database_url) as engine:
+            for wrong in (engine, AsyncConnection(engine)):
+                with pytest.raises(SessionUnusableError):
+                    await delays.aschedule_delay("mail", {}, 5, session=wrong)
+
+    run(go())
+
+
+def test_the_event_loop_continues_while_a_committed_task_is_armed(
+    delays: DelayTasks, waiting_timer: WaitingTimer, database_url: str
+) -> None:
+    async def go() -> None:
+        async with engine_at(database_url) as engine, AsyncSession(engine) as session:
+            task = await delays.aschedule_delay("mail", {}, 5, session=session)
+            await let_arm(waiting_timer, session.commit())
+        assert waiting_timer.ids == [task.id]
+
+    run(go())
+
+
+def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
+    delays: DelayTasks, waiting_timer: WaitingTimer, database_url: str
+) -> None:
+    async def schedule(engine: AsyncEngine) -> None:
+        async with AsyncSession(engine) as session, session.begin():
+            await delays.aschedule_delay("mail", {}, 5, session=session)
+
+    async def go() -> None:
+        async with engine_at(database_url) as engine:
+            task = asyncio.create_task(schedule(engine))
+            while not waiting_timer.is_arming.is_set():
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            waiting_timer.loop_goes_on.set()
+            assert len(await delays.afind()) == 1
+            waiting_timer.is_arming.clear()
+            await schedule(engine)  # the engine can still be used
+
+    run(go())
+    wait_until(lambda: len(waiting_timer.ids) == 2, LIMIT_S, "both tasks to be armed")
+
+
+@pytest.mark.slow
+def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
+    delays: DelayTasks,
+    timer: RecordingTimer,
+    database_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = own_threads(delays)
+
+    async def one(engine: AsyncEngine, n: int) -> DelayTask:
+        async with AsyncSession(engine) as session:
+            task = await delays.aschedule_delay("mail", {"n": n}, 5, session=session)
+            await session.commit()
+            return task
+
+    async def go(took: list[float]) -> list[DelayTask]:
+        async with engine_at(database_url) as engine:
+            first = await one(engine, 0)  # SQLAlchemy connects, and compiles the statement
+            took.clear()
+            return [first, *await asyncio.gather(*(one(engine, n) for n in range(500)))]
+
+    tasks, longest_s = run_timed(monkeypatch, go)
+    assert sorted(timer.ids) == sorted(task.id for task in tasks)
+    assert threading.get_ident() not in seen
+    assert longest_s < MOST_BLOCKED_S
+
+
+def test_the_engine_of_a_test_that_fails_is_closed(database_url: str) -> None:
+    """Otherwise the garbage collector reports its connections in another test."""
+    engines: list[AsyncEngine] = []
+
+    async def fail() -> None:
+        async with engine_at(database_url) as engine:
+            engines.append(engine)
+            async with engine.connect():
+                pass
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run(fail())
+    pool: Any = engines[0].sync_engine.pool
+    assert pool.checkedin() == 0

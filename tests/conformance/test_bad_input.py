@@ -1,0 +1,1054 @@
+"""Invalid input is refused by every call, on every database."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, timezone, tzinfo
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from sqlalchemy import func, insert, select, update
+from sqlalchemy.orm import Session
+
+from delaytasks import NewTask, Status
+from delaytasks.core import errors as e
+from delaytasks.core.task import DelayTask
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import db_now_plus
+from tests.conformance.store_rows import status_columns
+from tests.fuzzing import fuzz
+from tests.recording import counted, delays_on, record
+
+UTC = timezone.utc
+SECRET = "s3cr3t-canary"
+SQL = "x'; DROP TABLE s_yb_delay_task_message; -- %s %(a)s :id \\ \" ?"
+
+
+class RefusingClient:
+    """A `DelayTasks` on empty tables that checks the side effects of refused calls."""
+
+    def __init__(self, url: str, store: Store, **changes: Any) -> None:
+        self.delays = delays_on(url, table_prefix="s_", **changes)
+        self.timer = record(self.delays)
+        self._store = store
+
+    def traces(self) -> tuple[int, ...]:
+        """Return the number of rows of each table and the number of messages sent."""
+        tables = self._store.schema.metadata.sorted_tables
+        counts = [select(func.count()).select_from(table).scalar_subquery() for table in tables]
+        with self._store.database.auto.connect() as connection:
+            rows = connection.execute(select(*counts)).one()
+        return (*rows, len(self.timer.armed))
+
+    @contextlib.contextmanager
+    def refuses(self, error: type[e.DelayTaskError], *words: str) -> Iterator[None]:
+        before = self.traces()
+        with pytest.raises(error) as caught:
+            yield
+        assert type(caught.value) is error
+        for word in words:
+            assert word in str(caught.value)
+        assert self.traces() == before, "something was half done"
+
+    def put(
+        self, status: Status = Status.NOT_COMPLETE, delay: float = 60, **options: Any
+    ) -> DelayTask:
+        task = self.delays.schedule_delay("mail", {"n": 1}, delay, **options)
+        t = self._store.schema.tasks
+        with self._store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == task.id).values(status_columns(status)))
+        return task
+
+    def insert(self, **values: Any) -> int:
+        """Insert a row as another program would, and return its id."""
+        t = self._store.schema.tasks
+        with self._store.database.begin() as connection:
+            made = connection.execute(
+                insert(t).values(**{"tag": "mail", "message_body": "{}", **values})
+            )
+            key = made.inserted_primary_key
+            assert key is not None
+            return int(key[0])
+
+
+class Unsayable:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+UNSTORABLE = ["a\x00b", "\x00", "\ud800", "x\udfff", "\udc00\ud800"]
+BAD_NAMES = [
+    "",
+    " ",
+    "\t",
+    "a\nb",
+    "a\r\nb",
+    "\x1b[31mred",
+    "a\x7f",
+    "\u202e",
+    "\u2028",
+    None,
+    5,
+    b"mail",
+    ["mail"],
+]
+
+
+@pytest.fixture
+def make(store: Store, database_url: str) -> Iterator[Callable[..., RefusingClient]]:
+    made: list[RefusingClient] = []
+
+    def new(**changes: Any) -> RefusingClient:
+        made.append(RefusingClient(database_url, store, **changes))
+        return made[-1]
+
+    yield new
+    for place in made:
+        place.delays.close()
+
+
+@pytest.fixture
+def place(make: Callable[..., RefusingClient]) -> RefusingClient:
+    return make()
+
+
+# Bodies that JSON or a database cannot represent
+
+
+def nested(depth: int) -> list[Any]:
+    body: list[Any] = []
+    for _ in range(depth - 1):
+        body = [body]
+    return body
+
+
+def cycle() -> dict[str, Any]:
+    body: dict[str, Any] = {"a": []}
+    body["a"].append(body)
+    return body
+
+
+NOT_JSON = [
+    ({1, 2}, "$"),
+    ({"a": [1, b"x"]}, "$.a[1]"),
+    ([0.5, float("nan")], "$[1]"),
+    (float("inf"), "$"),
+    ({"a": {1: 2}}, "$.a"),
+    ({None: 2}, "$"),
+    ({"a": ({}, {True: 1})}, "$.a[1]"),
+    (cycle(), "$.a[0]"),
+    (nested(101), "$[0]"),
+    (nested(100_000), "$[0]"),
+    ({"price": Decimal("1.5")}, "$.price"),
+    ([datetime(2030, 1, 1, tzinfo=UTC)], "$[0]"),
+    ([uuid.uuid4()], "$[0]"),
+    ({"f": print}, "$.f"),
+    (Unsayable(), "$"),
+    ({"n": [10**5000]}, "$.n[0]"),
+    (range(3), "$"),
+]
+
+
+def test_a_body_without_a_json_form_is_refused_with_the_path_of_the_bad_value(
+    place: RefusingClient,
+) -> None:
+    for body, where in NOT_JSON:
+        with place.refuses(e.BodyNotJSONError, where):
+            place.delays.schedule_delay("mail", body, 5)
+        with place.refuses(e.BodyNotJSONError, where):
+            place.delays.schedule_many([("mail", {}, 5), ("mail", body, 5)])
+        with place.refuses(e.BodyNotJSONError, where):
+            place.delays.schedule_delay("mail", body, 5, key="k", on_conflict="replace")
+
+
+def test_a_body_a_hundred_deep_is_accepted(place: RefusingClient) -> None:
+    task = place.delays.schedule_delay("mail", nested(100), 60)
+    assert place.delays.get(task).body == nested(100)
+
+
+@pytest.mark.parametrize(
+    "second", [object(), float("nan"), nested(100_000)], ids=lambda s: type(s).__name__
+)
+def test_a_body_that_changes_while_it_is_written_is_refused(
+    place: RefusingClient, second: Any
+) -> None:
+    class TwoFaced(list):  # type: ignore[type-arg]
+        def __iter__(self) -> Iterator[Any]:
+            face, self.face = getattr(self, "face", 1), second
+            return iter([face])
+
+    with place.refuses(e.BodyNotJSONError):
+        place.delays.schedule_delay("mail", TwoFaced([1]), 5)
+
+
+def test_a_body_is_measured_in_bytes(make: Callable[..., RefusingClient]) -> None:
+    place = make(max_body_bytes=1000)
+    for body in ("a" * 998, "é" * 499, "😀" * 249 + "aa"):
+        task = place.delays.schedule_delay("mail", body, 60)
+        assert place.delays.get(task).body == body
+        with place.refuses(e.BodyTooLargeError, "1,000 bytes"):
+            place.delays.schedule_delay("mail", body + "b", 60)
+
+
+def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -> None:
+    body = "😀" * 65_535 + "a" * 2
+    task = place.delays.schedule_delay("mail", body, 60)
+    assert place.delays.get(task).body == body
+    assert place.delays.schedule_many([("mail", body, 60)] * 3) == 3
+    with place.refuses(e.BodyTooLargeError, "262,144"):
+        place.delays.schedule_delay("mail", body + "b", 60)
+
+
+def test_a_body_that_contains_one_part_many_times_is_refused_without_expanding_it(
+    place: RefusingClient,
+) -> None:
+    body: list[Any] = ["x"]
+    for _ in range(90):
+        body = [body, body]
+    with place.refuses(e.BodyTooLargeError):
+        place.delays.schedule_delay("mail", body, 5)
+
+
+def test_text_that_one_database_cannot_store_is_refused_on_every_database(
+    place: RefusingClient,
+) -> None:
+    for bad in UNSTORABLE:
+        for body in (bad, [bad], {"a": bad}, {bad: 1}):
+            with place.refuses(e.BodyNotStorableError, "$"):
+                place.delays.schedule_delay("mail", body, 5)
+        with place.refuses(e.BodyNotStorableError, "tag"):
+            place.delays.schedule_delay("mail" + bad, {}, 5)
+        with place.refuses(e.BodyNotStorableError, "key"):
+            place.delays.schedule_delay("mail", {}, 5, key=bad)
+        with place.refuses(e.BodyNotStorableError, "queue"):
+            place.delays.schedule_delay("mail", {}, 5, queue=bad)
+        with place.refuses(e.BodyNotStorableError):
+            place.delays.find(tag=bad)
+        with place.refuses(e.BodyNotStorableError):
+            place.delays.cancel(tag="mail", key=bad)
+
+
+def test_text_that_only_looks_unstorable_is_stored(place: RefusingClient) -> None:
+    body = {"\\u0000": "\\ud800", "\x01\x1f\x7f": "\ufffe\ufeff\u2028"}
+    assert place.delays.get(place.delays.schedule_delay("mail", body, 60)).body == body
+
+
+def test_integers_are_exact(place: RefusingClient) -> None:
+    body = [2**53 + 1, -(2**53) - 1, 2**63, 2**64 + 1, -(10**40), 10**4000, {"n": 9007199254740993}]
+    task = place.delays.schedule_delay("mail", body, 60)
+    assert place.delays.get(task).body == body
+    assert place.delays.get(task).as_json()["body"] == body
+
+
+def test_sql_in_tag_key_and_body_is_stored_literally(place: RefusingClient) -> None:
+    ran: list[Any] = []
+    place.delays.processor(SQL)(ran.append)
+    task = place.delays.schedule_delay(SQL, {SQL: SQL}, 0, key=SQL)
+    many = place.delays.schedule_many([(SQL, SQL, 60)] * 3)
+    assert (many, len(place.delays.find(tag=SQL))) == (3, 4)
+    found = place.delays.get(tag=SQL, key=SQL)
+    assert (found.id, found.tag, found.key, found.body) == (task.id, SQL, SQL, {SQL: SQL})
+    place.delays.runner().run([place.timer.armed[0]])
+    assert ran == [{SQL: SQL}]
+    assert not place.delays.find(tag="' OR '1'='1").tasks
+
+
+# Statuses, queries and sessions that a call cannot use
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (Status.NOT_COMPLETE, True),
+        (Status.HELD, True),
+        (Status.CANCELLED, False),
+        (Status.RUNNING, e.CancelTooLateError),
+        (Status.DONE, e.InvalidStatusError),
+        (Status.FAILED, e.InvalidStatusError),
+    ],
+    ids=lambda v: getattr(v, "name", ""),
+)
+def test_cancelling_in_each_status(place: RefusingClient, status: Status, answer: Any) -> None:
+    task = place.put(status)
+    if isinstance(answer, bool):
+        assert bool(place.delays.cancel(task, strict=True)) is answer
+        assert place.delays.get(task).status is Status.CANCELLED
+        return
+    with place.refuses(answer, str(task.id)):
+        place.delays.cancel(task, strict=True)
+    assert not place.delays.cancel(task)
+    assert place.delays.get(task).status is status
+
+
+def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None:
+    for version in [1, -1, 2**70, 10**5000, "0", Unsayable()]:
+        waits, failed = place.put(), place.put(Status.FAILED)
+        with place.refuses(e.StaleVersionError):
+            place.delays.reschedule(waits, 5, version=version)
+        with place.refuses(e.StaleVersionError):
+            place.delays.cancel(waits, version=version)
+        with place.refuses(e.StaleVersionError):
+            place.delays.rerun(failed, version=version)
+        assert place.delays.get(waits).version == 0
+        place.delays.reschedule(waits, 5, version=0)
+
+
+# -- queries -------------------------------------------------------------------------------------
+
+
+def test_a_page_is_bounded(place: RefusingClient) -> None:
+    for limit in [-1, 0, 1001, 10**9, 10**5000, True, 1.0, "10", None, Unsayable()]:
+        with place.refuses(e.InvalidQueryError, "1 to 1000"):
+            place.delays.find(limit=limit)
+
+
+def test_a_status_that_does_not_exist_is_refused(place: RefusingClient) -> None:
+    for status in [77, -1, True, "GONE", "", 1.5, [], Unsayable()]:
+        with place.refuses(e.InvalidQueryError, "NOT_COMPLETE"):
+            place.delays.find(status=status)
+
+
+BAD_CURSORS = ["", "x", "====", "MTIz", "YTpi", "😀", "\ud800", "MTox\n;", 5, b"MTox", ["x"]]
+#: These cursors are well formed, but no row has their numbers: 10^30:1, 1:10^30, 1:-10^30.
+BAD_CURSORS += [
+    "MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox",
+    "MToxMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAw",
+]
+BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
+
+
+def test_a_cursor_that_find_never_gave_is_refused(place: RefusingClient) -> None:
+    for cursor in BAD_CURSORS:
+        place.put()
+        with place.refuses(e.InvalidQueryError):
+            place.delays.find(cursor=cursor)
+
+
+def test_calls_accept_the_earliest_and_the_latest_possible_time(place: RefusingClient) -> None:
+    place.put()
+    for instant in [datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)]:
+        assert len(place.delays.find(since=instant)) + len(place.delays.find(until=instant)) == 1
+
+
+# -- sessions ------------------------------------------------------------------------------------
+
+
+def calls_with(
+    place: RefusingClient, task: DelayTask, failed: DelayTask, session: Any
+) -> list[Callable[[], Any]]:
+    d = place.delays
+    return [
+        lambda: d.schedule_delay("mail", {}, 5, session=session),
+        lambda: d.schedule_delay("mail", {}, 5, key="k", session=session),
+        lambda: d.schedule_many([("mail", {}, 5)], session=session),
+        lambda: d.cancel(task, session=session),
+        lambda: d.reschedule(task, 5, session=session),
+        lambda: d.touch(task, 500, session=session),
+        lambda: d.touch_many([task], 500, session=session),
+        lambda: d.touch_many(tag="mail", keys=["k"], delay=500, session=session),
+        lambda: d.rerun(failed, session=session),
+        lambda: d.get(task, session=session),
+        lambda: d.find(session=session),
+    ]
+
+
+def test_an_object_that_is_not_a_session_is_refused(place: RefusingClient) -> None:
+    for session in ["x", object(), 5, Session]:
+        for call in calls_with(place, place.put(), place.put(Status.FAILED), session):
+            with place.refuses(e.SessionUnusableError):
+                call()
+
+
+def test_a_closed_session_or_connection_is_refused(place: RefusingClient, store: Store) -> None:
+    closed = Session(store.database.tx, close_resets_only=False)
+    closed.close()
+    connection = store.database.tx.connect()
+    connection.close()
+    for session in (closed, connection, Session()):
+        for call in calls_with(place, place.put(), place.put(Status.FAILED), session):
+            with place.refuses(e.SessionUnusableError):
+                call()
+
+
+# Ids and keys that are invalid, unknown or taken
+
+
+def by_id(place: RefusingClient, id: Any) -> list[Callable[[], Any]]:
+    return [
+        lambda: place.delays.get(id),
+        lambda: place.delays.cancel(id, strict=True),
+        lambda: place.delays.reschedule(id, 5),
+        lambda: place.delays.touch(id, 5),
+        lambda: place.delays.rerun(id),
+    ]
+
+
+BAD_IDS = [
+    0,
+    -1,
+    2**63,
+    2**64,
+    10**5000,
+    "9" * 5000,
+    True,
+    "1 OR 1=1",
+    "",
+    "-1",
+    "1.0",
+    "٣",
+    1.0,
+    b"1",
+    [1],
+    Unsayable(),
+]
+
+
+def test_an_id_that_is_no_id_is_refused_by_every_call(place: RefusingClient) -> None:
+    task = place.put()
+    for id in BAD_IDS:
+        with place.refuses(e.InvalidIdError):
+            place.delays.cancel(id)
+        with place.refuses(e.InvalidIdError):
+            place.delays.touch_many([task, id], 500)  # type: ignore[list-item]
+        for call in by_id(place, id):
+            with place.refuses(e.InvalidIdError):
+                call()
+        with place.refuses(e.InvalidIdError):
+            place.delays.schedule_delay("mail", {}, 5, id=id)
+        with place.refuses(e.InvalidIdError):
+            place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, id=id)])
+
+
+def test_every_call_reports_an_unknown_id_as_not_found(place: RefusingClient) -> None:
+    for id in [1, 2**63 - 1, "4711"]:
+        for call in by_id(place, id):
+            with place.refuses(e.TaskNotFoundError, str(id)):
+                call()
+
+
+def test_every_call_reports_an_unknown_key_as_not_found(place: RefusingClient) -> None:
+    d, name = place.delays, {"tag": "mail", "key": "k"}
+    for call in (
+        lambda: d.get(**name),
+        lambda: d.cancel(strict=True, **name),
+        lambda: d.reschedule(delay=5, **name),
+        lambda: d.touch(delay=5, **name),
+    ):
+        with place.refuses(e.TaskNotFoundError, "'mail'", "'k'"):
+            call()
+
+
+def test_a_task_is_named_in_one_way(place: RefusingClient) -> None:
+    task = place.put(key="k")
+    for names in ({}, {"key": "k"}, {"tag": "mail"}, {"task": task, "tag": "mail", "key": "k"}):
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.cancel(**names)
+
+
+def test_touch_many_takes_one_list(place: RefusingClient) -> None:
+    task = place.put(key="k")
+    for names in (
+        {},
+        {"tag": "mail"},
+        {"keys": ["k"]},
+        {"tasks": [task], "tag": "mail"},
+        {"tasks": [task], "tag": "mail", "keys": ["k"]},
+        *({"tasks": tasks} for tasks in (task, task.id, str(task.id), b"1", Unsayable())),
+        *({"tag": "mail", "keys": keys} for keys in ("k", b"k", 5)),
+    ):
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.touch_many(delay=500, **names)
+    for tag in BAD_NAMES[:-4]:
+        with place.refuses(e.InvalidTagError):
+            place.delays.touch_many(tag=tag, keys=["k"], delay=500)
+    assert place.delays.get(task).expected_time == task.expected_time
+
+
+def test_a_key_that_is_taken_names_the_task_that_has_it(place: RefusingClient) -> None:
+    first = place.put(key="k")
+    with place.refuses(e.DuplicateTaskError, str(first.id), "'k'"):
+        place.delays.schedule_delay("mail", {}, 5, key="k")
+    with pytest.raises(e.DuplicateTaskError) as caught:
+        place.delays.schedule_delay("mail", {}, 5, key="k")
+    assert caught.value.id == first.id
+
+
+def test_schedule_many_inserts_no_task_if_one_key_is_taken(place: RefusingClient) -> None:
+    place.put(key="k")
+    with place.refuses(e.DuplicateTaskError):
+        place.delays.schedule_many(
+            [
+                NewTask("mail", {}, 5),
+                NewTask("mail", {}, 5, key="l"),
+                NewTask("mail", {}, 5, key="k"),
+            ]
+        )
+
+
+def test_a_typo_in_on_conflict_is_refused(place: RefusingClient) -> None:
+    place.put(key="k")
+    typos: list[Any] = ["Reject", "ignore", "", None, 1, [], Unsayable()]
+    for typo in typos:
+        with place.refuses(e.InvalidScheduleError, "on_conflict"):
+            place.delays.schedule_delay("mail", {}, 5, key="k", on_conflict=typo)
+        with place.refuses(e.InvalidScheduleError, "on_conflict"):
+            place.delays.schedule_many([NewTask("mail", {}, 5, key="k")], on_conflict=typo)
+
+
+def test_scheduling_the_same_id_again_changes_nothing_and_arms_the_task_again(
+    place: RefusingClient,
+) -> None:
+    first = place.delays.schedule_delay("mail", {"n": 1}, 5, id=4711)
+    before = place.traces()
+    again = place.delays.schedule_delay("mail", {"n": 2}, 60, id=4711)
+    assert (again.id, again.body, again.expected_time) == (4711, {"n": 1}, first.expected_time)
+    # A caller repeats an id if the result of the first call is unknown, so the row may not be
+    # armed.
+    assert place.traces() == (*before[:-1], before[-1] + 1)
+    place.delays.cancel(4711)
+    place.delays.schedule_delay("mail", {"n": 2}, 0, id=4711)
+    assert place.timer.ids == [4711, 4711]
+    assert place.delays.get(4711).status is Status.CANCELLED
+
+
+# Invalid tags, keys, queues and priorities
+
+
+def by_tag(place: RefusingClient, tag: Any) -> list[Callable[[], Any]]:
+    return [
+        lambda: place.delays.schedule_delay(tag, {}, 5),
+        lambda: place.delays.schedule_many([("mail", {}, 5), (tag, {}, 5)]),
+        lambda: place.delays.processor(tag),
+    ]
+
+
+def by_key(place: RefusingClient, key: Any) -> list[Callable[[], Any]]:
+    return [
+        lambda: place.delays.schedule_delay("mail", {}, 5, key=key),
+        lambda: place.delays.schedule_many(
+            [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key=key)]
+        ),
+        lambda: place.delays.cancel(tag="mail", key=key),
+        lambda: place.delays.get(tag="mail", key=key),
+        lambda: place.delays.touch(tag="mail", key=key, delay=5),
+        lambda: place.delays.touch_many(tag="mail", keys=["k", key], delay=5),
+        lambda: place.delays.find(key=key),
+    ]
+
+
+def by_queue(place: RefusingClient, queue: Any) -> list[Callable[[], Any]]:
+    return [
+        lambda: place.delays.schedule_delay("mail", {}, 5, queue=queue),
+        lambda: place.delays.schedule_many(
+            [NewTask("mail", {}, 5), NewTask("mail", {}, 5, queue=queue)]
+        ),
+        lambda: place.delays.processor("mail", queue=queue),
+    ]
+
+
+def test_a_tag_that_is_no_name_is_refused(place: RefusingClient) -> None:
+    for tag in [*BAD_NAMES, "x" * 129]:
+        for call in by_tag(place, tag):
+            with place.refuses(e.InvalidTagError):
+                call()
+        if tag is not None:
+            with place.refuses(e.InvalidTagError):
+                place.delays.find(tag=tag)
+
+
+def test_a_key_that_is_no_name_is_refused(place: RefusingClient) -> None:
+    for key in [*(name for name in BAD_NAMES if name is not None), "x" * 192]:
+        for call in by_key(place, key):
+            with place.refuses(e.InvalidKeyError):
+                call()
+
+
+def test_a_queue_that_a_broker_could_not_have_is_refused(place: RefusingClient) -> None:
+    for_paths_and_patterns = [
+        "a b",
+        "../../etc/passwd",
+        "a/b",
+        "😀" * 90,
+        "q*",
+        "q#",
+        "a:b",
+        "x" * 101,
+    ]
+    for queue in [*(name for name in BAD_NAMES if name is not None), *for_paths_and_patterns]:
+        for call in by_queue(place, queue):
+            with place.refuses(e.InvalidQueueError):
+                call()
+
+
+def test_names_at_their_longest_are_accepted(place: RefusingClient) -> None:
+    tag, key, queue = "😀" * 128, "ü" * 191, "q" * 100
+    task = place.delays.schedule_delay(tag, {}, 60, key=key, queue=queue)
+    found = place.delays.get(tag=tag, key=key)
+    assert (found.id, found.tag, found.key, found.queue) == (task.id, tag, key, queue)
+
+
+class Name(str, enum.Enum):
+    MAIL = "mail"
+    KEY = "the key"
+
+
+class Level(int, enum.Enum):
+    HIGH = 9
+    ID = 4711
+
+
+def test_an_enum_member_is_stored_as_its_value(place: RefusingClient) -> None:
+    task = place.delays.schedule_delay(
+        Name.MAIL,
+        {"level": Level.HIGH, "name": Name.KEY},
+        60,
+        key=Name.KEY,
+        priority=Level.HIGH,
+        id=Level.ID,
+    )
+    assert (task.tag, task.key, task.priority, task.id) == ("mail", "the key", 9, 4711)
+    # The values must have plain types. A driver may write a subclass by its `str()`, "Name.MAIL".
+    assert [type(value) for value in (task.tag, task.key, task.priority, task.id)] == [
+        str,
+        str,
+        int,
+        int,
+    ]
+    found = place.delays.get(tag="mail", key="the key")
+    assert (found.id, found.priority, found.body) == (4711, 9, {"level": 9, "name": "the key"})
+    assert place.delays.get(Level.ID).tag == "mail"
+    assert [one.id for one in place.delays.find(tag=Name.MAIL)] == [4711]
+
+
+def test_a_priority_is_an_integer_from_0_to_9(place: RefusingClient) -> None:
+    for priority in [-1, 10, True, 1.0, "1", None, 10**5000, Unsayable()]:
+        with place.refuses(e.InvalidPriorityError):
+            place.delays.schedule_delay("mail", {}, 5, priority=priority)
+        with place.refuses(e.InvalidPriorityError):
+            place.delays.schedule_many([NewTask("mail", {}, 5, priority=priority)])
+
+
+def test_a_process_with_processors_refuses_other_tags_and_names_the_nearest(
+    make: Callable[..., RefusingClient],
+) -> None:
+    place = make()
+    place.delays.schedule_delay("nobody", {}, 5)
+    place.delays.processor("mail.send")(lambda body: None)
+    place.delays.schedule_delay("mail.send", {}, 5)
+    with place.refuses(e.UnknownTagError, "'mail.sent'", "did you mean 'mail.send'?"):
+        place.delays.schedule_delay("mail.sent", {}, 5)
+    with place.refuses(e.UnknownTagError):
+        place.delays.schedule_many([("mail.send", {}, 5), ("mail.sent", {}, 5)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_processor", "accepted"),
+    [
+        ({}, False, "send sent"),
+        ({"tags": ["mail.sent"]}, False, "sent"),
+        ({"tags": ["mail.sent"]}, True, "send sent"),
+        ({"tags": ["mail.sent"], "strict_tags": False}, True, "send sent"),
+        ({"strict_tags": False}, True, "send sent"),
+        ({"strict_tags": True}, True, "send"),
+        ({"strict_tags": True}, False, ""),
+        ({"strict_tags": True, "tags": ["mail.sent"]}, False, "sent"),
+    ],
+)
+def test_the_settings_tags_and_strict_tags_decide_about_other_tags(
+    make: Callable[..., RefusingClient], settings: Any, has_processor: bool, accepted: str
+) -> None:
+    place = make(**settings)
+    if has_processor:
+        place.delays.processor("mail.send")(lambda body: None)
+    for name in ("send", "sent"):
+        if name in accepted.split():
+            place.delays.schedule_delay(f"mail.{name}", {}, 5)
+        else:
+            with place.refuses(e.UnknownTagError, f"mail.{name}"):
+                place.delays.schedule_delay(f"mail.{name}", {}, 5)
+
+
+def test_a_concurrency_key_is_a_key_and_may_be_long(place: RefusingClient) -> None:
+    for key in ["", " ", "a ", "a" * 256, "a\nb", 7, True]:
+        with place.refuses(e.InvalidKeyError, "concurrency_key"):
+            place.delays.schedule_delay("mail", {}, 5, concurrency_key=key)
+    assert (
+        place.delays.schedule_delay("mail", {}, 5, concurrency_key="a" * 255).concurrency_key
+        == "a" * 255
+    )
+
+
+def test_a_processor_computes_the_concurrency_key_unless_the_call_names_one(
+    place: RefusingClient,
+) -> None:
+    place.delays.processor("pay", concurrency_key=lambda body: body["customer"])(lambda body: None)
+    schedule = place.delays.schedule_delay
+    assert place.delays.get(schedule("pay", {"customer": "c7"}, 5)).concurrency_key == "c7"
+    assert (
+        place.delays.get(
+            schedule("pay", {"customer": "c7"}, 5, concurrency_key="own")
+        ).concurrency_key
+        == "own"
+    )
+    assert place.delays.get(schedule("pay", {"customer": None}, 5)).concurrency_key is None
+    with place.refuses(e.InvalidKeyError, "concurrency_key"):
+        schedule("pay", {"customer": 7}, 5)
+
+
+# Invalid delays and instants
+
+
+BAD_DELAYS = [
+    -1,
+    -0.001,
+    float("nan"),
+    float("inf"),
+    float("-inf"),
+    True,
+    "5",
+    1e20,
+    10**400,
+    -(10**5000),
+    Decimal(5),
+    timedelta(seconds=-1),
+    timedelta.max,
+    [5],
+    Unsayable(),
+]
+
+
+def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: RefusingClient) -> None:
+    for delay in BAD_DELAYS:
+        waits, failed = place.put(), place.put(Status.FAILED)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_delay("mail", {}, delay)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_many([("mail", {}, 5), ("mail", {}, delay)])  # type: ignore[list-item]
+        with place.refuses(e.InvalidDelayError):
+            place.delays.reschedule(waits, delay)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.touch(waits, delay)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.touch_many([waits], delay)  # type: ignore[call-overload]
+        with place.refuses(e.InvalidDelayError):
+            place.delays.rerun(failed, delay)
+
+
+def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
+    waits = place.put(key="k")
+    longest = place.delays.settings.max_delay_s
+    for spread in [*BAD_DELAYS, 0, "0s", "soon"]:
+        if spread == "5":
+            continue  # the text "5" is a valid option: 5 seconds
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_delay("mail", {}, 5, spread=spread)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_many([NewTask("mail", {}, 5, spread=spread)])
+        with place.refuses(e.InvalidDelayError):
+            place.delays.reschedule_many(spread=spread, tag="mail")
+    with place.refuses(e.InvalidDelayError, "max_delay_s"):
+        place.delays.schedule_delay("mail", {}, longest, spread=longest)
+    with place.refuses(e.InvalidScheduleError, "spread"):
+        place.delays.reschedule_many(60, spread=60, tag="mail")
+    assert place.delays.get(waits).version == 0
+
+
+def test_max_wait_is_a_delay_and_requires_a_replacement(place: RefusingClient) -> None:
+    waits = place.put(key="k")
+    at = datetime(2030, 1, 1, tzinfo=UTC)
+    for max_wait in [*BAD_DELAYS, 0, "0s", "soon"]:
+        if max_wait == "5":
+            continue  # the text "5" is a valid option: 5 seconds
+        for call in (
+            lambda **more: place.delays.schedule_delay("mail", {}, 5, key="k", **more),
+            lambda **more: place.delays.schedule_at("mail", {}, at, key="k", **more),
+        ):
+            with place.refuses(e.InvalidDelayError, "soon" if max_wait == "soon" else "max_wait"):
+                call(on_conflict="replace", max_wait=max_wait)
+        with place.refuses(e.InvalidDelayError):
+            place.delays.schedule_many(
+                [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key="k", max_wait=max_wait)],
+                on_conflict="replace",
+            )
+    for options in (
+        {},
+        {"key": "k"},
+        {"key": "k", "on_conflict": "keep"},
+        {"on_conflict": "replace"},
+    ):
+        with place.refuses(e.InvalidScheduleError, "max_wait", "key", "replace"):
+            place.delays.schedule_delay("mail", {}, 5, max_wait=30, **options)
+    with place.refuses(e.InvalidScheduleError):
+        place.delays.schedule_many([NewTask("mail", {}, 5, max_wait=30)], on_conflict="replace")
+    assert place.delays.get(waits).version == 0
+
+
+def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(
+    make: Callable[..., RefusingClient],
+) -> None:
+    place = make(max_delay_s=100)
+    place.delays.schedule_delay("mail", {}, 100)
+    with place.refuses(e.InvalidDelayError, "100 s (setting max_delay_s)"):
+        place.delays.schedule_delay("mail", {}, 100.001)
+    with place.refuses(e.InvalidDelayError):
+        place.delays.schedule_at("mail", {}, datetime.max.replace(tzinfo=UTC))
+
+
+def test_a_datetime_without_a_zone_is_refused_by_every_call(place: RefusingClient) -> None:
+    waits, naive = place.put(), datetime(2030, 1, 1)
+    with place.refuses(e.NaiveDatetimeError, "2030"):
+        place.delays.schedule_at("mail", {}, naive)
+    with place.refuses(e.NaiveDatetimeError):
+        place.delays.schedule_many([("mail", {}, naive)])
+    with place.refuses(e.NaiveDatetimeError):
+        place.delays.reschedule(waits, at=naive)
+    for where in ("since", "until"):
+        with place.refuses(e.NaiveDatetimeError):
+            place.delays.find(**{where: naive})
+
+
+def test_an_instant_that_is_no_datetime_is_refused(place: RefusingClient) -> None:
+    for when in ["2030-01-01T00:00:00Z", 1893456000, None, object()]:
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.schedule_at("mail", {}, when)
+
+
+class FarEast(tzinfo):
+    def utcoffset(self, _: Any) -> timedelta:
+        return timedelta(hours=14)
+
+
+def test_an_instant_outside_of_the_range_of_utc_is_refused(place: RefusingClient) -> None:
+    with place.refuses(e.InvalidScheduleError):
+        place.delays.schedule_at("mail", {}, datetime(1, 1, 1, tzinfo=FarEast()))  # type: ignore[abstract]
+
+
+@pytest.mark.parametrize("year", [1, 1500, 1969, 2001])
+def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> None:
+    ran: list[Any] = []
+    place.delays.processor("mail")(ran.append)
+    before = runtime_of(place.delays).clock.now()
+    task = place.delays.schedule_at("mail", year, datetime(year, 1, 1, tzinfo=UTC))
+    assert before <= place.delays.get(task).expected_time <= runtime_of(place.delays).clock.now()
+    moved = place.delays.reschedule(task, at=datetime(year, 1, 1, tzinfo=UTC))
+    assert [entry.id for entry in place.timer.armed] == [task.id, task.id]
+    place.delays.runner().run([place.timer.armed[-1]])
+    assert ran == [year]
+    assert place.delays.get(moved).status is Status.DONE
+
+
+def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingClient) -> None:
+    waits, when = place.put(), datetime(2030, 1, 1, tzinfo=UTC)
+    for delay, instant in ((5, when), (None, None)):
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.schedule_many([NewTask("mail", {}, delay=delay, at=instant)])
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.reschedule(waits, delay, at=instant)
+
+
+def test_schedule_many_refuses_an_item_that_is_not_a_task(place: RefusingClient) -> None:
+    wrong: list[Any] = [None, "mail", ("mail", {}), ("mail", {}, 1, 2), ["mail", {}, 1]]
+    for item in [*wrong, Unsayable()]:
+        with place.refuses(e.InvalidScheduleError):
+            place.delays.schedule_many([("mail", {}, 5), item])
+
+
+# Random bodies and arguments
+
+
+storable = st.text(
+    st.characters(blacklist_categories=("Cs",), blacklist_characters="\x00"), max_size=40
+)
+json_bodies = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | storable,
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(storable, inner, max_size=5),
+    max_leaves=30,
+)
+#: Values that JSON cannot represent, anywhere in a body.
+junk = st.one_of(
+    st.binary(),
+    st.sets(st.integers(), min_size=1),
+    st.just(float("nan")),
+    st.just(float("-inf")),
+    st.complex_numbers(),
+    st.decimals(),
+    st.datetimes(),
+    st.timedeltas(),
+    st.uuids(),
+    st.builds(object),
+    st.builds(Unsayable),
+    st.just(Ellipsis),
+    st.functions(),
+    st.dictionaries(st.integers() | st.none() | st.tuples(), json_bodies, min_size=1),
+    st.sampled_from(UNSTORABLE),
+)
+junk_bodies = st.recursive(
+    junk,
+    lambda inner: (
+        st.builds(
+            lambda a, b, c: [*a, b, *c],
+            st.lists(json_bodies, max_size=2),
+            inner,
+            st.lists(json_bodies),
+        )
+        | st.builds(
+            lambda d, k, v: {**d, k: v},
+            st.dictionaries(storable, json_bodies, max_size=2),
+            storable,
+            inner,
+        )
+    ),
+    max_leaves=4,
+)
+anything = st.one_of(
+    json_bodies,
+    junk,
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.datetimes(timezones=st.none() | st.just(UTC)),
+)
+quick = fuzz(60)
+
+
+@pytest.mark.slow
+@quick
+@given(bodies=st.lists(json_bodies, min_size=1, max_size=5))
+@example(
+    bodies=[
+        1e308,
+        -1e308,
+        5e-324,
+        -0.0,
+        2**53 + 1,
+        2**63,
+        "😀",
+        "\u2028",
+        {"": [[[]]], "a": {}},
+        "\x7f\x01",
+    ]
+)
+def test_any_json_comes_back_exactly(place: RefusingClient, bodies: list[Any]) -> None:
+    one = place.delays.schedule_delay("mail", bodies, 60)
+    assert same(place.delays.get(one).body, bodies)
+    ids: list[int] = []
+    place.delays.schedule_many(
+        [("mail", body, 60) for body in bodies],
+        on_batch=lambda batch: ids.extend(t.id for t in batch),
+    )
+    for id, body in zip(ids, bodies, strict=True):
+        assert same(place.delays.get(id).body, body)
+
+
+def same(left: Any, right: Any) -> bool:
+    """Compare by `repr()`, because == treats 1, 1.0 and True as equal, and 0.0 and -0.0 too."""
+    return repr(left) == repr(right)
+
+
+@pytest.mark.slow
+@quick
+@given(body=junk_bodies)
+def test_any_junk_in_a_body_is_refused(place: RefusingClient, body: Any) -> None:
+    before = place.traces()
+    with pytest.raises((e.BodyNotJSONError, e.BodyNotStorableError)):
+        place.delays.schedule_delay("mail", body, 60)
+    assert place.traces() == before
+
+
+@pytest.mark.slow
+@quick
+@given(data=st.data())
+def test_any_arguments_are_answered_with_a_task_or_with_our_error(
+    place: RefusingClient, data: st.DataObject
+) -> None:
+    def some(*good: Any) -> Any:
+        return data.draw(st.sampled_from(good or (None,)) | anything)
+
+    calls: list[Callable[[], Any]] = [
+        lambda: place.delays.schedule_delay(
+            some("mail"),
+            some({}),
+            some(5),
+            key=some(None, "k"),
+            on_conflict=some("keep", "replace"),
+            queue=some(None),
+            priority=some(0),
+            id=some(None, 5),
+            max_wait=some(None, 5),
+            concurrency_key=some(None, "k"),
+            spread=some(None, 5),
+        ),
+        lambda: place.delays.schedule_at(
+            some("mail"), some({}), some(datetime(2030, 1, 1, tzinfo=UTC))
+        ),
+        lambda: place.delays.schedule_many([some(), (some("mail"), some({}), some(5))]),
+        lambda: place.delays.schedule_many(
+            [NewTask(some("mail"), some({}), some(5), some(None), some(None))]
+        ),
+        lambda: place.delays.cancel(some(5), version=some(None)),
+        lambda: place.delays.reschedule(some(5), some(5), version=some(None)),
+        lambda: place.delays.touch(tag=some("mail"), key=some("k"), delay=some(5)),
+        lambda: place.delays.touch_many(some([5]), some(5)),
+        lambda: place.delays.touch_many(tag=some("mail"), keys=[some("k")], delay=some(5)),
+        lambda: place.delays.rerun(some(5), some(5)),
+        lambda: place.delays.find(
+            tag=some(None), key=some(None), status=some(None), cursor=some(None), limit=some(10)
+        ),
+    ]
+    before = place.traces()
+    try:
+        data.draw(st.sampled_from(calls))()
+    except e.DelayTaskError:
+        assert place.traces() == before
+
+
+# Invalid rows that other programs write
+
+
+def test_rows_with_invalid_values_break_neither_a_claim_nor_the_api(
+    make: Callable[..., RefusingClient],
+) -> None:
+    place = make(chunk_time_budget_s=15)
+    ran: list[Any] = []
+    place.delays.processor("mail")(ran.append)
+    before = {"expected_time": db_now_plus(-10)}
+    not_json = place.insert(message_body="{'a': nope", **before)
+    empty_body = place.insert(message_body="", **before)
+    deep = place.insert(message_body="[" * 100_000, **before)
+    nan = place.insert(message_body="NaN", **before)
+    huge = place.insert(message_body=json.dumps("x" * 5_000_000), **before)
+    nasty_tag = place.insert(tag="\x1b[31m\r\nx", **before)
+    far = place.insert(expected_time=datetime(9999, 12, 30, 23, 59, 59, tzinfo=UTC))
+    below_zero = place.insert(id=-4, **before)
+    good = place.insert(message_body="7", **before)
+    everything = {not_json, empty_body, deep, nan, huge, nasty_tag}
+    everything |= {far, below_zero, good}
+
+    report = place.delays.runner().run_due("default", [0], 100)
+    assert report.claimed == 8
+
+    by_id = {task.id: task for task in place.delays.find(limit=100)}
+    assert set(by_id) == everything
+    assert all(json.dumps(task.as_json()) for task in by_id.values())
+    failed = {id for id, task in by_id.items() if task.status is Status.FAILED}
+    assert failed == {not_json, empty_body, deep}
+    assert "JSONDecodeError" in (by_id[not_json].error or "")
+    assert {by_id[id].status for id in (nan, huge, below_zero, good)} == {Status.DONE}
+    assert len(ran) == 4
+    assert by_id[nasty_tag].status is Status.NOT_COMPLETE
+    assert "no such processor" in (by_id[nasty_tag].error or "")
+    assert by_id[far].status is Status.NOT_COMPLETE
+    assert counted(runtime_of(place.delays).store)[Status.DONE] == 4
+    assert place.delays.cancel(far)

@@ -1,0 +1,799 @@
+"""Operations on many tasks, on every database."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, event, select, update
+
+from delaytasks import BulkResult, DelayTask, DelayTasks, InvalidIdError, InvalidQueryError, Status
+from delaytasks.core.clock import to_us
+from delaytasks.core.errors import (
+    DelayTaskError,
+    DuplicateTaskError,
+    InvalidDelayError,
+    InvalidScheduleError,
+    NaiveDatetimeError,
+    TaskNotFoundError,
+)
+from delaytasks.core.interfaces import Entry, Settlement
+from delaytasks.core.states import LIVE, MOVES
+from delaytasks.operations import bulk_calls as bulk
+from delaytasks.operations import bulk_calls as engine_bulk
+from delaytasks.runtime import runtime_of
+from delaytasks.storage import bulk_moves as store_bulk
+from delaytasks.storage.database import Database
+from delaytasks.storage.store import Store
+from tests.conformance.bulk_tasks import FAR, NOON, counts, pass_a_moment, put, schedule, statuses
+from tests.conformance.store_rows import RUNNING, status_columns
+from tests.proxy import Proxy
+from tests.recording import RecordingTimer, delays_on, record
+from tests.running import ROOT
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make steps and windows only a few rows long."""
+    monkeypatch.setattr(engine_bulk, "BULK_ROWS", 3)
+    monkeypatch.setattr(engine_bulk, "BUSY_S", 0.2)
+    monkeypatch.setattr(store_bulk, "WINDOW", 4)
+
+
+# Many tasks are cancelled, rescheduled and retried
+
+
+def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refused(
+    store: Store, delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    tasks = {status: put(store, schedule(delays), **status_columns(status)) for status in Status}
+    other = schedule(delays, "sms")
+    result = delays.cancel_many(tag="mail")
+    assert counts(result) == (3, 2, 1)
+    for status, task in tasks.items():
+        there = delays.get(task)
+        if status in MOVES["cancel"].sources:
+            assert (there.status, there.version) == (Status.CANCELLED, task.version + 1)
+        else:
+            assert (there.status, there.version) == (status, task.version)
+    assert delays.get(other) == other
+    assert delays.events.counts["task.cancelled"] == 2
+    waited = [task for status, task in tasks.items() if status in MOVES["cancel"].sources]
+    assert {(entry.id, entry.version) for entry in timer.disarmed} == {
+        (task.id, task.version) for task in waited
+    }
+
+
+def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
+    tasks = [schedule(delays, key=f"k{n}") for n in range(4)]
+    running = put(store, tasks[3], **RUNNING)
+    assert counts(delays.cancel_many(key_prefix="k")) == (4, 3, 1)
+    for task in tasks[:3]:
+        with pytest.raises(TaskNotFoundError):
+            delays.get(tag="mail", key=task.key)
+        schedule(delays, key=task.key)
+    assert delays.get(tag="mail", key="k3") == running
+    with pytest.raises(DuplicateTaskError):
+        schedule(delays, key="k3")
+
+
+def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
+    store: Store, delays: DelayTasks
+) -> None:
+    """The replaced task ran, and another program set it back to waiting."""
+    old = put(store, schedule(delays, key="k"), **RUNNING)
+    new = schedule(delays, key="k", on_conflict="replace", queue="other")
+    put(store, old, status=int(Status.NOT_COMPLETE))
+    assert counts(delays.cancel_many(queue="default")) == (1, 1, 0)
+    assert delays.get(tag="mail", key="k").id == new.id
+
+
+# -- reschedule ----------------------------------------------------------------------------------
+
+
+def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
+    store: Store, delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    tasks = [
+        schedule(delays, delay=5),
+        schedule(delays),
+        put(store, schedule(delays), status=int(Status.HELD)),
+    ]
+    running = put(store, schedule(delays), **RUNNING)
+    for delay, is_near in ((2, True), (FAR, False)):
+        timer.armed.clear(), timer.disarmed.clear()
+        before = [delays.get(task) for task in tasks]
+        now = runtime_of(delays).clock.now()
+        assert counts(delays.reschedule_many(delay, tag="mail")) == (4, 3, 1)
+        moved = [delays.get(task) for task in tasks]
+        assert all(
+            delay - 1 < (task.expected_time - now).total_seconds() < delay + 1 for task in moved
+        )
+        assert [(t.version, t.status) for t in moved] == [
+            (b.version + 1, Status.NOT_COMPLETE) for b in before
+        ]
+        assert {(entry.id, entry.version) for entry in timer.disarmed} == {
+            (b.id, b.version) for b in before
+        }
+        armed = [Entry(t.id, t.version, to_us(t.expected_time)) for t in moved] if is_near else []
+        assert sorted(timer.armed) == sorted(armed)
+    assert delays.get(running) == running
+
+
+def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
+    delays: DelayTasks,
+) -> None:
+    tasks = [schedule(delays, delay=delay) for delay in (60, 3600, 7200.5)]
+    pass_a_moment(delays)
+    assert counts(delays.reschedule_many(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
+    moved = [delays.get(task) for task in tasks]
+    assert [m.expected_time - t.expected_time for m, t in zip(moved, tasks, strict=True)] == [
+        timedelta(hours=1)
+    ] * 3
+    assert counts(delays.reschedule_many(by=-3700, tag="mail")) == (3, 3, 0)
+    first, *others = (delays.get(task) for task in tasks)
+    assert abs((first.expected_time - runtime_of(delays).clock.now()).total_seconds()) < 5
+    assert [
+        (o.expected_time - t.expected_time).total_seconds()
+        for o, t in zip(others, tasks[1:], strict=True)
+    ] == [-100] * 2
+
+
+def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
+    store: Store, delays: DelayTasks
+) -> None:
+    last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
+    task = put(store, schedule(delays), expected_time=last)
+    pass_a_moment(delays)
+    assert counts(delays.reschedule_many(by=86400, tag="mail")) == (1, 1, 0)
+    assert delays.get(task).expected_time == last
+
+
+@pytest.mark.usefixtures("small")
+def test_a_shift_does_not_move_a_task_again_in_a_later_window(delays: DelayTasks) -> None:
+    tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
+    pass_a_moment(delays)
+    assert counts(delays.reschedule_many(by=7, tag="mail")) == (20, 20, 0)
+    assert {
+        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {7}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: DelayTasks) -> None:
+    tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
+    pass_a_moment(delays)
+    seen: list[BulkResult] = []
+
+    def stop(result: BulkResult) -> None:
+        seen.append(result)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        delays.reschedule_many(by=7, tag="mail", on_progress=stop)
+    assert counts(seen[-1]) == (20, 9, 0)
+    again = delays.reschedule_many(by=7, tag="mail", updated_until=seen[-1].started)
+    assert counts(again) == (11, 11, 0)
+    assert {
+        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {7}
+
+
+@pytest.mark.usefixtures("small")
+def test_a_task_that_the_search_returns_twice_is_shifted_once(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task was paused during the search, so both the waiting and the paused rows contain it."""
+    tasks = [schedule(delays) for _ in range(5)]
+    pass_a_moment(delays)
+    matching = store_bulk.Bulk.matching
+    monkeypatch.setattr(store_bulk.Bulk, "matching", lambda *of: [*matching(*of), *matching(*of)])
+    assert delays.reschedule_many(by=7, tag="mail").changed == 5
+    assert {
+        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
+    } == {7}
+
+
+# -- retry ---------------------------------------------------------------------------------------
+
+
+def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
+    store: Store, delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    used = {"attempts": 4, "lapses": 3}
+    tasks = {
+        status: put(store, schedule(delays), **status_columns(status), **used) for status in Status
+    }
+    timer.armed.clear()
+    assert counts(delays.rerun_many(tag="mail")) == (1, 1, 0)
+    failed = delays.get(tasks[Status.FAILED])
+    assert (failed.status, failed.version, failed.attempts, failed.lapses) == (
+        Status.NOT_COMPLETE,
+        1,
+        0,
+        0,
+    )
+    assert [(entry.id, entry.version) for entry in timer.armed] == [(failed.id, 1)]
+    assert delays.get(tasks[Status.CANCELLED]).status is Status.CANCELLED
+    assert counts(delays.rerun_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
+    again = delays.get(tasks[Status.CANCELLED])
+    assert again.status is Status.NOT_COMPLETE
+    assert 55 < (again.expected_time - runtime_of(delays).clock.now()).total_seconds() < 61
+    for status in LIVE | {Status.DONE}:
+        assert delays.get(tasks[status]) == tasks[status]
+
+
+def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
+    store: Store, delays: DelayTasks
+) -> None:
+    tasks = []
+    for n in range(3):
+        task = schedule(delays, key=f"k{n}")
+        delays.cancel(task)
+        tasks.append(put(store, task, status=int(Status.FAILED)))
+    taken = schedule(delays, key="k1")
+    assert counts(delays.rerun_many(tag="mail")) == (3, 2, 1)
+    assert statuses(delays, *tasks) == [Status.NOT_COMPLETE, Status.FAILED, Status.NOT_COMPLETE]
+    assert [delays.get(tag="mail", key=f"k{n}").id for n in range(3)] == [
+        tasks[0].id,
+        taken.id,
+        tasks[2].id,
+    ]
+    [entry] = delays.audit()
+    assert (entry.changed, entry.refused, entry.state) == (2, 1, "done")
+    assert counts(delays.rerun_many(tag="mail")) == (1, 0, 1), "again: the same one is refused"
+
+
+# Bulk operations work in steps while workers run, and are recorded in the audit
+
+
+@pytest.mark.usefixtures("small")
+def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -> None:
+    at = runtime_of(delays).clock.now() + timedelta(days=1)
+    tasks = [
+        delays.schedule_at("mail", n, at) for n in range(5)
+    ]  # all are due at the same instant, and exceed one window
+    tasks += [schedule(delays, key=f"k{n}") for n in range(8)]
+    seen: list[BulkResult] = []
+    assert counts(delays.cancel_many(tag="mail", on_progress=seen.append)) == (13, 13, 0)
+    assert [result.changed for result in seen] == [3, 6, 9, 12, 13]
+    assert {result.matched for result in seen} == {13}
+    assert set(statuses(delays, *tasks)) == {Status.CANCELLED}
+
+
+@pytest.mark.usefixtures("small")
+def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
+    store: Store, delays: DelayTasks
+) -> None:
+    for n in range(10):
+        schedule(delays, key=f"k{n}" if n % 2 else None)
+    moved: list[int] = []
+    commits: list[int] = []
+
+    def note(_c: Any, cursor: Any, statement: str, *_: Any) -> None:
+        if statement.lstrip().startswith("UPDATE s_yb_delay_task_message"):
+            moved.append(cursor.rowcount)
+
+    def committed(_connection: Connection) -> None:
+        commits.append(sum(moved))
+
+    tx = runtime_of(delays).store.database.tx
+    event.listen(tx, "after_cursor_execute", note)
+    event.listen(tx, "commit", committed)
+    assert delays.cancel_many(tag="mail").changed == 10
+    assert moved == [3, 3, 3, 1]
+    assert commits[-4:] == [3, 6, 9, 10], "each of them is committed by itself"
+
+
+@pytest.mark.usefixtures("small")
+def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
+    store: Store, delays: DelayTasks
+) -> None:
+    for _ in range(8):
+        schedule(delays)
+    put(store, schedule(delays), **RUNNING)
+    rows: list[tuple[str, int, int, int]] = []
+
+    def look(_result: BulkResult) -> None:
+        [entry] = delays.audit()
+        rows.append((entry.state, entry.matched, entry.changed, entry.refused))
+
+    result = delays.cancel_many(
+        tag="mail", since=NOON - timedelta(days=9999), actor="ann@desk", on_progress=look
+    )
+    assert rows == [("running", 9, 3, 1), ("running", 9, 6, 1), ("running", 9, 8, 1)]
+    [entry] = delays.audit()
+    assert (entry.id,) == result.runs
+    assert (entry.action, entry.actor, entry.state) == ("cancel", "ann@desk", "done")
+    assert entry.filter == {"tag": "mail", "since": (NOON - timedelta(days=9999)).isoformat()}
+    assert (entry.matched, entry.changed, entry.refused) == counts(result)
+    assert entry.finished_at is not None
+    assert entry.started_at == result.started <= min(entry.finished_at, entry.seen_at)
+    delays.reschedule_many(by=-60, everything=True)
+    newest, _ = delays.audit()
+    assert newest.filter == {"everything": True, "to": "-60.0 s"}
+    assert "@" in newest.actor
+    assert [one.id for one in delays.audit(limit=1)] == [newest.id]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    ("error", "state"), [(KeyboardInterrupt, "stopped"), (ZeroDivisionError, "failed")]
+)
+def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_again(
+    delays: DelayTasks, error: type[BaseException], state: str
+) -> None:
+    for _ in range(8):
+        schedule(delays)
+
+    def stop(_result: BulkResult) -> None:
+        raise error
+
+    with pytest.raises(error):
+        delays.cancel_many(tag="mail", on_progress=stop)
+    assert [(one.state, one.changed) for one in delays.audit()] == [(state, 3)]
+    assert delays.audit()[0].finished_at is not None
+    assert counts(delays.cancel_many(tag="mail")) == (5, 5, 0)
+
+
+DIES = """
+import os, sys
+from delaytasks.operations import bulk_calls
+from tests.recording import delays_on
+bulk_calls.BULK_ROWS = 3
+delays = delays_on(sys.argv[1], table_prefix="s_")
+delays.cancel_many(tag="mail", on_progress=lambda result: \
+result.changed == 6 and os.kill(os.getpid(), 9))
+"""
+
+
+def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
+    delays: DelayTasks, database_url: str
+) -> None:
+    for n in range(10):
+        schedule(delays, key=f"k{n}")
+    died = subprocess.run(
+        [sys.executable, "-c", DIES, database_url],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=60,
+    )
+    assert died.returncode == -9
+    [entry] = delays.audit()
+    assert (entry.state, entry.matched, entry.changed, entry.finished_at) == (
+        "running",
+        10,
+        6,
+        None,
+    )
+    assert len(delays.find(status="CANCELLED")) == 6
+    assert counts(delays.cancel_many(tag="mail")) == (4, 4, 0)
+    assert [one.state for one in delays.audit()] == ["done", "running"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("verb", ["cancel", "reschedule"])
+def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
+    store: Store, verb: str
+) -> None:
+    url = store.database.url
+    if url.host is None:
+        return  # SQLite has no network answer that could be lost
+    proxy = Proxy(url.host, url.port or {"postgresql": 5432, "mysql": 3306}[url.get_backend_name()])
+    proxied = delays_on(proxy.url(url.render_as_string(hide_password=False)), table_prefix="s_")
+    timer = record(proxied)
+    tasks = [schedule(proxied, key=f"k{n}") for n in range(5)]
+    timer.disarmed.clear()
+
+    def cut(result: BulkResult) -> None:
+        if result.changed == 3:
+            proxy.cut_answer(rb"COMMIT(?!TED)")
+
+    pass_a_moment(proxied)
+    if verb == "cancel":
+        result = proxied.cancel_many(tag="mail", on_progress=cut)
+    else:
+        result = proxied.reschedule_many(by=60, tag="mail", on_progress=cut)
+    assert proxy.cut == 1
+    assert counts(result) == (5, 5, 0)
+    [entry] = proxied.audit()
+    assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
+    assert {store.tasks.read(task.id).version for task in tasks} == {1}
+    if verb == "reschedule":
+        assert {
+            (store.tasks.read(t.id).expected_time - t.expected_time).total_seconds() for t in tasks
+        } == {60}
+    assert len(timer.disarmed) == 5
+    proxied.close()
+    proxy.close()
+
+
+# -- concurrent transactions ---------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("is_released", [True, False])
+@pytest.mark.parametrize("locks", ["task", "key"])
+def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
+    store: Store, delays: DelayTasks, is_released: bool, locks: str
+) -> None:
+    if store.database.url.get_backend_name() == "sqlite":
+        return  # SQLite has one writer at a time
+    tasks = [schedule(delays, key=f"k{n}") for n in range(7)]
+    t, k = store.schema.tasks, store.schema.keys
+    query = (
+        select(t.c.id).where(t.c.id == tasks[1].id)
+        if locks == "task"
+        else select(k).where(k.c.task_key == "k1")
+    )
+    with store.database.tx.connect() as connection:
+        connection.execute(query.with_for_update())
+
+        def release(result: BulkResult) -> None:
+            if is_released and result.changed == 6:
+                connection.rollback()
+
+        began = runtime_of(delays).clock.now()
+        result = delays.cancel_many(tag="mail", on_progress=release)
+        assert (runtime_of(delays).clock.now() - began).total_seconds() < 3, (
+            "a lock would be waited for longer"
+        )
+    assert counts(result) == ((7, 7, 0) if is_released else (7, 6, 1))
+    assert (delays.get(tasks[1]).status is Status.CANCELLED) is is_released
+    assert delays.cancel_many(tag="mail").changed == (0 if is_released else 1)
+
+
+def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
+    store: Store, delays: DelayTasks
+) -> None:
+    tasks = [schedule(delays, delay=0, key=f"k{n}" if n % 3 == 0 else None) for n in range(400)]
+    begun, is_over, ran = threading.Event(), threading.Event(), list[int]()
+
+    def work(name: str) -> None:
+        claims = store.claims(name, None)
+        while True:
+            claimed = claims.claim_due("default", [0], 7)
+            begun.set()
+            ran.extend(claims.settle([Settlement(task, "succeed") for task in claimed]))
+            if not claimed and is_over.is_set():
+                return
+
+    with ThreadPoolExecutor(3) as pool:
+        workers = [pool.submit(work, f"w{n}") for n in range(3)]
+        assert begun.wait(10)
+        result = delays.cancel_many(tag="mail")
+        is_over.set()
+        for worker in workers:
+            worker.result(30)
+    there = [delays.get(task) for task in tasks]
+    assert {task.id for task in there if task.status is Status.DONE} == set(ran)
+    assert len(ran) == len(set(ran))
+    assert (
+        sum(task.status is Status.CANCELLED for task in there)
+        == result.changed
+        == len(tasks) - len(ran)
+    )
+    assert result.matched == result.changed + result.refused
+    with pytest.raises(TaskNotFoundError):
+        delays.get(tag="mail", key="k0")
+
+
+@pytest.mark.usefixtures("small")
+def test_cancel_many_does_not_deadlock_with_callers_that_replace_the_same_keys(
+    delays: DelayTasks,
+) -> None:
+    keys = [f"k{n}" for n in range(30)]
+    is_over = threading.Event()
+
+    def replace(backwards: bool) -> int:
+        done = 0
+        while not is_over.is_set():
+            for key in reversed(keys) if backwards else keys:
+                schedule(delays, key=key, on_conflict="replace")
+                done += 1
+        return done
+
+    with ThreadPoolExecutor(2) as pool:
+        replacing = [pool.submit(replace, backwards) for backwards in (False, True)]
+        results = [delays.cancel_many(tag="mail") for _ in range(5)]
+        is_over.set()
+        assert all(each.result(30) for each in replacing)
+    assert all(result.matched == result.changed + result.refused for result in results)
+    live = list(delays.find(limit=1000, status="NOT_COMPLETE"))
+    assert len(live) == len({task.key for task in live}), "one live task for each key"
+    for task in live:
+        assert delays.get(tag="mail", key=task.key).id == task.id
+
+
+# -- bounds --------------------------------------------------------------------------------------
+
+
+def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
+    store: Store, delays: DelayTasks
+) -> None:
+    schedule(delays)
+    delays.cancel_many(tag="mail")
+    delays.cancel_many(tag="mail")
+    old, _ = delays.audit()
+    a = store.schema.audit
+    with store.database.begin() as connection:
+        connection.execute(
+            update(a).where(a.c.id == old.id).values(seen_at=old.seen_at - timedelta(hours=2))
+        )
+    store.sweeps.purge_audit(7200 + 600)
+    assert len(delays.audit()) == 2
+    store.sweeps.purge_audit(3600)
+    assert old.id not in [entry.id for entry in delays.audit()]
+    assert len(delays.audit()) == 1
+
+
+@pytest.mark.usefixtures("small")
+def test_a_step_that_was_committed_before_an_interrupt_is_counted(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C may arrive at any moment."""
+    for _ in range(5):
+        schedule(delays)
+
+    transaction = Database.transaction
+
+    def stopped(database: Any, work: Any, *rest: Any, **options: Any) -> Any:
+        answer = transaction(database, work, *rest, **options)
+        if "Bulk.step" in work.__qualname__:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(Database, "transaction", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        delays.cancel_many(tag="mail")
+    monkeypatch.undo()
+    [entry] = delays.audit()
+    assert (entry.state, entry.changed) == ("stopped", 3)
+
+
+# `rerun_many(audit=…)` runs the tasks of a cancel again that have not moved since
+
+
+def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
+    store: Store, delays: DelayTasks, timer: RecordingTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
+    tasks = [schedule(delays, delay=86_400.0 + n, key=f"k{n}" if n % 2 else None) for n in range(7)]
+    held, retried = tasks[0], put(store, tasks[1], attempts=2)
+    put(store, held, status=int(Status.HELD))
+    deferred = put(store, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
+    result = delays.cancel_many(tag="mail")
+    assert result.changed == 7
+    assert counts(delays.rerun_many(audit=result.runs[0], dry_run=True)) == (7, 0, 0)
+    progress: list[BulkResult] = []
+    again = delays.rerun_many(audit=result.runs[0], actor="ann", on_progress=progress.append)
+    assert counts(again) == (7, 7, 0)
+    assert len(progress) == 4
+    assert delays.get(retried).attempts == 0
+    assert delays.get(deferred).due == deferred.due
+    for task in [held, *tasks[2:]]:
+        found = delays.get(task)
+        assert (found.status, found.due, found.key) == (Status.NOT_COMPLETE, found.due, task.key)
+        assert found.due == (deferred.due if task.id == deferred.id else task.due)
+    assert delays.get(tag="mail", key="k1").id == tasks[1].id
+    [entry, _] = delays.audit()
+    assert (entry.action, entry.actor) == ("rerun", "ann")
+    assert entry.filter["audit"] == str(result.runs[0])
+    assert counts(delays.rerun_many(audit=str(result.runs[0]))) == (7, 0, 7), "they have moved"
+    assert {e.id for e in timer.armed} <= {task.id for task in tasks}
+
+
+def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTasks) -> None:
+    tasks = [schedule(delays, tag=tag, key="k") for tag in ("mail", "pay")]
+    [entry] = [delays.cancel_many(everything=True) and delays.audit(limit=1)[0]]
+    assert counts(delays.rerun_many("1h", audit=entry, tag="pay")) == (2, 1, 1)
+    assert statuses(delays, *tasks) == [Status.CANCELLED, Status.NOT_COMPLETE]
+    due_in = delays.get(tasks[1]).due - runtime_of(delays).clock.now()
+    assert timedelta(minutes=59) < due_in <= timedelta(hours=1)
+
+
+def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: DelayTasks) -> None:
+    plain, keyed, rerun, taken, gone, again = (
+        schedule(delays, key=key) for key in (None, "k1", "k2", "k3", None, None)
+    )
+    result = delays.cancel_many(tag="mail")
+    delays.rerun(rerun, "2d")
+    delays.rerun(again, "2d")
+    delays.cancel(again)
+    new = schedule(delays, key="k3")
+    with store.database.begin() as connection:
+        connection.execute(store.schema.tasks.delete().where(store.schema.tasks.c.id == gone.id))
+    before = delays.get(rerun)
+    assert counts(delays.rerun_many(audit=result.runs[0])) == (6, 2, 4)
+    assert statuses(delays, plain, keyed, taken, again) == [
+        Status.NOT_COMPLETE,
+        Status.NOT_COMPLETE,
+        Status.CANCELLED,
+        Status.CANCELLED,
+    ]
+    assert delays.get(rerun) == before
+    assert delays.get(tag="mail", key="k3").id == new.id
+
+
+@pytest.mark.parametrize("point", ["_step", "_lock"])
+def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch, point: str
+) -> None:
+    monkeypatch.setattr(bulk, "BUSY_S", 0)
+    task = schedule(delays)
+    result = delays.cancel_many(tag="mail")
+    store = runtime_of(delays).store.bulk
+    unpatched = getattr(store, point)
+
+    def late(on: Any, *given: Any) -> Any:
+        t = store._t
+        on.execute(update(t).where(t.c.id == task.id).values(version=t.c.version + 1))
+        return unpatched(on, *given)
+
+    monkeypatch.setattr(store, point, late)
+    assert counts(delays.rerun_many(audit=result.runs[0])) == (1, 0, 1)
+    assert delays.get(task).status is Status.CANCELLED
+
+
+def test_an_entry_without_cancelled_tasks_is_refused(store: Store, delays: DelayTasks) -> None:
+    put(store, schedule(delays), status=int(Status.FAILED))
+    for result in (delays.rerun_many(tag="mail"), delays.reschedule_many(60, tag="mail")):
+        with pytest.raises(InvalidQueryError, match="only the tasks of a cancel"):
+            delays.rerun_many(audit=result.runs[0])
+    with pytest.raises(InvalidQueryError, match="no audit entry 7"):
+        delays.rerun_many(audit=7)
+    with pytest.raises(InvalidIdError):
+        delays.rerun_many(audit="none")
+
+
+def test_the_ids_of_an_operation_are_purged_with_its_audit_entry(
+    store: Store, delays: DelayTasks
+) -> None:
+    schedule(delays)
+    result = delays.cancel_many(tag="mail")
+    audit = store.bulk._audit
+    assert list(audit.recorded(result.runs[0]))
+    audit.purge(-60)
+    assert delays.audit() == []
+    assert not list(audit.recorded(result.runs[0]))
+
+
+def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTasks) -> None:
+    schedule(delays)
+    refused: list[str] = []
+
+    def rerun(_: BulkResult) -> None:
+        with pytest.raises(InvalidQueryError, match="still runs"):
+            delays.rerun_many(audit=delays.audit()[0])
+        refused.append("once")
+
+    assert delays.cancel_many(tag="mail", on_progress=rerun).changed == 1
+    assert refused
+
+
+def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
+    delays: DelayTasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk.BulkRun, "_end", lambda *_: None)
+    schedule(delays)
+    result = delays.cancel_many(tag="mail")
+    assert delays.audit()[0].state == "running"
+    with pytest.raises(InvalidQueryError, match="still runs"):
+        delays.rerun_many(audit=result.runs[0])
+    monkeypatch.setattr(bulk, "RUNNING_S", -1)
+    assert counts(delays.rerun_many(audit=result.runs[0])) == (1, 1, 0)
+
+
+# The tasks that a bulk operation changes are those that the filters name
+
+
+@pytest.mark.parametrize(
+    ("filters", "wanted"),
+    [
+        ({"tag": "a"}, "a ab aheld"),
+        ({"tag": "a", "status": "HELD"}, "aheld"),
+        ({"status": Status.HELD}, "aheld"),
+        ({"key_prefix": "x%_"}, "b"),
+        ({"key_prefix": "é"}, "ab"),
+        ({"queue": "slow"}, "slow"),
+        ({"tag": "c", "queue": "slow"}, ""),
+        ({"since": NOON}, "b slow"),
+        ({"until": NOON}, "a ab aheld"),
+        ({"since": NOON, "until": NOON + timedelta(seconds=1)}, "b"),
+        ({"created_since": NOON}, "slow"),
+        ({"created_until": NOON, "tag": "a"}, "a ab aheld"),
+        ({"updated_until": NOON, "since": NOON}, "b"),
+        ({"everything": True}, "a ab aheld b slow"),
+    ],
+)
+def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wanted: str) -> None:
+    def at(
+        name: str, tag: str, when: datetime, queue: str | None = None, key: str | None = None
+    ) -> DelayTask:
+        return delays.schedule_at(tag, name, when, queue=queue, key=key)
+
+    second, early = timedelta(seconds=1), NOON - timedelta(seconds=1)
+    held = at("aheld", "a", early)
+    slow = at("slow", "b", NOON + second, queue="slow", key="Xx")
+    tasks = [
+        at("a", "a", early, key="xxx1"),
+        at("ab", "a", early, key="éa"),
+        held,
+        at("b", "b", NOON, key="x%_1"),
+        slow,
+    ]
+    put(store, held, status=int(Status.HELD))
+    put(store, slow, create_time=NOON, update_time=NOON)
+    assert counts(delays.cancel_many(dry_run=True, **filters)) == (len(wanted.split()), 0, 0)
+    assert set(statuses(delays, *tasks)) == {Status.NOT_COMPLETE, Status.HELD}
+    assert delays.cancel_many(**filters).changed == len(wanted.split())
+    assert {task.body for task in tasks if delays.get(task).status is Status.CANCELLED} == set(
+        wanted.split()
+    )
+
+
+@pytest.mark.parametrize("tag", ["A", "a%", "a' OR '1'='1"])
+def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
+    task = schedule(delays, "a", key="k1")
+    assert counts(delays.cancel_many(tag=tag)) == (0, 0, 0)
+    assert counts(delays.cancel_many(key_prefix=tag.replace("a", "K").replace("A", "K"))) == (
+        0,
+        0,
+        0,
+    )
+    assert delays.get(task) == task
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (lambda d: d.cancel_many(), InvalidQueryError, "everything=True"),
+        (lambda d: d.cancel_many(tag=None, dry_run=True), InvalidQueryError, "everything=True"),
+        (lambda d: d.cancel_many(colour="red"), InvalidQueryError, "colour.*known: .*tag"),
+        (lambda d: d.cancel_many(status="DONE"), InvalidQueryError, "HELD, NOT_COMPLETE, not DONE"),
+        (lambda d: d.cancel_many(status="SOON"), InvalidQueryError, "status is one of"),
+        (
+            lambda d: d.rerun_many(status="RUNNING"),
+            InvalidQueryError,
+            "CANCELLED, FAILED, not RUNNING",
+        ),
+        (lambda d: d.cancel_many(since=datetime(2030, 1, 1)), NaiveDatetimeError, "no time zone"),
+        (lambda d: d.cancel_many(tag="a", actor="x" * 256), InvalidQueryError, "255"),
+        (lambda d: d.cancel_many(tag="a", actor="a\nb"), InvalidQueryError, "control"),
+        (lambda d: d.reschedule_many(tag="a"), InvalidScheduleError, "one of the four"),
+        (lambda d: d.reschedule_many(5, by=5, tag="a"), InvalidScheduleError, "one of the four"),
+        (lambda d: d.reschedule_many(by=0, tag="a"), InvalidDelayError, "not 0"),
+        (lambda d: d.reschedule_many(by=True, tag="a"), InvalidDelayError, "shift"),
+        (lambda d: d.reschedule_many(by=float("-inf"), tag="a"), InvalidDelayError, "finite"),
+        (lambda d: d.reschedule_many(by=-1e12, tag="a"), InvalidDelayError, "at most"),
+        (lambda d: d.reschedule_many(-5, tag="a"), InvalidDelayError, "negative"),
+        (lambda d: d.rerun_many(float("nan"), tag="a"), InvalidDelayError, "finite"),
+        (lambda d: d.audit(limit=0), InvalidQueryError, "1 to 1000"),
+    ],
+)
+def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
+    delays: DelayTasks, call: Callable[[DelayTasks], object], error: type[DelayTaskError], says: str
+) -> None:
+    task = schedule(delays, "a")
+    with pytest.raises(error, match=says):
+        call(delays)
+    assert delays.get(task) == task
+    assert delays.audit() == []
+
+
+def test_a_dry_run_counts_and_writes_nothing(
+    store: Store, delays: DelayTasks, timer: RecordingTimer
+) -> None:
+    waits, runs = schedule(delays), put(store, schedule(delays), **RUNNING)
+    result = delays.cancel_many(tag="mail", dry_run=True)
+    assert (counts(result), result.runs) == ((2, 0, 1), ())
+    assert [delays.get(task) for task in (waits, runs)] == [waits, runs]
+    assert (timer.disarmed, delays.audit()) == ([], [])

@@ -1,0 +1,649 @@
+"""Rows of delayed Celery tasks, on every database."""
+
+from __future__ import annotations
+
+import pickle
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from celery import Celery, _state, group
+from celery.exceptions import Retry
+from celery.signals import after_task_publish, before_task_publish
+from kombu import Connection, Exchange, Queue
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from delaytasks import DelayTask, DelayTasks, Status, WaitTimeoutError
+from delaytasks.core.celery_calls import celery_key, celery_tag
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    BodyTooLargeError,
+    ConfigError,
+    SessionUnusableError,
+    StoreUnavailableError,
+)
+from delaytasks.core.inputs import TAG_LENGTH
+from delaytasks.core.interfaces import Entry
+from delaytasks.durable_eta.stored_message import StoredMessage
+from delaytasks.operations import durable_calls as revocations
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.store import Store
+from tests.recording import RecordingTimer, record, run_now
+
+
+def _remind(*args: Any, **kwargs: Any) -> None: ...
+
+
+class Office:
+    """The app and the timer of one test, and the queue of its messages."""
+
+    def __init__(self, url: str, broker: str, **settings: Any) -> None:
+        self.queue = "office" + secrets.token_hex(4)
+        self.app = Celery(
+            self.queue, broker=broker, backend="cache+memory://", set_as_current=False
+        )
+        self.app.conf.task_default_queue = self.queue
+        settings = {"durable_eta": True, "table_prefix": "s_", **settings}
+        self.delays = DelayTasks(self.app, url, **settings)
+        self.timer: RecordingTimer = record(self.delays)
+        self.remind = self.app.task(_remind, name="durable.remind")
+
+    def rows(self) -> list[DelayTask]:
+        return list(self.delays.find(tag="celery:durable.remind"))
+
+    def message(self) -> StoredMessage:
+        """Return the message of the only row."""
+        (row,) = self.rows()
+        return StoredMessage.of_body(row.body)
+
+    def publish(self) -> DelayTask:
+        """Run the only row, and return it as it is then."""
+        (row,) = self.rows()
+        return run_now(self.delays, row)
+
+    def published(self) -> list[Any]:
+        """Return the messages in the queue of the broker, which removes them."""
+        found = []
+        with self.app.connection_for_read() as connection:
+            queue = self.app.amqp.queues[self.queue](connection.default_channel)
+            queue.declare()
+            while (message := queue.get(no_ack=True)) is not None:
+                found.append(message)
+        return found
+
+
+@pytest.fixture
+def make_office(store: Store) -> Iterator[Callable[..., Office]]:
+    made: list[Office] = []
+    url = store.database.url.render_as_string(hide_password=False)
+
+    def make(broker: str = "memory://", **settings: Any) -> Office:
+        made.append(Office(url, broker, **settings))
+        return made[-1]
+
+    yield make
+    for office in made:
+        runtime_of(office.delays).close()
+        office.app.close()
+
+
+@pytest.fixture
+def office(make_office: Callable[..., Office]) -> Office:
+    return make_office()
+
+
+# Which calls become rows, what the rows contain, and how they are published
+
+
+Make = Callable[..., Office]
+KEY = "Y4u4ZQvcCmwmGO5qY2wVH_RvEu3mHPTqVfQ4Dzw9xpE="
+
+
+def _silent() -> None: ...
+
+
+def test_a_row_has_the_name_and_the_id_of_its_task_and_is_due_after_the_countdown(
+    office: Office,
+) -> None:
+    result = office.remind.apply_async((7,), countdown=90)
+
+    (row,) = office.rows()
+    assert (row.tag, row.key, row.delay_s) == ("celery:durable.remind", result.id, 90)
+    assert office.published() == []
+
+
+def test_a_wait_for_a_row_in_vain_names_the_result_of_the_celery_task(office: Office) -> None:
+    result = office.remind.apply_async((7,), countdown=90)
+    with pytest.raises(WaitTimeoutError, match=rf"wait with AsyncResult\('{result.id}'\)\.get"):
+        office.delays.wait(office.rows()[0], timeout=0)
+
+
+def test_the_published_message_is_the_one_that_celery_would_have_sent(office: Office) -> None:
+    options = {"headers": {"tenant": "acme"}, "priority": 4, "shadow": "other", "expires": 600}
+    result = office.remind.apply_async((7,), {"word": "é"}, countdown=90, **options)
+    assert office.publish().status is Status.DONE
+    office.remind.apply_async((7,), {"word": "é"}, **options, task_id=result.id)
+
+    ours, bare = office.published()
+
+    assert ours.payload == bare.payload
+    ours.headers.pop("expires")
+    bare.headers.pop("expires")
+    assert ours.headers == bare.headers
+    for name in ("content_type", "content_encoding"):
+        assert getattr(ours, name) == getattr(bare, name)
+    for name in ("correlation_id", "reply_to", "delivery_mode", "priority"):
+        assert ours.properties[name] == bare.properties[name]
+    assert 0 < int(ours.properties["expiration"]) <= 600_000
+
+
+def test_the_time_that_the_broker_keeps_a_message_ends_when_the_task_expires(
+    office: Office,
+) -> None:
+    office.remind.apply_async((7,), countdown=90, expires=0.001)
+    office.publish()
+
+    (message,) = office.published()
+
+    assert "expiration" not in message.properties, "a worker must store the state REVOKED"
+
+
+def test_a_body_that_no_worker_may_deserialize_is_published_unread(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    office.remind.apply_async(({1, 2},), countdown=90, serializer="pickle", compression="zlib")
+    monkeypatch.setattr(pickle, "loads", pytest.fail)
+    monkeypatch.setattr("kombu.serialization.pickle_loads", pytest.fail)
+
+    assert office.publish().status is Status.DONE
+
+    monkeypatch.undo()
+    (message,) = office.published()
+    message.accept = {"application/x-python-serialize"}
+    assert message.payload[0] == ({1, 2},)
+
+
+def test_headers_without_a_json_form_arrive_as_they_were(office: Office) -> None:
+    headers = {
+        "at": datetime(2030, 1, 1, tzinfo=timezone.utc),
+        "sum": Decimal("1.5"),
+        "raw": b"\xff",
+    }
+    office.remind.apply_async((7,), countdown=90, headers=headers)
+
+    found = office.message().headers
+
+    assert {name: found[name] for name in headers} == headers
+
+
+def test_a_header_that_cannot_be_expressed_is_refused(office: Office) -> None:
+    with pytest.raises((BodyNotJSONError, TypeError)):
+        office.remind.apply_async((7,), countdown=90, headers={"odd": object()})
+    assert office.rows() == []
+
+
+def test_an_encrypted_row_does_not_show_the_arguments(make_office: Make) -> None:
+    office = make_office(encryption_keys=[KEY])
+    office.remind.apply_async(("secret word",), countdown=90)
+
+    (as_stored,) = make_office().rows()
+    assert "secret" not in as_stored.body_json
+    assert office.publish().status is Status.DONE
+    (message,) = office.published()
+    assert message.payload[0] == ["secret word"]
+
+
+def test_a_message_that_is_too_large_for_a_row_is_refused_with_the_name_of_the_task(
+    office: Office,
+) -> None:
+    with pytest.raises(BodyTooLargeError, match=r"remind.*262,144.*durable_eta=False"):
+        office.remind.apply_async(("x" * 300_000,), countdown=90)
+    assert office.rows() == []
+
+
+def test_a_row_that_is_no_celery_message_fails_and_delays_no_other(office: Office) -> None:
+    bodies: list[Any] = [
+        {"order": 7},
+        [],
+        "text",
+        None,
+        {"typed": "{"},
+        {"body": "x", "headers": 1},
+    ]
+    strange = [office.delays.schedule_delay("celery:durable.remind", body, 60) for body in bodies]
+    good = office.remind.apply_async((7,), countdown=60)
+
+    ended = {row.key: run_now(office.delays, row) for row in office.rows()}
+
+    assert ended[good.id].status is Status.DONE
+    assert {office.delays.get(task).status for task in strange} == {Status.FAILED}
+    assert "is not a Celery message" in str(office.delays.get(strange[0]).error)
+
+
+def test_a_queue_that_only_the_call_defines_is_declared_before_it_is_published_to(
+    office: Office,
+) -> None:
+    name = f"{office.queue}.own"
+    own = Queue(name, Exchange(name), routing_key=name, queue_arguments={"x-max-priority": 3})
+
+    office.remind.apply_async((7,), countdown=90, queue=own)
+    assert office.publish().status is Status.DONE
+
+    with office.app.connection_for_read() as connection:
+        assert own(connection.default_channel).get(no_ack=True) is not None
+
+
+def test_routes_of_the_app_decide_about_the_queue(office: Office) -> None:
+    office.app.conf.task_routes = {"durable.remind": {"queue": f"{office.queue}.routed"}}
+
+    office.remind.apply_async((7,), countdown=90)
+
+    assert office.message().routing_key == f"{office.queue}.routed"
+
+
+def test_a_pattern_of_tags_decides_about_the_queue_of_the_rows(make_office: Make) -> None:
+    office = make_office(queues={"celery:*": "eta"})
+
+    office.remind.apply_async((7,), countdown=90)
+
+    assert [row.queue for row in office.rows()] == ["eta"]
+
+
+def test_a_message_of_protocol_1_is_published_and_revoked(office: Office) -> None:
+    office.app.conf.task_protocol = 1
+    result = office.remind.apply_async((7,), countdown=90)
+    revoked = office.remind.apply_async((8,), countdown=95)
+    revoked.revoke()
+
+    first, second = office.rows()
+    assert run_now(office.delays, first).status is Status.DONE
+    assert (second.status, revoked.state) == (Status.CANCELLED, "REVOKED")
+
+    (message,) = office.published()
+    assert (message.payload["id"], message.payload["eta"]) == (result.id, None)
+
+
+def test_rows_wait_until_the_broker_is_available_again(make_office: Make) -> None:
+    broken, office = make_office("amqp://127.0.0.1:1//"), make_office()
+    office.remind.apply_async((7,), countdown=90)
+    (row,) = office.rows()
+
+    waiting = run_now(broken.delays, row)
+
+    assert (waiting.status, waiting.attempts) == (Status.NOT_COMPLETE, 0)
+    assert broken.delays.events.counts["celery_task.not_published"] == 1
+    assert office.publish().status is Status.DONE
+    assert len(office.published()) == 1
+
+
+# -- which calls become rows -------------------------------------------------------------------
+
+
+def test_the_task_and_the_call_decide_before_the_setting(make_office: Make) -> None:
+    office = make_office(durable_eta=False)
+    office.remind.apply_async((1,), countdown=90)
+    office.remind.apply_async((2,), countdown=90, durable_eta=True)
+    office.remind.durable_eta = True
+    office.remind.apply_async((3,), countdown=90)
+    office.remind.apply_async((4,), countdown=90, durable_eta=False)
+
+    assert len(office.rows()) == 2
+    assert [message.payload[0] for message in office.published()] == [[1], [4]]
+
+
+def test_shorter_delays_than_the_setting_go_to_the_broker(make_office: Make) -> None:
+    office = make_office(durable_eta_min_s=30)
+    soon = datetime.now(timezone.utc) + timedelta(seconds=20)
+    for due in ({"countdown": 20}, {"eta": soon}, {"countdown": -1}):
+        office.remind.apply_async((7,), **due)
+    for due in ({"countdown": 40}, {"eta": soon + timedelta(seconds=20)}):
+        office.remind.apply_async((7,), **due)
+
+    assert (len(office.published()), len(office.rows())) == (3, 2)
+
+
+def test_a_countdown_goes_before_an_eta_as_with_bare_celery(office: Office) -> None:
+    far = datetime.now(timezone.utc) + timedelta(days=1)
+
+    office.remind.apply_async(countdown=90, eta=far)
+
+    assert office.rows()[0].delay_s == 90
+
+
+def test_a_due_time_in_the_past_means_now(office: Office) -> None:
+    office.remind.apply_async((7,), eta=datetime(2020, 1, 1, tzinfo=timezone.utc))
+    office.remind.apply_async((7,), countdown=-5)
+
+    assert [row.delay_s for row in office.rows()] == [0, 0]
+
+
+def test_an_eager_task_stays_eager(office: Office) -> None:
+    office.app.conf.task_always_eager = True
+
+    result = office.remind.apply_async((7,), countdown=90)
+
+    assert result.successful()
+    assert office.rows() == []
+
+
+def test_neither_a_broker_nor_a_connection_is_needed_to_write_a_row(make_office: Make) -> None:
+    office = make_office("amqp://127.0.0.1:1//")
+
+    office.remind.apply_async((7,), countdown=90)
+
+    assert len(office.rows()) == 1
+
+
+def test_a_producer_of_another_broker_is_refused(office: Office) -> None:
+    with (
+        Connection("redis://elsewhere/0") as connection,
+        pytest.raises(ConfigError, match="durable_eta=False"),
+    ):
+        office.remind.apply_async((7,), countdown=90, connection=connection)
+    with office.app.producer_or_acquire() as producer:
+        office.remind.apply_async((7,), countdown=90, producer=producer)
+
+    assert len(office.rows()) == 1
+
+
+def test_celerys_signals_are_sent_by_the_call_after_the_row_is_written(office: Office) -> None:
+    seen: list[Any] = []
+
+    def before(headers: dict[str, Any], **_: Any) -> None:
+        headers["traced"] = "yes"
+        seen.append(len(office.rows()))
+
+    def after(**_: Any) -> None:
+        seen.append(len(office.rows()))
+
+    before_task_publish.connect(before, sender="durable.remind")
+    after_task_publish.connect(after, sender="durable.remind")
+    try:
+        office.remind.apply_async((7,), countdown=90)
+        office.publish()
+    finally:
+        before_task_publish.disconnect(before, sender="durable.remind")
+        after_task_publish.disconnect(after, sender="durable.remind")
+
+    assert seen == [0, 1]
+    (message,) = office.published()
+    assert message.headers["traced"] == "yes"
+
+
+def test_a_recurring_celery_task_is_sent_with_its_own_options_and_those_of_its_schedule(
+    office: Office,
+) -> None:
+    task = office.app.task(_silent, name="durable.silent", compression="zlib", ignore_result=True)
+    call = {"args": [7], "kwargs": {"word": "é"}, "options": {"priority": 4}}
+    office.delays.recurring.set("nightly", task, call, every="1h")
+    row = run_now(office.delays, office.delays.recurring.run("nightly"))
+
+    (message,) = office.published()
+
+    assert message.payload[:2] == [[7], {"word": "é"}]
+    assert (message.properties["priority"], message.headers["ignore_result"]) == (4, True)
+    assert message.headers["compression"] == "application/x-gzip"
+    assert [message.headers[name] for name in ("id", "root_id")] == [str(row.id)] * 2
+
+
+# -- revoke ------------------------------------------------------------------------------------
+
+
+def test_a_message_whose_worker_died_is_not_published_after_its_revoke(office: Office) -> None:
+    """The worker has claimed the row, and is killed before it publishes the message."""
+    result = office.remind.apply_async((7,), countdown=90)
+    (row,) = office.rows()
+    store = runtime_of(office.delays).store
+    t = store.schema.tasks
+    with store.database.begin() as connection:
+        connection.execute(update(t).values(expected_time=store.tasks.now()))
+    assert store.claims("w", None).claim([Entry.of(row)])
+
+    result.revoke()
+    with store.database.begin() as connection:
+        connection.execute(update(t).values(lease_until=store.tasks.now() - timedelta(seconds=1)))
+    assert store.sweeps.recover(5, 100).total == 1
+
+    assert office.publish().status is Status.CANCELLED
+    assert office.published() == []
+
+
+def test_the_row_of_a_recurring_celery_task_is_revoked_by_its_id(office: Office) -> None:
+    office.delays.recurring.set("nightly", office.remind, every="1h")
+    task = office.delays.recurring.run("nightly")
+    other = office.delays.schedule_delay("mail", {"task": "durable.remind"}, 90)
+
+    for id in (task.id, other.id, 2**64, "²"):
+        office.app.control.revoke(str(id))
+
+    assert office.delays.get(task).status is Status.CANCELLED
+    assert office.app.AsyncResult(str(task.id)).state == "REVOKED"
+    assert office.delays.get(other).status is Status.NOT_COMPLETE
+
+
+def test_a_revoked_task_whose_result_is_ignored_has_no_state(office: Office) -> None:
+    silent = office.app.task(_silent, name="durable.silent", ignore_result=True)
+    ignored = [
+        office.remind.apply_async(countdown=90, ignore_result=True),
+        silent.apply_async(countdown=90),
+        office.app.send_task(silent.name, countdown=90),
+    ]
+    kept = silent.apply_async(countdown=90, ignore_result=False)
+
+    office.app.control.revoke([each.id for each in (*ignored, kept)])
+
+    assert [office.app.AsyncResult(each.id).state for each in ignored] == ["PENDING"] * 3
+    assert office.app.AsyncResult(kept.id).state == "REVOKED"
+
+
+def test_a_stamp_is_found_in_every_page_of_the_rows(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(revocations, "STAMPS_PAGE", 2)
+    for tenant in ("other", "acme", "other", "other", "acme", "other", "acme"):
+        office.remind.apply_async(countdown=90, stamped_headers=["tenant"], tenant=tenant)
+
+    office.app.control.revoke_by_stamped_headers({"tenant": ["acme"]})
+
+    assert [row.status.name for row in office.rows()].count("CANCELLED") == 3
+
+
+# -- names and ids -----------------------------------------------------------------------------
+
+
+def test_two_waiting_tasks_can_have_one_id_and_are_revoked_together(office: Office) -> None:
+    office.remind.apply_async(("a",), countdown=90, task_id="one")
+    result = office.remind.apply_async(("b",), countdown=91, task_id="one")
+    named = office.delays.get(tag="celery:durable.remind", key="one")
+    assert [row.id for row in office.rows()][1] == named.id
+
+    result.revoke()
+
+    assert [row.status for row in office.rows()] == [Status.CANCELLED] * 2
+    assert result.state == "REVOKED"
+
+
+def test_long_names_and_ids_are_shortened_and_stay_different() -> None:
+    names = ["shop." + "x" * 200 + end for end in "ab"]
+    assert len({celery_tag(name) for name in names}) == 2
+    assert all(len(celery_tag(name)) <= TAG_LENGTH for name in names)
+    assert celery_key("7") == "7"
+    assert celery_key("x" * 300) == celery_key("x" * 300) != celery_key("x" * 301)
+
+
+# Celery tasks that are called in a transaction of the caller
+
+
+@contextmanager
+def running(office: Office, task_id: str) -> Iterator[None]:
+    """Act as the worker that runs the task."""
+    task = office.remind
+    _state._task_stack.push(task)
+    task.push_request(id=task_id, called_directly=False, args=(7,), kwargs={}, retries=0)
+    try:
+        yield
+    finally:
+        task.pop_request()
+        _state._task_stack.pop()
+
+
+@pytest.fixture
+def session(office: Office) -> Iterator[Session]:
+    with Session(runtime_of(office.delays).store.database.tx) as made:
+        yield made
+
+
+def test_a_row_is_seen_and_armed_after_the_commit(office: Office, session: Session) -> None:
+    with office.delays.using(session):
+        result = office.remind.apply_async((7,), countdown=5)
+    assert (office.rows(), office.timer.ids) == ([], [])
+
+    session.commit()
+
+    (row,) = office.rows()
+    assert (row.key, office.timer.ids) == (result.id, [row.id])
+
+
+def test_a_task_of_a_rolled_back_transaction_does_not_exist(
+    office: Office, session: Session
+) -> None:
+    with office.delays.using(session):
+        office.remind.apply_async((7,), countdown=5)
+
+    session.rollback()
+
+    assert (office.rows(), office.timer.ids, office.published()) == ([], [], [])
+
+
+def test_a_task_of_a_rolled_back_savepoint_does_not_exist(office: Office, session: Session) -> None:
+    with office.delays.using(session):
+        kept = office.remind.apply_async((7,), countdown=5)
+        nested = session.begin_nested()
+        office.remind.apply_async((8,), countdown=5)
+        nested.rollback()
+    session.commit()
+
+    assert [row.key for row in office.rows()] == [kept.id]
+
+
+def test_calls_after_the_block_have_a_transaction_of_their_own(
+    office: Office, session: Session
+) -> None:
+    with office.delays.using(session):
+        pass
+
+    office.remind.apply_async((7,), countdown=5)
+
+    assert len(office.rows()) == 1
+
+
+def test_other_calls_in_the_block_take_part_as_well(office: Office, session: Session) -> None:
+    with office.delays.using(session):
+        task = office.delays.schedule_delay("mail", 1, 60)
+        assert office.delays.get(task).body == 1
+    session.rollback()
+
+    assert not list(office.delays.find(tag="mail"))
+
+
+def test_apply_async_with_a_session_publishes_a_task_without_a_delay_after_the_commit(
+    make_office: Make,
+) -> None:
+    office = make_office(durable_eta=False)
+    with Session(runtime_of(office.delays).store.database.tx) as session:
+        result = office.delays.apply_async(office.remind.s(7), session=session)
+        assert office.published() == []
+        session.commit()
+
+    assert office.publish().status is Status.DONE
+    (message,) = office.published()
+    assert message.headers["id"] == result.id
+
+
+def test_each_task_of_a_group_takes_part_in_the_session(office: Office, session: Session) -> None:
+    tasks = group(office.remind.s(number) for number in range(3))
+
+    office.delays.apply_async(tasks, countdown=60, session=session)
+    assert office.rows() == []
+    session.commit()
+
+    assert len(office.rows()) == 3
+
+
+def test_a_closed_session_is_refused_and_nothing_is_sent(office: Office) -> None:
+    engine = runtime_of(office.delays).store.database.tx
+    connection = engine.connect()
+    connection.close()
+
+    with pytest.raises(SessionUnusableError), office.delays.using(connection):
+        office.remind.apply_async((7,), countdown=5)
+
+    assert (office.rows(), office.published()) == ([], [])
+
+
+def test_a_retry_survives_the_rollback_of_its_own_transaction(
+    office: Office, session: Session
+) -> None:
+    with running(office, "one"), office.delays.using(session):
+        with pytest.raises(Retry):
+            office.remind.retry(countdown=60)
+        session.rollback()
+
+    assert [row.key for row in office.rows()] == ["one"]
+
+
+def test_a_retry_goes_to_the_broker_if_its_row_cannot_be_written(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Any:
+        raise StoreUnavailableError("as asked")
+
+    monkeypatch.setattr(runtime_of(office.delays).producer, "schedule", refuse)
+
+    with pytest.raises(StoreUnavailableError):
+        office.remind.apply_async((7,), countdown=60)
+    with running(office, "one"), pytest.raises(Retry):
+        office.remind.retry(countdown=60)
+
+    (message,) = office.published()
+    assert message.headers["id"] == "one"
+    assert message.headers["eta"] is not None
+    assert office.delays.events.counts["celery_task.not_stored"] == 1
+
+
+def test_a_retry_that_is_too_large_for_a_row_goes_to_the_broker(office: Office) -> None:
+    with running(office, "one"), pytest.raises(Retry):
+        office.remind.retry(args=("x" * 300_000,), countdown=60)
+
+    (message,) = office.published()
+    assert message.headers["id"] == "one"
+
+
+def test_a_revocation_is_rolled_back_with_its_transaction(office: Office, session: Session) -> None:
+    result = office.remind.apply_async((7,), countdown=60)
+    with office.delays.using(session):
+        result.revoke()
+    session.rollback()
+    assert (office.rows()[0].status, result.state) == (Status.NOT_COMPLETE, "PENDING")
+
+    with office.delays.using(session):
+        result.revoke()
+    assert result.state == "PENDING"
+    session.commit()
+
+    assert (office.rows()[0].status, result.state) == (Status.CANCELLED, "REVOKED")
+
+
+def test_apply_async_without_a_session_takes_part_in_that_of_the_block(
+    office: Office, session: Session
+) -> None:
+    with office.delays.using(session):
+        office.delays.apply_async(office.remind.s(7), countdown=5)
+    session.rollback()
+
+    assert (office.rows(), office.published()) == ([], [])

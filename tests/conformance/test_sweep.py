@@ -1,0 +1,665 @@
+"""Sweeps, their partitions and many queues, on every database."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from sqlalchemy import event, insert, update
+
+from delaytasks.core.clock import Clock, wall_ms
+from delaytasks.core.events import Events
+from delaytasks.core.filters import Filter
+from delaytasks.core.ids import IdMaker
+from delaytasks.core.interfaces import Entry, Level, QueuePlace
+from delaytasks.core.states import FINISHED, Status
+from delaytasks.core.task import DelayTask
+from delaytasks.core.workers import ServiceTimes
+from delaytasks.maintenance import sweeper as overdue
+from delaytasks.maintenance import sweeper as sweeper_module
+from delaytasks.maintenance.sweeper import (
+    MOST_MESSAGES_PER_QUEUE,
+    MOST_NAMED,
+    MOST_OTHERS,
+    OverdueQueues,
+    Sweeper,
+)
+from delaytasks.storage import policy_rows as store_holding
+from delaytasks.storage import worker_table as store_workers
+from delaytasks.storage.policy_rows import WAITLISTS_PER_CALL
+from delaytasks.storage.store import Store
+from delaytasks.storage.sweep_queries import SweepQueries
+from delaytasks.storage.types import db_now_plus
+from delaytasks.storage.worker_table import WorkerTable
+from tests.conformance.store_rows import add, entry, keyed, put, seconds, task
+from tests.conftest import settings_for
+from tests.recording import RecordingTimer
+
+# The queries of the sweep, and the registry of workers, on every database
+
+
+@pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
+def test_all_sweep_partitions_together_read_each_near_row_once(
+    store: Store, sweep_partitions: int
+) -> None:
+    now = store.tasks.now()
+    dues = [seconds(now, 10 + n / 1000) for n in range(2500)]
+    made = [
+        task(store, expected_time=due, priority=n % 3, queue=f"q{n % 2}")
+        for n, due in enumerate(dues)
+    ]
+    made += [
+        replace(task(store), id=(1 << 60) + (n << 22), expected_time=seconds(now, 15))
+        for n in range(100)
+    ]
+    store.tasks.insert_many(made)
+    # Excluded rows: at the start of the window, after its end, in the past, and not waiting.
+    add(store, expected_time=seconds(now, 5))
+    add(store, expected_time=seconds(now, 31))
+    add(store, expected_time=seconds(now, -5))
+    put(store, Status.CANCELLED, expected_time=seconds(now, 20))
+    at_the_end = add(store, expected_time=seconds(now, 30))
+    met: Counter[Entry] = Counter()
+    for sweep_partition in range(sweep_partitions):
+        mine: list[Entry] = []
+        for some in store.sweeps.due_between(
+            seconds(now, 5), seconds(now, 30), sweep_partition, sweep_partitions
+        ):
+            assert 0 < len(some) <= 1000
+            mine += some
+        assert [one.due_us for one in mine] == sorted(one.due_us for one in mine)
+        assert len(mine) > len(made) / sweep_partitions / 2
+        met.update(mine)
+    assert met == Counter([entry(one) for one in (*made, at_the_end)])
+
+
+def test_reading_near_rows_may_stop_in_the_middle(store: Store) -> None:
+    now = store.tasks.now()
+    store.tasks.insert_many([task(store, expected_time=seconds(now, 10)) for _ in range(2500)])
+    for _ in range(30):  # more calls than the pool has connections
+        assert len(next(iter(store.sweeps.due_between(now, seconds(now, 30), 0, 1)))) == 1000
+
+
+def test_levels_are_the_queues_and_priorities_with_late_rows(store: Store) -> None:
+    assert store.sweeps.levels(1.0) == []
+    late, early, soon = -5, 60, -0.1
+    for queue, priority, due_s in (
+        ("a", 0, late), ("a", 9, late), ("b", 3, late),
+        ("b", 4, soon), ("c", 0, early), ("d", 1, late),
+    ):  # fmt: skip
+        for _ in range(3):
+            add(store, due_s, queue=queue, priority=priority)
+    put(store, Status.DONE, queue="e", due_s=-5)
+    put(store, Status.RUNNING, queue="f", due_s=-5)
+    assert store.sweeps.levels(1.0) == [Level("a", 9), Level("b", 3), Level("d", 1), Level("a", 0)]
+
+
+def test_one_of_two_simultaneous_sweeps_begins(store: Store) -> None:
+    start = threading.Barrier(2)
+
+    def sweep(_: int) -> bool:
+        start.wait()
+        return store.sweeps.begin_sweep(0, 1, 4.0) is not None
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(sweep, range(2))) == [
+            False,
+            True,
+        ]  # the first sweep inserts the row
+        s = store.schema.sweeps
+        with store.database.begin() as connection:
+            connection.execute(update(s).values(swept_at=seconds(store.tasks.now(), -5)))
+        assert sorted(pool.map(sweep, range(2))) == [False, True]
+    assert store.sweeps.begin_sweep(0, 1, 0.0) is not None
+    assert store.sweeps.begin_sweep(0, 2, 4.0) is not None
+    assert store.sweeps.begin_sweep(1, 2, 4.0) is not None
+
+
+def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(
+    store: Store,
+) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    store.sweeps.mark_armed(0, 1, first, seconds(first, 3630))
+    with store.database.begin() as connection:
+        connection.execute(update(store.schema.sweeps).values(swept_at=seconds(first, 3600)))
+    assert store.sweeps.stale_sweep_partitions(1, 10) == [0], (
+        "nobody could say that it was not swept"
+    )
+    again = store.sweeps.begin_sweep(0, 1, 4.0)
+    assert again is not None
+    assert abs((store.tasks.now() - again).total_seconds()) < 5
+    assert store.sweeps.stale_sweep_partitions(1, 10) == []
+    assert store.sweeps.begin_sweep(0, 1, 4.0) is None
+
+
+def test_a_sweep_begins_where_the_last_one_ended(store: Store) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    assert abs((store.tasks.now() - first).total_seconds()) < 5
+    until = seconds(first, 30)
+    store.sweeps.mark_armed(0, 1, first, until)
+    assert store.sweeps.begin_sweep(0, 1, 0.0) == until
+
+
+def test_a_sweep_does_not_undo_a_forget_armed_that_was_called_meanwhile(
+    store: Store,
+) -> None:
+    first = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert first is not None
+    store.sweeps.mark_armed(0, 1, first, seconds(first, 30))
+    read = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert read is not None
+    store.sweeps.forget_armed()
+    store.sweeps.mark_armed(0, 1, read, seconds(read, 5))
+    again = store.sweeps.begin_sweep(0, 1, 0.0)
+    assert again is not None
+    assert again <= store.tasks.now()
+
+
+def test_forget_armed_moves_the_position_back_to_now_and_never_forward(store: Store) -> None:
+    first = store.sweeps.begin_sweep(0, 2, 0.0)
+    assert first is not None
+    second = store.sweeps.begin_sweep(1, 2, 0.0)
+    assert second is not None
+    past = seconds(first, -100)
+    store.sweeps.mark_armed(0, 2, first, seconds(first, 30))
+    store.sweeps.mark_armed(1, 2, second, past)
+    store.sweeps.forget_armed()
+    again = store.sweeps.begin_sweep(0, 2, 0.0)
+    assert again is not None
+    assert seconds(first, -1) <= again <= store.tasks.now()
+    assert store.sweeps.begin_sweep(1, 2, 0.0) == past
+
+
+def test_the_first_sweep_after_a_change_of_the_timer_begins_now(
+    store: Store,
+) -> None:
+    eta, redis = store.sweeps, SweepQueries(store.database, store.schema, "redis")
+    for sweeps in (eta, redis, eta):
+        since = sweeps.begin_sweep(0, 1, 0.0)
+        assert since is not None
+        assert abs((store.tasks.now() - since).total_seconds()) < 5, (
+            "nothing is armed yet, as far as this one knows"
+        )
+        until = seconds(since, 30)
+        sweeps.mark_armed(0, 1, since, until)
+        assert sweeps.begin_sweep(0, 1, 0.0) == until
+
+
+def test_purging_takes_old_finished_rows_in_small_steps(store: Store) -> None:
+    old, new = seconds(store.tasks.now(), -1000), store.tasks.now()
+    keep = []
+    for status in Status:
+        for created in (old, new):
+            rows = [
+                put(store, status, expected_time=created, create_time=created) for _ in range(2)
+            ]
+            if created == new or status not in FINISHED:
+                keep += [one.id for one in rows]
+    assert [store.sweeps.purge(500, 4) for _ in range(3)] == [4, 2, 0]
+    left = {one.id for one in store.tasks.find(Filter(), 100)}
+    assert left == set(keep)
+
+
+def test_purging_deletes_only_the_keys_of_the_purged_tasks(store: Store) -> None:
+    old = seconds(store.tasks.now(), -1000)
+    finished, moved = keyed(store, create_time=old), add(store, create_time=old, key="moved")
+    t, live = store.schema.tasks, task(store, key="moved")
+    store.tasks.insert_keyed(live, "reject")
+    # The live task has the tag of one purged task and the key of the other.
+    other, _ = store.tasks.insert_keyed(
+        task(store, tag="sms", key="moved", create_time=old), "reject"
+    )
+    # Another program finished these tasks and left their keys.
+    with store.database.begin() as connection:
+        done = update(t).where(t.c.id.in_([finished.id, moved.id, other.id]))
+        connection.execute(done.values(status=int(Status.DONE), expected_time=old, update_time=old))
+    assert store.sweeps.purge(500, 100) == 3
+    assert store.tasks.id_of_key("mail", "order-1") is store.tasks.id_of_key("sms", "moved") is None
+    assert store.tasks.id_of_key("mail", "moved") == live.id
+
+
+# -- workers -------------------------------------------------------------------------------------
+
+
+def test_a_worker_is_listed_until_it_is_removed(store: Store) -> None:
+    store.workers.report("w1", ["b", "a"], "prefork", 2, -1500)
+    store.workers.report("w2", [], "solo", 1, 0)
+    [first, second] = store.workers.all()
+    assert (first["name"], first["queues"], first["pool"], first["concurrency"]) == (
+        "w1",
+        ["a", "b"],
+        "prefork",
+        2,
+    )
+    assert first["clock_offset_us"] == -1500
+    store.workers.report("w1", ["a"], "threads", 3, 7)
+    again = store.workers.all()[0]
+    assert (again["queues"], again["pool"], again["started_at"]) == (
+        ["a"],
+        "threads",
+        first["started_at"],
+    )
+    assert again["seen_at"] >= first["seen_at"]
+    store.workers.remove("w1")
+    assert [one["name"] for one in store.workers.all()] == [second["name"]]
+
+
+def test_a_worker_that_restarts_after_a_crash_has_a_new_start(store: Store) -> None:
+    store.workers.report("w1", ["a"], "prefork", 2, 0)
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        connection.execute(update(w).values(started_at=db_now_plus(-3600)))
+    store.workers.report("w1", ["a"], "prefork", 2, 0)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    assert (worker.seen_at - worker.started_at).total_seconds() >= 3600
+    WorkerTable(store.database, store.schema).report("w1", ["a"], "prefork", 2, 0)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    assert (worker.seen_at - worker.started_at).total_seconds() < 600
+
+
+def test_the_services_that_a_worker_lacks_are_in_its_row_until_they_are_back(store: Store) -> None:
+    lacking = ServiceTimes(broker_down_s=400, timer_down_s=30, beat_s=90)
+    store.workers.report("w1", ["a"], "prefork", 2, 0, services=lacking)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    for stored_s, measured_s in zip(worker.services, (400, 30, 90), strict=True):
+        assert stored_s is not None
+        assert measured_s <= stored_s < measured_s + 60
+    store.workers.report("w1", ["a"], "prefork", 2, 0)
+    [worker] = store.workers.registered(store.tasks.now(), 60)
+    assert worker.services == ServiceTimes()
+
+
+def test_a_silent_worker_is_expired_once(store: Store) -> None:
+    store.workers.report("w1", [], "solo", 1, 0)
+    store.workers.report("w2", [], "solo", 1, 0)
+    w = store.schema.workers
+    with store.database.begin() as connection:
+        silent = update(w).where(w.c.name == "w1").values(seen_at=seconds(store.tasks.now(), -100))
+        connection.execute(silent)
+    assert store.workers.expire(60) == ["w1"]
+    assert store.workers.expire(60) == []
+    assert [one["name"] for one in store.workers.all()] == ["w2"]
+
+
+def test_several_threads_may_report_a_worker_simultaneously(store: Store) -> None:
+    start = threading.Barrier(4)
+
+    def seen(_: int) -> None:
+        start.wait()
+        store.workers.report("w1", [], "solo", 1, 0)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(seen, range(4)))
+    assert len(store.workers.all()) == 1
+
+
+# Sweep partitions: concurrent sweeps share one table, on each database
+
+
+def near_rows(store: Store, count: int) -> list[int]:
+    """Insert rows that are due within the horizon, and return their ids.
+
+    We make half of the ids, and the other half look like ids of a database.
+    """
+    now, make_id = store.tasks.now(), IdMaker(wall_ms)
+    ids = [make_id() if n % 2 else 1000 + n // 2 for n in range(count)]
+    due = [now + timedelta(seconds=10 + n / count) for n in range(count)]
+    store.tasks.insert_many(
+        [DelayTask(id, "mail", "{}", at, create_time=now) for id, at in zip(ids, due, strict=True)]
+    )
+    return sorted(ids)
+
+
+def sweeper(store: Store, sweep_partitions: int) -> tuple[Sweeper, RecordingTimer]:
+    settings: Any = settings_for("sqlite://", sweep_partitions=sweep_partitions)
+    timer = RecordingTimer()
+    return Sweeper(
+        settings, store.sweeps, store.workers, Clock(store.tasks.now), timer, Events()
+    ), timer
+
+
+def let_pass(store: Store) -> None:
+    s = store.schema.sweeps
+    with store.database.begin() as connection:
+        connection.execute(update(s).values(swept_at=store.tasks.now() - timedelta(seconds=60)))
+
+
+def sweep_concurrently(store: Store, sweep_partitions: int) -> list[RecordingTimer]:
+    """Run two workers for each sweep partition simultaneously, and return the timer of each
+    partition."""
+    start = threading.Barrier(2 * sweep_partitions)
+    pairs = [[sweeper(store, sweep_partitions) for _ in range(sweep_partitions)] for _ in range(2)]
+
+    def sweep(worker: int, sweep_partition: int) -> bool:
+        start.wait(10)
+        return pairs[worker][sweep_partition][0].sweep(sweep_partition)
+
+    with ThreadPoolExecutor(2 * sweep_partitions) as pool:
+        futures = {
+            (worker, sweep_partition): pool.submit(sweep, worker, sweep_partition)
+            for worker in range(2)
+            for sweep_partition in range(sweep_partitions)
+        }
+        did = {place: future.result(30) for place, future in futures.items()}
+    assert [
+        did[0, sweep_partition] + did[1, sweep_partition]
+        for sweep_partition in range(sweep_partitions)
+    ] == [1] * sweep_partitions, "one of the two sweeps a sweep_partition"
+    return [
+        pairs[0 if did[0, sweep_partition] else 1][sweep_partition][1]
+        for sweep_partition in range(sweep_partitions)
+    ]
+
+
+@pytest.mark.parametrize("sweep_partitions", [1, 2, 4])
+def test_concurrent_sweeps_arm_each_row_once_and_share_the_rows_evenly(
+    store: Store, sweep_partitions: int
+) -> None:
+    ids = near_rows(store, 2000)
+    shares = [timer.ids for timer in sweep_concurrently(store, sweep_partitions)]
+    assert sorted(id for share in shares for id in share) == ids
+    assert min(map(len, shares)) > 0.8 * len(ids) / sweep_partitions
+    let_pass(store)
+    assert [timer.ids for timer in sweep_concurrently(store, sweep_partitions)] == [
+        []
+    ] * sweep_partitions, "and not again"
+
+
+def test_no_row_is_missed_when_the_number_of_sweep_partitions_changes(store: Store) -> None:
+    ids = near_rows(store, 200)
+    for sweep_partitions in (2, 4, 1):
+        assert (
+            sorted(id for timer in sweep_concurrently(store, sweep_partitions) for id in timer.ids)
+            == ids
+        )
+
+
+# Thousands of queue names: a sweep queries a bounded number of them, and each one is swept in
+# turn, on every database
+
+
+#: A sweep may use this number of statements for each queue that it queries.
+EACH = 8
+MANY = 12 * MOST_OTHERS
+
+
+class ManyQueues:
+    """A sweeper on tables with rows in many queues."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.timer, self.events = store, RecordingTimer(), Events()
+        self.settings = settings_for(store.database.url.render_as_string(hide_password=False))
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.events.subscribe(lambda name, fields: self.told.append((name, fields)))
+        parts = (
+            self.settings,
+            store.sweeps,
+            store.workers,
+            Clock(store.tasks.now),
+            self.timer,
+            self.events,
+        )
+        self.sweeper = Sweeper(*parts)
+
+    def rows(self, *queues: str, in_s: float = -60, priority: int = 0) -> None:
+        self._insert([{"queue": queue, "priority": priority} for queue in queues], in_s)
+
+    def priorities(self, queue: str, *priorities: int) -> None:
+        self._insert([{"queue": queue, "priority": priority} for priority in priorities], -60)
+
+    def _insert(self, rows: list[dict[str, Any]], in_s: float) -> None:
+        due = self.store.tasks.now() + timedelta(seconds=in_s)
+        common = {
+            "tag": "mail",
+            "message_body": "{}",
+            "expected_time": due,
+            "status": int(Status.NOT_COMPLETE),
+        }
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks), [{**common, **row} for row in rows])
+
+    def serve(self, name: str, *queues: str) -> None:
+        self.store.workers.report(name, queues, "prefork", 2, 0)
+
+    def sweep(self, beat: Callable[[], None] = lambda: None) -> None:
+        s = self.store.schema.sweeps
+        self.timer.requested_drains.clear()
+        self.told.clear()
+        with self.store.database.begin() as connection:
+            connection.execute(
+                update(s).values(swept_at=self.store.tasks.now() - timedelta(seconds=60))
+            )
+        assert self.sweeper.sweep(on_step=beat)
+        assert self.of("loop.failed") == []
+
+    def of(self, name: str) -> list[dict[str, Any]]:
+        return [fields for event_name, fields in self.told if event_name == name]
+
+    @contextmanager
+    def counted(self) -> Iterator[list[str]]:
+        """Yield the list of statements that are sent inside the block."""
+        seen: list[str] = []
+
+        def note(*given: Any) -> None:
+            seen.append(given[2])
+
+        engines = (self.store.database.auto, self.store.database.tx)
+        for engine in engines:
+            event.listen(engine, "before_cursor_execute", note)
+        yield seen
+        for engine in engines:
+            event.remove(engine, "before_cursor_execute", note)
+
+
+@pytest.fixture
+def site(store: Store) -> ManyQueues:
+    return ManyQueues(store)
+
+
+def names(count: int) -> list[str]:
+    return [f"q{number:06}" for number in range(count)]
+
+
+@pytest.mark.slow
+def test_a_sweep_checks_a_bounded_number_of_queues_and_those_of_live_workers_first(
+    site: ManyQueues,
+) -> None:
+    site.rows(*names(MANY))
+    site.rows("served", priority=3)
+    site.serve("w1", "served", "default")
+    beats: list[None] = []
+    with site.counted() as seen:
+        site.sweep(lambda: beats.append(None))
+    assert len(seen) < EACH * MOST_OTHERS, "the cost is not that of all queues"
+    assert [(queue, list(priorities)) for queue, priorities, _ in site.timer.requested_drains] == [
+        ("served", [3])
+    ]
+    assert len(beats) >= MOST_OTHERS / overdue.QUEUES_PER_QUERY, "the loop shows that it goes on"
+
+
+@pytest.mark.slow
+def test_one_log_line_summarizes_the_queues_that_no_worker_serves(site: ManyQueues) -> None:
+    site.rows(*names(MANY))
+    site.serve("w1", "default")
+    site.sweep()
+    [told] = site.of("queue.unserved")
+    assert told["queue"] == "q000000, q000001, q000002, q000003, q000004"
+    assert told["count"] == MOST_OTHERS == site.events.counts["queue.unserved"]
+    named = ",".join(f"delaytasks.q00000{number}" for number in range(5))
+    assert told["remedy"].endswith(f"worker -Q {named}")
+
+
+@pytest.mark.slow
+def test_each_queue_is_drained_in_one_of_several_sweeps(site: ManyQueues) -> None:
+    """A worker without queue names of its own serves all of them."""
+    site.rows(*names(3 * MOST_OTHERS - 10))
+    site.serve("w1", "*")
+    drained: list[str] = []
+    for _ in range(3):
+        site.sweep()
+        drained += [queue for queue, _, _ in site.timer.requested_drains]
+    assert sorted(drained) == names(3 * MOST_OTHERS - 10), "each of them once"
+    site.sweep()
+    assert site.timer.requested_drains[0][0] == "q000000", "and again from the beginning"
+
+
+@pytest.mark.slow
+def test_a_worker_that_names_thousands_of_queues_has_each_of_them_swept(
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overdue, "MOST_NAMED", 20)
+    site.rows(*names(50))
+    site.serve("w1", *names(50), "default")
+    drained: list[str] = []
+    for _ in range(3):
+        site.sweep()
+        drained += [queue for queue, _, _ in site.timer.requested_drains]
+    assert set(drained) == set(names(50))
+    assert len(drained) <= 60 < MOST_NAMED
+    assert site.of("queue.unserved") == []
+
+
+@pytest.mark.slow
+def test_waitlists_of_many_queues_are_visited_over_several_sweeps(site: ManyQueues) -> None:
+    line = site.store.schema.waitlists
+    values = {
+        "tag": "mail",
+        "concurrency_key": "",
+        "place": 0,
+        "due": site.store.tasks.now(),
+        "task_id": 1,
+        "version": 1,
+    }
+    with site.store.database.begin() as connection:
+        connection.execute(insert(line), [{**values, "queue": queue} for queue in names(25)])
+    found: set[str] = set()
+    place = QueuePlace()
+    for _ in range(3):
+        queues, place = site.store.sweeps.next_queues(place, 10)
+        assert len(queues) <= 10
+        found |= queues
+    assert found == set(names(25))
+    assert place == QueuePlace(), "the next call begins again"
+    assert site.store.sweeps.levels_of(["q000003", "none"], 1.0) == [Level("q000003", 0)]
+
+
+@pytest.mark.slow
+def test_each_sweep_visits_some_of_thousands_of_waitlists(site: ManyQueues) -> None:
+    line = site.store.schema.waitlists
+    values = {
+        "queue": "default",
+        "concurrency_key": "",
+        "place": 0,
+        "due": site.store.tasks.now(),
+        "task_id": 1,
+        "version": 1,
+    }
+    with site.store.database.begin() as connection:
+        connection.execute(
+            insert(line), [{**values, "tag": tag} for tag in names(2 * WAITLISTS_PER_CALL + 50)]
+        )
+    waitlists, found = site.store.waitlist_names, list[str]()
+    for _ in range(3):
+        with site.counted() as seen:
+            some = waitlists.in_queue("default")
+        assert len(some) <= WAITLISTS_PER_CALL
+        assert len(seen) <= WAITLISTS_PER_CALL + 1
+        found += sorted(tag for _, tag in some)
+    assert found == names(2 * WAITLISTS_PER_CALL + 50)
+    assert min(waitlists.in_queue("default")) == ("default", "q000000"), (
+        "and again from the beginning"
+    )
+
+
+@pytest.mark.slow
+def test_thousands_of_worker_rows_cause_a_bounded_number_of_messages(site: ManyQueues) -> None:
+    site.rows("default")
+    w = site.store.schema.workers
+    values = {"queues": '["default"]', "pool": "prefork", "concurrency": 1}
+    now = site.store.tasks.now()
+    with site.store.database.begin() as connection:
+        rows = [
+            {"name": name, "seen_at": now, "started_at": now, **values}
+            for name in names(MOST_MESSAGES_PER_QUEUE)
+        ]
+        connection.execute(insert(w), rows)
+    site.sweep()
+    [(_, _, messages)] = site.timer.requested_drains
+    assert messages == MOST_MESSAGES_PER_QUEUE
+
+
+@pytest.mark.slow
+def test_each_sweep_reports_some_of_many_lost_workers_in_one_line(
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_workers, "EXPIRED_PER_SWEEP", 10)
+    for name in names(15):
+        site.serve(name, "default")
+    w = site.store.schema.workers
+    with site.store.database.begin() as connection:
+        connection.execute(update(w).values(seen_at=site.store.tasks.now() - timedelta(seconds=60)))
+    told = []
+    for _ in range(3):
+        site.sweep()
+        told += [fields["count"] for fields in site.of("worker.lost")]
+    assert told == [10, 5]
+
+
+@pytest.mark.slow
+def test_a_sweep_with_near_rows_of_many_queues_ends_in_time(
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each queue needs its own message.
+
+    The next sweep continues where this one ended, without a gap.
+    """
+    site.rows(*names(1200), in_s=20)
+    site.rows(*names(1200), in_s=25)
+    ids = {row.id for row in site.store.tasks.find(Filter(), 10_000).tasks}
+    now = iter(range(10**6))
+    monkeypatch.setattr(sweeper_module, "monotonic", lambda: next(now) * 100.0)
+    armed: list[int] = []
+    for _ in range(4):
+        before = len(site.timer.armed)
+        site.sweep()
+        armed.append(len(site.timer.armed) - before)
+    assert armed[0] < len(ids)
+    assert set(site.timer.ids) == ids
+    assert armed[-1] == 0, "and each sweep came further"
+
+
+@pytest.mark.slow
+def test_a_pause_sweep_over_many_queues_works_step_by_step(
+    site: ManyQueues, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_holding, "QUEUES_PER_CALL", 10)
+    site.rows(*names(25), priority=2)
+    site.rows("q000003", priority=7)
+    rows, found, after = site.store.paused_rows, list[Level](), None
+    with site.counted() as seen:
+        some, after = rows.levels(Status.NOT_COMPLETE)
+    assert len(seen) < EACH * 10
+    assert some[0] == Level("q000003", 7), "the highest priority comes first"
+    while True:
+        found += some
+        if after is None:
+            break
+        some, after = rows.levels(Status.NOT_COMPLETE, after)
+    assert sorted(found) == sorted([Level(queue, 2) for queue in names(25)] + [Level("q000003", 7)])
+
+
+@pytest.mark.slow
+def test_a_check_that_may_read_no_queue_executes_no_statement(site: ManyQueues) -> None:
+    site.rows(*names(3))
+    with site.counted() as seen:
+        assert OverdueQueues(site.store.sweeps, 1.0).of_others((), most=0) == {}
+    assert seen == []

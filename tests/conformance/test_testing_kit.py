@@ -1,0 +1,651 @@
+"""The testing kit, on every database."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import datetime, timedelta, timezone
+from itertools import pairwise
+from typing import Any
+from unittest import mock
+
+import pytest
+import time_machine
+from celery import Celery
+from freezegun import freeze_time
+from sqlalchemy import Column, Integer, MetaData, Table, create_engine, insert, select
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.pool import StaticPool
+
+from delaytasks import Cancel, DelayTasks, Fail, Status
+from delaytasks.core.errors import (
+    BodyNotJSONError,
+    ConfigError,
+    DuplicateTaskError,
+    ForbiddenURLError,
+    SessionUnusableError,
+    StoreError,
+    TaskNotFoundError,
+    UnknownTagError,
+)
+from delaytasks.storage.store import Store
+from delaytasks.testing import DelaysTester
+from tests.conformance.test_transactions import own_engine
+from tests.recording import engine_at, run
+
+
+class KitShop:
+    """A project whose processors note what they did."""
+
+    def __init__(self, url: str) -> None:
+        #: Nothing listens at this address: a test that contacts the broker fails.
+        app = Celery("shop", broker="amqp://localhost:1//", set_as_current=False)
+        app.conf.update(broker_connection_retry=False, broker_connection_timeout=0.1)
+        self.celery = app
+        self.delays = DelayTasks(app, url, table_prefix="s_")
+        self.noted: list[Any] = []
+        #: The errors that the next runs of `order.pay` and `order.bill` raise.
+        self.errors: list[Exception] = []
+        self.delays.processor("order.close")(self.noted.append)
+        self.delays.processor("order.pay", retries="1m 5m")(self._pay)
+        self.delays.processor("order.bill")(self._pay)
+        self.delays.processor("order.mail", in_flight=5)(self._mail)
+
+    def _pay(self, body: Any) -> None:
+        if self.errors:
+            raise self.errors.pop(0)
+        self.noted.append(body)
+
+    async def _mail(self, body: Any) -> None:
+        self.noted.append(("mail", body))
+
+
+@pytest.fixture
+def shop(store: Store, database_url: str) -> Iterator[KitShop]:
+    made = KitShop(database_url)
+    yield made
+    made.delays.close()
+
+
+@pytest.fixture
+def start(shop: KitShop) -> Iterator[Callable[..., DelaysTester]]:
+    """Start testers of the shop, which the test need not stop."""
+    with ExitStack() as started:
+        yield lambda **options: started.enter_context(DelaysTester(shop.delays, **options))
+
+
+@pytest.fixture
+def tester(start: Callable[..., DelaysTester]) -> DelaysTester:
+    return start()
+
+
+# A tester finds scheduled tasks and describes differences
+
+
+def test_a_scheduled_task_is_found_by_each_of_its_values(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    task = shop.delays.schedule_delay(
+        "order.close", {"order": 7}, "30m", key="7", queue="q", priority=3, meta={"tenant": "a"}
+    )
+    found = tester.assert_scheduled(
+        "order.close",
+        key="7",
+        body={"order": mock.ANY},
+        queue="q",
+        priority=3,
+        meta={"tenant": "a"},
+        within="30m",
+    )
+    assert found.id == task.id
+    tester.assert_scheduled("order.close", at=tester.now + timedelta(minutes=30))
+    tester.assert_scheduled("order.close", within=timedelta(hours=1))
+    assert [one.id for one in tester.scheduled("order.close", key="7")] == [task.id]
+    assert tester.scheduled("order.close", key="8") == []
+
+
+@pytest.mark.parametrize(
+    ("expected", "line"),
+    [
+        ({"key": "8"}, "key: expected '8', got '7'"),
+        ({"body": {"order": 8}}, "body['order']: expected 8, got 7"),
+        ({"body": {"order": 7, "by": "me"}}, "body['by']: expected 'me', got nothing"),
+        ({"body": 7}, "body: expected 7, got {'order': 7}"),
+        ({"queue": "q"}, "queue: expected 'q', got 'default'"),
+        ({"within": "20m"}, "due: expected within 20m, got in "),
+    ],
+)
+def test_each_difference_is_described(
+    shop: KitShop, tester: DelaysTester, expected: dict[str, object], line: str
+) -> None:
+    shop.delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+    with pytest.raises(AssertionError) as raised:
+        tester.assert_scheduled("order.close", **expected)
+    assert line in str(raised.value)
+
+
+def test_the_most_similar_task_comes_first(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.schedule_delay("order.close", {"order": 1}, "10m", key="1")
+    shop.delays.schedule_delay("order.close", {"order": 2}, "30m", key="2")
+    with pytest.raises(AssertionError) as raised:
+        tester.assert_scheduled("order.close", key="2", body={"order": 3})
+    text = str(raised.value)
+    assert text.index("key='2' body={'order': 2}") < text.index("key='1' body={'order': 1}")
+
+
+def test_the_message_says_that_only_other_tags_are_waiting_or_nothing(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    with pytest.raises(AssertionError, match="no task is waiting"):
+        tester.assert_scheduled("order.close")
+    shop.delays.schedule_delay("order.pay", 1, 60)
+    with pytest.raises(AssertionError, match=r"no task of this tag is waiting; 1 task.*\n.*pay"):
+        tester.assert_scheduled("order.close")
+
+
+def test_a_task_that_should_not_wait_is_shown(shop: KitShop, tester: DelaysTester) -> None:
+    tester.assert_not_scheduled("order.close")
+    shop.delays.schedule_delay("order.close", {"order": 7}, 60, key="7")
+    tester.assert_not_scheduled("order.close", key="8")
+    with pytest.raises(AssertionError, match=r"key='7' body=\{'order': 7\}"):
+        tester.assert_not_scheduled("order.close", key="7")
+    tester.fast_forward("1m")
+    tester.assert_not_scheduled("order.close")
+    assert len(tester.scheduled("order.close", status="DONE")) == 1
+
+
+# A tester replaces parts of an instance and restores them afterwards
+
+
+NEW_YEAR = datetime(2031, 1, 1, tzinfo=timezone.utc)
+
+
+def test_a_durable_celery_task_is_kept_instead_of_sent(shop: KitShop, tester: DelaysTester) -> None:
+    @shop.celery.task(name="mail.send", shared=False)
+    def send(to: str, copies: int = 1) -> None:
+        raise AssertionError("only a worker runs a Celery task")
+
+    shop.delays.apply_async(send, ("a@b.example",), {"copies": 2}, countdown=1800)
+    tester.fast_forward("20m")
+    assert tester.sent_tasks == []
+    tester.fast_forward("20m")
+    [sent] = tester.sent_tasks
+    assert (sent.name, sent.args, sent.kwargs) == ("mail.send", ["a@b.example"], {"copies": 2})
+
+
+def test_callbacks_and_messages_are_checked_and_kept(shop: KitShop, tester: DelaysTester) -> None:
+    with pytest.raises(ForbiddenURLError):
+        shop.delays.schedule_callback("http://localhost/", 1, 60)
+    shop.delays.schedule_callback("https://1.1.1.1/paid", {"order": 7}, 60)
+    shop.delays.schedule_message("invoices", {"order": 7}, 60)
+    tester.fast_forward("2m")
+    assert [sent.url for sent in tester.sent_callbacks] == ["https://1.1.1.1/paid"]
+    assert [(sent.to, sent.body) for sent in tester.sent_messages] == [("invoices", {"order": 7})]
+
+
+def test_time_travels_forward_and_back(shop: KitShop, tester: DelaysTester) -> None:
+    tester.travel_to(NEW_YEAR)
+    task = shop.delays.schedule_delay("order.close", 1, "1h")
+    assert timedelta(0) <= task.due - NEW_YEAR - timedelta(hours=1) < timedelta(minutes=1)
+    tester.travel_to(NEW_YEAR - timedelta(days=1))
+    tester.fast_forward("1h")
+    assert shop.noted == []
+    tester.travel_to(NEW_YEAR + timedelta(hours=2))
+    tester.run_due()
+    assert shop.noted == [1]
+    done = shop.delays.get(task.id)
+    assert done.update_time is not None
+    assert done.update_time > NEW_YEAR
+
+
+def test_freezegun_sets_the_time_and_moves_with_it(shop: KitShop) -> None:
+    with freeze_time(NEW_YEAR) as frozen, DelaysTester(shop.delays) as tester:
+        tester.move_with(frozen)
+        seen = []
+        shop.delays.processor("look")(lambda body: seen.append(datetime.now(timezone.utc)))
+        task = shop.delays.schedule_delay("look", 1, "1h")
+        assert task.due == NEW_YEAR + timedelta(hours=1)
+        tester.fast_forward("1h")
+        assert seen == [NEW_YEAR + timedelta(hours=1)]
+        assert tester.now == datetime.now(timezone.utc) == NEW_YEAR + timedelta(hours=1)
+
+
+def test_time_machine_sets_the_time_and_moves_with_it(shop: KitShop) -> None:
+    with (
+        time_machine.travel(NEW_YEAR, tick=False) as traveller,
+        DelaysTester(shop.delays) as tester,
+    ):
+        tester.move_with(traveller)
+        seen = []
+        shop.delays.processor("look")(lambda body: seen.append(datetime.now(timezone.utc)))
+        shop.delays.schedule_delay("look", 1, "1h")
+        tester.fast_forward("2h")
+        assert seen == [NEW_YEAR + timedelta(hours=1)]
+        assert tester.now == datetime.now(timezone.utc) == NEW_YEAR + timedelta(hours=2)
+
+
+def test_the_time_of_freezegun_is_enough_without_moves(shop: KitShop) -> None:
+    with DelaysTester(shop.delays) as tester:
+        with freeze_time(NEW_YEAR):
+            shop.delays.schedule_delay("order.close", 1, "1h")
+        with freeze_time(NEW_YEAR + timedelta(hours=1)):
+            tester.run_due()
+    assert shop.noted == [1]
+
+
+def test_the_instance_is_as_before_after_the_test(shop: KitShop) -> None:
+    before = shop.delays._runtime
+    with DelaysTester(shop.delays) as tester:
+        tester.travel_to(NEW_YEAR)
+        assert shop.delays._runtime is not before
+    assert shop.delays._runtime is before
+    task = shop.delays.schedule_delay("order.close", 1, "1h")
+    assert task.due < NEW_YEAR
+    with pytest.raises(RuntimeError, match="not started"):
+        tester.run_due()
+
+
+def test_clear_deletes_what_other_tests_have_committed(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.schedule_delay("order.close", 1, 0, key="7")
+    shop.delays.set_policy(tag="order.close", rate="2/m")
+    tester.clear()
+    assert (tester.run_due(), shop.delays.policies()) == ([], [])
+    shop.delays.schedule_delay("order.close", 1, 0, key="7")
+
+
+# A tester runs tasks in the order of their due times
+
+
+def test_run_due_runs_due_tasks_only(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.schedule_delay("order.close", 1, 0)
+    later = shop.delays.schedule_delay("order.close", 2, 60)
+    [run] = tester.run_due()
+    assert (shop.noted, run.outcome, run.error) == ([1], "succeed", None)
+    assert [task.id for task in tester.scheduled()] == [later.id]
+    assert shop.delays.get(run.task.id).status is Status.DONE
+
+
+def test_fast_forward_runs_everything_at_its_due_time_and_in_order(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    began = tester.now
+    for minutes in (20, 5, 40, 10):
+        shop.delays.schedule_delay("order.close", minutes, minutes * 60, queue=f"q{minutes}")
+    runs = tester.fast_forward("30m")
+    assert shop.noted == [5, 10, 20]
+    late = [run.at - run.task.due for run in runs]
+    assert all(timedelta(0) <= one < timedelta(seconds=30) for one in late)
+    assert timedelta(minutes=30) <= tester.now - began < timedelta(minutes=31)
+
+
+def test_fast_forward_runs_tasks_that_processors_schedule_and_retries(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    shop.delays.processor("chain")(
+        lambda body: shop.delays.schedule_delay("order.pay", body, 60) and None
+    )
+    shop.errors = [ValueError("first"), ValueError("second")]
+    shop.delays.schedule_delay("chain", 7, 60)
+    runs = tester.fast_forward("1h")
+    assert [run.outcome for run in runs] == [
+        "succeed", "schedule_retry", "schedule_retry", "succeed",
+    ]  # fmt: skip
+    assert [str(run.error) for run in runs] == ["None", "first", "second", "None"]
+    minutes = [round((run.at - runs[0].at).total_seconds() / 60) for run in runs]
+    assert (minutes, shop.noted) == ([0, 1, 2, 7], [7])
+
+
+def test_a_coroutine_runs_in_the_thread_of_the_test(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.schedule_delay("order.mail", 7, 0)
+    tester.run_due()
+    assert shop.noted == [("mail", 7)]
+
+
+# -- errors ---------------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_processor_reaches_the_test_after_the_other_tasks_ran(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    shop.errors = [ValueError("no money")]
+    shop.delays.schedule_delay("order.bill", 1, 0)
+    shop.delays.schedule_delay("order.close", 2, 0)
+    with pytest.raises(ValueError, match="no money"):
+        tester.run_due()
+    assert shop.noted == [2]
+    [failed] = tester.scheduled("order.bill", status="FAILED")
+    assert "no money" in str(failed.error)
+
+
+def test_an_error_is_raised_if_the_retry_is_still_to_come(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    shop.errors = [ValueError("no money")]
+    shop.delays.schedule_delay("order.pay", 1, 0)
+    with pytest.raises(ValueError, match="no money"):
+        tester.run_due()
+    tester.assert_scheduled("order.pay", within="1m")
+
+
+def test_an_error_is_not_raised_if_the_test_says_so(shop: KitShop, tester: DelaysTester) -> None:
+    shop.errors = [ValueError("no money")]
+    shop.delays.schedule_delay("order.bill", 1, 0)
+    [run] = tester.run_due(raises=False)
+    assert (run.outcome, type(run.error)) == ("fail", ValueError)
+
+
+def test_outcomes_are_no_errors(shop: KitShop, tester: DelaysTester) -> None:
+    outcomes: list[Any] = [Fail("as asked"), Cancel("as asked")]
+    shop.delays.processor("outcome")(lambda body: outcomes.pop(0))
+    for number in range(2):
+        shop.delays.schedule_delay("outcome", number, number)
+    assert [run.outcome for run in tester.fast_forward(5)] == ["fail", "withdraw"]
+
+
+def test_the_testing_kit_refuses_calls_that_production_refuses(
+    shop: KitShop, tester: DelaysTester
+) -> None:
+    with pytest.raises(BodyNotJSONError):
+        shop.delays.schedule_delay("order.close", {1, 2}, 0)
+    with pytest.raises(UnknownTagError):
+        shop.delays.schedule_delay("order.clos", 1, 0)
+    shop.delays.schedule_delay("order.close", 1, 60, key="7")
+    with pytest.raises(DuplicateTaskError):
+        shop.delays.schedule_delay("order.close", 1, 60, key="7")
+    shop.delays.cancel(tag="order.close", key="7")
+    with pytest.raises(TaskNotFoundError):
+        shop.delays.get(tag="order.close", key="8")
+    assert tester.fast_forward("2m") == []
+
+
+def test_a_task_without_a_processor_is_an_error(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.processor("gone")(shop.noted.append)
+    shop.delays.schedule_delay("gone", 1, 60)
+    del shop.delays._registry._processors["gone"]
+    another = r"tag=gone.*; if the task is of another application, give the tests a database"
+    with pytest.raises(UnknownTagError, match=another):
+        tester.fast_forward("1d")
+
+
+def test_a_task_that_schedules_itself_again_and_again_is_an_error(
+    shop: KitShop, tester: DelaysTester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("delaytasks.testing.runs.MAX_RUNS", 20)
+    shop.delays.processor("loop")(lambda body: shop.delays.schedule_delay("loop", 1, 0) and None)
+    shop.delays.schedule_delay("loop", 1, 0)
+    with pytest.raises(AssertionError, match="schedule its own task again"):
+        tester.run_due()
+
+
+# -- limits, pauses and schedules -----------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_limits_are_kept(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.set_policy(tag="order.close", rate="2/m")
+    for number in range(4):
+        shop.delays.schedule_delay("order.close", number, 0)
+    tester.run_due()
+    assert len(shop.noted) < 4
+    tester.fast_forward("3m")
+    assert sorted(shop.noted) == [0, 1, 2, 3]
+
+
+def test_a_paused_tag_runs_after_it_is_resumed(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.pause(tag="order.close")
+    shop.delays.schedule_delay("order.close", 1, 60)
+    assert tester.fast_forward("1h") == []
+    assert len(tester.scheduled("order.close")) == 1
+    shop.delays.resume(tag="order.close")
+    tester.run_due()
+    assert shop.noted == [1]
+
+
+def test_recurring_schedules_run_at_each_occurrence(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.recurring.set("nightly", tag="order.close", body=1, every="1h")
+    runs = tester.fast_forward("1d")
+    assert len(runs) == len(shop.noted) in (23, 24)
+    gaps = {round((second.at - first.at).total_seconds() / 60) for first, second in pairwise(runs)}
+    assert gaps == {60}
+
+
+# -- inline ---------------------------------------------------------------------------------------
+
+
+def test_a_task_runs_inline_whatever_its_delay(
+    shop: KitShop, start: Callable[..., DelaysTester]
+) -> None:
+    tester = start(run_inline=True)
+    began = tester.now
+    shop.delays.schedule_delay("order.close", 1, "30m")
+    assert shop.noted == [1]
+    assert tester.now - began < timedelta(minutes=5)
+    shop.errors = [ValueError("no money")]
+    with pytest.raises(ValueError, match="no money"):
+        shop.delays.schedule_delay("order.bill", 1, 0)
+
+
+# A tester inside the test's own transaction, which is rolled back at the end
+
+
+orders = Table("s_orders", MetaData(), Column("id", Integer, primary_key=True))
+
+
+@pytest.fixture
+def connection(shop: KitShop, database_url: str) -> Iterator[Any]:
+    """A connection with a transaction of the test, and a table of the project in it."""
+    engine = own_engine(database_url)
+    orders.metadata.create_all(engine)
+    with engine.connect() as connection:
+        connection.begin()
+        yield connection
+        connection.rollback()
+    orders.metadata.drop_all(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def sessions(connection: Any) -> sessionmaker[Session]:
+    return sessionmaker(connection, join_transaction_mode="create_savepoint")
+
+
+@pytest.fixture
+def bound_tester(connection: Any, start: Callable[..., DelaysTester]) -> DelaysTester:
+    return start(bind=connection)
+
+
+def count(store: Store) -> int:
+    """Return the number of rows that other transactions see."""
+    with store.database.begin() as own:
+        return len(own.execute(select(store.schema.tasks.c.id)).all())
+
+
+def place(shop: KitShop, sessions: sessionmaker[Session], number: int, **options: Any) -> None:
+    """Write an order and the task that closes it."""
+    with sessions.begin() as session:
+        session.execute(insert(orders).values(id=number))
+        shop.delays.schedule_delay("order.close", number, 1800, session=session, **options)
+
+
+def test_tasks_of_a_session_run_in_the_transaction_of_the_test(
+    shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester, store: Store
+) -> None:
+    place(shop, sessions, 7, key="7")
+    bound_tester.assert_scheduled("order.close", key="7", body=7, within="30m")
+    bound_tester.fast_forward("30m")
+    assert (shop.noted, bound_tester.scheduled()) == ([7], [])
+    if store.database.url.get_backend_name() != "sqlite":  # which lets no other transaction read
+        assert count(store) == 0
+
+
+def test_a_call_without_a_session_is_in_the_transaction_of_the_test_too(
+    shop: KitShop, bound_tester: DelaysTester, store: Store, connection: Any
+) -> None:
+    shop.delays.schedule_delay("order.close", 7, 60, key="7")
+    shop.delays.schedule_many([("order.pay", number, 60) for number in range(3)])
+    bound_tester.fast_forward("1m")
+    assert sorted(shop.noted) == [0, 1, 2, 7]
+    connection.rollback()
+    assert count(store) == 0
+
+
+def test_the_rollback_of_a_session_takes_its_task_with_it(
+    shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester
+) -> None:
+    with sessions() as session:
+        shop.delays.schedule_delay("order.close", 7, 60, session=session)
+        session.rollback()
+    bound_tester.assert_not_scheduled("order.close")
+
+
+def test_a_processor_has_sessions_of_its_own_and_its_failure_undoes_only_them(
+    shop: KitShop, sessions: sessionmaker[Session], bound_tester: DelaysTester
+) -> None:
+    def cancel(body: Any) -> None:
+        with sessions.begin() as session:
+            session.execute(insert(orders).values(id=body))  # exists already
+
+    shop.delays.processor("order.cancel", retries="1m")(cancel)
+    place(shop, sessions, 7)
+    shop.delays.schedule_delay("order.cancel", 7, 0)
+    shop.delays.schedule_delay("order.cancel", 8, 0)
+    [failed, succeeded] = bound_tester.run_due(raises=False)
+    assert (failed.outcome, succeeded.outcome) == ("schedule_retry", "succeed")
+    with sessions() as session:
+        assert sorted(session.execute(select(orders.c.id)).scalars()) == [7, 8]
+    bound_tester.assert_scheduled("order.cancel", body=7, within="1m")
+
+
+def test_the_session_of_a_test_may_be_bound(
+    shop: KitShop, sessions: sessionmaker[Session], start: Callable[..., DelaysTester]
+) -> None:
+    for bind in (sessions(), scoped_session(sessions)):
+        bound_tester = start(bind=bind)
+        place(shop, sessions, 7 + len(shop.noted))
+        bound_tester.fast_forward("30m")
+        bound_tester.stop()
+    assert shop.noted == [7, 8]
+
+
+def test_a_task_runs_inline_when_its_session_commits(
+    shop: KitShop,
+    connection: Any,
+    sessions: sessionmaker[Session],
+    start: Callable[..., DelaysTester],
+) -> None:
+    start(bind=connection, run_inline=True)
+    with sessions() as session:
+        shop.delays.schedule_delay("order.close", 7, 1800, session=session)
+        assert shop.noted == []
+        session.commit()
+        assert shop.noted == [7]
+        shop.delays.schedule_delay("order.close", 8, 1800, session=session)
+        session.rollback()
+    assert shop.noted == [7]
+
+
+def test_limits_keys_and_recurring_schedules_work_in_the_transaction_of_the_test(
+    shop: KitShop, bound_tester: DelaysTester
+) -> None:
+    shop.delays.set_policy(tag="order.close", concurrency=1)
+    for number in range(3):
+        shop.delays.schedule_delay("order.close", number, 0, key=str(number))
+    shop.delays.schedule_delay("order.close", 1, 0, key="1", on_conflict="keep")
+    shop.delays.schedule_delay("order.close", 9, 60, key="1", on_conflict="replace")
+    shop.delays.recurring.set("hourly", "order.pay", "hour", every="1h")
+    bound_tester.fast_forward("90m")
+    assert [one for one in shop.noted if one != "hour"] == [0, 2, 9]
+    assert "hour" in shop.noted
+
+
+# -- asynchronous ---------------------------------------------------------------------------------
+
+
+def test_an_async_session_schedules_and_coroutines_run_in_the_loop_of_the_test(
+    shop: KitShop, store: Store, database_url: str
+) -> None:
+    async def close(body: Any) -> None:
+        async with session_of_test() as session:
+            await session.execute(insert(orders).values(id=body))
+            await session.commit()
+        shop.noted.append(body)
+
+    shop.delays.processor("order.async")(close)
+    connection: AsyncConnection
+
+    def session_of_test() -> AsyncSession:
+        return AsyncSession(connection, join_transaction_mode="create_savepoint")
+
+    async def go() -> None:
+        nonlocal connection
+        async with engine_at(database_url) as engine, engine.connect() as connection:
+            await connection.begin()
+            await connection.run_sync(orders.metadata.create_all)
+            with DelaysTester(shop.delays, bind=connection) as bound_tester:
+                async with session_of_test() as session:
+                    await shop.delays.aschedule_delay("order.async", 7, 60, session=session)
+                    await session.commit()
+                await shop.delays.aschedule_delay("order.close", 8, 60)
+                await bound_tester.aassert_scheduled("order.async", body=7, within="1m")
+                await bound_tester.aassert_not_scheduled("order.async", body=8)
+                assert len(await bound_tester.ascheduled()) == 2
+                await bound_tester.afast_forward("2m")
+                assert await bound_tester.arun_due() == []
+            assert sorted(shop.noted) == [7, 8]
+            async with session_of_test() as session:
+                assert (await session.execute(select(orders.c.id))).scalar_one() == 7
+            await connection.rollback()
+        async with engine_at(database_url) as engine, engine.begin() as own:
+            await own.run_sync(orders.metadata.drop_all)
+        assert count(store) == 0
+
+    run(go())
+
+
+def test_an_async_test_may_commit(shop: KitShop, tester_of_settings: DelaysTester) -> None:
+    async def go() -> None:
+        await shop.delays.aschedule_delay("order.mail", 7, 60)
+        await tester_of_settings.afast_forward("1m")
+
+    run(go())
+    assert shop.noted == [("mail", 7)]
+
+
+@pytest.fixture
+def tester_of_settings(start: Callable[..., DelaysTester]) -> DelaysTester:
+    return start()
+
+
+# -- other binds ----------------------------------------------------------------------------------
+
+
+def test_a_database_in_memory_is_bound_by_its_engine() -> None:
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    with engine.begin() as connection:
+        delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite://")
+        delays.create_tables(connection)
+    noted: list[Any] = []
+    delays.processor("order.close")(noted.append)
+    with DelaysTester(delays, bind=engine) as bound_tester:
+        delays.schedule_delay("order.close", 7, 60)
+        bound_tester.fast_forward("1m")
+    assert noted == [7]
+    engine.dispose()
+
+
+def test_other_objects_cannot_be_bound(shop: KitShop) -> None:
+    with pytest.raises(ConfigError, match="Engine, Connection or Session"):
+        DelaysTester(shop.delays, bind="sqlite://")
+
+
+def test_missing_tables_are_made_by_a_call_in_the_test() -> None:
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite:///elsewhere.sqlite3")
+    remedy = r"call create_tables\(connection\) of the DelayTasks in the test, or run: delaytasks"
+    with DelaysTester(delays, bind=engine), Session(engine) as session:
+        for error, options in ((StoreError, {}), (SessionUnusableError, {"session": session})):
+            with pytest.raises(error, match=f"; {remedy}") as raised:
+                delays.schedule_delay("order.close", 7, 60, **options)
+            assert type(raised.value) is error
+    engine.dispose()

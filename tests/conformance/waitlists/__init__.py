@@ -1,1 +1,0 @@
-"""Waitlists of limited tags, on every database."""
