@@ -375,7 +375,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "kombu.transport.filesystem": {
         "exchange_queue_t": takes("routing_key", "pattern", "queue"),
         "lock": takes("file", 1),
-        "LOCK_EX": is_a(int),
     },
     "kombu.transport.filesystem.Channel": {
         "_put": takes("self", "queue", {}),
@@ -384,7 +383,6 @@ SHAPES: dict[str, dict[str, Shape]] = {
         "_delete": lambda found: callable(found),
         "_purge": takes("self", "queue"),
         "get_table": takes("self", "exchange"),
-        "control_folder": lambda found: isinstance(found, (property, cached_property)),
     },
     "kombu.transport.redis.Channel": REDIS_CHANNEL,
     "kombu.transport.redis.MultiChannelPoller": {

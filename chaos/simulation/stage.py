@@ -185,9 +185,13 @@ def stage() -> Iterator[SimulationStage]:
         with store.database.begin() as connection:
             store.schema.metadata.create_all(connection)
         threads = SimpleNamespace(
-            Lock=Lock, Condition=threading.Condition, RLock=threading.RLock, Timer=Timer
+            Condition=threading.Condition,
+            Event=threading.Event,
+            Lock=Lock,
+            RLock=threading.RLock,
+            Timer=Timer,
         )
-        modules = ("execution.chunk", "worker.dispatcher", "worker.calls")
+        modules = ("execution.chunk", "worker.dispatcher")
         others: dict[str, dict[str, Any]] = {
             f"delaytasks.{name}": {"threading": threads} for name in modules
         }

@@ -270,10 +270,9 @@ def _(element: Any, compiler: Any, **kw: Any) -> str:
 @compiles(are_instants, "sqlite")
 def _(element: Any, compiler: Any, **kw: Any) -> str:
     columns = [compiler.process(clause, **kw) for clause in element.clauses]
-    read = _escaped(compiler, "strftime('%Y-%m-%d %H:%M:%S', ")
     return " AND ".join(
         # The change by no days corrects a day that the month does not have.
-        f"{read}substr({c}, 1, 19), '+0 days') IS substr({c}, 1, 19) "
+        f"datetime(substr({c}, 1, 19), '+0 days') IS substr({c}, 1, 19) "
         f"AND ({c} IS NULL OR {c} >= '0001-01-01')"
         for c in columns
     )

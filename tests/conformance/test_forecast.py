@@ -93,7 +93,8 @@ def test_overdue_tasks_are_due_now_and_others_are_left_out(
     put(store, delays.get(delays.schedule_delay("overdue", {}, 60)), expected_time=old)
     for status in (Status.DONE, Status.FAILED, Status.CANCELLED, Status.RUNNING):
         task = delays.get(delays.schedule_delay("other", {}, 60))
-        put(store, task, status=int(status), lease_until=store.tasks.now() + timedelta(hours=1))
+        lease_until = store.tasks.now() + timedelta(hours=1)
+        put(store, task, status=int(status), lease_until=lease_until, worker="w")
     found = delays.forecast()
     assert dues(found) == {"overdue": 1}
     assert found.hours[0].start <= found.made_at < found.hours[0].start + timedelta(hours=1)
@@ -152,7 +153,7 @@ def test_an_old_estimate_of_the_planner_does_not_lead_to_counting_all(
     many: DelayTasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The planner believes that few rows wait, and counting gives up after `MAX_EXACT`."""
-    monkeypatch.setattr(forecast, "estimate", lambda *_: 150)
+    monkeypatch.setattr(forecast, "estimate_rows", lambda *_: 150)
     assert many.forecast().is_estimate
 
 

@@ -124,7 +124,7 @@ def add_hostile(delays: DelayTasks) -> None:
     delays.schedule_delay(HOSTILE, body, 0, key=HOSTILE, **options)
     delays.schedule_delay(HOSTILE, body, 0, key=f"{HOSTILE} again", retries="1h", **options)
     delays.runner().run_due("default", range(10), limit=10)
-    waiting = delays.schedule_delay(HOSTILE, body, 600, key=f"{HOSTILE} waits", **options)
+    delays.schedule_delay(HOSTILE, body, 600, key=f"{HOSTILE} waits", **options)
     delays.recurring.set(HOSTILE, HOSTILE, body, cron="0 2 * * *", actor=HOSTILE)
     delays.recurring.run(HOSTILE)
     delays.schedule_delay(HOSTILE, body, 3600, key="cancelled")
@@ -136,7 +136,6 @@ def add_hostile(delays: DelayTasks) -> None:
     schema = store.schema
     t, a, w, r = schema.tasks, schema.attempts, schema.workers, schema.recurring
     with store.database.begin() as connection:
-        connection.execute(update(t).where(t.c.id == waiting.id).values(queue=HOSTILE))
         connection.execute(update(t).where(t.c.tag == HOSTILE).values(worker=HOSTILE))
         connection.execute(update(a).values(worker=HOSTILE))
         connection.execute(update(w).where(w.c.name == HOSTILE).values(version=HOSTILE))

@@ -373,7 +373,7 @@ def test_viewers_share_the_results_of_queries(site: Site, monkeypatch: pytest.Mo
         reads.append(read_policies(table))
         return reads[-1]
 
-    monkeypatch.setattr("delaytasks.console.requests.read_policies", counting)
+    monkeypatch.setattr("delaytasks.operations.state.read_policies", counting)
     for _ in range(10):
         assert site.client().get("/").status_code == 200
     # The number depends on how long ten pages take; without the cache it is 10.

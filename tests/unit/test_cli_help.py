@@ -17,7 +17,6 @@ from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from delaytasks.cli import context
-from delaytasks.cli import output as times
 from delaytasks.cli.main import main
 from tests.running import ROOT
 from tests.unit.test_cli import NOON, commands
@@ -38,9 +37,8 @@ def test_each_example_of_the_help_is_a_valid_call_of_its_command(
 ) -> None:
     called: list[str] = []
     monkeypatch.setattr(COMMANDS[path], "callback", lambda **_: called.append(path))
-    monkeypatch.setattr(context.Cli, "delays", None)
-    clock = SimpleNamespace(now=lambda: NOON)
-    monkeypatch.setattr(times, "runtime_of", lambda _: SimpleNamespace(clock=clock))
+    runtime = SimpleNamespace(clock=SimpleNamespace(now=lambda: NOON))
+    monkeypatch.setattr(context.Cli, "delays", SimpleNamespace(_runtime=runtime))
     monkeypatch.chdir(tmp_path)
     found = examples(COMMANDS[path])
     assert found

@@ -195,15 +195,13 @@ def test_a_database_that_hangs_is_given_up_in_time() -> None:
     may_end = threading.Event()
 
     class Hanging:
-        number = 0
-
         @property
-        def store(self) -> Any:
+        def tasks(self) -> Any:
             may_end.wait()
             raise StoreUnavailableError("too late")
 
     hanging: Any = Hanging()
-    checks = HealthChecks([hanging], Settings())
+    checks = HealthChecks(hanging, Settings())
     [live] = checks.live(HealthQuestion("worker", HOST, timeout_s=0.05))
     assert live.is_ok
     database, broker = checks.ready(HealthQuestion(timeout_s=0.05))

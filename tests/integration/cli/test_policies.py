@@ -9,6 +9,7 @@ from sqlalchemy import insert, update
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
+from delaytasks.storage.types import db_now_plus
 from tests.integration.cli.project import HOSTILE, Project
 
 NO_POLICIES = {"policies": [], "total": 0, "next_page": None}
@@ -78,8 +79,9 @@ def _put(shop: Project, task: DelayTask, status: Status) -> None:
     """Set the status of a row directly, without a worker."""
     store = runtime_of(shop.delays).store
     t = store.schema.tasks
+    values = {"status": int(status), "lease_until": db_now_plus(60), "worker": "w"}
     store.database.autocommitted(
-        lambda c: c.execute(update(t).where(t.c.id == task.id).values(status=int(status)))
+        lambda c: c.execute(update(t).where(t.c.id == task.id).values(values))
     )
 
 
