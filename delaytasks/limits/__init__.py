@@ -4,22 +4,17 @@ A process that runs tasks imports this package. Rows that may not start yet
 are HELD, and each has an entry in the waitlist of its queue and tag. The modules:
 
 ============================  =====================================================================
-`waitlist`                    after a claim: lets as many rows start as there is capacity, and
-                              holds the others
+`admission`                   counts how many rows may start, chooses which (keys take turns), holds
+                              the others, and takes rows from their waitlist
 `waitlist_runner`             after a chunk: runs the rows of a waitlist, each in the slot that the
                               one before it has left
-`admission`                   chooses how many rows of a waitlist start, and takes them from it
-`capacity`                    counts how many may start, from the policy and from the running rows
-`fair_order`                  chooses which start: keys take turns
-`backlogs`                    holds overdue rows of limited tags in bulk, so that no key blocks
-                              the others
-`queries`                     the SQL of all these
+`limit_queries`               the SQL of both
 `tracked_waitlists`           in the main process: which waitlists there are, and when the next
                               process has to visit one
 ============================  =====================================================================
 
-The first seven run in the processes of the pool, in this chain: `Waitlist`, `WaitlistRunner` and
-`LimitedBacklogs` are called by `execution.runner`, and a waitlist calls `Admission`, which asks
+The first three run in the processes of the pool. `execution.runner` calls `Waitlist`,
+`WaitlistRunner` and `LimitedBacklogs`, and a waitlist calls `Admission`, which asks
 `CapacityMeter` for the number and `FairOrder` for the rows. `TrackedWaitlists` belongs to the
-dispatcher's `ChunkQueue`, and learns from the reports of chunks (`core.waitlists`).
+dispatcher's `ChunkQueue`, and learns from the reports of chunks.
 """

@@ -1,1 +1,1 @@
-"""The sweep, paused rows, and checks before a deployment."""
+"""The sweep: recovers, arms, drains and deletes rows, and holds and releases paused ones."""

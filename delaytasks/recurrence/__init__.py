@@ -5,14 +5,10 @@ schedule is due. The modules:
 
 ====================  =============================================================================
 `recurring`           the methods of `delays.recurring`, and the schedules that code declares
-`definition`          checks the arguments of callers
-`schedule`            a schedule as callers read it
-`timing`              when a schedule is due: cron expressions, intervals and the sun
-`celery_schedules`    the timing of Celery's `crontab` and `schedule`
-`occurrences`         which occurrences a schedule needs now: missed ones, overlaps, jitter
-`creation`            the stage of the sweep that writes the tasks
-`targets`             the tag and body of a schedule, which may be those of a Celery task
-`queries`             the SQL of all these
+`definition`          what callers define, what the table has, and the tag and body of the tasks,
+                      which may be those of a Celery task
+`timing`              when a schedule is due: cron expressions, intervals and Celery's schedules
+`creation`            the stage of the sweep that chooses the occurrences and writes their tasks
 `imports`             reads the schedules of Celery beat, django-celery-beat and RedBeat
 ====================  =============================================================================
 """

@@ -1,10 +1,8 @@
 """Statistics: what workers have run in the last two days, and groups of failures.
 
-    worker_counts     the counts of a worker's main process, which its pool processes report
-    writer            writes them to the database once a minute
-    statistics_table  the SQL of the two tables
-    reading           `delays.statistics`, and what the verdict and the console read
-    results           the values that it returns
+    statistics_table  what a worker's main process counts from the reports of its pool, the table,
+                      and the writer that fills it once a minute
+    reading           `delays.statistics`, its results, and what the verdict and the console read
     charts            charts as SVG
 
 The pool processes count with `delaytasks.execution.settlement`.
