@@ -49,11 +49,9 @@ def main() -> None:
                 return browser.get(f"{admin}/delaytasks/delaytaskrow/", timeout=20).text
 
             stage.wait_until(lambda: len(states_of(page())) == 3, "the end of all tasks")
-            shown = page()
-        found = states_of(shown)
+            found = states_of(page())
         stage.say(f"the admin shows tasks with the states {', '.join(found)}")
         assert sorted(found) == ["CANCELLED", "DONE", "DONE"]
-        assert f"/admin/orders/order/{unpaid}/change/" in shown, "the key leads to the order"
 
 
 def states_of(page: str) -> list[str]:
