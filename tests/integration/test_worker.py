@@ -471,3 +471,45 @@ def test_a_worker_that_quits_immediately_returns_its_entries_to_the_broker(deplo
     first.signal(signal.SIGQUIT)
     d.wait_for(held, deadline_s=8)
     assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000
+
+
+# -- A worker's coroutines see Celery's current task, and lazy results fail their tasks -----------
+
+
+PROJECT = """
+import asyncio
+from celery import current_task
+from delaytasks import processor
+from tests.project import note
+
+@processor("coroutine.retry")
+async def ask(body, task):
+    await asyncio.sleep(0.01)
+    note(body, task.id, task.attempts, current_task.name, current_task.request.id)
+    if task.attempts < 3:
+        raise current_task.retry(countdown=0)
+
+@processor("lazy.result")
+def lazy(body, task):
+    return (note(body, each) for each in "abc")
+"""
+
+
+@pytest.mark.parametrize("pool", ["prefork", pytest.param("threads", marks=pytest.mark.quick)])
+def test_a_coroutine_retries_as_a_celery_task_does(
+    deploy: Deploy, tmp_path: Path, pool: str
+) -> None:
+    (tmp_path / "coroutines.py").write_text(PROJECT)
+    d = deploy("sqlite", "filesystem")
+    d.conf["imports"] = ["coroutines"]
+    d.worker(pool=pool)
+    tasks = [d.schedule("coroutine.retry") for _ in range(5)]
+    lazy = d.schedule("lazy.result")
+    d.wait_for(tasks, deadline_s=10 + SLACK_S)
+    d.wait_for([lazy], Status.FAILED, deadline_s=10 + SLACK_S)
+    assert "returned an object of type generator" in (d.delays.get(lazy).error or "")
+    assert sorted(d.runs()) == sorted(
+        [str(task.id), str(attempt), "coroutine.retry", str(task.id)]
+        for task in tasks
+        for attempt in (1, 2, 3)
+    )
