@@ -1,4 +1,4 @@
-"""Tests of Django's admin, which `test_django_admin.py` runs on each database.
+"""Tests of Django's admin, which `test_django_shop.py` runs on each database.
 
 They run in a process of their own with the settings of `django_admin_settings.py`, since Django can
 be set up only once.

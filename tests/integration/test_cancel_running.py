@@ -2,39 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 
 from delaytasks import DelayTask, Status
-from tests.running import BROKERS, Deployment
+from tests.integration.conftest import Deploy
+from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
 #: The policies and the number of the requests are read once a second.
 HEARD_S = 2
-Deploy = Callable[..., Deployment]
+#: A lease is renewed after a third of it: the request must not wait for that.
+LEASE_S = 30
 
 
 @pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
-    def make(database: str) -> Deployment:
-        url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
-        if database != "sqlite":
-            url = request.getfixturevalue(f"{database}_url")
-        broker_url = request.getfixturevalue(BROKERS["redis"][0])
-        conf = {"imports": ["tests.project", "tests.cancel_project"]}
-        # A lease that is renewed after 10 s: the request must not wait for that.
-        made.append(Deployment(tmp_path, url, broker_url, conf, lease_s=30))
-        return made[-1]
-
-    yield make
-    for deployment in made:
-        deployment.close()
+def deploy(deploy: Deploy) -> Deploy:
+    return partial(
+        deploy, conf={"imports": ["tests.project", "tests.cancel_project"]}, lease_s=LEASE_S
+    )
 
 
 def begun(d: Deployment, tag: str) -> DelayTask:

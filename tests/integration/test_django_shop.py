@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from tests.integration.shops import ExampleShop, new_database
+from tests.running import ROOT
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -204,3 +208,36 @@ def test_orders_are_closed_on_time_unless_they_are_paid_or_rolled_back(shop: Exa
             5,
             "Django's connections to close",
         )
+
+
+# -- Test Django's admin on each database ---------------------------------------------------------
+
+
+pytest.importorskip("django")
+
+
+@pytest.mark.parametrize(
+    "fresh_url",
+    ["postgresql", "mysql", pytest.param("sqlite", marks=pytest.mark.quick)],
+    indirect=True,
+)
+def test_the_tests_of_the_admin_pass(fresh_url: str) -> None:
+    # The plugin of pytest-django would refuse to use a database.
+    plugins = [
+        "no:django",
+        "no:xdist",
+        "no:cacheprovider",
+        "tests.integration.django_admin_settings",
+    ]
+    options = [option for plugin in plugins for option in ("-p", plugin)]
+    tests = "tests/integration/django_admin_tests.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *options, tests],
+        cwd=ROOT,
+        env={**os.environ, "ADMIN_DATABASE_URL": fresh_url},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
 
 from delaytasks import Status
-from tests.running import BROKERS, Deployment
+from tests.integration.conftest import Deploy
+from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -19,22 +19,11 @@ LONG_S = 600
 #: These intervals are longer than the tests, so no sweep takes part.
 NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120, "grace_s": 30}
 USED_S = 2.0
-Deploy = Callable[[str], Deployment]
 
 
 @pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
-    def make(database: str) -> Deployment:
-        fixture, conf = BROKERS["redis"]
-        urls = request.getfixturevalue(f"{database}_url"), request.getfixturevalue(fixture)
-        made.append(Deployment(tmp_path, *urls, conf, **NO_SWEEP))
-        return made[-1]
-
-    yield make
-    for deployment in made:
-        deployment.close()
+def deploy(deploy: Deploy) -> Deploy:
+    return partial(deploy, **NO_SWEEP)
 
 
 def begun(d: Deployment) -> int:

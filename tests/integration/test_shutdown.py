@@ -8,35 +8,18 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from delaytasks import DelayTask, NewTask, Status
 from delaytasks.runtime import runtime_of
 from tests.conformance.timers import ALONE
+from tests.integration.conftest import Deploy
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
-
-Deploy = Callable[..., Deployment]
-
-
-@pytest.fixture
-def deploy(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
-    def make(conf: dict[str, Any] | None = None, **settings: Any) -> Deployment:
-        made.append(Deployment(tmp_path, postgresql_url, redis_url, conf, **settings))
-        return made[-1]
-
-    yield make
-    for deployment in made:
-        deployment.close()
 
 
 def asleep(d: Deployment, seconds: float) -> DelayTask:
@@ -115,7 +98,7 @@ def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
 
 
 def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:
-    d = deploy({"worker_soft_shutdown_timeout": 6}, lease_s=60)
+    d = deploy(conf={"worker_soft_shutdown_timeout": 6}, lease_s=60)
     worker = d.worker(concurrency=1)
     task, held = asleep(d, 4), d.schedule(delay=3)
     quit_or_kill(worker, signal.SIGQUIT)

@@ -6,15 +6,14 @@ All workers together never exceed a limit, and they use its full capacity.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
-from tests.running import BROKERS, Deployment
+from tests.integration.conftest import Deploy
+from tests.running import Deployment
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -27,30 +26,6 @@ COMBINATIONS = [
 ]
 #: These intervals are longer than the tests, so no sweep takes part.
 NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120}
-Deploy = Callable[..., Deployment]
-
-
-@pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
-    def make(
-        database: str = "postgresql", broker: str = "redis", timer: str = "eta", **settings: Any
-    ) -> Deployment:
-        if database == "sqlite":
-            database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
-        else:
-            database_url = request.getfixturevalue(f"{database}_url")
-        fixture, conf = BROKERS[broker]
-        broker_url = request.getfixturevalue(fixture)
-        if timer == "redis":
-            settings |= {"timer": timer, "redis_url": broker_url}
-        made.append(Deployment(tmp_path, database_url, broker_url, conf, **settings))
-        return made[-1]
-
-    yield make
-    for deployment in made:
-        deployment.close()
 
 
 def schedule(
@@ -74,7 +49,7 @@ def most_at_once(d: Deployment) -> int:
 def test_a_concurrency_limit_is_never_exceeded(
     deploy: Deploy, database: str, broker: str, pool: str, timer: str
 ) -> None:
-    d = deploy(database, broker, timer)
+    d = deploy(database, broker, timer=timer)
     d.delays.set_policy(tag="test.sleep", concurrency=3)
     for _ in range(2):
         d.worker(pool=pool, concurrency=4)

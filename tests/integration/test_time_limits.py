@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,45 +14,22 @@ from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
+from tests.integration.conftest import Deploy
 from tests.recording import counted
-from tests.running import BROKERS, Deployment
+from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
 IMPORTS = {"imports": ["tests.project", "tests.time_limits_project"]}
-Deploy = Callable[..., Deployment]
 #: The hard limit of the processor that has one.
 LIMIT_S = 1
 
 
 @pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
-    def make(
-        database: str = "postgresql",
-        conf: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> Deployment:
-        if database == "sqlite":
-            database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
-        else:
-            database_url = request.getfixturevalue(f"{database}_url")
-        broker_url = request.getfixturevalue(BROKERS["redis"][0])
-        # The processors specify this queue, but the test does not import them.
-        settings = {
-            "queues": {"limits.*": "limits"},
-            **settings,
-        }
-        made.append(
-            Deployment(tmp_path, database_url, broker_url, {**IMPORTS, **(conf or {})}, **settings)
-        )
-        return made[-1]
-
-    yield make
-    for deployment in made:
-        deployment.close()
+def deploy(deploy: Deploy) -> Deploy:
+    # The processors specify this queue, but the test does not import them.
+    return partial(deploy, conf=IMPORTS, queues={"limits.*": "limits"})
 
 
 def runs_of(d: Deployment, task: DelayTask) -> list[str]:
@@ -202,7 +178,7 @@ def test_a_hard_limit_soon_ends_a_long_run_and_frees_its_process(
 
 
 def test_celerys_own_time_limits_do_not_apply_to_delayed_tasks(deploy: Deploy) -> None:
-    d = deploy(conf={"task_time_limit": 1.0, "task_soft_time_limit": 0.5})
+    d = deploy(conf={**IMPORTS, "task_time_limit": 1.0, "task_soft_time_limit": 0.5})
     d.worker()
     tasks = [
         d.schedule("limits.none", body={"seconds": 3}),

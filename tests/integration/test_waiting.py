@@ -9,7 +9,7 @@ import pytest
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
-from tests.integration.test_worker import Deploy, deploy  # noqa: F401
+from tests.integration.conftest import Deploy
 from tests.running import Deployment, combination
 from tests.waiting import wait_until
 
@@ -48,7 +48,7 @@ def ended(d: Deployment) -> list[list[str]]:
 
 @pytest.mark.parametrize(("database", "broker", "pool"), POOLS)
 def test_waiting_tasks_run_concurrently_in_each_pool(
-    deploy: Deploy,  # noqa: F811
+    deploy: Deploy,
     database: str,
     broker: str,
     pool: str,
@@ -83,7 +83,7 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
 @in_each_pool
 @pytest.mark.parametrize("tag", WAITS)
 def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
-    deploy: Deploy,  # noqa: F811
+    deploy: Deploy,
     database: str,
     pool: str,
     tag: str,
@@ -97,7 +97,7 @@ def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
     assert len(ended(d)) == 5
 
 
-def test_concurrent_tasks_of_a_worker_that_quits_run_elsewhere(deploy: Deploy) -> None:  # noqa: F811
+def test_concurrent_tasks_of_a_worker_that_quits_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(lease_s=3)
     worker = d.worker()
     tasks = [d.schedule("test.wait", 0, body={"seconds": 5}) for _ in range(5)]
@@ -112,7 +112,7 @@ def test_concurrent_tasks_of_a_worker_that_quits_run_elsewhere(deploy: Deploy) -
 
 @in_each_pool
 def test_the_leases_of_long_concurrent_tasks_are_renewed(
-    deploy: Deploy,  # noqa: F811
+    deploy: Deploy,
     database: str,
     pool: str,
 ) -> None:
@@ -124,7 +124,7 @@ def test_the_leases_of_long_concurrent_tasks_are_renewed(
     assert len(began(d)) == len(ended(d)) == 2
 
 
-def test_waiting_tasks_do_not_delay_other_tasks(deploy: Deploy) -> None:  # noqa: F811
+def test_waiting_tasks_do_not_delay_other_tasks(deploy: Deploy) -> None:
     d = deploy()
     d.worker(concurrency=1)
     slow = [d.schedule("test.wait", 0, body={"seconds": 8}) for _ in range(3)]
@@ -135,7 +135,7 @@ def test_waiting_tasks_do_not_delay_other_tasks(deploy: Deploy) -> None:  # noqa
     d.wait_for(slow)
 
 
-def test_concurrent_tasks_of_a_killed_worker_run_elsewhere(deploy: Deploy) -> None:  # noqa: F811
+def test_concurrent_tasks_of_a_killed_worker_run_elsewhere(deploy: Deploy) -> None:
     d = deploy(lease_s=3)
     first = d.worker()
     tasks = [d.schedule("test.wait", 0, body={"seconds": 2}) for _ in range(10)]
@@ -147,7 +147,7 @@ def test_concurrent_tasks_of_a_killed_worker_run_elsewhere(deploy: Deploy) -> No
     assert len(ended(d)) == 10
 
 
-def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:  # noqa: F811
+def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:
     d = deploy()
     d.worker("--max-tasks-per-child", "1", concurrency=1)
     tasks: list[DelayTask] = []

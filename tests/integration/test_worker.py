@@ -9,10 +9,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from sqlalchemy import insert, text, update
@@ -21,8 +19,9 @@ from delaytasks import Status
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.store_rows import counts_moves
+from tests.integration.conftest import Deploy
 from tests.recording import counted
-from tests.running import BROKERS, QUICK, Deployment, combination
+from tests.running import QUICK, combination
 from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
@@ -44,39 +43,8 @@ COMBINATIONS = [
     combination("mysql", "rabbitmq", "gevent"),
     combination("sqlite", "filesystem", "gevent"),
 ]
-Deploy = Callable[..., Deployment]
 #: A row that blocks its chunk runs for this many seconds.
 SLOW_S = 600 if IS_LONG else 6
-
-
-@pytest.fixture
-def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
-    made: list[Deployment] = []
-
-    def make(database: str = "postgresql", broker: str = "redis", **settings: Any) -> Deployment:
-        if database == "sqlite":
-            database_url = f"sqlite:///{tmp_path / 'test.sqlite3'}"
-        else:
-            database_url = request.getfixturevalue(f"{database}_url")
-        if broker == "filesystem":
-            folder = tmp_path / "broker"
-            folder.mkdir()
-            options = {
-                "data_folder_in": str(folder),
-                "data_folder_out": str(folder),
-                "control_folder": str(folder),
-            }
-            broker_url, conf = "filesystem://", {"broker_transport_options": options}
-        else:
-            fixture, conf = BROKERS[broker]
-            broker_url = request.getfixturevalue(fixture)
-        deployment = Deployment(tmp_path, database_url, broker_url, conf, **settings)
-        made.append(deployment)
-        return deployment
-
-    yield make
-    for deployment in made:
-        deployment.close()
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS)

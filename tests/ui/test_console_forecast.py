@@ -9,15 +9,20 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from delaytasks import NewTask, forecast
 from delaytasks.console.viewers import Role
+from delaytasks.core import loop as latest
+from delaytasks.core.run_counts import RunCounts
 from delaytasks.runtime import runtime_of
+from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
+from delaytasks.storage.types import db_now_plus
 from tests.ui.console_site import Site, make_delays, post
 from tests.ui.test_console_bulk import finish
 from tests.ui.test_console_pages import heading
 
-PEAK = 600
+FITTING = 600
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def peak(tmp_path: Path) -> Iterator[Site]:
     """A deployment without workers, in which many tasks become due at the same time."""
     site = Site(make_delays(f"sqlite:///{tmp_path / 'peak.sqlite3'}"))
     at = runtime_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
-    site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(PEAK))
+    site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(FITTING))
     yield site
     site.delays.close()
 
@@ -58,7 +63,7 @@ def test_the_charts_have_each_hour_and_the_largest_tag(peak: Site) -> None:
     text = peak.client().get("/forecast?processes=1").text
     due, busy = re.findall(r'<svg class="chart".*?</svg>', text)
     assert due.count("<title>") == busy.count("<title>") > 24 * 7
-    assert due.count(f"newsletter.send {PEAK}, other tags 0") == 1
+    assert due.count(f"newsletter.send {FITTING}, other tags 0") == 1
     assert due.count("newsletter.send 0, other tags 1") == 1
     assert busy.count("% of the hour 1, more than the hour 0") == 1
 
@@ -69,12 +74,12 @@ def test_an_operator_spreads_a_peak(peak: Site) -> None:
     page = "/forecast"
     [link] = re.findall(r'href="(/bulk\?action=spread[^"]*)"', client.get(page).text)
     text = client.get(html.unescape(link)).text
-    assert heading(text) == f"Spread {PEAK} tasks?"
+    assert heading(text) == f"Spread {FITTING} tasks?"
     found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', text)
     fields = {name: html.unescape(value) for name, value in found}
     run = post(client, "/bulk", **{**fields, "delay": "10m"}).location
-    assert f"{PEAK} changed" in finish(client, run)
-    assert len({task.due for task in peak.delays.find(tag="newsletter.send", limit=PEAK)}) > 100
+    assert f"{FITTING} changed" in finish(client, run)
+    assert len({task.due for task in peak.delays.find(tag="newsletter.send", limit=FITTING)}) > 100
 
 
 @pytest.mark.parametrize("query", ["processes=many", "processes=0"])
@@ -82,3 +87,120 @@ def test_a_wrong_question_is_explained(site: Site, query: str) -> None:
     answer = site.client().get(f"/forecast?{query}")
     assert answer.status_code == 400
     assert "This is not possible" in answer.text
+
+
+# -- The overview shows a peak ahead, and the share of tasks on time ------------------------------
+
+
+PEAK = 3000
+
+
+@pytest.fixture
+def quiet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A deployment with one process, in which nothing is wrong."""
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
+    monkeypatch.setattr(forecast, "ASSUMED_DURATION_S", 2.0)
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'ahead.sqlite3'}"))
+    wiring = runtime_of(site.delays)
+    wiring.store.workers.report("celery@a", ["default"], "prefork", 1, 0)
+    wiring.sweeper.sweep(0)
+    yield site
+    site.delays.close()
+
+
+def schedule_peak(site: Site) -> None:
+    at = runtime_of(site.delays).clock.now().replace(microsecond=0) + timedelta(days=2)
+    site.delays.schedule_many(NewTask("newsletter.send", {"to": n}, at=at) for n in range(PEAK))
+
+
+def problems(text: str) -> list[str]:
+    return re.findall(r'<li class="warn">.*?</li>', text, re.DOTALL)
+
+
+def test_a_peak_ahead_is_named_with_a_link_to_its_forecast(quiet: Site) -> None:
+    schedule_peak(quiet)
+    text = quiet.client(Role.VIEW).get("/").text
+    assert heading(text) == "! On time, but a peak ahead will start late."
+    [problem] = problems(text)
+    sentences = (
+        r"A peak is ahead\. From \w+ \w+ \d+, \d\d:00 UTC: 3,000 tasks of newsletter\.send keep "
+        r"1 process busy for 1h40m\. 2 processes would run them within the hour\."
+    )
+    assert re.search(sentences, problem), problem
+    assert 'href="/forecast"' in problem
+
+
+def test_a_peak_that_is_on_time_is_not_named(quiet: Site) -> None:
+    quiet.delays.schedule_many(NewTask("order.close", {}, delay=3600) for _ in range(500))
+    text = quiet.client().get("/").text
+    assert heading(text) == "✓ On time."
+    assert "A peak" not in text
+
+
+def test_tasks_that_no_worker_runs_do_not_hide_a_peak(quiet: Site) -> None:
+    schedule_peak(quiet)
+    quiet.delays.schedule_delay("feed.read", {}, timedelta(days=4), queue="feeds")
+    assert heading(quiet.client().get("/").text) == "! On time, but a peak ahead will start late."
+
+
+def test_after_a_spread_the_peak_is_no_longer_named(quiet: Site) -> None:
+    schedule_peak(quiet)
+    client = quiet.client(Role.OPERATE)
+    assert problems(client.get("/").text)
+    page = client.get("/bulk?action=spread&tag=newsletter.send&status=NOT_COMPLETE").text
+    found = re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)"', page)
+    fields = {name: html.unescape(value) for name, value in found}
+    run = post(client, "/bulk", **{**fields, "delay": "6h"}).location
+    assert f"{PEAK:,} changed" in finish(client, run)
+    assert heading(client.get("/").text) == "✓ On time."
+
+
+def test_overdue_tasks_are_no_peak_ahead(quiet: Site) -> None:
+    schedule_peak(quiet)
+    rows = runtime_of(quiet.delays).store.schema.tasks
+    with runtime_of(quiet.delays).store.database.begin() as connection:
+        connection.execute(update(rows).values(expected_time=db_now_plus(-60)))
+    text = quiet.client().get("/").text
+    assert heading(text).startswith("! Late.")
+    assert "A peak" not in text
+
+
+def test_without_a_live_worker_the_overview_names_no_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker has to be started in any case, and the forecast would be for an assumed one."""
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 60.0)
+    site = Site(make_delays(f"sqlite:///{tmp_path / 'stopped.sqlite3'}"))
+    schedule_peak(site)
+    text = site.client().get("/").text
+    assert heading(text) == "! Stopped. No worker is alive."
+    assert "A peak" not in text
+    site.delays.close()
+
+
+def test_the_overview_shows_the_share_on_time_and_the_error_budget_of_each_tag(quiet: Site) -> None:
+    assert "Error budget" not in quiet.client().get("/").text
+    store, now = runtime_of(quiet.delays).store, runtime_of(quiet.delays).clock.now()
+    table = StatisticsTable(store.database, store.schema)
+    for ago, tag, on_time, late in (
+        (timedelta(), "mail", 98, 2),
+        (timedelta(hours=5), "mail", 700, 200),
+        (timedelta(), "alarm", 1000, 5),
+    ):
+        counts, unwritten = RunCounts(), Unwritten()
+        counts.on_time, counts.late = on_time, late
+        unwritten.add_run(int((now - ago).timestamp()) // 60, tag, counts)
+        with store.database.begin() as connection:
+            table.add(connection, unwritten, now)
+    quiet.app.extensions["delaytasks_console"].forget()
+    text = quiet.client(Role.VIEW).get("/").text
+    [card] = re.findall(r'aria-label="On time">.*?</table>', text, re.DOTALL)
+    rows = [
+        re.sub(r"<[^>]*>|\s+", " ", row).split()
+        for row in re.findall("<tr data-row>.*?</tr>", card, re.DOTALL)
+    ]
+    assert [" ".join(row) for row in rows] == [
+        "alarm – 99.50% 5 late 99.50% 5 late 50%",
+        "mail – 98.00% 2 late 79.80% 202 late -1920%",
+    ]
+    assert card.count("bad-text") == 3, "the shares below 99 %, and the used budget"
