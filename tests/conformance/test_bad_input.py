@@ -291,11 +291,11 @@ def test_cancelling_in_each_status(place: RefusingClient, status: Status, answer
 def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None:
     for version in [1, -1, 2**70, 10**5000, "0", Unsayable()]:
         waits, failed = place.put(), place.put(Status.FAILED)
-        with place.refuses(e.StaleVersionError):
+        with place.refuses(e.StaleVersionError, "version 0, not"):
             place.delays.reschedule(waits, 5, version=version)
         with place.refuses(e.StaleVersionError):
             place.delays.cancel(waits, version=version)
-        with place.refuses(e.StaleVersionError):
+        with place.refuses(e.StaleVersionError, "version 0, not"):
             place.delays.rerun(failed, version=version)
         assert place.delays.get(waits).version == 0
         place.delays.reschedule(waits, 5, version=0)
@@ -317,6 +317,7 @@ def test_a_status_that_does_not_exist_is_refused(place: RefusingClient) -> None:
 
 
 BAD_CURSORS = ["", "x", "====", "MTIz", "YTpi", "😀", "\ud800", "MTox\n;", 5, b"MTox", ["x"]]
+BAD_CURSORS += ["nonsense", "AAAA", "ОК"]
 #: These cursors are well formed, but no row has their numbers: 10^30:1, 1:10^30, 1:-10^30.
 BAD_CURSORS += [
     "MTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDox",
@@ -328,7 +329,7 @@ BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
 def test_a_cursor_that_find_never_gave_is_refused(place: RefusingClient) -> None:
     for cursor in BAD_CURSORS:
         place.put()
-        with place.refuses(e.InvalidQueryError):
+        with place.refuses(e.InvalidQueryError, "cursor"):
             place.delays.find(cursor=cursor)
 
 

@@ -30,11 +30,6 @@ from tests.recording import RecordingTimer, RunnerHarness, counted
 # Look up and count rows, and read the clock, on every database
 
 
-def test_looking_up_a_missing_task_or_key_returns_none(store: Store) -> None:
-    assert store.tasks.get(5) is None
-    assert store.tasks.id_of_key("mail", "order-1") is None
-
-
 def test_pages_of_a_status_are_in_due_order_over_all_queues_and_priorities(store: Store) -> None:
     added = [add(store, n - 100.0, queue=f"q{n % 3}", priority=n % 2) for n in range(13)]
     found: list[int] = []
@@ -88,12 +83,6 @@ def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> Non
     assert Counter(one for one in seen if one in {r.id for r in resting}) == {
         one.id: 1 for one in resting
     }
-
-
-@pytest.mark.parametrize("cursor", ["nonsense", "", "AAAA", "MTIz", "ОК"])
-def test_a_cursor_that_find_never_gave_is_refused(store: Store, cursor: str) -> None:
-    with pytest.raises(InvalidQueryError, match="cursor"):
-        store.tasks.find(Filter(), 10, cursor)
 
 
 def test_counts_name_every_status(store: Store) -> None:

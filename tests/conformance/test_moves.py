@@ -89,17 +89,6 @@ def test_the_error_of_an_operators_move_names_the_missing_task(store: Store, nam
     assert caught.value.id is not None
 
 
-def test_a_move_with_a_stale_version_is_refused(store: Store) -> None:
-    made = add(store)
-    store.tasks.reschedule(made.id, made.expected_time, version=0)
-    for name in ("reschedule", "rerun"):
-        with pytest.raises(StaleVersionError, match="version 1, not 0"):
-            getattr(store.tasks, name)(made.id, made.expected_time, version=0)
-    with pytest.raises(StaleVersionError):
-        store.tasks.cancel(made.id, version=0)
-    assert read(store, made.id).version == 1
-
-
 def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
     store: Store,
 ) -> None:
@@ -108,15 +97,6 @@ def test_of_simultaneous_cancels_one_succeeds_and_the_others_report_its_result(
         answers = list(pool.map(lambda _: store.tasks.cancel(made.id), range(4)))
     assert [answer is None for answer in answers].count(False) == 1
     assert read(store, made.id).version == 1
-
-
-def test_a_move_belongs_to_the_callers_transaction(store: Store) -> None:
-    made = add(store)
-    with store.database.tx.connect() as connection:
-        transaction = connection.begin()
-        store.tasks.cancel(made.id, on=connection)
-        transaction.rollback()
-    assert read(store, made.id).status is Status.NOT_COMPLETE
 
 
 @pytest.mark.parametrize("name", OPERATORS)
