@@ -647,11 +647,7 @@ class DelayTasks:
 
     @overload
     def touch_many(
-        self,
-        tasks: Iterable[int | str | DelayTask],
-        delay: Delay,
-        *,
-        session: Any = None,
+        self, tasks: Iterable[int | str | DelayTask], delay: Delay, *, session: Any = None
     ) -> TouchResult[int]: ...
 
     @overload

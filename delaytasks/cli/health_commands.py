@@ -13,15 +13,18 @@ from delaytasks.cli.output import (
     BAD,
     DURATION,
     GOOD,
+    cell,
     count,
     print_json,
     print_table,
-    print_warnings,
     say,
-    warnings_of,
 )
+from delaytasks.client import DelayTasks
+from delaytasks.core.errors import StoreError
 from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.operations.state import explain_overdue
 from delaytasks.runtime import runtime_of
+from delaytasks.storage.state_queries import Stats
 from delaytasks.timers.publisher import broker_error
 
 _EXIT_CODES_OF_HEALTH = "Exit codes: 0 healthy; 1 not healthy; 2 wrong usage or settings."
@@ -187,3 +190,31 @@ def check(cli: Cli) -> None:
 
 def _examples(ids: list[int]) -> str:
     return " ".join(map(str, ids))
+
+
+def warnings_of(delays: DelayTasks) -> list[str]:
+    """Return the problems that do not prevent a deployment."""
+    warnings, runtime = [], runtime_of(delays)
+    try:
+        overdue = explain_overdue(runtime.store, delays.settings)
+    except StoreError as error:
+        overdue = []  # the role may read tasks, but not the tables of workers and policies
+        warnings.append(f"late tasks are unknown: {error}")
+    warnings += [
+        f"{count(group.tasks, 'late task')} of the tag {group.tag} in the queue {group.queue}: "
+        f"{group.reason.text}"
+        for group in overdue
+        if not group.is_expected
+    ]
+    try:
+        problem = Stats(runtime.store.database, runtime.store.schema).standby_problem()
+    except StoreError as error:
+        problem = f"its replication is unknown: {error}"
+    if problem is not None:
+        warnings.append(f"{runtime.store.database.shown_url}: {problem}")
+    return warnings
+
+
+def print_warnings(warnings: list[str]) -> None:
+    for warning in warnings:
+        say(f"warning: {cell(warning, 1000)}", fg="yellow")

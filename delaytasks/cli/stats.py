@@ -18,10 +18,8 @@ from delaytasks.cli.output import (
     Cell,
     cell,
     coloured,
-    late_json,
     print_fields,
     print_json,
-    print_late,
     print_table,
     say,
     show_instant,
@@ -120,6 +118,19 @@ def gather(cli: Cli) -> dict[str, Any]:
 def _late(cli: Cli, group: ExplainedGroup) -> dict[str, Any]:
     document = late_json(group)
     return {**document, "why": cli.hints.rewrite(document["why"])}
+
+
+def late_json(group: ExplainedGroup) -> dict[str, Any]:
+    """Return a group of late tasks as JSON values."""
+    return {
+        "queue": group.queue,
+        "tag": group.tag,
+        "tasks": group.tasks,
+        "oldest": show_instant(group.oldest),
+        "late_s": round(group.late_s, 3),
+        "code": group.reason.code,
+        "why": group.reason.text,
+    }
 
 
 def _database(cli: Cli, state: DatabaseState) -> dict[str, Any]:
@@ -269,6 +280,14 @@ def _print(found: dict[str, Any], hints: Hints) -> None:
         is_direct = found["timer"]["name"] == "direct"
         how = "delaytasks drain --forever" if is_direct else "celery -A … worker"
         say(hints.rewrite(f"no workers; start one with: {how}"), fg="yellow")
+
+
+def print_late(found: list[dict[str, Any]]) -> None:
+    print_table(
+        ["queue", "tag", "late tasks", "by", "why"],
+        [[f["queue"], f["tag"], f["tasks"], show_duration(f["late_s"]), f["why"]] for f in found],
+        folded="queue tag why",
+    )
 
 
 def _print_verdict(verdict: dict[str, Any]) -> None:

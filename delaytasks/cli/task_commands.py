@@ -134,10 +134,7 @@ def option_of(name: str) -> str:
 
 
 def move_each(
-    cli: Cli,
-    ids: Sequence[str],
-    move: Callable[[int], None],
-    moved: Callable[[], dict[str, Any]],
+    cli: Cli, ids: Sequence[str], move: Callable[[int], None], moved: Callable[[], dict[str, Any]]
 ) -> None:
     """Call `move` for each id, even if another id fails. A text that is no id prevents all."""
     if not ids:

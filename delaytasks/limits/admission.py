@@ -224,12 +224,7 @@ class FairOrder:
         return Admitted([], turn)
 
     def _admit_several(
-        self,
-        on: Any,
-        where: dict[str, Any],
-        share: int,
-        capacity: Capacity,
-        turn: str | None,
+        self, on: Any, where: dict[str, Any], share: int, capacity: Capacity, turn: str | None
     ) -> Admitted:
         """Take the same number of rows of each key, from the key after `turn` on."""
         admitted: list[DelayTask] = []

@@ -27,13 +27,7 @@ class _SettlingTransfer:
     """Settles tasks of one waitlist, and admits the next ones to their slots until the end."""
 
     def __init__(
-        self,
-        admission: Admission,
-        queue: str,
-        tag: str,
-        until: float,
-        wanted: int,
-        is_scarce: bool,
+        self, admission: Admission, queue: str, tag: str, until: float, wanted: int, is_scarce: bool
     ) -> None:
         self._admission = admission
         self._waitlist = (queue, tag)
@@ -53,11 +47,7 @@ class _SettlingTransfer:
 
 class WaitlistRunner:
     def __init__(
-        self,
-        settings: Settings,
-        registry: Registry,
-        waitlist: Waitlist,
-        admission: Admission,
+        self, settings: Settings, registry: Registry, waitlist: Waitlist, admission: Admission
     ) -> None:
         self._settings = settings
         self._registry = registry

@@ -101,11 +101,7 @@ class DrainRequests:
         )
 
     def _send(
-        self,
-        late: OverdueLevels,
-        serving: Counter[str],
-        on_step: OnStep,
-        start_drain: StartDrain,
+        self, late: OverdueLevels, serving: Counter[str], on_step: OnStep, start_drain: StartDrain
     ) -> None:
         for queue, priorities in late.items():
             workers = serving[queue] + serving[ALL_QUEUES]
@@ -161,10 +157,7 @@ class OverdueQueues:
         return self.of(names, on_step)
 
     def of_others(
-        self,
-        named: Collection[str],
-        on_step: OnStep = lambda: None,
-        most: int = MOST_OTHERS,
+        self, named: Collection[str], on_step: OnStep = lambda: None, most: int = MOST_OTHERS
     ) -> OverdueLevels:
         """Return the overdue levels of the next `most` queues of the table, except those named."""
         if most <= 0:

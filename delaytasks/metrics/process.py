@@ -186,10 +186,7 @@ def run_families(totals: Mapping[str, RunCounts]) -> Iterator[Family]:
 
 
 def _counter(
-    name: str,
-    about: str,
-    runs: Sequence[tuple[str, RunCounts]],
-    value: Callable[[RunCounts], int],
+    name: str, about: str, runs: Sequence[tuple[str, RunCounts]], value: Callable[[RunCounts], int]
 ) -> Family:
     samples = [Sample((tag,), value(counts)) for tag, counts in runs]
     return Family(name, about, "counter", ("tag",), samples)

@@ -36,11 +36,7 @@ _NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys(
 
 
 def run_bulk(
-    runtime: Runtime,
-    move: str,
-    to: To,
-    options: BulkOptions,
-    cancelled: AuditEntry | None = None,
+    runtime: Runtime, move: str, to: To, options: BulkOptions, cancelled: AuditEntry | None = None
 ) -> BulkResult:
     """Find the tasks, then move them.
 
@@ -131,11 +127,7 @@ class BulkRun:
     """One bulk operation."""
 
     def __init__(
-        self,
-        runtime: Runtime,
-        which: BulkFilter,
-        to: To,
-        cancelled: AuditEntry | None = None,
+        self, runtime: Runtime, which: BulkFilter, to: To, cancelled: AuditEntry | None = None
     ) -> None:
         """With `cancelled`, the tasks are those that this operation has cancelled."""
         self._tasks = runtime.store.tasks

@@ -50,11 +50,7 @@ def read_policies(table: PolicyTable, *only: Any) -> CountedPolicies:
 
 
 def change_policy(
-    runtime: Runtime,
-    tag: str | None,
-    queue: str | None,
-    changes: dict[str, Any],
-    actor: str | None,
+    runtime: Runtime, tag: str | None, queue: str | None, changes: dict[str, Any], actor: str | None
 ) -> Policy:
     """Change fields of the policy of a tag or queue, and return it."""
     kind, name = named(tag, queue)

@@ -613,11 +613,7 @@ def remove_schedule(
 
 
 def _change_known(
-    runtime: Runtime,
-    name: str,
-    work: ChangeKnown,
-    session: Any,
-    actor: str | None,
+    runtime: Runtime, name: str, work: ChangeKnown, session: Any, actor: str | None
 ) -> RecurringSchedule:
     check_schedule_name(name)
 

@@ -44,10 +44,7 @@ _alembic = threading.Lock()
 
 
 def upgrade(
-    database: Database,
-    prefix: str = "",
-    schema: str | None = None,
-    revision: str = "head",
+    database: Database, prefix: str = "", schema: str | None = None, revision: str = "head"
 ) -> None:
     """Migrate to `revision`."""
     from alembic import command

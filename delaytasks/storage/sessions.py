@@ -352,11 +352,7 @@ class BorrowedDatabase(SimulatedDatabase):
     """Runs every statement on the connections of a test."""
 
     def __init__(
-        self,
-        source: ConnectionSource,
-        url: str,
-        pool_size: int,
-        tables_remedy: str,
+        self, source: ConnectionSource, url: str, pool_size: int, tables_remedy: str
     ) -> None:
         super().__init__(url, pool_size, tables_remedy)
         self._source = source

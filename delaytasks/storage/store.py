@@ -120,10 +120,7 @@ class Store:
         self._lease_s = settings.lease_s
 
     def claims(
-        self,
-        worker: str,
-        ip: int | None,
-        limits: Callable[[], HoldExcess | None] = lambda: None,
+        self, worker: str, ip: int | None, limits: Callable[[], HoldExcess | None] = lambda: None
     ) -> Claims:
         return Claims(self.database, self.schema, worker, ip, self._lease_s, limits)
 

@@ -327,11 +327,7 @@ class OverdueRows:
         return self._db.autocommitted(lambda c: self.count_on(c, late_s, most))
 
     def count_on(
-        self,
-        on: Connection,
-        late_s: float,
-        most: int,
-        most_queues: int = MAX_OVERDUE_QUEUES,
+        self, on: Connection, late_s: float, most: int, most_queues: int = MAX_OVERDUE_QUEUES
     ) -> OverdueCount:
         """Count on a connection, in at most `most_queues` queues."""
         total, oldest = 0, list[datetime]()

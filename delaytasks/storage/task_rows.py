@@ -84,10 +84,7 @@ class Tasks:
         return self._db.transaction(work, on, tasks[0].id)
 
     def insert_keyed(
-        self,
-        task: DelayTask,
-        on_conflict: OnConflict,
-        on: CallerConnection | None = None,
+        self, task: DelayTask, on_conflict: OnConflict, on: CallerConnection | None = None
     ) -> tuple[DelayTask, bool]:
         """Return the task that owns the key afterwards, and whether it was written now."""
 
@@ -223,11 +220,7 @@ class Tasks:
         return self._db.transaction(work, on, id)
 
     def rerun(
-        self,
-        id: int,
-        due: datetime,
-        version: int | None = None,
-        on: CallerConnection | None = None,
+        self, id: int, due: datetime, version: int | None = None, on: CallerConnection | None = None
     ) -> DelayTask:
         """Let a finished task wait again, with its key."""
 

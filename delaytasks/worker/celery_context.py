@@ -259,11 +259,7 @@ class RowRequest(Context):
     called_directly = False
 
     def __init__(
-        self,
-        task: DelayTask,
-        body: Any,
-        hostname: str,
-        call: ProcessorCall | None = None,
+        self, task: DelayTask, body: Any, hostname: str, call: ProcessorCall | None = None
     ) -> None:
         self.delay_task = task
         self._processor_call = call

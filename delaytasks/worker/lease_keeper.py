@@ -44,12 +44,7 @@ class LeaseKeeper:
     """
 
     def __init__(
-        self,
-        runtime: Runtime,
-        processes: Processes,
-        dispatcher: Dispatcher,
-        pool: Any,
-        hub: Any,
+        self, runtime: Runtime, processes: Processes, dispatcher: Dispatcher, pool: Any, hub: Any
     ) -> None:
         self._leases = runtime.store.leases
         self._clock = runtime.clock

@@ -45,8 +45,7 @@ def staff_viewer(request: HttpRequest) -> Viewer | None:
 
 
 def console_urls(
-    viewer: Callable[[HttpRequest], Viewer | None] = staff_viewer,
-    delays: DelayTasks | None = None,
+    viewer: Callable[[HttpRequest], Viewer | None] = staff_viewer, delays: DelayTasks | None = None
 ) -> list[Any]:
     """Return the URL patterns of the console, for `include`.
 
