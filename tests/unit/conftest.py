@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import open_store
 from tests.recording import RunnerHarness
-from tests.unit import runtime_harness
+from tests.unit import worker_harness
 
 Make = Callable[..., RunnerHarness]
 
@@ -18,7 +18,7 @@ Make = Callable[..., RunnerHarness]
 @pytest.fixture(autouse=True)
 def _close_runtimes() -> Iterator[None]:
     yield
-    runtime_harness.close_all()
+    worker_harness.close_all()
 
 
 @pytest.fixture

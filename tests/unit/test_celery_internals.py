@@ -1,10 +1,9 @@
-"""The undocumented names of Celery and its libraries behave as delaytasks requires."""
+"""A Celery app with delaytasks keeps its classes, and its internals are as we need them."""
 
 from __future__ import annotations
 
-import ast
 import importlib
-import re
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,17 @@ import celery
 import kombu
 import pytest
 import redis
+from celery import Celery
+from celery.app.control import Control
 
+from delaytasks import DelayTasks
+from delaytasks.core.errors import StoreError
+from delaytasks.runtime import runtime_of
 from tests.celery_shapes import SHAPES, Worker
 
-ROOT = Path(__file__).parents[2]
+# -- the undocumented names of Celery and its libraries behave as delaytasks requires -------------
+
+
 LIBRARIES = (amqp, billiard, celery, kombu, redis)
 INSTALLED = ", ".join(f"{library.__name__} {library.__version__}" for library in LIBRARIES)
 NAMES = [(owner, name) for owner, shapes in SHAPES.items() for name in shapes]
@@ -54,55 +60,100 @@ def test_a_name_that_is_not_documented_is_as_delaytasks_needs_it(
     assert SHAPES[owner][name](found), f"{found!r} has changed (installed: {INSTALLED})"
 
 
-def test_the_package_uses_each_name() -> None:
-    source = "\n".join(file.read_text() for file in (ROOT / "delaytasks").rglob("*.py"))
-    assert [name for _, name in NAMES if not re.search(rf"\b{name}\b", source)] == []
+# -- A Celery app with delaytasks keeps its own classes and signatures ----------------------------
 
 
-#: Private names of the standard library, SQLAlchemy, Django and database drivers.
-OTHERS = {
-    "_asdict", "_connection_record", "_ddl_if", "_double_percents", "_fields",
-    "_is_autocommit_isolation", "_make", "_mapping", "_meta", "_name_", "_previous_nested",
-    "_read_timeout", "_replace", "_sock", "_value_",
-}  # fmt: skip
-#: delaytasks only sets these private names, or replaces them with its own functions.
-SET_ONLY = {"_on_connection_disconnect"}
+class OwnControl(Control):
+    """A control class of the project."""
+
+    greeting = "hello"
 
 
-def test_each_private_name_that_the_package_uses_is_listed() -> None:
-    own, used = set[str](), dict[str, str]()
-    for file in sorted((ROOT / "delaytasks").rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            own |= _defined_by(node)
-            if (name := _private_name_in(node)) is not None:
-                used[name] = str(file.relative_to(ROOT))
-    listed = {name for _, name in NAMES} | own | OTHERS | SET_ONLY
-    assert {name: file for name, file in used.items() if name not in listed} == {}
+@pytest.fixture
+def revoked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments with which rows are revoked; nothing is broadcast."""
+    seen: list[Any] = []
+    revocations = "delaytasks.operations.durable_calls.Revocations"
+    monkeypatch.setattr(f"{revocations}.revoke", lambda self, ids: seen.append(ids))
+    monkeypatch.setattr(
+        f"{revocations}.revoke_by_stamped_headers", lambda self, headers: seen.append(headers)
+    )
+    monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: command)
+    return seen
 
 
-def _defined_by(node: ast.AST) -> set[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return {node.name}
-    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-        return {node.id}
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_self(node.value):
-        return {node.attr}
-    return set()
+def app_with(tmp_path: Path, **options: Any) -> Celery:
+    app = Celery("shop", broker="memory://", set_as_current=False, **options)
+    DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3", durable_eta=True)
+    return app
 
 
-def _private_name_in(node: ast.AST) -> str | None:
-    """Return the private attribute that `node` reads from another object than `self`."""
-    name: object = None
-    if isinstance(node, ast.Attribute) and not _is_self(node.value):
-        name = node.attr
-    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
-        second = node.args[1]
-        if node.func.id in ("getattr", "hasattr", "setattr") and isinstance(second, ast.Constant):
-            name = second.value
-    if isinstance(name, str) and name.startswith("_") and not name.startswith("__"):
-        return name
-    return None
+@pytest.mark.parametrize("control", [None, OwnControl, f"{__name__}:OwnControl"])
+def test_each_way_to_revoke_tasks_cancels_their_rows(
+    tmp_path: Path, revoked: list[Any], control: Any
+) -> None:
+    app = app_with(tmp_path, control=control)
+
+    assert app.control.revoke("a", terminate=True) == "revoke"
+    app.control.revoke(["b", "c"])
+    app.control.terminate("d")
+    app.AsyncResult("e").revoke()
+    app.control.broadcast("revoke", task_id=["f"])
+    app.control.ping()
+    app.control.broadcast("revoke_by_stamped_headers", {"headers": {"tenant": "acme"}})
+
+    assert revoked == [["a"], ["b", "c"], ["d"], ["e"], ["f"], {"tenant": "acme"}]
+    assert control is None or app.control.greeting == "hello"
+    runtime_of(app.delaytasks).close()
 
 
-def _is_self(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+def test_a_control_object_that_exists_already_is_replaced(
+    tmp_path: Path, revoked: list[Any]
+) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    assert app.control is not None
+    delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
+
+    app.control.revoke("a")
+
+    assert revoked == [["a"]]
+    delays.close()
+
+
+def test_workers_receive_the_revoke_even_if_the_database_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(Control, "broadcast", lambda self, command, *_, **__: told.append(command))
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    DelayTasks(app, f"sqlite:///{tmp_path}/without_tables.sqlite3")
+
+    with pytest.raises(StoreError):
+        app.control.revoke("a")
+
+    assert told == ["revoke"]
+    runtime_of(app.delaytasks).close()
+
+
+def test_send_task_shows_celerys_signature(tmp_path: Path) -> None:
+    bare = Celery("bare", broker="memory://", set_as_current=False)
+
+    app = app_with(tmp_path)
+
+    assert inspect.signature(app.send_task) == inspect.signature(bare.send_task)
+
+
+def test_a_call_by_name_finds_the_options_of_a_task_that_was_just_declared(tmp_path: Path) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
+    with runtime_of(delays).store.database.begin() as connection:
+        delays.create_tables(connection)
+
+    @app.task(name="remind", durable_eta=True)
+    def remind() -> None: ...
+
+    assert not app.finalized
+    sent = app.send_task("remind", countdown=60)
+    found = [task.key for task in delays.find().tasks]
+    assert found == [sent.id]
+    delays.close()

@@ -1,4 +1,4 @@
-"""In a backlog, a runner claims the next chunk while the current one runs."""
+"""A process claims its next chunk and settles its last one while a chunk runs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ from celery.exceptions import WorkerShutdown
 
 from delaytasks import DelayTask
 from delaytasks.core.errors import StoreUnavailableError
+from delaytasks.execution import runner
 from delaytasks.execution.runner import Report
 from tests.recording import RunnerHarness
 from tests.unit.conftest import Make
 from tests.waiting import wait_until
+
+# -- in a backlog, a runner claims the next chunk while the current one runs ----------------------
+
 
 LONG_S = 60.0
 
@@ -170,3 +174,121 @@ def test_rows_of_a_limited_tag_end_the_backlog_of_this_process(make: Make) -> No
     tasks = [bench.schedule("limited"), bench.schedule(), bench.schedule()]
     assert drain(bench).ran == 1
     assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE"]
+
+
+# -- settling later -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_slow(make: Make, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Have chunks of empty processors settled later, too."""
+    monkeypatch.setattr(runner, "SLOW_ROW_S", 0.0)
+    return make
+
+
+def busy_bench(make: Make, **changes: Any) -> RunnerHarness:
+    """Return a harness whose main process has tasks for this process."""
+    bench = make(**changes)
+    bench.runner = bench.make_runner(may_detach=True, has_others=lambda: True)
+    return bench
+
+
+@pytest.mark.parametrize("tag", ["note", "concurrent"])
+def test_a_chunk_reports_before_it_is_settled_and_the_next_one_runs_meanwhile(
+    make_slow: Make, tag: str
+) -> None:
+    bench, may_settle = busy_bench(make_slow), threading.Event()
+    bench.registry.processor("concurrent", in_flight=2)(bench.ran.append)
+    first, second = bench.schedule(tag, body=1), bench.schedule(tag, body=2)
+
+    def hold_first(settlements: Sequence[Any]) -> None:
+        if settlements[0].task.id == first.id:
+            assert may_settle.wait(10)
+
+    bench.claims.before_settle = hold_first
+    try:
+        assert bench.run(first).ran == 1
+        assert bench.run(second).ran == 1
+        assert bench.ran == [1, 2]
+        assert bench.statuses([first]) == ["RUNNING"]
+    finally:
+        may_settle.set()
+    wait_until(lambda: bench.statuses([first, second]) == ["DONE"] * 2, 5, "the settlements")
+
+
+def test_a_process_that_ends_waits_for_its_settlements(make_slow: Make) -> None:
+    bench, may_settle = busy_bench(make_slow), threading.Event()
+    bench.claims.before_settle = lambda _: may_settle.wait(10)
+    task = bench.schedule()
+    bench.run(task)
+    with ThreadPoolExecutor(1) as pool:
+        finished = pool.submit(bench.runner.finish)
+        assert not finished.done()
+        may_settle.set()
+        finished.result(5)
+    assert bench.statuses([task]) == ["DONE"]
+
+
+def test_a_recovered_row_waits_for_the_settlement_since_it_may_kill_the_process(
+    make_slow: Make,
+) -> None:
+    bench, seen = busy_bench(make_slow), list[list[str]]()
+    other = bench.schedule()
+    bench.registry.processor("poison")(lambda _: seen.append(bench.statuses([other])))
+    recovered = bench.schedule("poison")
+    bench.change(recovered, lapses=1)
+    bench.run(other)
+    bench.run(bench.now(recovered))
+    assert seen == [["DONE"]]
+
+
+def test_a_chunk_whose_tag_has_a_waitlist_is_settled_before_it_reports(make_slow: Make) -> None:
+    bench, threads = busy_bench(make_slow), list[threading.Thread]()
+    bench.store.policies.set("tag", "limited", {"concurrency": 1}, "a test")
+    bench.registry.processor("limited")(bench.ran.append)
+    bench.claims.before_settle = lambda _: threads.append(threading.current_thread())
+    tasks = [bench.schedule("limited"), bench.schedule("limited")]
+    bench.run(*tasks)
+    assert set(threads) == {threading.current_thread()}
+    assert bench.statuses(tasks) == ["DONE"] * 2
+
+
+@pytest.mark.parametrize("options", [{"may_detach": False}, {"has_others": lambda: False}])
+def test_otherwise_a_chunk_is_settled_when_it_reports(
+    make_slow: Make, options: dict[str, Any]
+) -> None:
+    bench = make_slow()
+    default = {"may_detach": True, "has_others": lambda: True}
+    bench.runner = bench.make_runner(**{**default, **options})
+    task = bench.schedule()
+    bench.run(task)
+    assert bench.statuses([task]) == ["DONE"]
+
+
+def test_at_most_one_chunk_is_settled_later(make_slow: Make) -> None:
+    bench, may_settle = busy_bench(make_slow), threading.Event()
+    tasks = [bench.schedule(body=number) for number in range(4)]
+
+    def hold_first(settlements: Sequence[Any]) -> None:
+        if settlements[0].task.id == tasks[0].id:
+            assert may_settle.wait(10)
+
+    bench.claims.before_settle = hold_first
+    try:
+        for task in tasks:
+            bench.run(task)
+        assert bench.statuses(tasks[1:]) == ["DONE"] * 3
+        assert bench.statuses(tasks[:1]) == ["RUNNING"]
+    finally:
+        may_settle.set()
+    wait_until(lambda: bench.statuses(tasks) == ["DONE"] * 4, 5, "the first settlement")
+
+
+def test_a_chunk_of_quick_rows_is_settled_before_it_reports(
+    make_slow: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "SLOW_ROW_S", 10.0)
+    bench, threads = busy_bench(make_slow), list[threading.Thread]()
+    bench.claims.before_settle = lambda _: threads.append(threading.current_thread())
+    bench.run(bench.schedule())
+    assert threads == [threading.current_thread()]

@@ -82,44 +82,6 @@ def test_celery_offers_the_same_commands() -> None:
     assert [path for path, _ in commands(delays)] == [path for path, _ in commands(main)]
 
 
-def test_all_documented_commands_exist() -> None:
-    wanted = [
-        "up",
-        "config",
-        "schedule",
-        "list",
-        "show",
-        "why",
-        "tail",
-        "top",
-        "cancel",
-        "reschedule",
-        "rerun",
-        "stats",
-        "drain",
-    ]
-    wanted += [
-        "console",
-        "console-user",
-        "exporter",
-        "forecast",
-        "health",
-        "spread",
-        "check",
-        "completion",
-        "touch",
-        "audit",
-        "db upgrade",
-        "db downgrade",
-        "db current",
-    ]
-    wanted += ["pause", "resume", "policy list", "policy set", "policy clear"]
-    wanted += [f"recurring {name}" for name in ("list", "set", "pause", "resume", "run")]
-    wanted += [f"recurring {name}" for name in ("remove", "next", "import")]
-    wanted += ["serve", "api-key create", "api-key list", "api-key remove"]
-    assert set(wanted) == {path for path, _ in commands(main)}
-
-
 def test_the_version_is_printed() -> None:
     shown = CliRunner().invoke(main, ["--version"])
     assert shown.exit_code == 0
@@ -248,14 +210,6 @@ def test_a_narrow_terminal_leaves_out_empty_and_extra_columns(
     assert "key" not in screen.getvalue()
     assert "due" in screen.getvalue(), "once the tag is left out there is room"
     assert "tag" not in screen.getvalue()
-
-
-def test_a_wide_terminal_shows_extra_columns(
-    terminal: Callable[[], Terminal],
-) -> None:
-    screen = terminal()
-    output.print_table(("id", "due"), [("1", "now")], extra="due")
-    assert "now" in screen.getvalue()
 
 
 LIST = ("id", "status", "tag", "key", "when", "due", "queue", "attempts", "error")

@@ -1,4 +1,4 @@
-"""The public API: its names, its docstrings, and the path from a call to the INSERT statement."""
+"""The public API: its names, its options, and the path from a call to the INSERT statement."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import re
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import fields
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,12 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayTasks, Processor, api
+from delaytasks import DelayTask, DelayTasks, NewTask, Processor, api
+from delaytasks.cli.schedule_commands import schedule
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
-from delaytasks.core.filters import BulkOptions, Filters
 from delaytasks.core.task import TaskOptions
-from delaytasks.processors.registry import ProcessorOptions
-from delaytasks.recurrence.definition import RecurringSchedule
+from delaytasks.http_api.schemas import TASK
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import Statistics
@@ -33,6 +33,9 @@ from delaytasks.testing import DelaysTester
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
+
+# -- client ---------------------------------------------------------------------------------------
+
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -112,70 +115,6 @@ def test_the_reference_lists_each_function_and_those_without_a_twin() -> None:
     assert re.findall(r"`(\w+)`", functions) == sorted(FUNCTIONS)
     without = set(FUNCTIONS) & WITHOUT_TWIN.keys() - {"wait"}
     assert set(re.findall(r"`(\w+)`", twins)) == without
-
-
-def test_the_module_has_each_function_of_the_list_and_its_docstring() -> None:
-    assert set(api.__all__) < set(delaytasks.__all__)
-    for name in api.__all__:
-        assert getattr(delaytasks, name).__doc__ == getattr(DelayTasks, name).__doc__
-
-
-def _documented() -> Iterator[Any]:
-    for name in sorted(public_names() - TWINS):
-        if inspect.isfunction(member := getattr(DelayTasks, name)):
-            yield pytest.param(member, id=name)
-
-
-#: The options of methods that name each of them in the docstring.
-OPTIONS: dict[Any, Any] = {
-    DelayTasks.processor: ProcessorOptions,
-    DelayTasks.schedule_delay: TaskOptions,
-    DelayTasks.cancel_many: BulkOptions,
-    DelayTasks.find: Filters,
-}
-
-
-@pytest.mark.parametrize("method", list(_documented()))
-def test_a_docstring_names_each_parameter_and_has_an_example(method: Callable[..., Any]) -> None:
-    documentation = inspect.getdoc(method) or ""
-    summary, *_ = documentation.split("\n\n")
-    assert summary.endswith("."), summary
-    assert "\nExamples\n--------\n>>> " in documentation
-    signature = inspect.signature(method)
-    if signature.return_annotation != "None":
-        assert re.search(r"\n(Returns|Yields)\n-+\n\S", documentation)
-    names = set(list(signature.parameters)[1:])
-    if method in OPTIONS:
-        names |= OPTIONS[method].__annotations__.keys()
-        names -= {"options", "filters"}
-    assert names <= _parameters(documentation)
-
-
-def _parameters(documentation: str) -> set[str]:
-    """Return the names that the section Parameters of a docstring explains."""
-    section = re.search(r"^Parameters\n-+\n(.+?)(?=\n\n|\Z)", documentation, re.M | re.S)
-    heads = re.findall(r"^[*\w][^:\n]*", section[1], re.MULTILINE) if section else []
-    return {name.strip("* ") for head in heads for name in head.split(",")}
-
-
-_METHODS_OF_HANDLES = [
-    name
-    for name, method in inspect.getmembers(Processor, inspect.isfunction)
-    if not is_twin(method)
-]
-
-
-@pytest.mark.parametrize("name", [name for name in _METHODS_OF_HANDLES if name[0] != "_"])
-def test_each_method_of_a_processor_has_an_example(name: str) -> None:
-    documentation = inspect.getdoc(getattr(Processor, name)) or ""
-    assert "\nExamples\n--------\n>>> " in documentation
-    assert f".{name}(" in documentation
-
-
-def test_a_recurring_schedule_has_no_methods_of_the_sweep() -> None:
-    fields_of_row = {field.name for field in fields(RecurringSchedule)}
-    names = {name for name in dir(RecurringSchedule) if not name.startswith("_")}
-    assert names - fields_of_row == set("as_json between body key_of meta next parsed".split())
 
 
 def test_every_error_can_be_imported_from_the_package() -> None:
@@ -341,3 +280,34 @@ app = Celery("shop", broker="memory://")
 print(delaytasks.api.default() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
 """
     assert run(tmp_path, code) == "True\n"
+
+
+# -- task options ---------------------------------------------------------------------------------
+
+
+OPTIONS = set(TaskOptions.__annotations__)
+#: Each way to schedule a task has these arguments in a form of its own.
+ARGUMENTS = {"tag", "body", "delay", "at"}
+#: The JSON value of a task does not have these fields.
+HIDDEN = {"cancel_request"}
+
+
+def test_schedule_many_takes_the_options_of_schedule_delay() -> None:
+    assert set(NewTask._fields) == OPTIONS | ARGUMENTS
+
+
+def test_the_command_has_the_options() -> None:
+    parameters = {parameter.name for parameter in schedule.params}
+    # The command line has the version of the processor, or 1.
+    assert parameters >= OPTIONS - {"body_version"}
+    help_text = re.sub(r"\s+", " ", schedule.help or "")
+    named = re.search(r"further options of the task \((.*?)\)", help_text)
+    assert named is not None
+    assert set(named[1].split(", ")) == OPTIONS - {"body_version"}
+
+
+def test_the_json_value_of_a_task_has_its_fields() -> None:
+    task = DelayTask(1, "tag", "null", datetime(2030, 1, 31, tzinfo=timezone.utc))
+    names = {field.name.removesuffix("_json") for field in fields(DelayTask)} - HIDDEN
+    assert set(task.as_json()) == {"ip_address" if name == "ip" else name for name in names}
+    assert set(TASK["properties"]) <= set(task.as_json())

@@ -1,4 +1,4 @@
-"""Values and rules: ids, text and moves."""
+"""Values and rules: ids, text, moves, lost workers and the reasons of failures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,38 @@ import itertools
 import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import Any, get_args
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from delaytasks.core.errors import InvalidIdError
+from delaytasks.cli.output import parse_instant, show_from_now, show_instant
+from delaytasks.core.errors import (
+    InvalidDelayError,
+    InvalidIdError,
+    InvalidScheduleError,
+    NaiveDatetimeError,
+    OutcomeUnknownError,
+    StoreError,
+    StoreUnavailableError,
+)
 from delaytasks.core.ids import COUNTER_BITS, EPOCH_MS, MAX_ID, SHARD_BITS, IdMaker, check_id
-from delaytasks.core.states import FINISHED, LIVE, MOVES, SettlingMove, Status, moves_from
+from delaytasks.core.inputs import (
+    check_delay,
+    check_shift,
+    parse_duration,
+    show_duration,
+    show_measured,
+    show_timing,
+)
+from delaytasks.core.states import MOVES, SettlingMove, Status
 from delaytasks.core.text import one_line, storable, traceback_text
+from delaytasks.core.workers import LostWorker, lost_everywhere
+from delaytasks.execution.runner import FailureReason
+
+# -- values and rules: ids, text and moves --------------------------------------------------------
 
 
 def test_ids_grow_with_time_and_carry_their_shard() -> None:
@@ -90,11 +113,6 @@ def test_an_invalid_id_is_refused(given: Any) -> None:
 # -- text ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "plain", "ünï 😀", "a\nb\tc", "x" * 1000])
-def test_text_that_fits_is_stored_as_it_is(text: str) -> None:
-    assert storable(text, 4096) == text
-
-
 def test_nul_and_lone_surrogates_are_replaced() -> None:
     assert storable("a\x00b\ud800c\udfffd", 100) == "a\ufffdb\ufffdc\ufffdd"
     storable("\ud83d", 100).encode()
@@ -151,14 +169,6 @@ def test_a_status_is_shown_by_its_name_and_written_into_sql_as_its_number() -> N
     )
 
 
-def test_every_status_is_reached_and_every_live_one_is_left() -> None:
-    reached = {move.target for move in MOVES.values()}
-    assert reached == set(Status)
-    for status in LIVE:
-        assert moves_from(status)
-    assert moves_from(Status.DONE) == []
-
-
 def test_the_moves_match_the_contract() -> None:
     waiting, done, failed, running, cancelled, held = Status
     assert {name: (set(move.sources), move.target) for name, move in MOVES.items()} == {
@@ -190,18 +200,194 @@ def test_the_settling_moves_are_the_moves_with_an_ending() -> None:
     assert settling == set(get_args(SettlingMove))
 
 
-def test_only_an_operators_retry_leaves_a_finished_status() -> None:
-    assert {name for status in FINISHED for name in moves_from(status)} == {"rerun"}
-    assert not FINISHED & LIVE
-    assert set(Status) == FINISHED | LIVE
+# -- A worker is lost if it reports to none of the databases --------------------------------------
 
 
-def test_from_every_live_status_an_end_can_be_reached() -> None:
-    for start in LIVE:
-        seen, todo = set(), [start]
-        while todo:
-            status = todo.pop()
-            if status not in seen:
-                seen.add(status)
-                todo += [MOVES[name].target for name in moves_from(status)]
-        assert seen & FINISHED
+def lost(name: str, minute: int) -> LostWorker:
+    at = NOON + timedelta(minutes=minute)
+    return LostWorker(name, at, at - timedelta(minutes=3), "prefork", 2, ["default"])
+
+
+def test_the_latest_loss_comes_first_and_the_first_database_decides_when_it_was() -> None:
+    found = [lost("early", 1), lost("late", 5), lost("early", 9)]
+    assert lost_everywhere(found, ()) == [lost("late", 5), lost("early", 1)]
+
+
+def test_a_worker_that_reports_to_another_database_is_not_lost() -> None:
+    assert lost_everywhere([lost("w1", 1), lost("w2", 2)], {"w2"}) == [lost("w1", 1)]
+
+
+# -- the reasons for which chunks fail ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StoreUnavailableError("the database cannot be reached"), FailureReason.UNAVAILABLE),
+        (OutcomeUnknownError("the connection broke before the answer"), FailureReason.UNAVAILABLE),
+        (StoreError("the tables are missing"), FailureReason.REFUSED),
+        (KeyError("a bug"), FailureReason.UNKNOWN),
+        (ValueError("a row that cannot be read"), FailureReason.UNKNOWN),
+    ],
+)
+def test_only_an_unavailable_database_counts_as_unavailable(
+    error: Exception, reason: FailureReason
+) -> None:
+    assert FailureReason.of(error) is reason
+
+
+# -- test_durations -------------------------------------------------------------------------------
+
+
+NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("0", 0),
+        ("0.5", 0.5),
+        ("1h30m", 5400),
+        ("1h 30m", 5400),
+        (" 2d ", 172_800),
+        ("1w", 604_800),
+        ("500ms", 0.5),
+        ("1.5h", 5400),
+        ("1H30M", 5400),
+        ("1m500ms", 60.5),
+        ("1w2d3h4m5s6ms", 788_645.006),
+    ],
+)
+def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> None:
+    assert parse_duration(text) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "x",
+        "1x",
+        "h",
+        "30m1h",
+        "1h1h",
+        "1e9",
+        "nan",
+        "inf",
+        "1,5",
+        "1h30",
+        "٣",
+        "1m s",
+        "0x10",
+        "1 2",
+    ],
+)
+def test_an_invalid_duration_is_refused_with_the_valid_forms(text: str) -> None:
+    with pytest.raises(InvalidDelayError, match="1h30m"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["-5", "-1h", " -0.1"])
+def test_a_negative_duration_is_refused_as_negative(text: str) -> None:
+    with pytest.raises(InvalidDelayError, match="not negative"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 30, "9" * 400, "9" * 30 + "w"])
+def test_a_duration_beyond_all_bounds_is_refused_and_does_not_overflow(text: str) -> None:
+    with pytest.raises(InvalidDelayError, match="longer"):
+        parse_duration(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["2030-01-31T12:00:00Z", "2030-01-31 12:00z", "2030-01-31T13:00:00+01:00"]
+)
+def test_an_instant_is_read_with_its_zone(text: str) -> None:
+    assert parse_instant(text) == NOON
+
+
+def test_an_instant_without_a_zone_is_refused() -> None:
+    with pytest.raises(NaiveDatetimeError, match="Z for UTC"):
+        parse_instant("2030-01-31T12:00:00")
+
+
+@pytest.mark.parametrize("text", ["", "tomorrow", "2030-02-31T00:00:00Z", "Z"])
+def test_an_invalid_instant_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(InvalidScheduleError, match="2030-01-31T18:00:00Z"):
+        parse_instant(text)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0, "0s"),
+        (0.0123, "12ms"),
+        (5.2, "5s"),
+        (59.9, "1m"),
+        (5400, "1h30m"),
+        (3605, "1h"),
+        (172_800, "2d"),
+        (-90, "1m30s"),
+    ],
+)
+def test_a_duration_is_shown_by_its_two_largest_units(seconds: float, shown: str) -> None:
+    assert show_duration(seconds) == shown
+
+
+@given(st.integers(0, 10**9))
+def test_a_shown_duration_can_be_typed_again(seconds: int) -> None:
+    again = parse_duration(show_duration(seconds)).total_seconds()
+    # The omitted rest is less than one of the second unit. For example, 1w omits less than a day.
+    assert again <= seconds <= again * 8 / 7
+
+
+def test_an_instant_is_shown_so_that_it_can_be_typed_again() -> None:
+    assert show_instant(NOON) == "2030-01-31T12:00:00Z"
+    assert parse_instant(show_instant(NOON)) == NOON
+
+
+def test_the_past_and_the_future_are_distinguished() -> None:
+    assert show_from_now(NOON + timedelta(minutes=90), NOON) == "in 1h30m"
+    assert show_from_now(NOON - timedelta(seconds=5), NOON) == "5s ago"
+
+
+@pytest.mark.parametrize(
+    ("delay", "seconds"), [("30m", 1800), ("1h 30m", 5400), (" 500ms ", 0.5), ("0s", 0), (90, 90)]
+)
+def test_a_delay_is_seconds_or_text_with_units(delay: str | float, seconds: float) -> None:
+    assert check_delay(delay, 1e6) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize("delay", ["5", " 5.0 ", "1e3", "", "-5", "-5m", "soon", "10m1h"])
+def test_a_delay_without_a_unit_or_of_another_form_is_refused(delay: str) -> None:
+    with pytest.raises(InvalidDelayError):
+        check_delay(delay, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("shift", "seconds"), [("1h", 3600), ("-1h30m", -5400), (" - 5s", -5), (-60, -60)]
+)
+def test_a_shift_has_a_sign(shift: str | float, seconds: float) -> None:
+    assert check_shift(shift, 1e6) == timedelta(seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "–"), (0, "0"), (0.0123, "12ms"), (1.5, "1.5s"), (90, "1m30s")]
+)
+def test_a_measured_duration_is_shown_to_the_millisecond(seconds: float | None, text: str) -> None:
+    assert show_measured(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("timing", "text"),
+    [
+        ("every 10", "every 10s"),
+        ("every 300", "every 5m"),
+        ("every forged", "every forged"),
+        ("0 9 * * *", "0 9 * * *"),
+    ],
+)
+def test_an_interval_of_a_schedule_is_shown_with_its_unit(timing: str, text: str) -> None:
+    assert show_timing(timing) == text

@@ -1,16 +1,20 @@
-"""The store classifies a driver's errors and retries the statement where that is safe."""
+"""The store classifies a driver's errors, and reads the URLs of its databases."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import and_, column, event, exc, make_url, select
-from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy import Column, MetaData, Table, event, exc, make_url, select
 
 from delaytasks.core.errors import (
     ConfigError,
@@ -28,10 +32,18 @@ from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.storage import engines
 from delaytasks.storage.database import Database
 from delaytasks.storage.driver_errors import lacks_tables, translate
+from delaytasks.storage.engines import _CopyFile, addresses_of
+from delaytasks.storage.inserts import _COPY_CHARACTERS, _COPY_ROWS, _copy_parts
+from delaytasks.storage.migrations import comparison, ddl, exclusively
+from delaytasks.storage.searching import estimate_rows
 from delaytasks.storage.store import Store
-from delaytasks.storage.types import UTCDateTime, db_now, is_past
+from delaytasks.storage.types import capabilities_of
 from tests.conftest import open_store, settings_for
 from tests.recording import counted
+from tests.running import ROOT
+
+# -- the store classifies a driver's errors and retries the statement where that is safe ----------
+
 
 SECRET = "s3cr3t-canary"
 
@@ -275,20 +287,6 @@ def test_a_driver_that_is_not_installed_is_named_with_the_package(
         _ = Database(url).auto
 
 
-@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
-def test_a_url_of_another_postgresql_driver_reaches_the_same_database(
-    postgresql_url: str, driver: str
-) -> None:
-    url = (
-        make_url(postgresql_url)
-        .set(drivername=f"postgresql+{driver}")
-        .render_as_string(hide_password=False)
-    )
-    store = Store(url, settings_for(url))
-    assert store.tasks.now().tzinfo is not None
-    store.close()
-
-
 # -- connections ----------------------------------------------------------------------------------
 
 
@@ -324,19 +322,6 @@ def test_an_error_names_its_number_and_no_values(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "dialect", [sqlite.dialect(), mysql.dialect(), postgresql.dialect()], ids=lambda one: one.name
-)
-def test_the_condition_for_past_times_can_use_an_index(dialect: Any) -> None:
-    due = column("due", UTCDateTime())
-    compiled = str(
-        select(due)
-        .where(and_(column("status") == 0, is_past(due, db_now())))
-        .compile(dialect=dialect)
-    )
-    assert "= 1" not in compiled, compiled
-
-
-@pytest.mark.parametrize(
     ("failure", "is_missing"),
     [
         *((error("gone", state=state), True) for state in ("42P01", "42703", "3F000")),
@@ -361,3 +346,155 @@ def test_a_session_without_tables_may_be_on_another_database() -> None:
     other = database.remedy_at(make_url("postgresql+asyncpg://bob:s3cr3t@db/other"))
     assert "the session is on postgresql+asyncpg://bob:***@db/other, and" in other
     assert "database_url is postgresql+psycopg2://ann:***@db/shop: open the session" in other
+
+
+# -- different URLs of the same database are recognized -------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("postgresql://me@h/d", "postgresql+psycopg://you@h:5432/d?sslmode=require"),
+        ("postgresql://h1,h2/d", "postgresql://h2/d"),
+        ("postgresql:///d?host=h1:5433&host=h2", "postgresql://h1:5433/d"),
+        ("postgresql:///d?host=h1,h2&port=1,2", "postgresql:///d?host=h2:2&host=h1:1"),
+        ("postgresql:///d?host=/run/a&port=5433", "postgresql:///d?host=/run/a&port=5433&user=me"),
+        ("mysql://h/d", "mariadb+pymysql://h:3306/d"),
+        ("sqlite:////srv/d", "sqlite+aiosqlite:////srv/d"),
+    ],
+)
+def test_urls_that_may_name_the_same_server_have_a_common_address(one: str, other: str) -> None:
+    assert addresses_of(make_url(one)) & addresses_of(make_url(other))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("postgresql:///d?host=h1&host=h2", "postgresql:///d?host=h3&host=h4"),
+        ("postgresql:///d?host=h:1&host=i:1", "postgresql:///d?host=h:2&host=i:2"),
+        ("postgresql:///d?host=h1,h2&port=1,2", "postgresql:///d?host=h1,h2&port=2,1"),
+        ("postgresql:///d?host=/run/a", "postgresql:///d?host=/run/b"),
+        ("postgresql:///d?service=a", "postgresql:///d?service=b"),
+        ("postgresql://h/d", "postgresql://h/e"),
+        ("mysql://localhost/d?unix_socket=/run/a", "mysql://localhost/d?unix_socket=/run/b"),
+        ("mysql://h/d", "postgresql://h/d"),
+        ("sqlite:////srv/d", "sqlite:////srv/e"),
+    ],
+)
+def test_urls_of_different_servers_have_no_common_address(one: str, other: str) -> None:
+    assert not addresses_of(make_url(one)) & addresses_of(make_url(other))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://root@h1:5432,h2:5432/d",
+        "postgresql://root@/d?host=h1&host=h2&port=5432",
+        "postgresql://root@/d?host=h1,h2,h3&port=1,2",
+        "postgresql://root@/d?host=h1:x&host=h2",
+        "postgresql://root@h1:5432,h2/d",
+    ],
+)
+def test_unequal_numbers_of_hosts_and_ports_are_a_wrong_setting(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"delaytasks_database_url .*host=h1:5432&host=h2:5432"):
+        Database(url).auto.connect()
+
+
+# -- A database that delaytasks does not support is refused, and not taken for another one --------
+
+
+pytestmark = pytest.mark.quick
+
+UNKNOWN: Any = SimpleNamespace(dialect=SimpleNamespace(name="oracle"))
+
+
+def _migrate() -> None:
+    with exclusively(UNKNOWN, "", None):
+        pass
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda: capabilities_of("oracle"),
+        lambda: estimate_rows(UNKNOWN, select(Table("t", MetaData(), Column("id")))),
+        _migrate,
+        lambda: ddl("oracle"),
+        lambda: comparison("oracle"),
+    ],
+    ids=["capabilities", "estimates", "migrations", "DDL", "comparison"],
+)
+def test_an_unknown_database_is_refused_with_the_supported_ones(use: Any) -> None:
+    with pytest.raises(ConfigError, match="'oracle'; it supports postgresql, mysql, mariadb, sqli"):
+        use()
+
+
+_NAMES = {"postgresql", "mysql", "mariadb", "sqlite"}
+#: The modules that compare a name and cannot choose with `for_database`.
+_COMPARE = {
+    "storage/database.py": "SQLite URLs name no driver, and simulated time is for any engine",
+    "storage/engines.py": "is about SQLite only",
+    "storage/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",
+}
+
+
+# It does not find a comparison with a constant of another name.
+def _compares_a_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Compare) and any(
+        isinstance(each, ast.Constant) and each.value in _NAMES for each in ast.walk(node)
+    )
+
+
+def test_no_other_module_compares_the_name_of_a_database() -> None:
+    package = ROOT / "delaytasks"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if any(map(_compares_a_name, ast.walk(ast.parse(path.read_text()))))
+    }
+    # The frameworks have their own names of databases.
+    assert {path for path in found if not path.startswith("contrib/")} == set(_COMPARE)
+
+
+# -- COPY receives its text in parts --------------------------------------------------------------
+
+
+class Interruption(BaseException):
+    """Simulate the exception of a time limit."""
+
+
+def rows(count: int, body: str = "{}") -> Iterator[tuple[Any, ...]]:
+    return ((n, body, "2030-01-01", "tag") for n in range(count))
+
+
+def test_all_rows_come_in_parts_and_then_nothing() -> None:
+    text = _CopyFile(_copy_parts(rows(2 * _COPY_ROWS + 1)))
+    parts = list(iter(partial(text.read, 8192), ""))
+    assert [part.count("\n") for part in parts] == [_COPY_ROWS, _COPY_ROWS, 1]
+    assert text.read(8192) == ""
+    assert [part.count("\n") for part in _copy_parts(rows(2 * _COPY_ROWS))] == [_COPY_ROWS] * 2
+
+
+def test_a_part_of_large_bodies_has_few_of_them() -> None:
+    found = _copy_parts(rows(10, "x" * (_COPY_CHARACTERS // 2)))
+    assert [part.count("\n") for part in found] == [2] * 5
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="the system has no timers")
+def test_an_interruption_that_waited_while_the_driver_was_busy_is_kept() -> None:
+    def interrupt(_number: int, _frame: object) -> None:
+        raise Interruption
+
+    text = _CopyFile(_copy_parts(rows(10)))
+    # Both calls run in C, as in the driver. The signal arrives during the first call, and Python
+    # runs its handler during the second call.
+    calls = [partial(sum, range(20_000_000)), partial(text.read, 8192)]
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        with pytest.raises(Interruption):
+            list(map(operator.methodcaller("__call__"), calls))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert isinstance(text.interrupted, Interruption)

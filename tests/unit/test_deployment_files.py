@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from delaytasks.cli.servers import API_PORT
-from delaytasks.cli.servers import PORT as CONSOLE_PORT
 from delaytasks.core.errors import ConfigError
 from delaytasks.core.settings import load_settings
 from delaytasks.operations.health import READY_ANSWER_S
@@ -108,19 +107,6 @@ def test_the_probes_of_the_http_api_are_its_urls() -> None:
     assert min(api[f"{name}Probe"]["timeoutSeconds"] for name in paths) > READY_ANSWER_S
 
 
-@pytest.mark.parametrize(("name", "port"), [("api", API_PORT), ("console", CONSOLE_PORT)])
-def test_compose_asks_each_server_whether_it_is_ready(name: str, port: int) -> None:
-    check = COMPOSE["services"][name]["healthcheck"]["test"]
-    assert f"http://127.0.0.1:{port}/health/ready" in check[-1]
-    compile(check[-1], "healthcheck", "exec")
-
-
-def test_the_image_is_made_from_a_tag_that_names_a_version() -> None:
-    images = {re.sub(r" AS \w+$", "", image) for image in instructions("FROM")}
-    assert len(images) == 1, "both stages need the same Python"
-    assert all(re.fullmatch(r"python:3\.\d+-slim", image) for image in images)
-
-
 def test_the_image_runs_as_a_user_without_rights() -> None:
     [user] = instructions("USER")
     users = {pod["securityContext"]["runAsUser"] for pod in pods()}
@@ -193,13 +179,3 @@ def test_the_compose_file_agrees_with_the_schema_of_compose() -> None:
         timeout=60,
     )
     assert checked.returncode == 0, checked.stdout
-
-
-def test_compose_starts_each_process_of_a_deployment() -> None:
-    services = COMPOSE["services"]
-    assert set(services) == {
-        *("postgres", "redis", "migrate", "worker", "beat", "console", "api", "exporter")
-    }
-    waits = {"condition": "service_completed_successfully"}
-    for name in ("worker", "beat", "console", "api", "exporter"):
-        assert services[name]["depends_on"]["migrate"] == waits

@@ -1,24 +1,27 @@
-"""The documentation agrees with the code: settings, metrics, errors and files exist.
-
-`test_docs_code.py` and `test_docs_commands.py` run the code and the commands in the documentation.
-
-`python -m tests.unit.test_docs` writes the tables, which start with `<!-- generated: … -->` and
-stop with `<!-- end -->`.
-"""
+"""The documentation agrees with the code: settings, metrics, errors, files and commands."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from celery import Celery
+from freezegun import freeze_time
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.schema import CreateIndex
 
+from benchmarks.peers import pages
+from benchmarks.peers.results import Results
+from delaytasks import DelayTasks
+from delaytasks.attachment import ENTRY_POINTS
 from delaytasks.core import errors
 from delaytasks.core.events import _LOG_LEVELS as LEVELS
 from delaytasks.core.filters import Filter
@@ -28,10 +31,17 @@ from delaytasks.http_api.routes import ROUTES
 from delaytasks.metrics.files import read_file
 from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetrics
 from delaytasks.metrics.snapshot import known_families
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.schema import build_schema
+from delaytasks.testing import DelaysTester
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
-from tests.doc_pages import NAMES, PAGES, ROOT, blocks, environment
+from tests.doc_commands import check_command, command_lines, runs_here
+from tests.doc_pages import NAMES, PAGES, ROOT, SHELLS, block_beginning, blocks, environment
+
+# -- the documentation agrees with the code: settings, metrics, errors and files exist ------------
+
 
 #: A file of the project in backticks, perhaps with the name of a test.
 _FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::[^`]*)?`")
@@ -39,24 +49,6 @@ _FILE = re.compile(r"`([\w./]+/\w+\.py)(?:::[^`]*)?`")
 _OTHER_FILES = {"worker/heap.py"}
 #: The folders with the files that pages name; pages about Django have the files of the example.
 _PLACES = ("", "delaytasks", "tests", "examples/django_shop")
-
-
-# -- settings -------------------------------------------------------------------------------------
-
-#: Names of settings that also are words of other meanings, such as a timer, a column or a case of
-#: the benchmarks.
-_WORDS = {"arm", "data_dir", "database_url", "namespace", "queues", "shard", "timer"}
-
-
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.name) for page in PAGES])
-def test_a_page_names_each_setting_with_its_prefix(page: Path) -> None:
-    if page.name in ("benchmarks.md", "peers.md") or page.parent.name == "decisions":
-        return  # the cases of benchmarks have names of settings, and decisions are a record
-    names = {field.name for field in dataclasses.fields(Settings)} - _WORDS
-    if page.name == "architecture.md":
-        names -= {"durable_eta", "statistics"}  # packages
-    bare = re.findall(rf"`({'|'.join(sorted(names))})\b[^`(]*`", page.read_text())
-    assert not bare, f"write delaytasks_{bare[0]}"
 
 
 # -- tests, metrics, settings, links --------------------------------------------------------------
@@ -342,14 +334,129 @@ def test_the_recovery_times_of_faults_follow_from_the_default_settings() -> None
     assert found["N instead of S"] == f"{unswept_s:g} s instead of {settings.sweep_s:g} s"
 
 
-def test_each_test_that_the_docs_name_is_there() -> None:
-    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
-    named = re.findall(r"`(\S+\.py)::(\w+)`", pages)
-    assert len(named) > 50
-    assert not [
-        name for name in named if f"def {name[1]}(" not in (ROOT / "tests" / name[0]).read_text()
-    ]
-
-
 if __name__ == "__main__":
     write_tables()
+
+
+# -- docs statements ------------------------------------------------------------------------------
+
+
+def test_the_indexes_to_create_before_a_migration_are_those_of_the_schema() -> None:
+    made = {
+        str(CreateIndex(index).compile(dialect=postgresql.dialect()))
+        for index in build_schema().tasks.indexes
+    }
+    block = block_beginning("docs/operations.md", "CREATE INDEX CONCURRENTLY")
+    statements = (
+        re.sub(r"\s+", " ", block.text.replace(" CONCURRENTLY", "")).strip(" ;").split("; ")
+    )
+    assert len(statements) == 3
+    assert set(statements) <= made
+
+
+def test_the_entry_point_of_processors_is_the_one_that_workers_load() -> None:
+    [block] = [block for block in blocks(ROOT / "docs/worker.md") if block.language == "toml"]
+    assert block.text.startswith(f'[project.entry-points."{ENTRY_POINTS}"]\n')
+
+
+def test_the_tree_of_errors_has_the_classes_below_the_first_one() -> None:
+    first, *lines = block_beginning("docs/errors.md", "DelayTaskError").text.splitlines()
+    root = getattr(errors, first)
+    shown = {
+        match[1]: match[2]
+        for line in lines
+        if (match := re.fullmatch(r"[├└]── (\w+)(?: \(an? (\w+)\))? +\S.*", line))
+    }
+    assert len(shown) == len(lines)
+    assert shown == {
+        name: next((base.__name__ for base in value.__bases__ if base is not root), None)
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and root in value.__bases__
+    }
+
+
+def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) -> None:
+    documented = block_beginning("docs/testing.md", "AssertionError: ").text
+    delays = DelayTasks(Celery("shop", set_as_current=False), f"sqlite:///{tmp_path / 'a.sqlite3'}")
+    with runtime_of(delays).store.database.begin() as connection:
+        delays.create_tables(connection)
+    with freeze_time("2027-01-01"), DelaysTester(delays) as tester:
+        delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
+        with pytest.raises(AssertionError) as raised:
+            tester.assert_scheduled("order.close", key="7", body={"order": 8}, within="20m")
+    assert f"AssertionError: {raised.value}\n" == documented
+    delays.close()
+
+
+# -- the commands in the documentation run, and the other commands have known options -------------
+
+
+WITH_COMMANDS = [
+    name for name in NAMES if any(runs_here(ROOT / name, block) for block in blocks(ROOT / name))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_COMMANDS)
+def test_the_commands_of_a_page_run(name: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.doc_commands", str(ROOT / name)],
+        cwd=tmp_path,
+        env={**environment(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_command_shown_exists_with_its_options(name: str) -> None:
+    for block in blocks(ROOT / name):
+        if block.language in SHELLS and not block.before.startswith("<!-- not run: "):
+            for line in command_lines(block):
+                words = shlex.split(line, comments=True)
+                if "delays" in words or words[:1] in (["celery"], ["delaytasks"]):
+                    check_command(words, f"{name}: {line}")
+
+
+# -- peers pages ----------------------------------------------------------------------------------
+
+
+def results() -> Results:
+    found = Results(
+        machine={"cores": "2"}, sizes={"burst": "20 tasks", "steady_50": "50 tasks a second"}
+    )
+    for name, title in (
+        ("delaytasks", "delaytasks, `eta`"),
+        ("quick", "Quick & Co"),
+        ("whole", "Whole seconds"),
+    ):
+        found.systems[name] = {
+            "title": title,
+            "version": "1.0",
+            "servers": ["Redis"],
+            "setup": "as it comes",
+            "source": "",
+            "limits": [],
+        }
+    for value in (900.0, 1000.0, 1200.0):
+        found.add("burst", "delaytasks", value)
+        found.add("burst", "quick", value / 10)
+    found.remark("burst", "whole", "failed: it did not start")
+    found.remark("burst", "quick", "300 tasks of 2,000, the time was over")
+    found.add("steady_50_p99", "whole", 978.0)
+    found.add("steady_50_early", "whole", 48.0)
+    found.left_out["absent"] = "there is no Node here"
+    return found
+
+
+def test_the_page_in_the_docs_matches_its_values(tmp_path: Path) -> None:
+    written: list[Any] = pages.write(
+        ROOT / "docs" / "peers.json", tmp_path / "peers.md", tmp_path / "images"
+    )
+    for path in written:
+        shown = (pages.PAGE if path.suffix == ".md" else pages.PICTURES / path.name).read_text()
+        assert shown == path.read_text(), (
+            f"{path.name} is out of date; run: ./dev bench --pages docs/peers.json"
+        )

@@ -1,20 +1,46 @@
-"""A loop continues after failures. A dead or stuck loop gets a fresh thread."""
+"""Threads of this package: loops, pools, the availability of services, and latest values."""
 
 from __future__ import annotations
 
+import asyncio
+import os
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from kombu.asynchronous import Hub
+from sqlalchemy import text
 
+from delaytasks.core import loop as availability
+from delaytasks.core import loop as latest
 from delaytasks.core import loop as loop_module
+from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.loop import Loop
+from delaytasks.core.loop import (
+    MOST_RENEW_S,
+    RENEW_S,
+    RENEW_SHARE,
+    SERVICE_REST_S,
+    Availability,
+    Latest,
+    Loop,
+    ThreadPool,
+)
+from delaytasks.storage.database import Database
+from delaytasks.storage.engines import ForkGate
+from delaytasks.twins import STARTS_PER_TURN, LoopTurns
 from delaytasks.worker import worker_runtime as runtime_module
+from delaytasks.worker.celery_patches import let_threads_wake
 from delaytasks.worker.worker_runtime import SUSPENDED_S, WATCHDOG_S, Watchdog
-from tests.unit.manual_monotonic import ManualMonotonic
+from tests.unit.worker_harness import ManualMonotonic
 from tests.waiting import wait_until
+
+# -- A loop continues after failures. A dead or stuck loop gets a fresh thread --------------------
 
 
 class Work:
@@ -63,15 +89,15 @@ class Work:
 
 
 @pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
-    time = ManualMonotonic()
+def clock(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
+    clock = ManualMonotonic()
     for module in (loop_module, runtime_module):
-        monkeypatch.setattr(module, "monotonic", time)
-    return time
+        monkeypatch.setattr(module, "monotonic", clock)
+    return clock
 
 
 @pytest.fixture
-def work(time: ManualMonotonic) -> Iterator[Work]:
+def work(clock: ManualMonotonic) -> Iterator[Work]:
     work = Work()
     yield work
     work.goes_on.set()
@@ -108,13 +134,13 @@ def test_a_thread_that_died_is_replaced_and_counted(work: Work) -> None:
 
 
 def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
-    work: Work, time: ManualMonotonic
+    work: Work, clock: ManualMonotonic
 ) -> None:
     stuck = work.take_turn(work.hang)
-    time.at += 10
+    clock.at += 10
     work.loop.check()
     assert work.told == [], "it has ten seconds"
-    time.at += 0.1
+    clock.at += 0.1
     work.loop.check()
     assert work.told == [{"loop": "work", "reason": "stuck"}]
     fresh = work.take_turn()
@@ -123,11 +149,11 @@ def test_a_thread_that_is_stuck_is_replaced_by_one_with_fresh_connections(
 
 
 def test_a_stuck_thread_that_continues_takes_no_further_turn(
-    work: Work, time: ManualMonotonic
+    work: Work, clock: ManualMonotonic
 ) -> None:
     stuck = work.take_turn(work.hang)
     turns = work.threads.count(stuck)
-    time.at += 11
+    clock.at += 11
     work.loop.check()
     fresh = work.take_turn()
     work.rest()
@@ -138,7 +164,7 @@ def test_a_stuck_thread_that_continues_takes_no_further_turn(
     assert work.threads.count(stuck) == turns
 
 
-def test_a_replaced_turn_ends_at_its_next_step(work: Work, time: ManualMonotonic) -> None:
+def test_a_replaced_turn_ends_at_its_next_step(work: Work, clock: ManualMonotonic) -> None:
     ended_by: list[BaseException] = []
 
     def step() -> None:
@@ -152,7 +178,7 @@ def test_a_replaced_turn_ends_at_its_next_step(work: Work, time: ManualMonotonic
             raise
 
     stuck = work.take_turn(step)
-    time.at += 11
+    clock.at += 11
     work.loop.check()
     work.take_turn()
     work.goes_on.set()
@@ -161,7 +187,7 @@ def test_a_replaced_turn_ends_at_its_next_step(work: Work, time: ManualMonotonic
     assert work.events.counts["loop.failed"] == 0, "nothing of it is an error"
 
 
-def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, time: ManualMonotonic) -> None:
+def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, clock: ManualMonotonic) -> None:
     steps = [threading.Event() for _ in range(3)]
     done: list[int] = []
 
@@ -174,41 +200,41 @@ def test_a_long_turn_that_makes_progress_is_not_stuck(work: Work, time: ManualMo
 
     work.take_turn(go)
     for number, step in enumerate(steps):
-        time.at += 9
+        clock.at += 9
         work.loop.check()
         step.set()
         wait_until(lambda number=number: number in done, 5, "the step", 0.001)  # type: ignore[misc]
     assert work.told == []
-    time.at += 11
+    clock.at += 11
     work.loop.check()
     assert [fields["reason"] for fields in work.told] == ["stuck"]
 
 
-def test_an_idle_loop_is_not_stuck(work: Work, time: ManualMonotonic) -> None:
+def test_an_idle_loop_is_not_stuck(work: Work, clock: ManualMonotonic) -> None:
     work.rest()
-    time.at += 3600
+    clock.at += 3600
     work.loop.check()
     assert work.told == []
 
 
 def test_each_thread_that_is_stuck_in_a_row_is_given_twice_the_time(
-    work: Work, time: ManualMonotonic
+    work: Work, clock: ManualMonotonic
 ) -> None:
     work.take_turn(work.hang)
-    time.at += 11
+    clock.at += 11
     work.plan = work.hang  # the fresh thread hangs in its first turn
     work.loop.check()
     wait_until(lambda: work.reconnected and work.plan is None, 5, "the fresh thread", 0.001)
-    time.at += 19
+    clock.at += 19
     work.loop.check()
     assert len(work.told) == 1
-    time.at += 2
+    clock.at += 2
     work.loop.check()
     assert len(work.told) == 2
     work.take_turn()
     work.rest()
     work.take_turn(work.hang)
-    time.at += 11
+    clock.at += 11
     work.loop.check()
     assert len(work.told) == 3, "one that ended its turn begins anew"
 
@@ -222,15 +248,326 @@ def test_a_stopped_loop_is_not_started_again(work: Work) -> None:
 
 
 def test_no_loop_is_stuck_because_the_whole_process_was_suspended(
-    work: Work, time: ManualMonotonic
+    work: Work, clock: ManualMonotonic
 ) -> None:
     watchdog = Watchdog(work.events, [work.loop])
     work.take_turn(work.hang)
-    time.at += SUSPENDED_S + 100
+    clock.at += SUSPENDED_S + 100
     watchdog.check()
     assert work.told == []
-    time.at += WATCHDOG_S
+    clock.at += WATCHDOG_S
     watchdog.check()
     assert [fields["reason"] for fields in work.told] == ["stuck"], (
         "it is, if it does not go on now"
     )
+
+
+# -- availability reports each change of a service once, and a failure begins a rest --------------
+
+
+THREADS = 8
+
+
+def test_only_changes_of_the_state_are_reported() -> None:
+    told: list[str] = []
+    broker = Availability(told.append, lambda: told.append("up"))
+    broker.answered()
+    broker.failed("first")
+    broker.failed("second")
+    assert not broker.is_up
+    broker.answered()
+    broker.answered()
+    assert broker.is_up
+    assert told == ["first", "up"]
+
+
+def test_after_a_failure_the_service_is_not_used_for_a_while(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(availability, "monotonic", lambda: now[0])
+    broker = Availability(lambda error: None)
+    assert not broker.is_resting
+    broker.failed("away")
+    assert broker.is_resting
+    now[0] += SERVICE_REST_S - 0.01
+    broker.failed("still")
+    now[0] += 0.5
+    assert broker.is_resting, "each failure begins a rest"
+    now[0] += SERVICE_REST_S
+    assert not broker.is_resting
+    assert not broker.is_up, "nobody has asked"
+
+
+def test_after_a_success_the_service_is_used_again() -> None:
+    broker = Availability(lambda error: None)
+    broker.failed("away")
+    broker.answered()
+    assert not broker.is_resting
+
+
+def test_threads_that_notice_a_failure_simultaneously_report_it_once() -> None:
+    class Watched(Availability):
+        """Let another thread run between the read of the state and its change."""
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "is_up":
+                time.sleep(0)
+            super().__setattr__(name, value)
+
+    told: list[str] = []
+    broker = Watched(told.append, lambda: told.append("up"))
+    start = threading.Barrier(THREADS)
+
+    def find_out(_: int) -> None:
+        for _ in range(200):
+            start.wait()
+            broker.failed("down")
+            start.wait()
+            broker.answered()
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(find_out, range(THREADS)))
+    assert told == ["down", "up"] * 200
+
+
+# -- the latest value, here a forecast, is kept, and callers rarely wait for a new one ------------
+
+
+class Forecasts:
+    """Makes forecasts, which are numbers here, on a clock that the test turns."""
+
+    def __init__(self) -> None:
+        self.time = ManualMonotonic()
+        self.takes_s = 0.125
+        self.error: Exception | None = None
+        self.made = 0
+
+    def make(self) -> Any:
+        self.time.at += self.takes_s
+        self.made += 1
+        if self.error is not None:
+            raise self.error
+        return self.made
+
+
+@pytest.fixture
+def forecasts(monkeypatch: pytest.MonkeyPatch) -> Forecasts:
+    """Forecasts that the calling thread makes."""
+    found = Forecasts()
+
+    def do(work: Callable[[], object], *_: Any, **__: Any) -> bool:
+        work()
+        return True
+
+    monkeypatch.setattr(latest, "monotonic", found.time)
+    monkeypatch.setattr(latest, "within", lambda _, work: work())
+    monkeypatch.setattr(latest, "in_background", do)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("takes_s", "rest_s"),
+    [(0.125, RENEW_S), (1, RENEW_SHARE), (300, MOST_RENEW_S)],
+)
+def test_a_slow_forecast_is_made_again_less_often(
+    forecasts: Forecasts, takes_s: float, rest_s: float
+) -> None:
+    forecasts.takes_s = takes_s
+    kept: Any = Latest("forecast", forecasts.make)
+    assert kept.get() == (1, takes_s)
+    forecasts.time.at += rest_s - 1
+    assert kept.get() == (1, takes_s + rest_s - 1)
+    forecasts.time.at += 1
+    assert kept.get() == (2, takes_s)
+
+
+def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(
+    forecasts: Forecasts,
+) -> None:
+    kept: Any = Latest("forecast", forecasts.make)
+    assert kept.get() == (1, 0.125)
+    forecasts.error = StoreUnavailableError("down")
+    forecasts.time.at += RENEW_S
+    assert kept.get() == (1, RENEW_S + 0.25)
+    forecasts.time.at += RENEW_S
+    assert kept.get() is None
+    forecasts.error = None
+    forecasts.time.at += RENEW_S - 1
+    assert kept.get() is None, "after an error, the database rests as well"
+    forecasts.time.at += 1
+    assert kept.get() == (4, 0.125)
+
+
+def test_an_error_of_the_program_is_logged(
+    forecasts: Forecasts, caplog: pytest.LogCaptureFixture
+) -> None:
+    forecasts.error = ZeroDivisionError("no worker")
+    assert Latest("forecast", forecasts.make).get() is None
+    assert "ZeroDivisionError: no worker" in caplog.text
+
+
+class SlowForecasts:
+    """The second forecast waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.goes_on = threading.Event()
+
+    def make(self) -> Any:
+        self.made += 1
+        if self.made > 1:
+            self.goes_on.wait(30)
+        return self.made
+
+
+def test_callers_get_the_last_forecast_while_a_thread_makes_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    time, slow = ManualMonotonic(), SlowForecasts()
+    monkeypatch.setattr(latest, "monotonic", time)
+    monkeypatch.setattr(latest, "FIRST_WAIT_S", 30.0)
+    kept: Any = Latest("forecast", slow.make)
+
+    def found() -> Any:
+        recent = kept.get()
+        return recent and recent[0]
+
+    assert found() == 1
+    time.at += RENEW_S
+    assert [found(), found()] == [1, 1]
+    time.at += RENEW_S + 1
+    assert found() is None, "it is too old, and the thread still works"
+    slow.goes_on.set()
+    wait_until(lambda: found() == 2, 20, "the new forecast")
+    assert slow.made == 2
+
+
+# -- waking ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+def test_another_thread_wakes_an_event_loop_that_waits(is_reset: bool) -> None:
+    hub, called = Hub(), list[int]()
+    let_threads_wake(hub)
+    hub.timer.max_interval = 60
+    hub.call_later(60, lambda: None)
+    if is_reset:  # a worker that loses its broker resets the hub
+        hub.call_soon(lambda: None)
+        next(hub.create_loop())
+        hub.reset()
+    is_over = threading.Event()
+    silent, other_end = socket.socketpair()
+    hub.add_reader(silent, lambda: None)
+
+    def run() -> None:
+        loop = hub.create_loop()
+        while not is_over.is_set():
+            next(loop)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        for number in range(3):
+            hub.call_soon(called.append, number)
+            wait_until(lambda number=number: len(called) > number, 5, "the loop to wake")  # type: ignore[misc]
+    finally:
+        is_over.set()
+        hub.call_soon(called.append, 3)
+        thread.join(5)
+        silent.close()
+        other_end.close()
+        hub.close()
+    assert not thread.is_alive()
+
+
+# -- A child that is forked while a thread uses SQLite can use SQLite, too ------------------------
+
+
+def test_a_child_forked_while_a_thread_writes_is_not_locked_out(
+    sqlite_path: Callable[[], str],
+) -> None:
+    database = Database(sqlite_path())
+    database.autocommitted(lambda c: c.execute(text("CREATE TABLE t (n integer)")))
+    writes, ends = threading.Event(), threading.Event()
+
+    def write() -> None:
+        with database.begin() as connection:
+            connection.execute(text("INSERT INTO t VALUES (1)"))
+            writes.set()
+            ends.wait(10)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    assert writes.wait(10)
+    threading.Timer(0.3, ends.set).start()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(5)  # without the alarm, a blocked child would wait for 30 seconds
+        database.autocommitted(lambda c: c.execute(text("INSERT INTO t VALUES (2)")))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
+    assert database.autocommitted(lambda c: c.execute(text("SELECT count(*) FROM t")).scalar()) == 2
+    database.dispose()
+
+
+def test_a_fork_waits_for_threads_in_the_gate_and_no_thread_enters_meanwhile() -> None:
+    gate, order = ForkGate(), list[str]()
+    gate.enter()
+    forks = threading.Thread(target=lambda: (gate._before(), order.append("forked"), gate._after()))
+    forks.start()
+    wait_until(lambda: gate._is_forking, 5, "the fork to wait")
+    enters = threading.Thread(target=lambda: (gate.enter(), order.append("entered")))
+    enters.start()
+    assert order == []
+    gate.leave()
+    forks.join(5)
+    enters.join(5)
+    assert order == ["forked", "entered"]
+
+
+# -- the parts that run the asynchronous twins: threads, turns of the event loop, iterators -------
+
+
+def test_a_forked_child_has_its_own_threads() -> None:
+    pool = ThreadPool(1, "test")
+    assert pool.submit(os.getpid).result(10) == os.getpid()
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if pool.submit(os.getpid).result(10) == os.getpid() else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.close()
+
+
+def test_a_pool_that_was_closed_starts_threads_again() -> None:
+    pool = ThreadPool(1, "test")
+    for _ in range(2):
+        assert pool.submit(os.getpid).result(10) == os.getpid()
+        pool.close()
+
+
+def test_calls_start_in_their_order_and_a_few_in_each_turn_of_the_event_loop() -> None:
+    started: list[int] = []
+    turns: list[int] = []
+
+    async def start(turn: LoopTurns, number: int) -> None:
+        await turn.wait()
+        started.append(number)
+
+    async def go() -> None:
+        turn = LoopTurns()
+        calls = [asyncio.create_task(start(turn, number)) for number in range(100)]
+        calls[50].cancel()
+        while len(started) < 99:
+            before = len(started)
+            await asyncio.sleep(0)
+            turns.append(len(started) - before)
+        await start(turn, 100)
+
+    asyncio.run(go())
+    assert started == [*range(50), *range(51, 101)]
+    assert max(turns) <= STARTS_PER_TURN

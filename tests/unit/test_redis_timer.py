@@ -1,108 +1,120 @@
-"""The `redis` timer hands out each entry once and in time, and again if its poller died."""
+"""The Redis timer, and a worker's Redis poller with a pool whose chunks the test ends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery
 
+from delaytasks import DelayTasks
+from delaytasks.core import workers as chunk_size
+from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import ConfigError
+from delaytasks.core.interfaces import Entry
+from delaytasks.core.loop import SERVICE_REST_S
 from delaytasks.core.settings import load_settings
-from delaytasks.timers.redis_timer import redis_location
+from delaytasks.execution.runner import Report
+from delaytasks.runtime import runtime_of
+from delaytasks.storage import migrations
+from delaytasks.storage.database import Database
+from delaytasks.timers import redis_timer as redis
+from delaytasks.timers.redis_timer import RedisTimer, redis_location
+from delaytasks.worker import redis_poller as redis_poller
+from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.worker_runtime import WorkerRuntime
+from tests.proxy import Proxy, proxy_to
 from tests.recording import RedisTimerHarness
+from tests.unit.worker_harness import Pool, WorkerDouble, stop_loops
+from tests.waiting import wait_until
+
+# -- the `redis` timer hands out each entry once and in time, and again if its poller died --------
 
 
 @pytest.fixture
-def bench(redis_url: str) -> Iterator[RedisTimerHarness]:
-    bench = RedisTimerHarness(redis_url)
-    yield bench
-    bench.close()
+def timer_bench(redis_url: str) -> Iterator[RedisTimerHarness]:
+    timer_bench = RedisTimerHarness(redis_url)
+    yield timer_bench
+    timer_bench.close()
 
 
-def test_an_entry_is_taken_as_it_was_armed(bench: RedisTimerHarness) -> None:
-    armed = bench.entry(2**63 - 1, version=7, queue="mail", priority=9)
-    bench.timer.arm([armed])
-    assert [entry for some in bench.take(queue="mail") for entry in some.entries] == [armed]
-
-
-def test_a_higher_priority_has_a_slot_of_its_own(bench: RedisTimerHarness) -> None:
-    entries = [
-        bench.entry(id, priority=priority)
-        for id, priority in ((1, -7), (1, 0), (1, 1), (2, 1), (3, 9), (4, 99))
-    ]
-    slots = [bench.timer.slot(entry) for entry in entries]
-    assert [slot.priority for slot in slots] == [0, 0, 1, 1, 9, 9]
-    assert slots[0] == slots[1]
-    assert slots[2] == slots[3]
-    bench.timer.arm(entries)
-    found = {(some.slot.priority, entry) for some in bench.take() for entry in some.entries}
-    assert found == {(slot.priority, entry) for slot, entry in zip(slots, entries, strict=True)}
-
-
-def test_an_invalid_priority_is_not_requested_from_the_table(bench: RedisTimerHarness) -> None:
-    slot = bench.timer.slots("default")[0]
-    late = bench.clock.now_us() // 1000 - 100_000
+def test_an_invalid_priority_is_not_requested_from_the_table(
+    timer_bench: RedisTimerHarness,
+) -> None:
+    slot = timer_bench.timer.slots("default")[0]
+    late = timer_bench.clock.now_us() // 1000 - 100_000
     members = ["1:0:3", "2:0:99999999999999999999"]
-    bench.timer.link.connect().zadd(bench.timer.keys(slot)[0], dict.fromkeys(members, late))
-    [taken] = bench.timer.take({slot: 10}) or []
+    timer_bench.timer.link.connect().zadd(
+        timer_bench.timer.keys(slot)[0], dict.fromkeys(members, late)
+    )
+    [taken] = timer_bench.timer.take({slot: 10}) or []
     assert taken.dropped == 2
     assert sorted(taken.priorities) == [0, 3]
 
 
-def test_a_slot_that_redis_lost_is_noticed_once(bench: RedisTimerHarness) -> None:
-    assert all(some.was_lost for some in bench.take()), "new ones are as good as lost"
-    assert not any(some.was_lost for some in bench.take())
-    lost = bench.timer.slots("default")[3]
-    bench.timer.link.connect().delete(*bench.timer.keys(lost))
-    bench.timer.arm([bench.entry(id, 1000) for id in range(1, 100)])
-    assert [some.slot for some in bench.take() if some.was_lost] == [lost]
-    assert not any(some.was_lost for some in bench.take())
+def test_a_slot_that_redis_lost_is_noticed_once(timer_bench: RedisTimerHarness) -> None:
+    assert all(some.was_lost for some in timer_bench.take()), "new ones are as good as lost"
+    assert not any(some.was_lost for some in timer_bench.take())
+    lost = timer_bench.timer.slots("default")[3]
+    timer_bench.timer.link.connect().delete(*timer_bench.timer.keys(lost))
+    timer_bench.timer.arm([timer_bench.entry(id, 1000) for id in range(1, 100)])
+    assert [some.slot for some in timer_bench.take() if some.was_lost] == [lost]
+    assert not any(some.was_lost for some in timer_bench.take())
 
 
 def test_only_an_entry_that_is_first_in_its_slot_is_published(redis_url: str) -> None:
-    bench = RedisTimerHarness(redis_url, redis_slots=1)
+    timer_bench = RedisTimerHarness(redis_url, redis_slots=1)
     try:
-        listener = bench.timer.listen(["default"])
-        bench.timer.arm([bench.entry(7, 7000)])
-        bench.take()
+        listener = timer_bench.timer.listen(["default"])
+        timer_bench.timer.arm([timer_bench.entry(7, 7000)])
+        timer_bench.take()
         for in_ms in (5000, 6000, 5000, 4000):
-            bench.timer.arm([bench.entry(in_ms, in_ms)])
-        bench.timer.arm([bench.entry(9, 9000), bench.entry(1, 1000), bench.entry(2, 2000)])
-        bench.timer.link.connect().publish(bench.timer.channel("default"), "end")
+            timer_bench.timer.arm([timer_bench.entry(in_ms, in_ms)])
+        timer_bench.timer.arm(
+            [timer_bench.entry(9, 9000), timer_bench.entry(1, 1000), timer_bench.entry(2, 2000)]
+        )
+        timer_bench.timer.link.connect().publish(timer_bench.timer.channel("default"), "end")
         heard: list[bytes] = []
         while b"end" not in heard:
             message = listener.get_message(timeout=5)
             heard += [message["data"]] if message else []
-        now = bench.clock.now_us() // 1000
+        now = timer_bench.clock.now_us() // 1000
         told = [b"0 %.1f" % (now + in_ms) for in_ms in (5000, 4000, 1000)]
         assert heard == [b"0 0", *told, b"end"], "and of a slot that Redis lost, or that is new"
         listener.close()
     finally:
-        bench.close()
+        timer_bench.close()
 
 
 def test_invalid_members_of_other_programs_are_counted_and_ignored(
-    bench: RedisTimerHarness,
+    timer_bench: RedisTimerHarness,
 ) -> None:
-    bench.timer.arm([bench.entry(1)])
+    timer_bench.timer.arm([timer_bench.entry(1)])
     wrong = ["0 0", "x", "1", "1:2:3:4", "0:0", f"{2**63}:0", "1:-1", "5:0:99999", "a:b"]
-    for slot in bench.timer.slots("default"):
-        bench.timer.link.connect().zadd(
-            bench.timer.keys(slot)[0], dict.fromkeys(wrong, bench.clock.now_us() // 1000)
+    for slot in timer_bench.timer.slots("default"):
+        timer_bench.timer.link.connect().zadd(
+            timer_bench.timer.keys(slot)[0],
+            dict.fromkeys(wrong, timer_bench.clock.now_us() // 1000),
         )
-    taken = bench.take()
+    taken = timer_bench.take()
     assert {some.refused for some in taken} == {len(wrong)}
     assert [entry.id for some in taken for entry in some.entries] == [1]
-    bench.timer.take({}, taken)
-    assert bench.members("prepare") == []
+    timer_bench.timer.take({}, taken)
+    assert timer_bench.members("prepare") == []
 
 
-def test_entries_that_no_worker_would_take_are_not_armed(bench: RedisTimerHarness) -> None:
-    assert bench.timer.arm(
-        [bench.entry(-1), bench.entry(2, queue="a queue"), bench.entry(3, version=-1)]
+def test_entries_that_no_worker_would_take_are_not_armed(timer_bench: RedisTimerHarness) -> None:
+    assert timer_bench.timer.arm(
+        [
+            timer_bench.entry(-1),
+            timer_bench.entry(2, queue="a queue"),
+            timer_bench.entry(3, version=-1),
+        ]
     )
-    assert bench.members("store") == []
+    assert timer_bench.members("store") == []
 
 
 @pytest.mark.parametrize(
@@ -166,19 +178,19 @@ def test_an_invalid_url_is_an_error_that_does_not_quote_it(url: str) -> None:
 
 @pytest.mark.parametrize("part", [0, 1], ids=["store", "prepare"])
 def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
-    bench: RedisTimerHarness, part: int
+    timer_bench: RedisTimerHarness, part: int
 ) -> None:
-    timer, told = bench.timer, []
-    bench.events.subscribe(
+    timer, told = timer_bench.timer, []
+    timer_bench.events.subscribe(
         lambda name, fields: told.append(fields["key"]) if name == "timer.blocked" else None
     )
-    entries = [bench.entry(id) for id in range(1, 101)]
+    entries = [timer_bench.entry(id) for id in range(1, 101)]
     blocked = timer.slot(entries[0])
     key = timer.keys(blocked)[part]
     timer.link.connect().set(key, "a stranger's")
     assert not timer.arm(entries), "the sweep has to look after some of them"
     others = sorted(entry.id for entry in entries if timer.slot(entry) != blocked)
-    assert sorted(bench.take_ids(1000)) == others
+    assert sorted(timer_bench.take_ids(1000)) == others
     assert timer.is_up
     assert timer.counts(["default"]) is not None
     assert len(told) == 1, "told at once, and not each time"
@@ -186,4 +198,339 @@ def test_a_key_of_another_type_blocks_only_its_slot_and_is_reported(
 
     timer.link.connect().delete(key)
     assert timer.arm(entries)
-    assert sorted(bench.take_ids(1000)) == [entry.id for entry in entries]
+    assert sorted(timer_bench.take_ids(1000)) == [entry.id for entry in entries]
+
+
+# -- test a worker's Redis poller on a real Redis, with a pool whose chunks the test ends ---------
+
+
+class Post:
+    """A worker's runtime, and the timer of another process."""
+
+    def __init__(self, folder: Path, url: str, proxy: Proxy, clock: Clock | None = None) -> None:
+        settings: dict[str, Any] = {
+            "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60,
+            "horizon_s": 200, "self_sweep_s": 120, "publish_limit_s": 2,
+        }  # fmt: skip
+        database_url = f"sqlite:///{folder / 'test.db'}"
+        migrations.upgrade(Database(database_url), "")
+
+        def connect(name: str, redis_url: str) -> DelayTasks:
+            app = Celery(name, broker="memory://", set_as_current=False)
+            delays = DelayTasks(app, database_url, redis_url=redis_url, **settings)
+            if clock is not None:
+                made = delays._make_runtime()
+                made.clock = clock
+                delays._exchange_runtime(made, is_in_test=False)
+            return delays
+
+        self.delays, producer = connect("worker", proxy.url(url)), connect("producer", url)
+        timer = runtime_of(producer).redis_timer
+        assert timer is not None
+        self.timer: RedisTimer = timer
+        self.worker = WorkerDouble()
+        self.pool = self.worker.pool = Pool()  # type: ignore[assignment]
+        processes_of(runtime_of(self.delays).celery).queues = ["default"]
+        self.runtime = WorkerRuntime(
+            runtime_of(self.delays), processes_of(runtime_of(self.delays).celery), self.worker
+        )
+        self.forgotten = 0
+        self.runtime.sweep_loop.forget_armed = self._forget  # type: ignore[method-assign]
+        self.seen: list[str] = []
+        self.delays.events.subscribe(lambda name, _: self.seen.append(name))
+
+    def _forget(self) -> None:
+        self.forgotten += 1
+
+    def start(self) -> None:
+        self.runtime.start()
+        wait_until(lambda: self.forgotten, 10, "the first read of all slots")
+
+    def look(self) -> None:
+        redis_poller = self.runtime.redis_poller
+        assert redis_poller is not None
+        redis_poller._read_all_soon()
+        redis_poller._poll_loop.wake()
+
+    def arm(self, ids: range, in_s: float = 0, **fields: Any) -> None:
+        due = runtime_of(self.delays).clock.now_us() + int(in_s * 1e6)
+        assert self.timer.arm([Entry(id, 0, due, **fields) for id in ids])
+
+    def here(self) -> int:
+        """Return how many entries this worker has received and not passed on."""
+        return self.runtime.dispatcher.waiting + sum(
+            len(request.entries) for request, _, _ in self.pool.requests
+        )
+
+    def left(self) -> tuple[int, int]:
+        """Return how many entries wait in Redis, and how many are in transit."""
+        counts = self.timer.counts(["default"])
+        assert counts is not None
+        return counts["default"]
+
+    def end_chunk(self, row_s: float) -> list[int]:
+        wait_until(lambda: self.pool.requests, 5, "a chunk")
+        request, done, _ = self.pool.requests.pop(0)
+        rows = len(request.entries)
+        done(Report(rows, rows, rows * row_s))
+        return [entry.id for entry in request.entries]
+
+    def end_all(self, count: int) -> list[int]:
+        """End one chunk after another until `count` rows have run."""
+        ran: list[int] = []
+
+        def all_ran() -> bool:
+            if self.pool.requests:
+                ran.extend(self.end_chunk(0.001))
+            return len(ran) == count
+
+        wait_until(all_ran, 10, "all of them to come")
+        return ran
+
+    def close(self) -> None:
+        self.runtime.stop()
+        stop_loops(self.runtime)
+        client = self.timer.link.connect()
+        for key in client.scan_iter(f"*{self.delays.settings.namespace}*", count=1000):
+            client.delete(key)
+        self.timer.link.close()
+        self.delays.close()
+
+
+@pytest.fixture(autouse=True)
+def small_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_size, "FIRST_PREFETCH", 10)
+
+
+class SetBack(Clock):
+    back_us = 0
+
+    def now_us(self) -> int:
+        return super().now_us() - self.back_us
+
+
+@pytest.fixture
+def proxy(redis_url: str) -> Iterator[Proxy]:
+    proxy = proxy_to(redis_url)
+    yield proxy
+    proxy.close()
+
+
+@pytest.fixture
+def post(tmp_path: Path, redis_url: str, proxy: Proxy) -> Iterator[Post]:
+    post = Post(tmp_path, redis_url, proxy)
+    yield post
+    proxy.heal()
+    post.close()
+
+
+@pytest.mark.slow
+def test_entries_are_taken_ahead_of_time_up_to_the_capacity_and_start_on_time(
+    post: Post, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead_ms = 1000  # busy machines need this much time
+    for module in (redis_poller, redis):
+        monkeypatch.setattr(module, "AHEAD_MS", ahead_ms)
+    brought: list[tuple[int, int]] = []
+    began: list[int] = []
+    hold, take = post.runtime.dispatcher.receive, post.runtime.dispatcher.take
+
+    def note_hold(entries: Sequence[Entry]) -> None:
+        brought.append((runtime_of(post.delays).clock.now_us(), len(entries)))
+        hold(entries)
+
+    def note_take(entries: Sequence[Entry]) -> None:
+        began.append(runtime_of(post.delays).clock.now_us())
+        take(entries)
+
+    post.runtime.dispatcher.receive = note_hold  # type: ignore[method-assign]
+    post.runtime.wheel_thread._on_due = note_take
+    post.start()
+    due = runtime_of(post.delays).clock.now_us() + 1_500_000
+    post.arm(range(1, 201), in_s=1.5)
+    wait_until(lambda: post.here() >= 40, 5, "the first ones")
+    ahead = [(at, count) for at, count in brought if count and at < due]
+    assert 40 <= sum(count for _, count in ahead) < 50, "one more of each slot at most"
+    assert all(at > due - ahead_ms * 1000 - 1000 for at, _ in ahead), (
+        "the others may still be moved or cancelled"
+    )
+    assert min(began) >= due - 1000
+
+
+@pytest.mark.slow
+def test_entries_are_taken_up_to_the_capacity_and_more_when_chunks_end(post: Post) -> None:
+    post.arm(range(1, 201))
+    post.start()
+    wait_until(lambda: post.here() >= 40 and post.left()[1] == 0, 5, "the first ones")
+    assert post.here() < 50, "one more of each slot at most"
+    assert post.left() == (200 - post.here(), 0)
+    assert sorted(post.end_all(200)) == list(range(1, 201))
+    wait_until(lambda: post.left() == (0, 0), 5, "the last ones to be deleted")
+
+
+def test_entries_that_wait_longer_since_the_clock_was_set_back_use_no_capacity(
+    tmp_path: Path, redis_url: str, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (redis_poller, redis):
+        monkeypatch.setattr(module, "AHEAD_MS", 5000)
+    clock = SetBack()
+    post = Post(tmp_path, redis_url, proxy, clock)
+    try:
+        post.start()
+        post.arm(range(1, 201), in_s=4)
+        wait_until(
+            lambda: len(post.runtime.near_entries.wheel) >= 40, 5, "what is taken ahead of its time"
+        )
+        clock.back_us = 3_600_000_000
+        post.arm(range(201, 211))
+        wait_until(lambda: post.here() == 10, 5, "what is due now")
+    finally:
+        post.close()
+
+
+def test_invalid_messages_of_other_programs_are_ignored_and_counted(post: Post) -> None:
+    post.arm(range(1, 101), 100)
+    post.start()
+    client, channel = post.timer.link.connect(), post.timer.channel("default")
+    slot = post.timer.slots("default")[0].name
+    garbage: list[Any] = [
+        b"",
+        b"x",
+        b"nobody 5",
+        b"\xff\xff",
+        b"a b c",
+        f"{slot} soon",
+        f"{slot} nan",
+        f"{slot} -inf",
+    ]
+    wait_until(lambda: client.publish(channel, garbage[0]), 5, "the listener to subscribe")
+    for other in garbage[1:]:
+        assert client.publish(channel, other) == 1
+    counts = post.delays.events.counts
+    wait_until(lambda: counts["message.refused"] == len(garbage), 5, "all of it to be refused")
+    post.arm(range(101, 102))
+    wait_until(lambda: post.here() == 1, 5, "the entry, long before the next look at everything")
+    assert counts["loop.failed"] == 0
+
+
+@pytest.mark.slow
+def test_a_queue_that_is_added_is_served(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 11), queue="mail")
+    processes_of(runtime_of(post.delays).celery).queues = ["default", "mail"]
+    wait_until(lambda: len(post.pool.requests) == 2, 5, "what waits in it")
+    left = 10 - len(post.end_chunk(0.001))
+    post.arm(range(11, 12), queue="mail")
+    wait_until(lambda: post.here() == left + 1, 5, "what comes later")
+
+
+def test_a_worker_that_stops_returns_its_waiting_entries_to_redis(post: Post) -> None:
+    post.arm(range(1, 101))
+    post.start()
+    wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
+    at_work = sum(len(request.entries) for request, _, _ in post.pool.requests)
+    post.runtime.stop()
+    assert post.left() == (100 - at_work, 0)
+
+
+def test_entries_that_a_stopping_worker_has_just_passed_on_are_deleted(post: Post) -> None:
+    post.start()
+    redis_poller = post.runtime.redis_poller
+    assert redis_poller is not None
+    redis_poller._poll_loop.stop()
+    post.arm(range(1, 11))
+    taken = post.timer.take(dict.fromkeys(post.timer.slots("default"), 10))
+    assert post.left() == (0, 10)
+    redis_poller._passed_on = taken or []
+    post.runtime.stop()
+    assert post.left() == (0, 0)
+
+
+def test_a_redis_poller_is_not_woken_without_capacity(post: Post) -> None:
+    post.start()
+    post.arm(range(1, 101))
+    wait_until(lambda: post.here() >= 40 and len(post.pool.requests) == 2, 5, "the first ones")
+    redis_poller = post.runtime.redis_poller
+    assert redis_poller is not None
+    redis_poller.stop()
+    request = redis_poller._capacity_request
+    request.granted.clear()
+    request.open()
+    post.runtime.dispatcher.pump()
+    assert not request.granted.is_set()
+    while post.pool.requests:
+        post.end_chunk(0.001)
+    wait_until(request.granted.is_set, 5, "the poller to be woken")
+
+
+def test_near_rows_are_armed_again_when_redis_lost_a_slot(post: Post) -> None:
+    post.arm(range(2, 3), 50)
+    post.start()
+    before = post.forgotten
+    for slot in post.timer.slots("default"):
+        post.timer.link.connect().delete(*post.timer.keys(slot))
+    post.arm(range(1, 2), 100)
+    wait_until(
+        lambda: post.forgotten > before,
+        5,
+        "the loss to be noticed, by the next entry that is armed",
+    )
+
+
+@pytest.mark.slow
+def test_while_redis_is_down_the_poller_waits_between_two_attempts(
+    post: Post, proxy: Proxy
+) -> None:
+    tries: list[float] = []
+    take = runtime_of(post.delays).redis_timer.take  # type: ignore[union-attr]
+
+    def noted(*args: Any) -> Any:
+        tries.append(monotonic())
+        return take(*args)
+
+    post.start()
+    proxy.refuse()
+    post.look()
+    wait_until(lambda: not runtime_of(post.delays).producer_timer.is_up, 5, "the flag to go down")
+    runtime_of(post.delays).redis_timer.take = noted  # type: ignore[union-attr, method-assign]
+    wait_until(lambda: len(tries) >= 3, 10, "three tries")
+    assert tries[2] - tries[0] > SERVICE_REST_S
+
+
+def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
+    turns = 0
+    take = runtime_of(post.delays).redis_timer.take  # type: ignore[union-attr]
+
+    def counted(*args: Any) -> Any:
+        nonlocal turns
+        turns += 1
+        return take(*args)
+
+    runtime_of(post.delays).redis_timer.take = counted  # type: ignore[union-attr, method-assign]
+    post.start()
+    rests: Callable[[], bool] = lambda: (  # noqa: E731
+        post.runtime.watchdog.info()["redis_listener"]["is_alive"] and turns > 0
+    )
+    wait_until(rests, 5, "the first looks")
+    post.arm(range(1, 2), 0.5)
+    wait_until(lambda: post.here() == 1, 5, "the entry")
+    assert turns < 10, (
+        "at the start, when it is listened, when it was lost, and when the entry is due"
+    )
+
+
+@pytest.mark.slow
+def test_the_listener_subscribes_again_after_a_failed_call(
+    post: Post,
+) -> None:
+    post.start()
+    timer = runtime_of(post.delays).redis_timer
+    assert timer is not None
+    heard, listen = [], timer.listen
+    timer.listen = lambda queues: heard.append(queues) or listen(queues)  # type: ignore[method-assign]
+
+    def fail(client: Any) -> None:
+        raise TimeoutError("as asked")
+
+    assert timer.link.attempt(fail) is None
+    wait_until(lambda: heard, 5, "a new subscription")

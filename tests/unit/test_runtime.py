@@ -23,7 +23,7 @@ from delaytasks.worker.chunk_queue import UnfinishedWork
 from delaytasks.worker.chunk_request import ChunkRequest
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.proxy import proxy_to
-from tests.unit.runtime_harness import make_runtime, stop_loops
+from tests.unit.worker_harness import make_runtime, stop_loops
 from tests.waiting import wait_until
 
 

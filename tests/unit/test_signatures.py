@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from standardwebhooks import Webhook, WebhookVerificationError
+from standardwebhooks import Webhook
 
 from delaytasks.core.clock import wall_ms
-from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
+from delaytasks.core.errors import ConfigError, InvalidSignatureError
 from delaytasks.webhooks import Received, signatures, verify
 from delaytasks.webhooks.signatures import SigningKeys
 
@@ -30,12 +30,6 @@ def signed(*secrets: str, age_s: int = 0, payload: bytes = PAYLOAD) -> dict[str,
     timestamp = str(wall_ms() // 1000 - age_s)
     signature = SigningKeys(secrets).sign("42", timestamp, payload)
     return {"webhook-id": "42", "webhook-timestamp": timestamp, "webhook-signature": signature}
-
-
-def test_the_official_package_verifies_our_signatures() -> None:
-    assert Webhook(NEW).verify(PAYLOAD, signed(NEW)) == {"order": 7, "name": "é"}
-    with pytest.raises(WebhookVerificationError):
-        Webhook(OTHER).verify(PAYLOAD, signed(NEW))
 
 
 def test_signatures_of_the_official_package_are_verified() -> None:
@@ -117,11 +111,6 @@ def test_an_invalid_time_is_refused_even_if_it_is_signed() -> None:
     headers = {"webhook-id": "42", "webhook-timestamp": "-5", "webhook-signature": signature}
     with pytest.raises(InvalidSignatureError, match="ago"):
         verify(PAYLOAD, headers, NEW)
-
-
-def test_a_signed_body_that_is_not_json_is_an_error() -> None:
-    with pytest.raises(BodyNotJSONError):
-        verify(b"{nope", signed(NEW, payload=b"{nope"), NEW)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,16 +19,14 @@ from kombu import Queue
 from kombu.asynchronous.timer import Timer
 from kombu.message import Message
 from kombu.serialization import prepare_accept_content
-from redis.exceptions import DataError
 
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.timers.arming import RUN, SWEEP
-from delaytasks.timers.direct import read_notice
 from delaytasks.worker.broker_connection import GuardStep
 from tests.fuzzing import fuzz, json_like
-from tests.unit.runtime_harness import WorkerDouble, make_runtime
+from tests.unit.worker_harness import WorkerDouble, make_runtime
 
 DUE = 1_700_000_000_000_000
 
@@ -99,15 +96,6 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GuardedConsumer
 def _forget(reader: GuardedConsumer) -> None:
     for asked in (reader.entries, reader.drained, reader.sweeps):
         asked.clear()
-
-
-def test_a_valid_message_is_accepted(reader: GuardedConsumer) -> None:
-    assert reader.read(json.dumps([[[[7, 1, DUE, 0]]], {}, {}])).acknowledged
-    assert reader.entries == [Entry(7, 1, DUE, "default", 0)]
-    reader.read(json.dumps([[[], {"drain": [0, 5]}], {}, {}]))
-    assert reader.drained == [("default", [0, 5])]
-    reader.read(json.dumps([[0], {}, {}]), {"task": SWEEP, "id": "x"})
-    assert reader.sweeps == [0]
 
 
 def test_a_token_for_another_workers_queue_is_refused(reader: GuardedConsumer) -> None:
@@ -266,22 +254,6 @@ def test_a_worker_reports_that_the_app_accepts_content_that_can_run_code(
     reader.runtime.celery_worker.delays.close()
 
 
-@fuzz(200)
-@given(
-    st.builds(json.dumps, json_like | st.tuples(st.sampled_from(["default", "a b", ""]), args))
-    | st.text(max_size=40)
-)
-@example("[" * 5000)
-@example('["default", [[[1, 0, 1e400, 0]]]]')
-def test_any_notice_has_valid_entries_or_is_refused(payload: str) -> None:
-    """Any client of the database can send notifications."""
-    try:
-        entries = read_notice(payload)
-    except (ValueError, TypeError, RecursionError):  # the notify listener catches the same errors
-        return
-    assert all(0 < entry.id <= MAX_ID and 0 <= entry.version < 2**63 for entry in entries)
-
-
 def test_messages_of_delaytasks_write_no_results_to_a_backend(tmp_path: Path) -> None:
     """An app has no result backend by default, and our messages do not use an app's backend."""
     assert GuardedConsumer(tmp_path).app.conf.result_backend is None
@@ -317,26 +289,6 @@ def test_errors_about_a_lost_broker_or_an_empty_queue_are_raised_unchanged(
     for error in (Empty(), reader.consumer.connection_errors[0]()):
         with pytest.raises(type(error)):
             GuardStep(reader.consumer)._guarded(raiser(error))()
-
-
-class RefusingChannel(Channel):
-    def basic_ack(self, *_: Any, **__: Any) -> None:
-        raise DataError("Invalid input of type: 'list'")
-
-
-def test_a_refused_message_with_a_malformed_delivery_tag_is_not_logged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    reader = GuardedConsumer(tmp_path)
-    monkeypatch.setattr("tests.unit.test_strange_messages.Channel", RefusingChannel)
-    caplog.set_level(logging.INFO)
-    caplog.clear()
-    for _ in range(3):
-        reader.read("x", kind="text/x")
-    assert reader.refused == 3
-    assert [r for r in caplog.records if "ack" in r.getMessage()] == []
-    assert len(caplog.records) <= 1, "refused messages are logged once a minute"
-    reader.runtime.celery_worker.delays.close()
 
 
 def raiser(error: Exception) -> Callable[[], Any]:

@@ -128,14 +128,6 @@ def test_a_row_that_runs_as_scheduled_is_not_reported_as_retried(
     assert kinds == ["task-received", "task-started"] * 2
 
 
-def test_a_row_that_was_only_moved_is_not_shown_as_retried(rows: TaskEvents, heard: Heard) -> None:
-    moved = replace(ROW, expected_time=NOON + timedelta(seconds=1))
-    rows.started(moved, NOON, NOON)
-    rows.ended(Settlement(moved, "succeed", NOON), NOON)
-    rows.flush()
-    assert (heard.task().state, heard.task().retried) == ("SUCCESS", None)
-
-
 def test_the_attempt_before_a_lapse_has_failed(rows: TaskEvents, heard: Heard) -> None:
     rows.started(ROW, NOON, NOON)
     rows.flush()

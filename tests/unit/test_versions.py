@@ -1,14 +1,32 @@
-"""The tested versions are the versions that may be installed."""
+"""The tested versions are the versions that may be installed, and others are reported."""
 
 from __future__ import annotations
 
+import logging
 import re
+import runpy
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
 
+import celery
 import pytest
-from celery import Celery
+from celery import signals
 
-from delaytasks.cli.setup import broker_url
+from delaytasks.attachment import NEWEST_TESTED_CELERY, OLDEST_CELERY
+from delaytasks.core.errors import ConfigError
+from tests.celery_shapes import Records
+from tests.proxy import WebServer, answer
+from tests.recording import delays_on
 from tests.running import ROOT
+
+# -- the tested versions are the versions that may be installed, and others are reported ----------
+
+
+# -- the tested versions are the versions that may be installed -----------------------------------
+
 
 #: Celery requires these libraries, and each of its releases limits their versions.
 OF_CELERY = {"kombu", "billiard", "amqp", "redis"}
@@ -46,22 +64,107 @@ def test_the_versions_in_the_docs_include_the_oldest_ones_that_are_tested() -> N
         assert tested.split(", ")[0] == pinned()[package]
 
 
+# -- A Celery version that is too old or untested is reported, with the versions that work --------
+
+
+def test_a_celery_that_is_too_old_is_named_when_an_app_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(celery, "VERSION", (5, 4, 0, "", ""))
+    monkeypatch.setattr(celery, "__version__", "5.4.0")
+    oldest = ".".join(map(str, OLDEST_CELERY))
+    with pytest.raises(
+        ConfigError,
+        match=rf"Celery 5\.4\.0 is installed.*needs Celery {re.escape(oldest)} or newer",
+    ):
+        delays_on("sqlite://")
+
+
+def test_the_package_asks_for_the_same_version() -> None:
+    asked = re.search(r'"celery\[redis\]>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert asked is not None
+    assert asked[1] == ".".join(map(str, OLDEST_CELERY))
+
+
+def warnings_at_start(version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(celery, "VERSION", version)
+    monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
+    handler = Records()
+    logger = logging.getLogger("delaytasks.attachment")
+    logger.addHandler(handler)
+    try:
+        delays_on("sqlite://").close()
+        signals.celeryd_after_setup.send(sender="worker", instance=None, conf=None)
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in handler.records]
+
+
+@pytest.mark.parametrize("newer", [(0, 1), (1, 0)])
+def test_a_worker_warns_of_a_celery_that_is_newer_than_the_newest_tested_one(
+    newer: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    major, minor = NEWEST_TESTED_CELERY
+    version = (major + newer[0], minor + newer[1], 3)
+    [warning] = warnings_at_start(version, monkeypatch)
+    assert f"Celery {'.'.join(map(str, version))} is installed" in warning
+    assert f"pip install 'celery~={major}.{minor}.0'" in warning
+
+
+@pytest.mark.parametrize("version", [(*OLDEST_CELERY, 0), (*NEWEST_TESTED_CELERY, 9)])
+def test_a_worker_does_not_warn_of_a_celery_in_the_tested_range(
+    version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert warnings_at_start(version, monkeypatch) == []
+
+
+def test_the_docs_state_the_tested_range() -> None:
+    page = (ROOT / "docs/operations.md").read_text()
+    stated = [".".join(map(str, version)) for version in (OLDEST_CELERY, NEWEST_TESTED_CELERY)]
+    assert f"| Celery | {' to '.join(stated)} |" in page
+
+
+# -- audit ----------------------------------------------------------------------------------------
+
+
+SCRIPT = ROOT / ".ci" / "audit.py"
+
+
+def audit(url: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), url], capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def test_an_unavailable_advisory_database_fails_the_audit() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        code, said = audit(f"http://127.0.0.1:{nobody.getsockname()[1]}/")
+    assert (code, "NOT CHECKED" in said) == (3, True)
+
+
 @pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("amqp://me:se;cr@et@host//", "amqp://me:***@host//"),
-        (
-            "amqp://me:secret@one//;amqp://me:secret@two//",
-            "amqp://me:***@one//;amqp://me:***@two//",
-        ),
-        (
-            "sentinel://:secret@one:26379;sentinel://:secret@two:26379/0",
-            "sentinel://:***@one:26379;sentinel://:***@two:26379/0",
-        ),
-        ("redis://host/0", "redis://host/0"),
-    ],
+    "reply",
+    [answer(404), answer(200, b"hello"), answer(200, b"[]"), answer(200, b"{}")],
+    ids=["404", "text", "[]", "{}"],
 )
-def test_the_broker_is_shown_without_its_passwords(url: str, shown: str) -> None:
-    app = Celery(set_as_current=False)
-    app.conf.broker_write_url = url
-    assert broker_url(app) == shown
+def test_a_server_without_the_known_vulnerability_is_no_advisory_database(
+    web: WebServer, reply: Any
+) -> None:
+    web.answers["/"] = reply
+    assert audit(web.url())[0] == 3
+
+
+@pytest.mark.parametrize(("found", "code"), [(0, 0), (1, 1), (5, 1)])
+def test_if_the_advisory_database_answers_the_result_of_pip_audit_counts(
+    web: WebServer, monkeypatch: pytest.MonkeyPatch, found: int, code: int
+) -> None:
+    web.answers["/"] = answer(200, b'{"vulns": [{"id": "x"}]}')
+    asked: list[list[str]] = []
+    main: Callable[[str], int] = runpy.run_path(str(SCRIPT))["main"]
+    monkeypatch.setattr(subprocess, "call", lambda command: asked.append(command) or found)
+    installed: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "check_call", installed.append)
+    assert main(web.url()) == code
+    assert (installed[0][1:4], asked[0][1:3]) == (["-m", "pip", "install"], ["-m", "pip_audit"])

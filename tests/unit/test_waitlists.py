@@ -20,7 +20,7 @@ from delaytasks.limits.tracked_waitlists import (
     WaitlistPhase,
     WaitlistVisit,
 )
-from tests.unit.manual_monotonic import ManualMonotonic
+from tests.unit.worker_harness import ManualMonotonic
 
 MAIL, SLOW = ("default", "mail"), ("slow", "mail")
 
@@ -171,15 +171,6 @@ def test_as_many_processes_visit_a_waitlist_as_would_find_a_task(time: ManualMon
     assert visited(found) is None
 
 
-def test_each_process_that_ends_frees_a_slot(time: ManualMonotonic) -> None:
-    found = TrackedWaitlists()
-    found.update([WaitlistState(*MAIL, 2)])
-    assert [visited(found), visited(found)] == [MAIL, MAIL]
-    found.update([WaitlistState(*MAIL, 1)], MAIL)
-    found.update([WaitlistState(*MAIL, 1)], MAIL)
-    assert [visited(found), visited(found), visited(found)] == [MAIL, MAIL, None]
-
-
 def test_a_full_waitlist_is_checked_again_later(time: ManualMonotonic) -> None:
     found = TrackedWaitlists()
     assert found.update([WaitlistState(*MAIL, 0)]) == WAITLIST_RECHECK_S
@@ -275,15 +266,6 @@ def test_a_waitlist_that_a_chunk_reports_is_visited_unless_it_is_known(
         time.at += WAITLIST_RECHECK_S
         assert visited(found) == MAIL
     assert waits == [0.02, 0.04, 0.08], "less and less often"
-
-
-def test_an_empty_waitlist_is_forgotten(time: ManualMonotonic) -> None:
-    found = TrackedWaitlists()
-    found.update([WaitlistState(*MAIL, 3)])
-    assert visited(found) == MAIL
-    assert found.update([], MAIL) is None
-    assert not found
-    assert visited(found) is None
 
 
 def test_a_waitlist_whose_process_failed_is_visited_again(time: ManualMonotonic) -> None:

@@ -1,1 +1,0 @@
-"""Counts, histograms and error patterns."""

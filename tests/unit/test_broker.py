@@ -1,0 +1,422 @@
+"""A worker reaches its broker, publishes to it, and survives its refusals."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from queue import Empty
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from amqp.exceptions import PreconditionFailed
+from billiard.exceptions import SoftTimeLimitExceeded
+from celery import Celery
+from celery.apps import worker as celery_worker
+from celery.worker.consumer import Consumer
+from kombu.asynchronous import Hub
+from kombu.connection import Connection
+from kombu.entity import Queue
+from kombu.exceptions import OperationalError
+from kombu.utils import functional
+
+from delaytasks import file_broker
+from delaytasks.attachment import file_broker_url
+from delaytasks.core import loop as availability
+from delaytasks.core.events import Events
+from delaytasks.timers import publisher as broker_module
+from delaytasks.timers import publisher as publisher_module
+from delaytasks.timers.publisher import Publisher
+from delaytasks.worker import celery_patches as versions
+from delaytasks.worker.bootsteps import warn_of_blocking_driver
+from delaytasks.worker.broker_connection import (
+    RECONNECT_PAUSE_S,
+    ReconnectStep,
+    call_in_background,
+    turn_event_loop,
+)
+from tests.waiting import wait_until
+
+# -- A worker tries to reach its broker, and survives the loss of its output ----------------------
+
+
+# -- A worker tries frequently, and for a sufficient time, to reach its broker --------------------
+
+
+NOWHERE = "redis://127.0.0.1:{port}/0"
+
+
+class Clock:
+    """A clock that advances only in `sleep`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def time(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(functional, "sleep", clock.sleep)
+    monkeypatch.setattr(functional, "time", clock.time)
+    return clock
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as bound:  # the socket is bound, but does not listen
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
+class Looking(Consumer):
+    """A worker's consumer with only the attributes that connecting needs."""
+
+    def __init__(self, url: str, retries: int | None) -> None:
+        self.app = Celery(set_as_current=False, broker=url)
+        self.app.conf.update(
+            broker_connection_max_retries=retries, broker_connection_retry_on_startup=True
+        )
+        self.first_connection_attempt = True
+        self.broker_connection_retry_attempt = 0
+
+
+def tries_of(consumer: Looking, clock: Clock, most: int = 1000) -> list[float]:
+    """Return the times at which the consumer tried to connect, until it gave up."""
+    tries: list[float] = []
+    connection = consumer.app.connection_for_read()
+    connect = connection._connection_factory
+
+    def note() -> object:
+        tries.append(clock.now)
+        if len(tries) == most:
+            raise KeyboardInterrupt
+        return connect()
+
+    connection._connection_factory = note
+    with pytest.raises((OperationalError, KeyboardInterrupt)):
+        consumer.ensure_connected(connection)
+    return tries
+
+
+def ours(url: str, retries: int | None) -> Looking:
+    consumer = Looking(url, retries)
+    ReconnectStep(consumer)
+    return consumer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("retries", [0, 1, 5, 100])
+def test_a_worker_gives_up_the_broker_when_celery_would(
+    clock: Clock, port: int, retries: int
+) -> None:
+    url = NOWHERE.format(port=port)
+    celerys = tries_of(Looking(url, retries), clock)
+    began, clock.now = clock.now, 0.0
+    tries = tries_of(ours(url, retries), clock)
+    assert began <= tries[-1] <= began + RECONNECT_PAUSE_S
+    assert (len(celerys) == 1) is (len(tries) == 1)
+
+
+def test_a_worker_with_several_brokers_gives_up_no_earlier_than_celery(
+    clock: Clock, port: int
+) -> None:
+    url = ";".join([NOWHERE.format(port=port)] * 3)
+    gives_up_at = tries_of(Looking(url, 30), clock)[-1]
+    clock.now = 0.0
+    assert tries_of(ours(url, 30), clock)[-1] >= gives_up_at
+
+
+def test_other_connections_keep_their_own_retry_limits(clock: Clock, port: int) -> None:
+    consumer = ours(NOWHERE.format(port=port), 100)
+    connection: Connection = consumer.app.connection_for_write()
+    with pytest.raises(OperationalError):
+        connection.ensure_connection(
+            max_retries=1, interval_start=0, interval_step=0, interval_max=1, timeout=0.5
+        )
+    assert clock.now == 0
+
+
+class HubPool:
+    """Registers a timer, as Celery's prefork pool does."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.fails = fails
+        self.ticked = 0
+
+    def register_with_event_loop(self, hub: Hub) -> None:
+        if self.fails:
+            raise OSError("no pipe")
+        hub.call_repeatedly(0.01, self.tick)
+
+    def tick(self) -> None:
+        self.ticked += 1
+
+
+def test_the_event_loop_runs_during_a_long_connect_and_is_unchanged_afterwards() -> None:
+    hub, pool = Hub(), HubPool()
+
+    def transports() -> None:
+        raise AssertionError("a transport's callback is not called meanwhile")
+
+    def connect() -> str:
+        wait_until(lambda: pool.ticked > 2, 10, "the event loop to turn")
+        return "connected"
+
+    hub.on_tick.add(transports)
+    with closing(hub):
+        assert call_in_background(SimpleNamespace(hub=hub, pool=pool), connect) == "connected"
+        assert hub.on_tick == {transports}
+        assert all(scheduled.entry.canceled for scheduled in hub.timer.queue)
+
+
+def test_an_event_loop_whose_pool_cannot_register_keeps_its_callbacks() -> None:
+    hub = Hub()
+
+    def transports() -> None: ...
+
+    hub.on_tick.add(transports)
+    with closing(hub), pytest.raises(OSError, match="no pipe"):
+        turn_event_loop(SimpleNamespace(hub=hub, pool=HubPool(fails=True)), 10)
+    assert hub.on_tick == {transports}
+
+
+# -- A worker obeys SIGTERM although nobody reads its output any more -----------------------------
+
+
+@pytest.mark.parametrize("celery", [(5, 5), (5, 6)])
+def test_a_signal_handler_goes_on_if_its_line_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, celery: tuple[int, int]
+) -> None:
+    said: list[Any] = []
+
+    def say(*args: Any) -> None:
+        said.append(args)
+        raise BrokenPipeError
+
+    monkeypatch.setattr(versions, "_CELERY", celery)
+    monkeypatch.setattr(celery_worker, "safe_say", say)
+    versions.obey_signals_without_output()
+    celery_worker.safe_say("worker: Warm shutdown", None)
+    assert said == [("worker: Warm shutdown", None)]
+
+
+# -- A worker whose pool has greenlets warns of a driver that stops all of them -------------------
+
+
+@pytest.mark.parametrize(
+    ("is_green", "driver", "warns"),
+    [
+        (True, "postgresql+psycopg2", True),
+        (True, "postgresql+psycopg", False),
+        (True, "mysql+pymysql", False),
+        (False, "postgresql+psycopg2", False),
+    ],
+)
+def test_greenlets_and_psycopg2_give_a_warning(
+    caplog: pytest.LogCaptureFixture, is_green: bool, driver: str, warns: bool
+) -> None:
+    warn_of_blocking_driver(SimpleNamespace(is_green=is_green), driver)
+    assert ("begin delaytasks_database_url with postgresql+psycopg://" in caplog.text) is warns
+
+
+# -- if a broker refuses one queue, it still receives the messages of the others ------------------
+
+
+MESSAGE: list[tuple[list[Any], dict[str, Any]]] = [([[]], {})]
+
+
+class Refused(Queue):
+    """A queue that answers as RabbitMQ does if the queue exists with other arguments."""
+
+    def declare(self, *arguments: Any, **options: Any) -> Any:
+        if self.routing_key in RefusedPublisher.refused:
+            raise PreconditionFailed("inequivalent arg 'x-queue-type'")
+        return super().declare(*arguments, **options)
+
+
+class RefusedPublisher(Publisher):
+    """A publisher whose broker refuses some queues."""
+
+    refused: frozenset[str] = frozenset()
+    now = 1000.0
+
+    def __init__(self) -> None:
+        app = Celery("test", broker="memory://", set_as_current=False)
+        self.emitted: list[tuple[str, dict[str, Any]]] = []
+        events = Events()
+        events.subscribe(lambda name, fields: self.emitted.append((name, fields)))
+        super().__init__(app, "refusal", 0.5, events)
+
+    def queue(self, name: str) -> Queue:
+        queue = super().queue(name)
+        return Refused(queue.name, queue.exchange, routing_key=queue.routing_key)
+
+    def sends_to(self, queue: str) -> bool:
+        return self.send("delaytasks.run", queue, MESSAGE)
+
+    @property
+    def event_names(self) -> list[str]:
+        return [name for name, _ in self.emitted]
+
+
+@pytest.fixture
+def publisher(monkeypatch: pytest.MonkeyPatch) -> RefusedPublisher:
+    monkeypatch.setattr(RefusedPublisher, "refused", frozenset({"refusal.bad"}))
+    monkeypatch.setattr(RefusedPublisher, "now", 1000.0)
+    for module in (publisher_module, broker_module, availability):
+        monkeypatch.setattr(module, "monotonic", lambda: RefusedPublisher.now)
+    return RefusedPublisher()
+
+
+def test_a_refused_queue_is_tried_again_after_its_pause_and_reported_once(
+    publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not publisher.sends_to("bad")
+    monkeypatch.setattr(RefusedPublisher, "refused", frozenset[str]())
+    assert not publisher.sends_to("bad"), "it rests"
+    RefusedPublisher.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
+    assert publisher.sends_to("bad")
+    monkeypatch.setattr(RefusedPublisher, "refused", frozenset({"refusal.bad"}))
+    publisher.close()  # afterwards, the publisher declares the queue again
+    assert not publisher.sends_to("bad")
+    RefusedPublisher.now += publisher_module.REFUSED_QUEUE_REST_S + 0.1
+    assert not publisher.sends_to("bad")
+    assert publisher.event_names == ["queue.refused", "queue.refused"], (
+        "once when it begins, not at each try"
+    )
+
+
+def test_a_time_limit_of_the_caller_is_not_a_failure_of_the_broker(
+    publisher: RefusedPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert publisher.sends_to("good")
+    assert publisher.sends_to("good"), "the caller itself sends from now on"
+
+    def strike(*_: Any, **__: Any) -> None:
+        raise SoftTimeLimitExceeded(5)
+
+    monkeypatch.setattr(publisher._link, "_send_one", strike)
+    with pytest.raises(SoftTimeLimitExceeded):
+        publisher.sends_to("good")
+    monkeypatch.undo()
+    assert publisher.is_up
+    assert publisher.event_names == []
+    assert not publisher._is_sending
+    assert not publisher._link.is_open, "it may have been struck in the middle of a message"
+
+
+@pytest.mark.parametrize(("options", "bound_s"), [({"confirm_publish": True}, 0.5), ({}, 2.0)])
+def test_reading_a_confirmation_is_bounded_as_sending_is(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], bound_s: float
+) -> None:
+    app = Celery("test", broker="amqp://127.0.0.1", set_as_current=False)
+    app.conf.broker_transport_options = options
+    monkeypatch.setattr(Connection, "ensure_connection", lambda *_, **__: None)
+    connection = broker_module.bounded_connection(app, 0.5, connect_step_s=2.0)
+    assert connection.transport_options["read_timeout"] == bound_s
+
+
+# -- A machine without services sends messages through files that other users cannot read ---------
+
+
+@pytest.fixture
+def channel(tmp_path: Path) -> Iterator[Any]:
+    with Connection(file_broker_url(str(tmp_path))) as connection:
+        yield connection.channel()
+
+
+@pytest.mark.parametrize("where", ["environment", "celeryconfig", ""])
+def test_the_standalone_app_uses_files_unless_a_broker_is_given(where: str, tmp_path: Path) -> None:
+    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    environ.pop("CELERY_BROKER_URL", None)
+    if where == "environment":
+        environ["CELERY_BROKER_URL"] = "redis://given:1/0"
+    elif where:
+        (tmp_path / "celeryconfig.py").write_text("broker_url = 'redis://given:1/0'\n")
+    code = "from delaytasks.celery import app; print(app.conf.broker_url)"
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    files = file_broker_url(str(tmp_path / ".delaytasks"))
+    assert said.strip() == ("redis://given:1/0" if where else files)
+    assert not (tmp_path / ".delaytasks").exists()
+
+
+def test_a_message_is_not_seen_before_it_is_whole(
+    channel: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_slowly(path: Path, text: str) -> None:
+        path.write_text(text[: len(text) // 2])
+        with pytest.raises(Empty):
+            channel._get("q")
+        path.write_text(text)
+
+    monkeypatch.setattr(file_broker, "write_file", write_slowly)
+    channel._put("q", {"body": "whole"})
+    assert channel._get("q") == {"body": "whole"}
+
+
+def test_queues_are_bound_and_unbound_one_by_one(channel: Any) -> None:
+    for queue in ("first", "second", "second"):
+        channel._queue_bind("news/..", "", None, queue)
+    assert {row.queue for row in channel.get_table("news/..")} == {"first", "second"}
+    channel._put("first", {})
+    channel._delete("first", "news/..", "", None, "first")
+    assert [row.queue for row in channel.get_table("news/..")] == ["second"]
+    assert channel._size("first") == 0
+
+
+def test_a_process_makes_its_bindings_again_after_the_folder_was_deleted(
+    channel: Any, tmp_path: Path
+) -> None:
+    channel._queue_bind("news", "", None, "mine")
+    shutil.rmtree(tmp_path / "broker")
+    with Connection(file_broker_url(str(tmp_path))) as other:
+        other.channel()._put("other", {})  # makes the folder first
+    with pytest.raises(Empty):
+        channel._get("mine")
+    assert [row.queue for row in channel.get_table("news")] == ["mine"]
+
+
+#: This program prints the messages that it receives until the message is "stop".
+READER = """
+import sys
+from kombu import Connection
+import delaytasks
+with Connection(sys.argv[1], transport_options={"polling_interval": 0.001}) as connection:
+    with connection.SimpleQueue("q") as queue:
+        while (text := queue.get(timeout=30).payload) != "stop":
+            print(text)
+"""
+
+
+def test_each_message_is_read_by_one_of_many_readers(tmp_path: Path) -> None:
+    url = file_broker_url(str(tmp_path))
+    command = [sys.executable, "-c", READER, url]
+    readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    with Connection(url) as connection, connection.SimpleQueue("q", serializer="json") as queue:
+        for number in range(200):
+            queue.put(f"{number:03}")
+        for _ in readers:
+            queue.put("stop")
+    read = [reader.communicate(timeout=60)[0].split() for reader in readers]
+    assert [reader.returncode for reader in readers] == [0, 0, 0]
+    found = sorted(text for texts in read for text in texts)
+    assert found == [f"{number:03}" for number in range(200)]

@@ -1,0 +1,478 @@
+"""Counts, histograms, error patterns and charts of the statistics."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import random
+import re
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from zoneinfo import ZoneInfo
+
+import pytest
+
+from delaytasks.core.clock import UTC, from_us
+from delaytasks.core.inputs import parse_duration
+from delaytasks.core.run_counts import (
+    DURATION_BOUNDS_S,
+    LATENESS_BOUNDS_S,
+    OTHER_TAGS,
+    OUTCOME_NAMES,
+    WORKER_LOST,
+    FailureCount,
+    RunCounts,
+    RunStatistics,
+    bucket_of,
+    quantile,
+)
+from delaytasks.core.text import MAX_PATTERN, error_pattern, traceback_text
+from delaytasks.operations.state import groups_of
+from delaytasks.statistics import statistics_table as writer
+from delaytasks.statistics.charts import (
+    LEFT,
+    RIGHT,
+    WIDTH,
+    Series,
+    lines,
+    stacked_bars,
+)
+from delaytasks.statistics.reading import RunTotals
+from delaytasks.statistics.statistics_table import (
+    MAX_GROUPS_OF_WORKER,
+    MAX_MINUTES,
+    StatisticsWriter,
+    WorkerCounts,
+    write_rest,
+)
+from delaytasks.storage.state_queries import FailedRow
+from tests.recording import ManualClock
+from tests.unit.worker_harness import make_runtime
+
+# -- histograms and counts, which can be added and written in compact form ------------------------
+
+
+@pytest.mark.parametrize("bounds", [LATENESS_BOUNDS_S, DURATION_BOUNDS_S])
+def test_bounds_increase(bounds: tuple[float, ...]) -> None:
+    assert list(bounds) == sorted(set(bounds))
+
+
+def test_a_value_that_equals_a_bound_belongs_to_its_bucket() -> None:
+    assert bucket_of(0.0, LATENESS_BOUNDS_S) == 0
+    assert bucket_of(0.005, LATENESS_BOUNDS_S) == 0
+    assert bucket_of(0.0051, LATENESS_BOUNDS_S) == 1
+    assert bucket_of(1e9, LATENESS_BOUNDS_S) == len(LATENESS_BOUNDS_S)
+
+
+def test_a_quantile_is_between_the_bounds_of_its_bucket() -> None:
+    counts = [0, 90, 0, 10]
+    assert quantile(counts, (1, 2, 4), 0.5) == pytest.approx(1 + 50 / 90)
+    assert quantile(counts, (1, 2, 4), 0.9) == 2
+    assert quantile(counts, (1, 2, 4), 0.99) == 4, "the last bucket has no upper bound"
+    assert quantile([0, 0, 0, 0], (1, 2, 4), 0.5) is None
+
+
+def test_no_quantile_exceeds_the_largest_value() -> None:
+    assert quantile([0, 0, 1, 0], (1, 60, 300), 0.99, highest=101) == pytest.approx(100.59)
+    assert quantile([0, 0, 0, 4], (1, 60, 300), 1.0, highest=400) == 400, "above the last bound"
+    counts = RunCounts()
+    counts.add_run(101.0, 0.02, None)
+    totals = RunTotals.of(counts)
+    assert 60 < (totals.lateness_quantile(0.5) or 0) < (totals.lateness_quantile(1.0) or 0) == 101
+    assert totals.duration_quantile(1.0) == 0.02
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_a_quantile_is_in_the_bucket_of_the_true_one(share: float) -> None:
+    randoms = random.Random(1)
+    values = sorted(randoms.expovariate(1) for _ in range(1000))
+    counts = [0] * (len(LATENESS_BOUNDS_S) + 1)
+    for value in values:
+        counts[bucket_of(value, LATENESS_BOUNDS_S)] += 1
+    true = values[round(share * len(values)) - 1]
+    found = quantile(counts, LATENESS_BOUNDS_S, share)
+    assert found is not None
+    assert bucket_of(found, LATENESS_BOUNDS_S) == bucket_of(true, LATENESS_BOUNDS_S)
+
+
+def some_counts(seed: int) -> RunCounts:
+    randoms, counts = random.Random(seed), RunCounts()
+    for name in OUTCOME_NAMES:
+        counts.add_outcome(name, randoms.randrange(3))
+    for _ in range(20):
+        counts.add_run(randoms.expovariate(1), randoms.expovariate(10), on_time_s=1.0)
+    return counts
+
+
+def test_counts_survive_being_stored() -> None:
+    counts = some_counts(1)
+    stored = json.loads(json.dumps(counts.as_list()))
+    assert RunCounts.of(stored).as_list() == counts.as_list()
+    assert (counts.on_time, counts.late) != (0, 0)
+    assert counts.on_time + counts.late == counts.started == 20
+
+
+def test_adding_counts_equals_counting_together() -> None:
+    first, second = some_counts(1), some_counts(2)
+    added = RunCounts()
+    added.add(first)
+    added.add_stored(second.as_list())
+    assert added.started == 40
+    assert added.by_outcome() == {
+        name: first.outcome(name) + second.outcome(name) for name in OUTCOME_NAMES
+    }
+    assert added.lateness_s == pytest.approx(first.lateness_s + second.lateness_s, abs=0.001)
+    assert added.late == first.late + second.late
+
+
+def test_a_start_before_the_due_time_counts_as_on_time() -> None:
+    counts = RunCounts()
+    counts.add_run(-0.04, 0.1, on_time_s=0.0)
+    assert (counts.on_time, counts.lateness[0], counts.lateness_s) == (1, 1, 0.0)
+
+
+def test_buckets_of_a_newer_version_count_in_the_last_one() -> None:
+    counts = RunCounts.of([[0, 1], [], 0, 0, [99, 3], [1, 3]])
+    assert counts.lateness[-1] == 3
+
+
+# -- the values that `delays.statistics` returns --------------------------------------------------
+
+
+def totals_of(*runs: tuple[float, float]) -> RunTotals:
+    counts = RunCounts()
+    for lateness_s, duration_s in runs:
+        counts.add_run(lateness_s, duration_s, on_time_s=1.0)
+        counts.add_outcome("done")
+    return RunTotals.of(counts)
+
+
+def test_totals_add_counts_sums_and_histograms() -> None:
+    parts = [totals_of((0.125, 2.0), (5.0, 1.0)), totals_of((0.125, 2.0))]
+    assert RunTotals.total(parts) == totals_of((0.125, 2.0), (5.0, 1.0), (0.125, 2.0))
+
+
+def test_totals_of_nothing_are_zero_and_have_no_quantiles() -> None:
+    nothing = RunTotals.total([])
+    assert nothing == totals_of()
+    assert nothing.lateness_quantile(0.5) is None
+
+
+# -- the counts of a worker's main process: totals, and counts that are not written yet -----------
+
+
+START = datetime(2030, 1, 1, 12, 0, 30, tzinfo=timezone.utc)
+MINUTE = int(START.timestamp()) // 60
+
+
+def report(*tags: str, failures: tuple[FailureCount, ...] = ()) -> RunStatistics:
+    counts = RunCounts()
+    counts.add_outcome("done")
+    counts.add_run(0.1, 0.2, None)
+    return RunStatistics(tuple((tag, counts.as_list()) for tag in tags), failures)
+
+
+def started(counts: WorkerCounts) -> dict[str, int]:
+    return {tag: found.started for tag, found in counts.totals().items()}
+
+
+def test_totals_include_written_and_unwritten_counts() -> None:
+    counts = WorkerCounts(ManualClock(START), 10)
+    counts.add(report("a", "b"))
+    counts.take()
+    counts.add(report("a"))
+    assert started(counts) == {"a": 2, "b": 1}
+    assert counts.totals()["a"].outcome("done") == 2
+
+
+def test_tags_beyond_the_limit_are_counted_together() -> None:
+    counts = WorkerCounts(ManualClock(START), 2)
+    counts.add(report("a", "b", "c", "d"))
+    counts.add(report("a", "d"))
+    assert started(counts) == {"a": 2, "b": 1, OTHER_TAGS: 3}
+
+
+def test_a_long_outage_keeps_a_bounded_number_of_minutes_and_all_counts() -> None:
+    clock = ManualClock(START)
+    counts = WorkerCounts(clock, 1)
+    for _ in range(2 * MAX_MINUTES):
+        counts.add(report("a"))
+        clock.advance(60)
+    taken = counts.take()
+    assert len(taken.runs) == MAX_MINUTES
+    assert sum(one.started for one in taken.runs.values()) == 2 * MAX_MINUTES
+
+
+def test_failed_writes_keep_the_newest_minutes_and_all_counts() -> None:
+    clock = ManualClock(START)
+    counts = WorkerCounts(clock, 10)
+    for number in range(2 * MAX_MINUTES):
+        counts.add(report("a", "b"))
+        counts.put_back(counts.take())
+        if number < 2 * MAX_MINUTES - 1:
+            clock.advance(60)
+    taken = counts.take()
+    newest = MINUTE + 2 * MAX_MINUTES - 1
+    oldest = newest - MAX_MINUTES + 1
+    assert {minute for minute, _ in taken.runs} == set(range(oldest, newest + 1))
+    assert taken.runs[oldest, "a"].started == taken.runs[oldest, "b"].started == MAX_MINUTES + 1
+    assert sum(one.started for one in taken.runs.values()) == 4 * MAX_MINUTES
+    assert started(counts) == {"a": 2 * MAX_MINUTES, "b": 2 * MAX_MINUTES}
+
+
+def test_failed_writes_keep_a_bounded_number_of_groups() -> None:
+    counts = WorkerCounts(ManualClock(START), 10)
+    for number in range(MAX_GROUPS_OF_WORKER + 5):
+        counts.add(report("a", failures=(FailureCount("a", f"p{number}", 1, number, "error"),)))
+        counts.put_back(counts.take())
+    assert len(counts.take().failures) == MAX_GROUPS_OF_WORKER
+
+
+def test_a_task_that_its_workers_lost_is_counted_and_grouped() -> None:
+    counts = WorkerCounts(ManualClock(START), 10)
+    counts("task.worker_lost", {"id": 5, "tag": "a", "error": "gave up: it died 5 times"})
+    counts("task.failed", {"id": 5, "tag": "a", "error": "counted by the process"})
+    assert counts.totals()["a"].outcome(WORKER_LOST) == 1
+    [failure] = counts.take().failures.values()
+    assert failure.pattern == "gave up: it died * times*"
+
+
+# -- A process that ends writes its counts, and waits briefly -------------------------------------
+
+
+#: Ends a test that would wait forever if the code was wrong.
+PATIENCE_S = 20
+
+
+def test_a_database_that_does_not_answer_does_not_delay_the_end_of_a_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, ended = threading.Event(), list[bool]()
+
+    def write(self: StatisticsWriter) -> None:
+        ended.append(answer.wait(PATIENCE_S))
+
+    monkeypatch.setattr(StatisticsWriter, "write", write)
+    monkeypatch.setattr(writer, "LAST_WRITE_S", 0.05)
+    runtime = make_runtime(tmp_path)
+    counts = RunCounts()
+    counts.add_outcome("done")
+    rest = RunStatistics((("a", counts.as_list()),))
+    try:
+        runtime.write_statistics()
+        write_rest(runtime.runtime, rest)
+        assert ended == []
+    finally:
+        answer.set()
+
+
+# -- patterns of error texts: equal for errors of one kind, and different for others --------------
+
+
+def charge(order: object) -> None:
+    raise ValueError(f"order {order} of 'customer {order}' was not found")
+
+
+def refund(order: object) -> None:
+    raise ValueError(f"order {order} of 'customer {order}' was not found")
+
+
+def through_a_library(order: object) -> None:
+    fnmatch.fnmatch("name", order)  # type: ignore[type-var]
+
+
+def look_up(order: object) -> None:
+    dict[object, str]()[order]
+
+
+def refuse(order: object) -> None:
+    raise KeyError
+
+
+def text_of(fail: Callable[[object], None], order: object) -> str:
+    try:
+        fail(order)
+    except Exception as error:
+        return traceback_text(error, 10_000)
+    raise AssertionError("it must fail")
+
+
+def test_numbers_ids_and_quoted_text_do_not_matter() -> None:
+    patterns = {
+        error_pattern(text_of(charge, order))
+        for order in (7, "8f14e45fceea167a5a36dedd4bea2543", "a-17", "2c1f4e4a-1b3c-4d5e-8f90-aa1")
+    }
+    assert patterns == {"* in charge\n*ValueError: order * of * was not found*"}
+
+
+def test_another_function_and_another_type_are_other_kinds() -> None:
+    assert error_pattern(text_of(charge, 1)) != error_pattern(text_of(refund, 1))
+    assert error_pattern("KeyError: 1") != error_pattern("TypeError: 1")
+
+
+def test_the_pattern_has_the_function_of_the_users_code() -> None:
+    assert error_pattern(text_of(through_a_library, 1)).startswith("* in through_a_library\n*")
+
+
+@pytest.mark.parametrize(
+    ("reason", "pattern"),
+    [
+        ("card 4711 refused", "card * refused*"),
+        ("first line\nsecond line", "first line*"),
+        ("", "*"),
+        ("50% * off", "* * off*"),
+    ],
+)
+def test_the_reason_of_an_outcome_is_its_first_line(reason: str, pattern: str) -> None:
+    assert error_pattern(reason) == pattern
+
+
+@pytest.mark.parametrize(
+    ("fail", "summary"),
+    [(charge, "ValueError: order … of … was not found"), (look_up, "KeyError: …"),
+     (refuse, "KeyError")],
+)  # fmt: skip
+def test_the_summary_of_a_group_does_not_end_with_a_colon(
+    fail: Callable[[object], None], summary: str
+) -> None:
+    now = datetime(2030, 1, 31, 18, tzinfo=timezone.utc)
+    [group] = groups_of([FailedRow(7, "order.close", "default", now, now, text_of(fail, 7))], now)
+    assert group.summary == summary
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 100_000, "'" * 100_000, "a b " * 30_000, '  File "' * 10_000, "\n" * 100_000]
+)
+def test_long_texts_cost_little_and_give_short_patterns(text: str) -> None:
+    began = time.process_time()
+    assert len(error_pattern(text)) <= MAX_PATTERN
+    assert time.process_time() - began < 5, "not a measure of speed: quadratic ones take minutes"
+
+
+# -- the charts of the console, as text -----------------------------------------------------------
+
+
+STEP = timedelta(hours=1)
+#: Pixels of a letter in the labels of the axes.
+LETTER = 6.5
+NOON = datetime(2030, 1, 31, 12, tzinfo=UTC)
+
+
+def chart(values: list[float | None], start: datetime = NOON, step: timedelta = STEP) -> str:
+    starts = [start + n * step for n in range(len(values))]
+    return lines(starts, step, [Series("late", "p99", values)])
+
+
+def test_the_time_axis_names_its_zone() -> None:
+    assert chart([0.0] * 5).count(">UTC</text>") == 1
+    text = chart([0.0] * 5, NOON.astimezone(ZoneInfo("Europe/Berlin")))
+    assert text.count(">CET</text>") == 1
+    assert ">14:00</text>" in text
+
+
+# -- the time axis --------------------------------------------------------------------------------
+
+
+def times(start: datetime, step: timedelta, number: int) -> list[tuple[str, float]]:
+    """Return the labels of the time axis, and their positions."""
+    begin = start.astimezone(UTC)
+    starts = [(begin + n * step).astimezone(start.tzinfo) for n in range(number)]
+    text = lines(starts, step, [Series("p99", "p99", [1.0] * number)])
+    found = re.findall(r'text-anchor="middle" x="([\d.]+)"[^>]*>([^<]+)<', text)
+    return [(label, float(x)) for x, label in found]
+
+
+def words(labels: list[tuple[str, float]]) -> list[str]:
+    return [label for label, _ in labels]
+
+
+def test_the_labels_of_a_week_are_at_the_midnights() -> None:
+    start = datetime(2026, 11, 26, 13, tzinfo=UTC)
+    labels = times(start, STEP, 169)
+    assert words(labels) == "Fri Nov 27|Sat 28|Sun 29|Mon 30|Tue Dec 01|Wed 02|Thu 03".split("|")
+    midnight = datetime(2026, 11, 30, tzinfo=UTC)
+    share = (midnight - start) / (169 * STEP)
+    assert dict(labels)["Mon 30"] == pytest.approx(LEFT + share * (WIDTH - LEFT - RIGHT), abs=0.1)
+
+
+def test_the_labels_of_a_day_are_hours_except_at_midnight() -> None:
+    labels = times(datetime(2026, 11, 26, 13, 20, tzinfo=UTC), timedelta(minutes=10), 145)
+    assert words(labels) == ["16:00", "20:00", "Fri Nov 27", "04:00", "08:00", "12:00"]
+
+
+def test_the_midnights_are_those_of_the_viewer() -> None:
+    start = datetime(2026, 11, 26, 13, 30, tzinfo=ZoneInfo("Asia/Kolkata"))
+    labels = times(start, STEP, 168)
+    hours = (dict(labels)["Fri Nov 27"] - LEFT) / (WIDTH - LEFT - RIGHT) * 168
+    assert hours == pytest.approx(10.5, abs=0.1)
+
+
+def test_an_hour_that_is_left_out_in_spring_has_no_label() -> None:
+    labels = times(datetime(2026, 3, 28, 22, tzinfo=ZoneInfo("Europe/Berlin")), STEP, 10)
+    assert "Sun Mar 29" in words(labels)
+    assert "02:00" not in words(labels)
+
+
+@pytest.mark.parametrize("step_s", [60, 600, 3600, 7200, 86_400])
+@pytest.mark.parametrize("number", [1, 5, 30, 60, 120, 169, 400])
+def test_labels_do_not_overlap(step_s: int, number: int) -> None:
+    begin = datetime(2026, 11, 29, 23, 40, tzinfo=UTC)
+    labels = times(begin, timedelta(seconds=step_s), number)
+    assert len(labels) < 10
+    ends = [LEFT - 6.0]
+    for label, x in labels:
+        half = len(label) * LETTER / 2
+        assert ends[-1] < x - half
+        ends.append(x + half)
+    assert ends[-1] < WIDTH
+
+
+def test_a_step_of_days_has_the_day_of_its_end() -> None:
+    text = chart([1.0, 2.0], NOON, timedelta(days=7))
+    assert "2030-01-31 12:00 to 2030-02-07 12:00 UTC: late 1.0s" in text
+    assert "12:00 to 13:00 UTC" in chart([1.0])
+
+
+def test_bars_are_stacked_to_the_height_of_their_sum() -> None:
+    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
+    parts = [Series("done", "done", [60, 0]), Series("failed", "failed", [40, None])]
+    chart = stacked_bars(starts, step, parts)
+    bars = re.findall(
+        r'<rect class="(done|failed)" [^>]* y="([\d.]+)" [^>]*height="([\d.]+)"', chart
+    )
+    assert [name for name, _, _ in bars] == ["done", "failed"]
+    (_, y, height), (_, upper_y, upper_height) = bars
+    assert float(upper_y) + float(upper_height) == pytest.approx(float(y), abs=0.2)
+    assert float(height) / float(upper_height) == pytest.approx(1.5, abs=0.02)
+    assert "1970-01-01 00:00 to 00:01 UTC: done 60, failed 40" in chart
+
+
+def test_the_labels_of_the_counts_and_durations_are_short() -> None:
+    starts, step = [from_us(0), from_us(60_000_000)], parse_duration("1m")
+
+    def texts(chart: str) -> list[str]:
+        *found, zone = re.findall(r'text-anchor="end"[^>]*>([^<]+)<', chart)
+        assert zone == "UTC"
+        return found
+
+    assert texts(stacked_bars(starts, step, [Series("due", "due", [240_000, 0])])) == [
+        "0", "100k", "200k", "300k",
+    ]  # fmt: skip
+    for seconds, expected in (
+        ([109.0, 217.0], ["1m", "10m"]),
+        ([0.004, 7200.0], ["1ms", "10ms", "100ms", "1.0s", "10s", "1m", "10m", "1h", "10h"]),
+        ([1e9, None], ["3d", "4w"]),
+        ([1e-9, None], ["1ms", "10ms"]),
+    ):
+        assert texts(lines(starts, step, [Series("late", "p99", seconds)])) == expected
+
+
+def test_a_step_without_runs_is_a_gap_in_a_line() -> None:
+    starts = [from_us(n * 60_000_000) for n in range(5)]
+    chart = lines(starts, parse_duration("1m"), [Series("p99", "p99", [0.1, 0.2, None, 0.1, 10])])
+    points = re.findall(r'<polyline class="line p99" points="([^"]*)"', chart)
+    assert [len(each.split()) for each in points] == [2, 2]
+    assert "p99 –" in chart
