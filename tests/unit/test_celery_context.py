@@ -17,7 +17,6 @@ from celery import Celery, Task, current_task, signals
 from celery._state import _task_stack, get_current_task, get_current_worker_task
 from celery.exceptions import Ignore, Reject
 from celery.exceptions import Retry as CeleryRetry
-from sqlalchemy.orm import Session
 
 from delaytasks import Cancel, DelayTask, Done, Fail, Retry, Snooze
 from delaytasks.core.interfaces import Settlement
@@ -373,21 +372,6 @@ def test_signals_have_the_arguments_that_receivers_use(bench: RunnerHarness, sen
     assert "raise_error" in raised["einfo"].traceback
 
 
-def test_a_completed_task_has_succeeded_even_if_its_processor_raises_later(
-    bench: RunnerHarness, sent: Signals
-) -> None:
-    def complete(body: Any, task: DelayTask) -> None:
-        with Session(bench.store.database.tx) as session, session.begin():
-            task.complete(session)
-        raise ValueError("too late")
-
-    bench.registry.processor("complete")(complete)
-    task = bench.schedule("complete")
-    bench.run(task)
-    assert bench.statuses([task]) == ["DONE"]
-    assert sent.name(task) == "success"
-
-
 # -- celery retry ---------------------------------------------------------------------------------
 
 
@@ -581,23 +565,6 @@ def test_rows_that_interleave_have_requests_of_their_own(bench: RunnerHarness) -
     assert len(seen) == 36
     for tag, id, name, shown, other in seen:
         assert (name, shown, other) == (tag, id, id)
-
-
-def test_messages_sent_by_a_coroutine_name_the_row_as_their_parent(
-    bench: RunnerHarness, app: Celery
-) -> None:
-    found: list[Any] = []
-
-    @bench.registry.processor("a")
-    async def ask(given: Any) -> None:
-        found.append(get_current_worker_task().request.id)
-        with pytest.raises(Exception, match="use schedule_delay"):
-            current_task.delay()
-
-    task = bench.schedule("a")
-    bench.run(task)
-    assert bench.statuses([task]) == ["DONE"]
-    assert found == [str(task.id)]
 
 
 def test_a_celery_task_that_a_coroutine_calls_is_current_meanwhile(

@@ -108,15 +108,6 @@ def test_the_reference_lists_each_public_name() -> None:
     assert set(re.findall(r"- (\w+)$", members, re.MULTILINE)) == public_names() - TWINS
 
 
-def test_the_reference_lists_each_function_and_those_without_a_twin() -> None:
-    page = (ROOT / "docs" / "reference.md").read_text()
-    section = page.partition("\n## Functions\n")[2].partition("\n## ")[0]
-    _, functions, twins = section.strip().split("\n\n")
-    assert re.findall(r"`(\w+)`", functions) == sorted(FUNCTIONS)
-    without = set(FUNCTIONS) & WITHOUT_TWIN.keys() - {"wait"}
-    assert set(re.findall(r"`(\w+)`", twins)) == without
-
-
 def test_every_error_can_be_imported_from_the_package() -> None:
     defined = {
         name

@@ -213,19 +213,6 @@ def test_threads_that_need_the_certain_time_fail_together(host: FakeTime) -> Non
     assert database.asked == 1
 
 
-def test_many_threads_measure_once(host: FakeTime) -> None:
-    database = FakeDatabase(host)
-    clock, start = Clock(database.now), threading.Barrier(8)
-
-    def look(_: int) -> int:
-        start.wait()
-        return clock.now_us()
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(look, range(8)))) == 1
-    assert database.asked == 3
-
-
 def test_microseconds_since_1970_and_back_lose_nothing() -> None:
     for instant in (
         NOON,

@@ -263,41 +263,17 @@ def test_a_duration_is_read_as_people_write_it(text: str, seconds: float) -> Non
     assert parse_duration(text) == timedelta(seconds=seconds)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        " ",
-        "x",
-        "1x",
-        "h",
-        "30m1h",
-        "1h1h",
-        "1e9",
-        "nan",
-        "inf",
-        "1,5",
-        "1h30",
-        "٣",
-        "1m s",
-        "0x10",
-        "1 2",
-    ],
-)
-def test_an_invalid_duration_is_refused_with_the_valid_forms(text: str) -> None:
-    with pytest.raises(InvalidDelayError, match="1h30m"):
-        parse_duration(text)
+INVALID = ["", " ", "x", "1x", "h", "30m1h", "1h1h", "1e9", "nan", "inf", "1,5", "1h30", "٣"]
+REFUSED = [
+    *((text, "1h30m") for text in (*INVALID, "1m s", "0x10", "1 2")),
+    *((text, "not negative") for text in ("-5", "-1h", " -0.1")),
+    *((text, "longer") for text in ("9" * 30, "9" * 400, "9" * 30 + "w")),
+]
 
 
-@pytest.mark.parametrize("text", ["-5", "-1h", " -0.1"])
-def test_a_negative_duration_is_refused_as_negative(text: str) -> None:
-    with pytest.raises(InvalidDelayError, match="not negative"):
-        parse_duration(text)
-
-
-@pytest.mark.parametrize("text", ["9" * 30, "9" * 400, "9" * 30 + "w"])
-def test_a_duration_beyond_all_bounds_is_refused_and_does_not_overflow(text: str) -> None:
-    with pytest.raises(InvalidDelayError, match="longer"):
+@pytest.mark.parametrize(("text", "said"), REFUSED)
+def test_an_invalid_negative_or_endless_duration_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InvalidDelayError, match=said):
         parse_duration(text)
 
 

@@ -132,18 +132,6 @@ def test_the_process_of_the_image_gets_the_signals() -> None:
     assert [form[0] for form in forms] == ["celery"]
 
 
-def test_the_image_has_only_files_that_it_needs() -> None:
-    ignored, *kept = (FOLDER / "Dockerfile.dockerignore").read_text().splitlines()
-    assert ignored == "*"
-    names = {line[1:] for line in kept if line.startswith("!")}
-    assert all((ROOT / name).exists() for name in names)
-    copied = [line.split()[0] for line in instructions("COPY") if not line.startswith("--from")]
-    assert set(copied) - {"."} <= names
-    packages = re.search(r"^packages = (\[.*\])$", (ROOT / "pyproject.toml").read_text(), re.M)
-    assert packages is not None
-    assert {*json.loads(packages[1]), "alembic"} <= names
-
-
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     if (program := shutil.which("systemd-analyze")) is None:
         pytest.skip("needs systemd-analyze, which is not available on this machine")

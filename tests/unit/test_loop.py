@@ -399,14 +399,6 @@ def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(
     assert kept.get() == (4, 0.125)
 
 
-def test_an_error_of_the_program_is_logged(
-    forecasts: Forecasts, caplog: pytest.LogCaptureFixture
-) -> None:
-    forecasts.error = ZeroDivisionError("no worker")
-    assert Latest("forecast", forecasts.make).get() is None
-    assert "ZeroDivisionError: no worker" in caplog.text
-
-
 class SlowForecasts:
     """The second forecast waits until the test lets it go on."""
 

@@ -36,7 +36,6 @@ from delaytasks.core.errors import (
     InvalidRetryScheduleError,
 )
 from delaytasks.core.retry_schedule import (
-    LEVELS,
     MAX_RETRY_DELAYS,
     NOTIFY,
     Retries,
@@ -49,9 +48,6 @@ from delaytasks.runtime import runtime_of
 from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.conftest import open_store
 from tests.recording import RunnerHarness, counted, delays_on, record
-
-# -- processors: their handles, schemas and results -----------------------------------------------
-
 
 # -- handles --------------------------------------------------------------------------------------
 
@@ -449,11 +445,6 @@ def test_a_retry_schedule_of_n_delays_has_n_waits() -> None:
         True,
         False,
     ]
-
-
-def test_the_retry_schedules_of_the_source_designs_exist() -> None:
-    assert LEVELS.retry_delays_s == (5, 30, 60, 600, 1800, 3600, 21600, 86400, 172800)
-    assert NOTIFY.retry_delays_s == (15, 180, 600, 1800, 1800, 3600, 7200, 21600, 54000)
 
 
 def test_exponential_waits_grow_to_their_cap() -> None:

@@ -436,7 +436,7 @@ def run_batch(bench: RunnerHarness, work: Work, count: int = 4, **options: Any) 
     """Run `count` tasks whose bodies are 0, 1, 2, …, and return each task as stored afterwards."""
     bench.registry.processor("batch", **{"batch": 100, **options})(work)
     tasks = [bench.schedule("batch", body) for body in range(count)]
-    bench.run_batch(*tasks)
+    bench.run(*tasks)
     return [bench.now(task) for task in tasks]
 
 
@@ -473,7 +473,7 @@ def test_only_tasks_of_its_tag_are_in_a_batch_and_the_others_keep_their_order(
             ("batch", 2, 6),
         ]
     ]
-    bench.run_batch(*tasks)
+    bench.run(*tasks)
     assert bench.ran == ["a", [1, 2], "b"]
 
 
@@ -493,7 +493,7 @@ def test_with_two_arguments_the_first_one_has_the_bodies_converted_by_the_schema
 
     bench.registry.processor("orders", batch=10, schema=Order)(work)
     tasks = [bench.schedule("orders", {"order": 7}), bench.schedule("orders", {"order": 8})]
-    bench.run_batch(*tasks)
+    bench.run(*tasks)
     assert got == [[(Order, 7, tasks[0].id), (Order, 8, tasks[1].id)]]
 
 
@@ -512,7 +512,7 @@ def test_a_refused_body_and_a_body_that_is_not_json_affect_no_other_task(
     tasks = [bench.schedule("batch", body) for body in (0, 2, 4, 6)]
     bench.change(tasks[1], message_body="3")
     bench.change(tasks[2], message_body="{nope")
-    bench.run_batch(*tasks)
+    bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "FAILED", "NOT_COMPLETE", "DONE"]
     assert "odd" in (bench.now(tasks[1]).error or "")
     assert "JSONDecodeError" in (bench.now(tasks[2]).error or "")
@@ -526,13 +526,13 @@ def test_an_expired_task_is_not_in_the_batch(bench: RunnerHarness) -> None:
     )
     late, fine = bench.schedule("batch", 1), bench.schedule("batch", 2)
     bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=60))
-    bench.run_batch(bench.now(late), fine)
+    bench.run(bench.now(late), fine)
     assert bench.statuses([late, fine]) == ["CANCELLED", "DONE"]
     assert got == [2]
     bench.change(
         only := bench.schedule("batch", 3), expected_time=bench.clock.now() - timedelta(seconds=60)
     )
-    bench.run_batch(bench.now(only))
+    bench.run(bench.now(only))
     assert got == [2], "nor is it called for none"
 
 
@@ -607,7 +607,7 @@ def test_an_error_of_the_processor_fails_all_tasks_by_the_usual_rules(bench: Run
     assert {task.attempts for task in tasks} == {1}
     for task in tasks:
         bench.change(task, expected_time=bench.clock.now() - timedelta(milliseconds=10))
-    bench.run_batch(*map(bench.now, tasks))
+    bench.run(*map(bench.now, tasks))
     assert bench.statuses(tasks) == ["FAILED"] * 4
     error = bench.now(tasks[3]).error or ""
     assert "ConnectionError: busy" in error
@@ -647,7 +647,7 @@ def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(
         bench.schedule(),
     ]
     with pytest.raises(WorkerShutdown):
-        bench.run_batch(*tasks)
+        bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 
 
@@ -665,10 +665,10 @@ def test_batches_run_concurrently_and_as_coroutines(bench: RunnerHarness) -> Non
 
     bench.registry.processor("async", batch=5)(work)
     tasks = [bench.schedule("concurrent") for _ in range(10)]
-    assert bench.run_batch(*tasks).wanted == 10
+    assert bench.run(*tasks).wanted == 10
     assert bench.statuses(tasks) == ["DONE"] * 10
     tasks = [bench.schedule("async", body) for body in range(10)]
-    bench.run_batch(*tasks)
+    bench.run(*tasks)
     assert bench.statuses(tasks) == ["DONE", "FAILED"] * 5
 
 
@@ -677,7 +677,7 @@ def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(
 ) -> None:
     size = ChunkSize(0.05, 200)
     bench.registry.processor("batch", batch=100)(lambda tasks: time.sleep(0.2))
-    report = bench.run_batch(*[bench.schedule("batch") for _ in range(10)])
+    report = bench.run(*[bench.schedule("batch") for _ in range(10)])
     assert report.wanted == 100
     for _ in range(20):
         size.learn(report.ran, report.seconds, report.wanted)

@@ -158,13 +158,6 @@ def test_a_tag_is_logged_once_a_minute_with_a_count(quiet_log: Log) -> None:
     assert sum(fields.get("count", 1) for _, fields in quiet_log.lines) == 1006, "none is left out"
 
 
-def test_a_rare_event_is_logged_immediately(quiet_log: Log) -> None:
-    for _ in range(3):
-        quiet_log.tell("mail")
-        Log.now += QUIET_S + 1
-    assert [fields.get("count") for _, fields in quiet_log.lines] == [None, None, None]
-
-
 def test_a_bounded_number_of_tags_is_counted_separately(quiet_log: Log) -> None:
     for number in range(10 * MOST_SUBJECTS):
         quiet_log.tell(f"tag{number}")
