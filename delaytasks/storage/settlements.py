@@ -95,9 +95,12 @@ class Attempts:
     def of(self, on: Any, id: int) -> list[Attempt]:
         a = self._a
         columns = (a.c.attempt, a.c.began, a.c.ended, a.c.worker, a.c.error)
+        rows = on.execute(select(*columns).where(a.c.task_id == id).order_by(a.c.version))
+        # The worker estimates the database's time for `began`, within a fraction of a millisecond,
+        # and the database writes `ended`.
         return [
-            Attempt(*row)
-            for row in on.execute(select(*columns).where(a.c.task_id == id).order_by(a.c.version))
+            Attempt(number, began and min(began, ended), ended, worker, error)
+            for number, began, ended, worker, error in rows
         ]
 
     def forget(self, on: Any, ids: Sequence[int]) -> None:
