@@ -302,7 +302,8 @@ class ReconnectStep(bootsteps.Step):
         self, consumer: Any, ensure_connected: Callable[[Any], Any], connection: Any
     ) -> Any:
         # Celery has just made the pool forget jobs, and the event loop may read the result of one.
-        runtime = getattr(getattr(consumer, "controller", None), "delays_runtime", None)
+        controller = getattr(consumer, "controller", None)
+        runtime: WorkerRuntime | None = getattr(controller, "delays_runtime", None)
         if runtime is not None:
             runtime.recall()
         if self._lacks_queue:
@@ -364,17 +365,18 @@ class ReconnectStep(bootsteps.Step):
         Without a `key`, it may be any of the worker's queues. The next attempt to read them ends
         within `rest_s` seconds.
         """
-        runtime = consumer.controller.delays_runtime
+        runtime: WorkerRuntime = consumer.controller.delays_runtime
+        publisher = runtime.runtime.publisher
         if not key:
             options = consumer.app.conf.broker_transport_options or {}
             prefix = options.get("global_keyprefix", "")
-            names = (runtime.publisher.queue(queue).name for queue in runtime.processes.queues)
+            names = (publisher.queue(queue).name for queue in runtime.processes.queues)
             key = ", ".join(prefix + name for name in names)
         self._blocked = key
         runtime.events.emit("queue.blocked", key=key, remedy=remedy + UNTIL_CREATED, **fields)
         for queue in runtime.processes.queues:
             # A sweep that cannot send drain messages drains the queue in its own worker.
-            runtime.publisher.rest(queue, rest_s)
+            publisher.rest(queue, rest_s)
 
     def _on_ready(self, consumer: Any, on_ready: Callable[[], None]) -> None:
         self._is_ready = True
