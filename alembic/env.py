@@ -1,6 +1,6 @@
 """Alembic's environment for our tables.
 
-The database, or several, is the first of these that is given: a connection in `config.attributes`
+The database is the first of these that is given: a connection in `config.attributes`
 (delaytasks' own commands), `-x url=…`, `sqlalchemy.url` in the ini file, delaytasks' settings
 (environment, celeryconfig.py). `-x prefix=…` and `-x schema=…` have the same precedence.
 """
