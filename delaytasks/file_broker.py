@@ -28,7 +28,8 @@ class Channel(filesystem.Channel):
         self._folder = Path(self.connection.client.virtual_host) / "broker"
         self.data_folder_in = self.data_folder_out = str(self._folder)
         tighten_data_folder(self._folder.parent)
-        self._keep_files()
+        if self._folder.parent.is_dir():  # a command that only reads makes no data folder
+            self._keep_files()
 
     def _keep_files(self) -> None:
         """Make the folder and the bindings of this process again if they were deleted."""

@@ -94,7 +94,7 @@ def test_piped_list_output_has_the_id_in_the_first_column(
 
 READING = [
     ["list"], ["stats"], ["check"], ["show", "7"], ["config"], ["db", "current"], ["audit"],
-    ["policy", "list"], ["encryption", "status"], ["cancel", "7"], ["rerun", "7"],
+    ["policy", "list"], ["cancel", "7"], ["rerun", "7"],
     ["reschedule", "7", "--delay", "5"],
     ["schedule", "hello", "{}", "--delay", "5"], ["db", "downgrade", "--yes"],
 ]  # fmt: skip
