@@ -31,7 +31,7 @@ from delaytasks.core.celery_calls import (
     Message,
     forced,
 )
-from delaytasks.core.errors import InvalidScheduleError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.events import Events
 from delaytasks.core.filters import AuditEntry, BulkOptions, BulkResult
 from delaytasks.core.inputs import Delay
@@ -203,7 +203,7 @@ class DelayTasks:
         Raises
         ------
         InvalidInputError
-            If an argument is wrong. The subclass names the argument, such as `InvalidTagError`.
+            If an argument is wrong. `error.argument` is its name.
         DuplicateTaskError
             If a live task has the key and `on_conflict` is `"reject"`.
         StoreUnavailableError
@@ -537,8 +537,8 @@ class DelayTasks:
         ------
         StaleVersionError
             If the task has another version than `version`.
-        TaskNotFoundError, CancelTooLateError, InvalidStatusError
-            With `strict`: if there is no such task, while it runs, and after it has ended.
+        TaskNotFoundError, TaskStateError
+            With `strict`: if there is no such task, and while it runs or after it has ended.
 
         Examples
         --------
@@ -580,7 +580,7 @@ class DelayTasks:
         ------
         TaskNotFoundError
             If there is no such task.
-        InvalidStatusError
+        TaskStateError
             If the task does not wait.
         StaleVersionError
             If the task has another version than `version`.
@@ -685,7 +685,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidScheduleError
+        InvalidInputError
             If neither or both of `tasks` and `keys` are given.
 
         Examples
@@ -737,7 +737,7 @@ class DelayTasks:
         ------
         TaskNotFoundError
             If there is no such task.
-        InvalidStatusError
+        TaskStateError
             If the task is neither FAILED nor CANCELLED.
         DuplicateTaskError
             If another live task has the key of the task.
@@ -913,7 +913,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidQueryError
+        InvalidInputError
             If a filter, the cursor or the limit is wrong.
 
         Examples
@@ -957,7 +957,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidQueryError
+        InvalidInputError
             If there is no filter and `everything` is False, or a filter is wrong.
         StoreUnavailableError
             If the database cannot be reached.
@@ -1006,7 +1006,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidScheduleError
+        InvalidInputError
             Unless exactly one of `delay`, `at`, `by` and `spread` is given.
         DelayTaskError
             The errors of `cancel_many`.
@@ -1017,8 +1017,9 @@ class DelayTasks:
         >>> delays.reschedule_many(spread="10m", tag="mail.send", since=nine, until=ten)
         """
         if [delay, at, by, spread].count(None) != 3:
-            raise InvalidScheduleError(
-                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four"
+            raise InvalidInputError(
+                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four",
+                "delay",
             )
         producer = self._runtime.producer
         to: To
@@ -1060,7 +1061,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidQueryError
+        InvalidInputError
             If there is no such audit entry, or it is of another operation.
         DelayTaskError
             The errors of `cancel_many`.
@@ -1142,7 +1143,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidPolicyError
+        InvalidInputError
             Unless exactly one of `tag` and `queue` is given.
         StoreUnavailableError
             If the database cannot be reached.
@@ -1174,7 +1175,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidPolicyError, StoreUnavailableError
+        InvalidInputError, StoreUnavailableError
             See `pause`.
 
         Examples
@@ -1220,7 +1221,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidPolicyError
+        InvalidInputError
             If a limit is wrong, no limit is given, or `tag` is not given.
         StoreUnavailableError
             See `pause`.
@@ -1251,7 +1252,7 @@ class DelayTasks:
 
         Raises
         ------
-        InvalidPolicyError, StoreUnavailableError
+        InvalidInputError, StoreUnavailableError
             See `pause`.
 
         Examples
@@ -1417,7 +1418,7 @@ class DelayTasks:
 
         Raises
         ------
-        DuplicateProcessorError
+        ConfigError
             If the tag has another processor.
         TypeError, ValueError
             If an option is unknown or wrong, or the function takes other arguments.

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import Connection, FromClause, case, func, literal, select, tablesample
 
 from delaytasks.core.clock import from_us
-from delaytasks.core.errors import DelayTaskError, InvalidQueryError, StoreError
+from delaytasks.core.errors import DelayTaskError, InvalidInputError, StoreError
 from delaytasks.core.inputs import is_integer, show_duration
 from delaytasks.core.states import WAITING
 from delaytasks.core.text import count, shown, some_values
@@ -241,10 +241,13 @@ def make_forecast(runtime: Runtime, days: float = 7, processes: int | None = Non
     """Do what `DelayTasks.forecast` does."""
     is_number = isinstance(days, (int, float)) and not isinstance(days, bool)
     if not (is_number and 0 < days <= MAX_DAYS):
-        raise InvalidQueryError(f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}")
+        raise InvalidInputError(
+            f"days is a number above 0, at most {MAX_DAYS}, not {shown(days)}", "days"
+        )
     if processes is not None and not is_integer(processes, 1, MAX_PROCESSES):
-        raise InvalidQueryError(
-            f"processes is an integer from 1 to {MAX_PROCESSES:,}, not {shown(processes)}"
+        raise InvalidInputError(
+            f"processes is an integer from 1 to {MAX_PROCESSES:,}, not {shown(processes)}",
+            "processes",
         )
     now = runtime.clock.certain_now()
     until = now + timedelta(days=days)

@@ -95,7 +95,9 @@ Down = dict[int, errors.StoreUnavailableError]
 
 def _calling(method: Method[P, T], /, *args: Any, **options: Any) -> Callable[[DelayTasks], T]:
     if options.get("session") is not None:
-        raise errors.InvalidScheduleError("with session=, call shards.member(tag, key) itself")
+        raise errors.InvalidInputError(
+            "with session=, call shards.member(tag, key) itself", "session"
+        )
     return methodcaller(method.__name__, *args, **options)
 
 
@@ -288,7 +290,7 @@ class Shards:
 
         Raises
         ------
-        InvalidIdError
+        InvalidInputError
             If no member has the number that the id contains.
 
         Examples
@@ -297,7 +299,9 @@ class Shards:
         """
         number = shard_of(id_of(task))
         if number not in self._by_number:
-            raise errors.InvalidIdError(f"no member has the shard number {number} of the id")
+            raise errors.InvalidInputError(
+                f"no member has the shard number {number} of the id", "task"
+            )
         return self._by_number[number]
 
     def each(self, call: Callable[[DelayTasks], T]) -> dict[int, T]:

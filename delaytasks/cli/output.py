@@ -13,15 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.errors import (
-    ConfigError,
-    DelayTaskError,
-    InvalidDelayError,
-    InvalidInputError,
-    InvalidMetaError,
-    InvalidScheduleError,
-    NaiveDatetimeError,
-)
+from delaytasks.core.errors import ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.inputs import parse_duration, show_duration
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, pretty
@@ -36,29 +28,32 @@ if TYPE_CHECKING:
 # -- Instants, durations and pairs of meta, as people type them -----------------------------------
 
 
-def parse_instant(text: str) -> datetime:
+def parse_instant(text: str, argument: str = "at") -> datetime:
     """Return the instant of an ISO 8601 text with a time zone."""
     # Python 3.10 does not know Z.
     typed = re.sub(r"[zZ]$", "+00:00", text.strip())
     try:
         instant = datetime.fromisoformat(typed)
     except ValueError:
-        raise InvalidScheduleError(
+        raise InvalidInputError(
             f"{text!r:.40} is not an instant; "
-            "write it as 2030-01-31T18:00:00Z or 2030-01-31T18:00:00+02:00"
+            "write it as 2030-01-31T18:00:00Z or 2030-01-31T18:00:00+02:00",
+            argument,
         ) from None
     if instant.tzinfo is None:
-        raise NaiveDatetimeError(
+        raise InvalidInputError(
             f"{text!r:.40} has no time zone; "
-            "end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)"
+            "end it with Z for UTC, or with an offset (2030-01-31T18:00:00+02:00)",
+            argument,
         )
     return instant
 
 
-def parse_shift(text: str) -> timedelta:
+def parse_shift(text: str, argument: str) -> timedelta:
     """Return a duration, which is negative if it begins with a minus sign."""
     typed = text.strip()
-    return -parse_duration(typed[1:]) if typed.startswith("-") else parse_duration(typed)
+    size = parse_duration(typed.removeprefix("-"), argument)
+    return -size if typed.startswith("-") else size
 
 
 def show_from_now(instant: datetime, now: datetime) -> str:
@@ -73,14 +68,14 @@ def show_instant(instant: datetime) -> str:
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
-    """A type of option that one function parses, whose errors keep their own class."""
+    """A type of option that one function parses. Its errors name the option."""
 
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+    def __init__(self, name: str, parse: Callable[[str, str], Any]) -> None:
         self.name = name
         self._parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return self._parse(value) if isinstance(value, str) else value
+        return self._parse(value, _name(param)) if isinstance(value, str) else value
 
 
 class Past(click.ParamType):  # type: ignore[type-arg]  # generic only in later versions
@@ -93,16 +88,23 @@ class Past(click.ParamType):  # type: ignore[type-arg]  # generic only in later 
             return value
         try:
             ago = parse_duration(value)
-        except InvalidDelayError:
+        except InvalidInputError:
             try:
-                return parse_instant(value)
-            except InvalidScheduleError as error:
-                raise InvalidScheduleError(f"{error}; or as 1h, which means an hour ago") from None
+                return parse_instant(value, _name(param))
+            except InvalidInputError as error:
+                text = f"{error}; or as 1h, which means an hour ago"
+                raise InvalidInputError(text, error.argument) from None
         assert ctx is not None
         try:
             return ctx.obj.runtime.clock.now() - ago
         except OverflowError:
-            raise InvalidScheduleError(f"{value!r:.40} ago is before the year 1") from None
+            raise InvalidInputError(
+                f"{value!r:.40} ago is before the year 1", _name(param)
+            ) from None
+
+
+def _name(param: click.Parameter | None) -> str:
+    return (param and param.name) or "value"
 
 
 DURATION = Parsed("duration", parse_duration)
@@ -125,10 +127,10 @@ class Pair(tuple[str, str]):
     __slots__ = ()
 
 
-def parse_pair(text: str) -> Pair:
+def parse_pair(text: str, argument: str) -> Pair:
     name, sign, value = text.partition("=")
     if not sign:
-        raise InvalidMetaError(f"{text!r:.40} is no pair: write it as name=value")
+        raise InvalidInputError(f"{text!r:.40} is no pair: write it as name=value", argument)
     return Pair((name, value))
 
 
@@ -284,8 +286,14 @@ _STATUS_COLOURS = {
 }
 
 
+def kind_of(error: Exception) -> dict[str, str]:
+    """Return what JSON says of an error besides its message."""
+    kind = {"type": type(error).__name__}
+    return kind | {"argument": error.argument} if isinstance(error, InvalidInputError) else kind
+
+
 class Failure(click.ClickException):
-    """An error of a command: one red line, or {"error": …, "type": …} where JSON is asked for."""
+    """An error of a command: one red line, or {"error": …, "type": …} if JSON is asked for."""
 
     exit_code: int  # type: ignore[misc]
 
@@ -301,13 +309,13 @@ class Failure(click.ClickException):
         super().__init__(rewrite(text))
         is_callers = is_usage or isinstance(error, (InvalidInputError, ConfigError))
         self.exit_code = 2 if is_callers else 1
-        self._type = type(error).__name__
+        self._kind = kind_of(error)
         self._is_json = is_json
         self._details = details
 
     def show(self, file: Any = None) -> None:
         if self._is_json:
-            click.echo(json.dumps({"error": self.message, "type": self._type}), err=True)
+            click.echo(json.dumps({"error": self.message, **self._kind}), err=True)
             return
         if self._details:
             click.echo(self._details.rstrip(), err=True)

@@ -21,7 +21,7 @@ from delaytasks.cli.output import (
     say,
     show_instant,
 )
-from delaytasks.core.errors import InvalidPolicyError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import show_duration
 from delaytasks.core.policies import Policy
 
@@ -156,7 +156,7 @@ def clear(cli: Cli, **target: str | None) -> None:
 
 def _number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 12):
-        raise InvalidPolicyError(f'{name} is a number, or "{NONE}", not {text!r:.40}')
+        raise InvalidInputError(f'{name} is a number, or "{NONE}", not {text!r:.40}', name)
     return int(text)
 
 

@@ -32,13 +32,7 @@ from delaytasks.cli.output import (
     show_instant,
 )
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import (
-    BodyNotJSONError,
-    DelayTaskError,
-    InvalidInputError,
-    InvalidScheduleError,
-    InvalidTimingError,
-)
+from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import parse_duration, show_timing
 from delaytasks.core.task import DelayTask, NewTask, OnConflict
@@ -174,7 +168,7 @@ def _parse(text: str, what: str, remedy: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BodyNotJSONError(f"{what} ({error}); {remedy}") from None
+        raise InvalidInputError(f"{what} ({error}); {remedy}", "body") from None
 
 
 # -- many -----------------------------------------------------------------------------------------
@@ -247,7 +241,7 @@ class _Lines:
                         _at_line(number, error)
                         break
             done = done if self.scheduled else "nothing was scheduled"
-        error.args = (f"{error}; {done}",)
+        error.args = (f"{error}; {done}", *error.args[1:])
         return error
 
 
@@ -256,29 +250,31 @@ def _task(raw: bytes, defaults: dict[str, Any]) -> NewTask:
     try:
         text = raw.decode()
     except UnicodeDecodeError as error:
-        raise BodyNotJSONError(f"the line is not UTF-8 ({error}); write JSON as UTF-8") from None
+        raise InvalidInputError(
+            f"the line is not UTF-8 ({error}); write JSON as UTF-8", "body"
+        ) from None
     values = _parse(text, "the line is not JSON", "write one object a line")
     if not isinstance(values, dict) or "tag" not in values:
-        raise InvalidScheduleError(
-            'not an object with a tag, as {"tag": "order.close", "delay": "30m"} is one'
+        raise InvalidInputError(
+            'not an object with a tag, as {"tag": "order.close", "delay": "30m"} is one', "tag"
         )
     for name in values:
         if name not in _LINE_FIELDS:
             close = difflib.get_close_matches(name, _LINE_FIELDS, n=1)
             known = f" (known: {', '.join(_LINE_FIELDS)})"
             hint = f"; did you mean {close[0]!r}?" if close else known
-            raise InvalidScheduleError(f"a task has no field {name!r:.60}{hint}")
+            raise InvalidInputError(f"a task has no field {name!r:.60}{hint}", name)
     delay, at = values.get("delay"), values.pop("at", None)
     if isinstance(delay, str):
         values["delay"] = parse_duration(delay)
     if at is not None and not isinstance(at, str):
-        raise InvalidScheduleError(f"at is an instant in quotes, not {at!r:.40}")
+        raise InvalidInputError(f"at is an instant in quotes, not {at!r:.40}", "at")
     instant = None if at is None else parse_instant(at)
     return NewTask(**{**defaults, **values, "at": instant})
 
 
 def _at_line(number: int, error: DelayTaskError) -> DelayTaskError:
-    error.args = (f"line {number}: {error}",)
+    error.args = (f"line {number}: {error}", *error.args[1:])
     return error
 
 
@@ -541,7 +537,7 @@ def _next_occurrence(schedule: RecurringSchedule, now: datetime) -> Cell:
         return schedule.next_at  # no task was made in time
     try:
         found = schedule.next(1, now)
-    except InvalidTimingError:  # another program has written the row
+    except InvalidInputError:  # another program has written the row
         return schedule.next_at
     return found[0] if found else "ended"
 

@@ -26,6 +26,7 @@ from delaytasks.cli.output import (
     at_option,
     count,
     delay_option,
+    kind_of,
     pairs_or,
     print_json,
     print_table,
@@ -149,7 +150,7 @@ def move_each(
                 break  # the next id would wait as long, for the same answer
     if cli.is_json:
         failed = [
-            {"id": str(id), "error": cli.hints.rewrite(str(error)), "type": type(error).__name__}
+            {"id": str(id), "error": cli.hints.rewrite(str(error)), **kind_of(error)}
             for id, error in failures
         ]
         print_json({**moved(), "failed": failed})
@@ -217,7 +218,7 @@ def _moved(
         except KeyboardInterrupt:
             return so_far, True
         except StoreError as error:
-            error.args = (f"{error}; {_how_far(so_far, done)}",)
+            error.args = (f"{error}; {_how_far(so_far, done)}", *error.args[1:])
             raise
 
 

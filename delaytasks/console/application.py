@@ -30,10 +30,11 @@ from delaytasks.console.requests import (
 )
 from delaytasks.console.shown import install_filters, zone_label, zone_of
 from delaytasks.console.viewers import FIRST_USER, Access, ProxyAccess, Role, UserFile, session_key
-from delaytasks.core.errors import DelayTaskError, SearchTimeoutError, StoreError, TaskNotFoundError
+from delaytasks.core.errors import DelayTaskError, StoreError, TaskNotFoundError
 from delaytasks.core.text import installed_version, one_line
 from delaytasks.operations.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
+from delaytasks.storage.searching import SearchTimeoutError
 
 logger = logging.getLogger(__name__)
 THEMES = ("auto", "light", "dark")
@@ -122,7 +123,7 @@ def _of_every_page() -> dict[str, Any]:
 
 def _refused(error: DelayTaskError) -> tuple[str, int]:
     if isinstance(error, TaskNotFoundError):
-        return _error_page(404, "There is no such task", str(error))
+        return _error_page(404, "Not found", str(error))
     if isinstance(error, SearchTimeoutError):
         return _error_page(503, "The search took too long", str(error))
     if isinstance(error, StoreError):

@@ -17,7 +17,7 @@ from delaytasks.console.requests import SNAPSHOT_S, requires, state
 from delaytasks.console.shown import day_and_time, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.core.clock import from_us
-from delaytasks.core.errors import InvalidInputError, SearchTimeoutError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.task import Page
 from delaytasks.forecast import HOUR_S, Forecast, busiest, headline
 from delaytasks.operations.state import DeploymentState, FailedNow
@@ -25,6 +25,7 @@ from delaytasks.operations.verdict import Problem, verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.charts import Series, legend, stacked_bars
 from delaytasks.statistics.reading import gather_on_time
+from delaytasks.storage.searching import SearchTimeoutError
 
 #: Seconds for which all viewers see the same counts of queues, and the same shares on time.
 QUEUES_S, SHARES_S = 5.0, 60.0
@@ -180,7 +181,7 @@ def _query() -> ForecastQuery:
     period, typed = request.args.get("period"), request.args.get("processes", "").strip()
     processes = number_of(typed)
     if typed and processes is None:
-        raise InvalidInputError(f"processes is a number, not {typed!r:.40}")
+        raise InvalidInputError(f"processes is a number, not {typed!r:.40}", "processes")
     return ForecastQuery(period if period in FORECAST_DAYS else "week", processes)
 
 

@@ -11,13 +11,7 @@ from werkzeug.wrappers import Response
 
 from delaytasks.console.requests import act, requires, state, viewer
 from delaytasks.console.viewers import Role
-from delaytasks.core.errors import (
-    BodyNotJSONError,
-    DelayTaskError,
-    InvalidPolicyError,
-    InvalidQueryError,
-    RecurringNotFoundError,
-)
+from delaytasks.core.errors import DelayTaskError, InvalidInputError, TaskNotFoundError
 from delaytasks.core.inputs import show_timing
 from delaytasks.core.policies import UNCHANGED, Policy
 from delaytasks.recurrence.definition import RecurringSchedule, options_of, timing_options
@@ -89,7 +83,9 @@ def set_limits() -> Response:
     def do() -> str:
         tag = named.get("tag", "")
         if "is_change" not in request.form and _limited(tag) is not None:
-            raise InvalidPolicyError(f"the tag {tag} has limits already: change them in the list")
+            raise InvalidInputError(
+                f"the tag {tag} has limits already: change them in the list", "tag"
+            )
         limits = {name: _limit(name, text) for name, text in given.items()}
         policy = delays.set_policy(**named, **limits, actor=viewer().name)
         return f"The limits of the {policy.kind} {policy.name} are changed."
@@ -109,7 +105,7 @@ def _limit(name: str, text: str) -> Any:
     if name == "rate":
         return text
     if not text.isdigit():
-        raise InvalidPolicyError(f"{name} is a number, not {text!r:.40}")
+        raise InvalidInputError(f"{name} is a number, not {text!r:.40}", name)
     return int(text)
 
 
@@ -220,7 +216,9 @@ def set_recurring() -> Response:
     def do() -> str:
         known = _stored(name)
         if known is not None and "is_change" not in form:
-            raise InvalidQueryError(f"there is a schedule {name} already: change it in the list")
+            raise InvalidInputError(
+                f"there is a schedule {name} already: change it in the list", "name"
+            )
         body = known.body if known is not None and not text else _body(text)
         values: dict[str, Any] = {}
         if known is not None:
@@ -238,7 +236,7 @@ def set_recurring() -> Response:
 def _stored(name: str) -> RecurringSchedule | None:
     try:
         return state().delays.recurring.get(name)
-    except RecurringNotFoundError:
+    except TaskNotFoundError:
         return None
 
 
@@ -262,4 +260,4 @@ def _body(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise BodyNotJSONError(f"the body is not JSON: {error}") from None
+        raise InvalidInputError(f"the body is not JSON: {error}", "body") from None

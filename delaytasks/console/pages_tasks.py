@@ -30,12 +30,7 @@ from delaytasks.console.requests import (
 from delaytasks.console.shown import timeline_of, viewer_zone
 from delaytasks.console.viewers import Role
 from delaytasks.core.celery_calls import trace_id_of
-from delaytasks.core.errors import (
-    InvalidDelayError,
-    InvalidInputError,
-    InvalidQueryError,
-    SearchTimeoutError,
-)
+from delaytasks.core.errors import DelayTaskError, InvalidInputError
 from delaytasks.core.filters import BulkResult
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import parse_duration
@@ -45,6 +40,7 @@ from delaytasks.core.why import Reason
 from delaytasks.operations.bulk_calls import read_audit
 from delaytasks.operations.explanations import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
+from delaytasks.storage.searching import SearchTimeoutError
 
 
 def install(app: Flask) -> None:
@@ -90,11 +86,11 @@ AUDIT_ENTRIES = 200
 
 
 def _query(given: Any) -> TaskQuery:
-    """Return the filters of a bulk action; raise `InvalidQueryError` if there are none."""
+    """Return the filters of a bulk action; raise `InvalidInputError` if there are none."""
     query = query_of(given, runtime_of(state().delays).clock.now(), viewer_zone())
     if not query.has_filters:
-        raise InvalidQueryError(
-            "select some tasks or choose a filter first, so that not all tasks are changed"
+        raise InvalidInputError(
+            "select some tasks or choose a filter first, so that not all tasks are changed", "ids"
         )
     return query
 
@@ -109,7 +105,7 @@ def possible_actions(statuses: Collection[str] = ()) -> dict[str, str]:
 
 
 def _statuses(action: str, query: TaskQuery) -> list[str]:
-    """Return the chosen statuses in which tasks can move; raise `InvalidQueryError` if none can.
+    """Return the chosen statuses in which tasks can move; raise `InvalidInputError` if none can.
 
     A rerun takes CANCELLED tasks only if the viewer has chosen this status or selected the tasks.
     """
@@ -119,7 +115,7 @@ def _statuses(action: str, query: TaskQuery) -> list[str]:
     wanted = sources & set(query.filters.get("status", sources))
     if not wanted:
         names = ", ".join(sorted(sources))
-        raise InvalidQueryError(f"{ACTIONS[action].word} is for tasks that are {names}")
+        raise InvalidInputError(f"{ACTIONS[action].word} is for tasks that are {names}", "status")
     return sorted(wanted)
 
 
@@ -204,7 +200,7 @@ def start_bulk() -> Response:
 
     expected = number_of(request.form.get("expected") or "0")
     if expected is None:
-        raise InvalidInputError("the number of expected tasks is not a number")
+        raise InvalidInputError("the number of expected tasks is not a number", "expected")
     return _start(action, filters, expected, work)
 
 
@@ -216,7 +212,7 @@ def _start(
 ) -> Response:
     run = BulkRunState(new_run_id(), action, viewer().name, filters, expected)
     if not state().runs.start(run, work):
-        raise InvalidQueryError("several bulk actions are running: wait until one has ended")
+        raise DelayTaskError("several bulk actions are running: wait until one has ended")
     state().cache.forget()
     return redirect(url_for("bulk_run", id=run.id), 303)
 
@@ -289,7 +285,9 @@ def tasks() -> str | Response:
     try:
         query = query_of(request.args, now, viewer_zone())
         if "meta" in query.filters and viewer().role < Role.OPERATE:
-            raise InvalidQueryError("your role does not show meta, so it cannot search by meta")
+            raise InvalidInputError(
+                "your role does not show meta, so it cannot search by meta", "meta"
+            )
         page, searched = read_page(delays, query)
     except (InvalidInputError, SearchTimeoutError) as error:
         problem = str(error)
@@ -393,11 +391,12 @@ def reschedule_task(id: str) -> Response:
     text = request.form.get("when", "").strip()
 
     def do(delays: DelayTasks, number: int) -> str:
+        to: dict[str, Any]
         try:
-            moved = delays.reschedule(number, parse_duration(text), version=_version())
-        except InvalidDelayError:
-            at = instant_of(text, runtime_of(delays).clock.now(), viewer_zone())
-            moved = delays.reschedule(number, at=at, version=_version())
+            to = {"delay": parse_duration(text)}
+        except InvalidInputError:
+            to = {"at": instant_of(text, runtime_of(delays).clock.now(), viewer_zone())}
+        moved = delays.reschedule(number, **to, version=_version())
         due = f"{moved.due.astimezone(viewer_zone()):%Y-%m-%d %H:%M:%S %Z}"
         return f"The task was rescheduled at {_time_of_day()}, to {due}."
 

@@ -14,7 +14,7 @@ from werkzeug.datastructures import MultiDict
 
 from delaytasks.client import DelayTasks
 from delaytasks.core.clock import UTC, monotonic
-from delaytasks.core.errors import InvalidDelayError, InvalidQueryError, StoreError
+from delaytasks.core.errors import InvalidInputError, StoreError
 from delaytasks.core.filters import Filter, Filters, check_ids
 from delaytasks.core.inputs import ALL_QUEUES, parse_duration
 from delaytasks.core.states import Status
@@ -221,13 +221,13 @@ def instant_of(text: str, now: datetime, zone: tzinfo) -> datetime:
     """Return the instant of `2026-11-25T03:00`, in `zone` unless it has one, or of `1h` ago."""
     try:
         return now - parse_duration(text)
-    except (InvalidDelayError, OverflowError):
+    except (InvalidInputError, OverflowError):
         pass
     try:
         instant = datetime.fromisoformat(text.replace("Z", "+00:00").replace("z", "+00:00"))
     except ValueError:
-        raise InvalidQueryError(
-            f"{text!r:.40} is not a time: write 2026-11-25T03:00, or 1h for an hour ago"
+        raise InvalidInputError(
+            f"{text!r:.40} is not a time: write 2026-11-25T03:00, or 1h for an hour ago", "at"
         ) from None
     return (instant if instant.tzinfo else instant.replace(tzinfo=zone)).astimezone(UTC)
 
@@ -237,7 +237,7 @@ def _meta_of(text: str) -> dict[str, str]:
     for each in text.split(","):
         name, sign, value = each.partition("=")
         if not sign:
-            raise InvalidQueryError(f"{each!r:.40} is not a pair: write name=value")
+            raise InvalidInputError(f"{each!r:.40} is not a pair: write name=value", "meta")
         pairs[name.strip()] = value.strip()
     return pairs
 

@@ -18,12 +18,7 @@ from werkzeug.middleware.dispatcher import DispatcherMiddleware
 from delaytasks import api
 from delaytasks.attachment import attach
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import (
-    BodyNotJSONError,
-    ConfigError,
-    InvalidSignatureError,
-    SessionUnusableError,
-)
+from delaytasks.core.errors import ConfigError, InvalidInputError, SessionUnusableError
 from delaytasks.core.interfaces import Transaction
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
@@ -198,10 +193,8 @@ def verified(request: Request, secrets: str | Iterable[str]) -> Received:
 
     try:
         return verify(request.get_data(), dict(request.headers), secrets)
-    except InvalidSignatureError as error:
-        abort(401, str(error))
-    except BodyNotJSONError as error:
-        abort(400, str(error))
+    except InvalidInputError as error:
+        abort(401 if error.argument == "headers" else 400, str(error))
 
 
 def mount_console(

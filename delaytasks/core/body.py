@@ -16,11 +16,9 @@ from typing import Any
 
 from delaytasks.core.errors import (
     BodyEncryptedError,
-    BodyNotJSONError,
-    BodyNotStorableError,
     BodyRefusedError,
-    BodyTooLargeError,
     ConfigError,
+    InvalidInputError,
 )
 from delaytasks.core.inputs import is_integer, key_remedy
 from delaytasks.core.text import shown
@@ -103,8 +101,8 @@ def encode_body(body: Any, max_bytes: int) -> str:
         text = dump_json(body) if check.is_plain else dump_any(body)
     except (TypeError, ValueError, RecursionError) as error:
         # A subclass of a JSON type may show another content to the encoder than to the check.
-        raise BodyNotJSONError(
-            f"$: {type(body).__name__} cannot be expressed in JSON ({type(error).__name__})"
+        raise InvalidInputError(
+            f"$: {type(body).__name__} cannot be expressed in JSON ({type(error).__name__})", "body"
         ) from None
     # A character has at most 4 bytes, so only texts near the limit must be encoded to be measured.
     if len(text) * 4 > max_bytes and (size := len(text.encode())) > max_bytes:
@@ -112,10 +110,11 @@ def encode_body(body: Any, max_bytes: int) -> str:
     return text
 
 
-def _too_large(max_bytes: int, size: str = "") -> BodyTooLargeError:
-    return BodyTooLargeError(
+def _too_large(max_bytes: int, size: str = "") -> InvalidInputError:
+    return InvalidInputError(
         f"the body is more than {max_bytes:,} bytes of JSON (setting max_body_bytes){size}; "
-        "store it elsewhere and schedule its name"
+        "store it elsewhere and schedule its name",
+        "body",
     )
 
 
@@ -142,22 +141,24 @@ class _Check:
             return _check_storable(value, path)
         if value is None or isinstance(value, int):
             if value is not None and value.bit_length() > _INTEGER_BITS:
-                raise BodyNotJSONError(
-                    f"{_at(path)}: an integer of more than 4,300 digits cannot be read back"
+                raise InvalidInputError(
+                    f"{_at(path)}: an integer of more than 4,300 digits cannot be read back", "body"
                 )
             return 1
         if isinstance(value, float):
             if not math.isfinite(value):
-                raise BodyNotJSONError(f"{_at(path)}: {value!r} cannot be expressed in JSON")
+                raise InvalidInputError(
+                    f"{_at(path)}: {value!r} cannot be expressed in JSON", "body"
+                )
             return 3
         if not isinstance(value, (dict, list, tuple)):
             remedy = key_remedy(value) or "; convert it first (str(value), list(value), …)"
-            raise BodyNotJSONError(
-                f"{_at(path)}: {kind.__name__} cannot be expressed in JSON{remedy}"
+            raise InvalidInputError(
+                f"{_at(path)}: {kind.__name__} cannot be expressed in JSON{remedy}", "body"
             )
         if depth >= MAX_DEPTH:
-            raise BodyNotJSONError(
-                f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or contains itself"
+            raise InvalidInputError(
+                f"{_at(path, 80)}… is nested deeper than {MAX_DEPTH}, or contains itself", "body"
             )
         if isinstance(value, dict):
             return self._of_items(value, path, depth)
@@ -167,8 +168,9 @@ class _Check:
         size = 1
         for key, item in value.items():
             if not isinstance(key, str):
-                raise BodyNotJSONError(
-                    f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}"
+                raise InvalidInputError(
+                    f"{_at(path)}: the key {shown(key)} is not a string, but {type(key).__name__}",
+                    "body",
                 )
             size += (_plain_size(key) or self.size(key, path, depth)) + 2
             size += _plain_size(item) or self.size(item, (path, key), depth + 1)
@@ -198,14 +200,14 @@ def _plain_size(value: Any) -> int:
 def _check_storable(text: str, path: _Path) -> int:
     if not text.isascii() or "\x00" in text:
         if "\x00" in text:
-            raise BodyNotStorableError(
-                f"{_at(path)} contains NUL (\\u0000), which cannot be stored"
+            raise InvalidInputError(
+                f"{_at(path)} contains NUL (\\u0000), which cannot be stored", "body"
             )
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise BodyNotStorableError(
-                f"{_at(path)} contains a lone surrogate, which cannot be stored"
+            raise InvalidInputError(
+                f"{_at(path)} contains a lone surrogate, which cannot be stored", "body"
             ) from None
     return len(text) + 2
 
@@ -248,7 +250,7 @@ class BodySchema:
             name = getattr(kind, "__qualname__", repr(kind))
             why = f"{type(error).__name__}: {error}"[:MAX_REASON_LENGTH]
             raise BodyRefusedError(
-                f"{name} refuses the body of a task of tag {self._tag!r}: {why}"
+                f"{name} refuses the body of a task of tag {self._tag!r}: {why}", "body"
             ) from error
 
 
@@ -281,15 +283,17 @@ class BodyVersions:
         self.version = check_version(version)
         for number in upgrades:
             if not is_integer(number, FIRST_VERSION, version - 1):
-                raise ValueError(
-                    f"upgrades of {tag!r}: {shown(number)} is no version before version={version}"
+                raise InvalidInputError(
+                    f"upgrades of {tag!r}: {shown(number)} is no version before version={version}",
+                    "upgrades",
                 )
         self._upgrades = dict(upgrades)
         first = min(upgrades, default=version)
         if missing := sorted(set(range(first, version)) - upgrades.keys()):
-            raise ValueError(
+            raise InvalidInputError(
                 f"upgrades of {tag!r} do not lead to version {version}: there is none from "
-                f"version {missing[0]}"
+                f"version {missing[0]}",
+                "upgrades",
             )
 
     @classmethod
@@ -300,7 +304,9 @@ class BodyVersions:
         if version is not None:
             return cls(tag, version, upgrades or {})
         if upgrades:
-            raise ValueError(f"the processor of {tag!r} has upgrades and no version: say version=…")
+            raise InvalidInputError(
+                f"the processor of {tag!r} has upgrades and no version: say version=…", "upgrades"
+            )
         return None
 
     def is_newer(self, version: int) -> bool:
@@ -318,7 +324,8 @@ class BodyVersions:
         if version < self.version and version not in self._upgrades:
             raise BodyRefusedError(
                 f"the body of a task of tag {self._tag!r} has version {version}, and its "
-                f"processor has version {self.version} and no upgrade from {version}: add one"
+                f"processor has version {self.version} and no upgrade from {version}: add one",
+                "body",
             )
         for number in range(version, self.version):
             body = self._upgrades[number](body)
@@ -327,7 +334,9 @@ class BodyVersions:
 
 def check_version(version: object) -> int:
     if not is_integer(version, FIRST_VERSION, MAX_VERSION):
-        raise ValueError(f"the version of a body is an integer from 1, not {shown(version)}")
+        raise InvalidInputError(
+            f"the version of a body is an integer from 1, not {shown(version)}", "body_version"
+        )
     return version
 
 

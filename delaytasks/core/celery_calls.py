@@ -11,12 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from delaytasks.core.errors import (
-    InvalidHeaderError,
-    InvalidKeyError,
-    InvalidMetaError,
-    InvalidQueueError,
-)
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import TAG_LENGTH, check_key, decode_meta, encode_meta
 from delaytasks.core.retry_schedule import NOTIFY
 from delaytasks.core.task import DelayTask
@@ -94,7 +89,7 @@ def celery_key(task_id: str) -> str:
     """Return the key for the id of a Celery task, which may be any text."""
     try:
         return check_key(task_id)
-    except InvalidKeyError:
+    except InvalidInputError:
         return _digest(task_id)
 
 
@@ -169,7 +164,7 @@ def _add(tasks: Sequence[DelayTask], pairs: Mapping[str, str]) -> None:
         if known not in texts:
             try:
                 texts[known] = encode_meta({**pairs, **decode_meta(known)})
-            except InvalidMetaError:  # there is no room for them
+            except InvalidInputError:  # there is no room for them
                 texts[known] = known
         task.meta_json = texts[known]
 
@@ -209,22 +204,23 @@ class Callback:
     def __post_init__(self) -> None:
         headers = self.headers
         if not isinstance(headers, Mapping):
-            raise InvalidHeaderError(
-                f"headers are a mapping of strings, not {type(headers).__name__}"
+            raise InvalidInputError(
+                f"headers are a mapping of strings, not {type(headers).__name__}", "headers"
             )
         for name, value in headers.items():
             if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
-                raise InvalidHeaderError(f"{shown(name)} cannot be the name of a header")
+                raise InvalidInputError(f"{shown(name)} cannot be the name of a header", "headers")
             lowered = name.lower()
             if lowered in _RESERVED_HEADERS or lowered.startswith(("webhook-", "proxy-")):
-                raise InvalidHeaderError(f"the header {name} is reserved for the sender")
+                raise InvalidInputError(f"the header {name} is reserved for the sender", "headers")
             if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
                 # The message does not contain the value, which may be a secret.
-                raise InvalidHeaderError(
-                    f"the header {name} has a value that is not a line of printable ASCII"
+                raise InvalidInputError(
+                    f"the header {name} has a value that is not a line of printable ASCII",
+                    "headers",
                 )
         if len({name.lower() for name in headers}) < len(headers):
-            raise InvalidHeaderError("a header is given twice")
+            raise InvalidInputError("a header is given twice", "headers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,25 +234,28 @@ class Message:
     headers: Mapping[str, str | int | float | bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_name(self.exchange, "an exchange")
-        _check_name(self.to, "a routing key" if self.exchange else "a queue")
+        _check_name(self.exchange, "exchange")
+        _check_name(self.to, "queue")
         if not (self.to or self.exchange):
-            raise InvalidQueueError(
-                "a message goes to a queue or an exchange, and neither is named"
+            raise InvalidInputError(
+                "a message goes to a queue or an exchange, and neither is named", "queue"
             )
         if not isinstance(self.headers, Mapping):
-            raise InvalidHeaderError(f"headers are a mapping, not {type(self.headers).__name__}")
+            raise InvalidInputError(
+                f"headers are a mapping, not {type(self.headers).__name__}", "headers"
+            )
         for name, value in self.headers.items():
             if not isinstance(name, str) or not isinstance(value, (str, int, float)):
-                raise InvalidHeaderError(
-                    f"the header {shown(name)} is not a name with a string, number or bool"
+                raise InvalidInputError(
+                    f"the header {shown(name)} is not a name with a string, number or bool",
+                    "headers",
                 )
 
 
-def _check_name(name: object, what: str) -> None:
+def _check_name(name: object, argument: str) -> None:
     if not isinstance(name, str) or not (
         name.isprintable() and len(name.encode()) <= MAX_NAME_BYTES
     ):
-        raise InvalidQueueError(
-            f"{what} is named by at most {MAX_NAME_BYTES} printable bytes, not {shown(name)}"
+        raise InvalidInputError(
+            f"{argument} has at most {MAX_NAME_BYTES} printable bytes, not {shown(name)}", argument
         )

@@ -1,29 +1,20 @@
 """The errors that delaytasks raises.
 
 DelayTaskError
-├── InvalidInputError (also a ValueError)      the caller's arguments
-│   ├── InvalidDelayError, NaiveDatetimeError, InvalidScheduleError
-│   ├── BodyNotJSONError, BodyTooLargeError, BodyNotStorableError, BodyRefusedError
-│   ├── InvalidTagError, InvalidKeyError, InvalidQueueError, InvalidIdError, InvalidPriorityError
-│   ├── InvalidMetaError, InvalidQueryError, InvalidRetryScheduleError, InvalidPolicyError
-│   ├── InvalidTimingError
-│   ├── ForbiddenURLError, InvalidHeaderError
-│   └── UnknownTagError
+├── InvalidInputError (also a ValueError)      an argument or an option; `argument` is its name
+│   ├── BodyRefusedError, ForbiddenURLError, UnknownTagError
 ├── TaskStateError                             the task is not in a state that allows it
 │   ├── TaskNotFoundError (also a LookupError)
-│   ├── DuplicateTaskError
-│   ├── CancelTooLateError, InvalidStatusError, StaleVersionError, NotRunningError, LeaseLostError
-│   ├── TaskCancelledError
-├── RecurringNotFoundError (also a LookupError)   no recurring schedule has the name
+│   ├── DuplicateTaskError, StaleVersionError
+│   ├── LeaseLostError, TaskCancelledError     for the processor that runs the task
 ├── StoreError                                 the database
-│   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError, SearchTimeoutError
+│   ├── StoreUnavailableError, OutcomeUnknownError, SessionUnusableError
 ├── WaitTimeoutError (also a TimeoutError)
 ├── ConfigError
 ├── BodyEncryptedError (also a ValueError)     no key of this process decrypts a stored text
-├── InvalidSignatureError                      a received callback
-├── InvalidOutcomesError                       the outcome that a processor returned or raised
-├── TaskFailedError                            for Celery's signals: the processor returned Fail()
-└── DuplicateProcessorError
+└── TaskFailedError                            for Celery's signals: the processor returned Fail()
+
+A class is a kind that callers handle in the same way. The message explains the case.
 """
 
 from __future__ import annotations
@@ -35,18 +26,26 @@ if TYPE_CHECKING:
 
 #: Everything here can be imported from `delaytasks`.
 __all__ = [
-    "BodyEncryptedError", "BodyNotJSONError", "BodyNotStorableError", "BodyRefusedError",
-    "BodyTooLargeError", "CancelTooLateError", "ConfigError", "DelayTaskError",
-    "DuplicateProcessorError", "DuplicateTaskError", "ForbiddenURLError", "InvalidDelayError",
-    "InvalidHeaderError", "InvalidIdError", "InvalidInputError", "InvalidKeyError",
-    "InvalidMetaError", "InvalidOutcomesError", "InvalidPolicyError", "InvalidPriorityError",
-    "InvalidQueryError", "InvalidQueueError", "InvalidRetryScheduleError", "InvalidScheduleError",
-    "InvalidSignatureError", "InvalidStatusError", "InvalidTagError", "InvalidTimingError",
-    "LeaseLostError", "NaiveDatetimeError", "NotRunningError", "OutcomeUnknownError",
-    "RecurringNotFoundError", "SearchTimeoutError", "SessionUnusableError", "StaleVersionError",
-    "StoreError", "StoreUnavailableError", "TaskCancelledError", "TaskFailedError",
-    "TaskNotFoundError", "TaskStateError", "UnknownTagError", "WaitTimeoutError",
-]  # fmt: skip
+    "BodyEncryptedError",
+    "BodyRefusedError",
+    "ConfigError",
+    "DelayTaskError",
+    "DuplicateTaskError",
+    "ForbiddenURLError",
+    "InvalidInputError",
+    "LeaseLostError",
+    "OutcomeUnknownError",
+    "SessionUnusableError",
+    "StaleVersionError",
+    "StoreError",
+    "StoreUnavailableError",
+    "TaskCancelledError",
+    "TaskFailedError",
+    "TaskNotFoundError",
+    "TaskStateError",
+    "UnknownTagError",
+    "WaitTimeoutError",
+]
 
 
 class DelayTaskError(Exception):
@@ -54,71 +53,24 @@ class DelayTaskError(Exception):
 
 
 class InvalidInputError(DelayTaskError, ValueError):
-    """An argument is invalid. Nothing was done; correct the argument."""
+    """An argument or an option is invalid. Nothing was done; correct it.
 
+    Attributes
+    ----------
+    argument
+        The name of the argument or option, such as "tag".
+    """
 
-class InvalidDelayError(InvalidInputError):
-    """A delay is negative, not finite, not a number, or above `max_delay_s`."""
+    def __init__(self, message: str, argument: str) -> None:
+        super().__init__(message, argument)  # Celery's backends rebuild an error from its `args`
+        self.argument = argument
 
-
-class NaiveDatetimeError(InvalidInputError):
-    """An instant has no time zone. Use, for example, `datetime.now(timezone.utc)`."""
-
-
-class InvalidScheduleError(InvalidInputError):
-    """Arguments contradict each other, such as a delay and an instant. Give one of them."""
-
-
-class BodyNotJSONError(InvalidInputError):
-    """A body contains a value without a JSON form. The message has its path."""
-
-
-class BodyTooLargeError(InvalidInputError):
-    """A body is longer than `max_body_bytes`. Store it elsewhere and schedule its name."""
-
-
-class BodyNotStorableError(InvalidInputError):
-    """A text contains NUL or a lone surrogate, which the databases cannot store. Remove it."""
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class BodyRefusedError(InvalidInputError):
     """The schema of the tag's processor refuses the body. The message has the schema's reason."""
-
-
-class InvalidTagError(InvalidInputError):
-    """A tag is empty, blank, too long, or contains control characters."""
-
-
-class InvalidKeyError(InvalidInputError):
-    """A key is empty, blank, too long, or contains control characters."""
-
-
-class InvalidQueueError(InvalidInputError):
-    """A queue name is empty, too long, or contains other characters than letters, digits, _.-"""
-
-
-class InvalidIdError(InvalidInputError):
-    """A task id is not an integer from 1 to 2^63 - 1."""
-
-
-class InvalidPriorityError(InvalidInputError):
-    """A priority is not an integer from 0 to 9."""
-
-
-class InvalidMetaError(InvalidInputError):
-    """`meta` has too many or too long pairs, or a name or a value that is not allowed."""
-
-
-class InvalidQueryError(InvalidInputError):
-    """A filter, a page size or a cursor of a query is invalid."""
-
-
-class InvalidRetryScheduleError(InvalidInputError):
-    """A retry schedule is empty or too long, or one of its delays is invalid."""
-
-
-class InvalidPolicyError(InvalidInputError):
-    """A limit or a rate is invalid, or the call names neither a tag nor a queue, or both."""
 
 
 class ForbiddenURLError(InvalidInputError):
@@ -126,14 +78,6 @@ class ForbiddenURLError(InvalidInputError):
 
     The setting `callback_allow` permits hosts and networks.
     """
-
-
-class InvalidHeaderError(InvalidInputError):
-    """A header of a callback cannot be sent, or is one that the sender itself sets."""
-
-
-class InvalidTimingError(InvalidInputError):
-    """The timing of a recurring schedule is invalid, such as its cron expression or time zone."""
 
 
 class UnknownTagError(InvalidInputError):
@@ -144,15 +88,24 @@ class UnknownTagError(InvalidInputError):
 
 
 class TaskStateError(DelayTaskError):
-    """The state of the task does not allow the move. `id` is the id of the task."""
+    """The state of the task does not allow the move.
 
-    def __init__(self, message: str, id: int | None = None) -> None:
+    Attributes
+    ----------
+    id
+        The id of the task.
+    status
+        The status of the task, if its status does not allow the move.
+    """
+
+    def __init__(self, message: str, id: int | None = None, status: Status | None = None) -> None:
         super().__init__(message)
         self.id = id
+        self.status = status
 
 
 class TaskNotFoundError(TaskStateError, LookupError):
-    """The task does not exist, or was purged."""
+    """There is no such task or recurring schedule, or the task was purged."""
 
 
 class DuplicateTaskError(TaskStateError):
@@ -162,24 +115,8 @@ class DuplicateTaskError(TaskStateError):
     """
 
 
-class InvalidStatusError(TaskStateError):
-    """The status of the task does not allow the move. `status` is the status of the task."""
-
-    def __init__(self, message: str, id: int | None = None, status: Status | None = None) -> None:
-        super().__init__(message, id)
-        self.status = status
-
-
-class CancelTooLateError(InvalidStatusError):
-    """`cancel(strict=True)` was called for a running task. Let the task finish."""
-
-
 class StaleVersionError(TaskStateError):
     """The task was moved since it was read. Read it again, and decide again."""
-
-
-class NotRunningError(TaskStateError):
-    """`task.complete` was called outside the processor that runs the task."""
 
 
 class LeaseLostError(TaskStateError):
@@ -191,10 +128,6 @@ class LeaseLostError(TaskStateError):
 
 class TaskCancelledError(TaskStateError):
     """A caller has cancelled the running task. Let the error end the processor."""
-
-
-class RecurringNotFoundError(DelayTaskError, LookupError):
-    """No recurring schedule has the name. `delays.recurring.list()` returns all schedules."""
 
 
 class WaitTimeoutError(DelayTaskError, TimeoutError):
@@ -226,10 +159,6 @@ class StoreUnavailableError(StoreError):
         self.is_unable = is_unable
 
 
-class SearchTimeoutError(StoreError):
-    """A search of the console took too long. Narrow its filter, for example by a status."""
-
-
 class OutcomeUnknownError(StoreError):
     """The connection broke before the database answered, so the work may be done or not.
 
@@ -246,7 +175,7 @@ class SessionUnusableError(StoreError):
 
 
 class ConfigError(DelayTaskError):
-    """A setting is wrong. The message names the setting and the remedy."""
+    """A setting or the code of the app is wrong. The message names the remedy."""
 
 
 class BodyEncryptedError(DelayTaskError, ValueError):
@@ -254,14 +183,6 @@ class BodyEncryptedError(DelayTaskError, ValueError):
 
     Its key is not in `encryption_keys` of this process, or the text was changed or copied.
     """
-
-
-class InvalidSignatureError(DelayTaskError):
-    """A received callback has no signature, an unknown one or an old one. Answer 401."""
-
-
-class InvalidOutcomesError(DelayTaskError):
-    """A processor returned or raised a value that is no outcome for its task or its batch."""
 
 
 class TaskFailedError(DelayTaskError):
@@ -274,7 +195,3 @@ class TaskFailedError(DelayTaskError):
     def __init__(self, message: str, id: int | None = None) -> None:
         super().__init__(message)
         self.id = id
-
-
-class DuplicateProcessorError(DelayTaskError):
-    """The tag has a processor already. Register each tag once."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from itertools import islice
 from typing import Any, TypedDict, TypeVar
 
-from delaytasks.core.errors import InvalidQueryError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.ids import check_id
 from delaytasks.core.inputs import (
     Spread,
@@ -95,11 +96,15 @@ class Filter:
 def check_error(pattern: object) -> str:
     """Check a pattern of error texts."""
     if not isinstance(pattern, str) or not pattern.strip("*"):
-        raise InvalidQueryError(f"error={shown(pattern)}: name a part of the text, as '*timeout*'")
+        raise InvalidInputError(
+            f"error={shown(pattern)}: name a part of the text, as '*timeout*'", "error"
+        )
     if len(pattern) > MAX_ERROR_PATTERN:
-        raise InvalidQueryError(f"error: a pattern has at most {MAX_ERROR_PATTERN} characters")
+        raise InvalidInputError(
+            f"error: a pattern has at most {MAX_ERROR_PATTERN} characters", "error"
+        )
     if "\0" in pattern:
-        raise InvalidQueryError("error: no stored text contains the character NUL")
+        raise InvalidInputError("error: no stored text contains the character NUL", "error")
     return pattern
 
 
@@ -110,21 +115,21 @@ def check_statuses(status: object) -> frozenset[Status]:
     statuses = frozenset(map(check_status, status))
     if not statuses:
         names = ", ".join(status.name for status in Status)
-        raise InvalidQueryError(f"status is empty: name some of {names}, or leave it out")
+        raise InvalidInputError(f"status is empty: name some of {names}, or leave it out", "status")
     return statuses
 
 
 def check_ids(ids: object) -> frozenset[int]:
     """Convert one id or several."""
     if isinstance(ids, (str, bytes, int, Mapping)) or not isinstance(ids, Iterable):
-        return frozenset({check_id(ids)})
+        return frozenset({check_id(ids, "ids")})
     checked = set[int]()
     for each in ids:
-        checked.add(check_id(each))
+        checked.add(check_id(each, "ids"))
         if len(checked) > MAX_IDS:
-            raise InvalidQueryError(f"ids: name at most {MAX_IDS:,} tasks in one call")
+            raise InvalidInputError(f"ids: name at most {MAX_IDS:,} tasks in one call", "ids")
     if not checked:
-        raise InvalidQueryError("ids is empty: name some tasks, or leave it out")
+        raise InvalidInputError("ids is empty: name some tasks, or leave it out", "ids")
     return frozenset(checked)
 
 
@@ -133,7 +138,7 @@ _CHECKS: dict[str, Callable[[object], Any]] = {
     "tag": check_tag,
     "ids": check_ids,
     "key": check_key,
-    "key_prefix": check_key,
+    "key_prefix": lambda prefix: check_key(prefix, "key_prefix"),
     "status": check_statuses,
     "queue": check_queue,
     "error": check_error,
@@ -146,12 +151,13 @@ def filter_of(filters: Mapping[str, Any]) -> Filter:
     unknown = filters.keys() - Filters.__annotations__.keys()
     if unknown:
         known = ", ".join(Filters.__annotations__)
-        raise InvalidQueryError(
-            f"{', '.join(sorted(unknown))}: tasks are not named by that (known: {known})"
+        raise InvalidInputError(
+            f"{', '.join(sorted(unknown))}: tasks are not named by that (known: {known})",
+            min(unknown),
         )
     return Filter(
         **{
-            name: _CHECKS.get(name, check_instant)(value)
+            name: _CHECKS.get(name, partial(check_instant, argument=name))(value)
             for name, value in filters.items()
             if value is not None
         }
@@ -204,17 +210,19 @@ class BulkFilter:
 
 
 def bulk_filter_of(move: str, filters: Mapping[str, Any], everything: bool) -> BulkFilter:
-    """Check the filters; raise `InvalidQueryError` without any, unless `everything` is True."""
+    """Check the filters; raise `InvalidInputError` without any, unless `everything` is True."""
     where = filter_of(filters)
     if where == Filter() and not everything:
-        raise InvalidQueryError(
-            f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True"
+        raise InvalidInputError(
+            f"{move}: name the tasks (by tag=, key_prefix=, …), or say everything=True",
+            "everything",
         )
     allowed = MOVES[move].sources | (LIVE if _moves_live(move) else frozenset())
     if wrong := (where.status or frozenset()) - allowed:
         names = ", ".join(sorted(each.name for each in MOVES[move].sources))
-        raise InvalidQueryError(
-            f"{move} is for tasks that are {names}, not {', '.join(sorted(s.name for s in wrong))}"
+        raise InvalidInputError(
+            f"{move} is for tasks that are {names}, not {', '.join(sorted(s.name for s in wrong))}",
+            "status",
         )
     return BulkFilter(move, where)
 

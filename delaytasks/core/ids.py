@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import datetime
 
 from delaytasks.core.clock import from_us, reset_in_child, to_us
-from delaytasks.core.errors import InvalidIdError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import is_integer
 from delaytasks.core.text import shown
 
@@ -62,8 +62,8 @@ def made_at(id: int) -> datetime:
     return from_us(((id >> (SHARD_BITS + COUNTER_BITS)) + EPOCH_MS) * 1000)
 
 
-def check_id(value: object) -> int:
-    """Convert an integer or its decimal text to a task id, or raise `InvalidIdError`."""
+def check_id(value: object, argument: str = "id") -> int:
+    """Convert an integer or its decimal text to a task id, or raise `InvalidInputError`."""
     if (
         isinstance(value, str)
         and value.isascii()
@@ -72,5 +72,7 @@ def check_id(value: object) -> int:
     ):
         value = int(value)
     if not is_integer(value, 1, MAX_ID):
-        raise InvalidIdError(f"a task id is an integer from 1 to 2^63 - 1, not {shown(value)}")
+        raise InvalidInputError(
+            f"{argument} is an integer from 1 to 2^63 - 1, not {shown(value)}", argument
+        )
     return int(value)  # an int itself, because drivers may write a subclass (an enum) as text

@@ -15,19 +15,7 @@ from hashlib import blake2b
 from typing import Any, TypeGuard
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.errors import (
-    BodyNotStorableError,
-    InvalidDelayError,
-    InvalidInputError,
-    InvalidKeyError,
-    InvalidMetaError,
-    InvalidPriorityError,
-    InvalidQueryError,
-    InvalidQueueError,
-    InvalidScheduleError,
-    InvalidTagError,
-    NaiveDatetimeError,
-)
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.states import Status
 from delaytasks.core.text import one_line, shown
 
@@ -46,29 +34,35 @@ _PARTS = re.compile(
 _RULE = "write seconds (90, 0.5), or w, d, h, m, s, ms with the largest first (1h30m, 2d, 500ms)"
 
 
-def parse_duration(text: str) -> timedelta:
+def parse_duration(text: str, argument: str = "delay") -> timedelta:
     """Convert a text such as "90", "1h30m", "2d" or "500ms" to a timedelta.
 
     Raises
     ------
-    InvalidDelayError
+    InvalidInputError
         If the text is not a duration, is negative or is too long.
     """
     typed = text.strip().lower()
     if typed.startswith("-"):
-        raise InvalidDelayError(f"a delay is not negative, as {text!r:.40} is; {_RULE}")
+        raise InvalidInputError(
+            f"{argument} is not negative, as {text!r:.40} is; {_RULE}", argument
+        )
     if re.fullmatch(_DECIMAL, typed, re.ASCII):
         seconds = float(typed)
     else:
         match = _PARTS.fullmatch(typed)
         if match is None or not any(match.groups()):
-            raise InvalidDelayError(f"{text!r:.40} is not a delay; {_RULE}")
+            raise InvalidInputError(
+                f"{argument} is a duration, not {text!r:.40}; {_RULE}", argument
+            )
         counts = [float(count or 0) for count in match.groups()]
         seconds = sum(count * size for count, size in zip(counts, _UNITS.values(), strict=True))
     try:
         return timedelta(seconds=seconds)
     except OverflowError:
-        raise InvalidDelayError(f"{text!r:.40} is longer than a delay can be; {_RULE}") from None
+        raise InvalidInputError(
+            f"{argument} is longer than a duration can be: {text!r:.40}; {_RULE}", argument
+        ) from None
 
 
 def has_unit(text: str) -> bool:
@@ -156,23 +150,23 @@ _QUEUE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def check_tag(tag: object) -> str:
-    return _check_name(tag, "tag", TAG_LENGTH, InvalidTagError)
+    return _check_name(tag, "tag", TAG_LENGTH)
 
 
-def check_key(key: object) -> str:
-    return _check_name(key, "key", KEY_LENGTH, InvalidKeyError)
+def check_key(key: object, argument: str = "key") -> str:
+    return _check_name(key, argument, KEY_LENGTH)
 
 
 def check_concurrency_key(key: object) -> str:
-    return _check_name(key, "concurrency_key", CONCURRENCY_KEY_LENGTH, InvalidKeyError)
+    return _check_name(key, "concurrency_key", CONCURRENCY_KEY_LENGTH)
 
 
 def check_schedule_name(name: object) -> str:
-    return _check_name(name, "name of a schedule", SCHEDULE_NAME_LENGTH, InvalidScheduleError)
+    return _check_name(name, "name", SCHEDULE_NAME_LENGTH)
 
 
 def check_actor(actor: object) -> str:
-    return _check_name(actor, "actor", ACTOR_LENGTH, InvalidQueryError)
+    return _check_name(actor, "actor", ACTOR_LENGTH)
 
 
 def check_status(status: object) -> Status:
@@ -184,47 +178,57 @@ def check_status(status: object) -> Status:
             return Status(status)
     except (KeyError, ValueError):
         pass
-    raise InvalidQueryError(
-        f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}"
+    raise InvalidInputError(
+        f"status is one of {', '.join(s.name for s in Status)}, not {shown(status)}", "status"
     )
 
 
 def check_page_limit(limit: object) -> int:
     if not is_integer(limit, 1, PAGE_MAX):
-        raise InvalidQueryError(f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}")
+        raise InvalidInputError(
+            f"limit is an integer from 1 to {PAGE_MAX}, not {shown(limit)}", "limit"
+        )
     return limit
 
 
 def check_queue(queue: object) -> str:
     """Check a queue name. RabbitMQ limits its length, and the file transport uses it in paths."""
-    name = _check_name(queue, "queue", QUEUE_LENGTH, InvalidQueueError)
+    name = _check_name(queue, "queue", QUEUE_LENGTH)
     if not is_queue(name):
-        raise InvalidQueueError(
-            f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}"
+        raise InvalidInputError(
+            f"a queue has letters, digits, '_', '.' and '-' only, not {shown(name)}", "queue"
         )
     return name
 
 
-def _check_name(value: object, what: str, longest: int, error: type[InvalidInputError]) -> str:
+def _check_name(value: object, argument: str, longest: int) -> str:
     if not isinstance(value, str):
         is_number = isinstance(value, int) and not isinstance(value, bool)
         remedy = f": write str({shown(value)})" if is_number else key_remedy(value)
-        raise error(f"a {what} is a string, not {type(value).__name__}{remedy}")
+        raise InvalidInputError(
+            f"{argument} is a string, not {type(value).__name__}{remedy}", argument
+        )
     if not value.strip():
-        raise error(f"a {what} must not be empty or blank")
+        raise InvalidInputError(f"{argument} must not be empty or blank", argument)
     if value != value.strip():  # MySQL treats 'a' and 'a ' as equal
-        raise error(f"a {what} must not begin or end with a blank: {shown(value)}")
+        raise InvalidInputError(
+            f"{argument} must not begin or end with a blank: {shown(value)}", argument
+        )
     if len(value) > longest:
-        raise error(
-            f"a {what} has at most {longest} characters, this one has {len(value)}: {value[:40]!r}…"
+        raise InvalidInputError(
+            f"{argument} has at most {longest} characters, not {len(value)}: {value[:40]!r}…",
+            argument,
         )
     if value.isprintable():
         return str.__str__(value)  # a str itself, because drivers write an enum by its own rules
     if "\x00" in value or any("\ud800" <= c <= "\udfff" for c in value):
-        raise BodyNotStorableError(
-            f"the {what} {shown(value)} contains NUL or a lone surrogate, which cannot be stored"
+        raise InvalidInputError(
+            f"{argument} contains NUL or a lone surrogate, which cannot be stored: {shown(value)}",
+            argument,
         )
-    raise error(f"the {what} {shown(value)} contains control or unprintable characters")
+    raise InvalidInputError(
+        f"{argument} contains control or unprintable characters: {shown(value)}", argument
+    )
 
 
 #: The queue name of workers that serve all queues.
@@ -237,17 +241,18 @@ def is_queue(name: str) -> bool:
 
 def check_priority(priority: object) -> int:
     if not is_integer(priority, 0, MAX_PRIORITY):
-        raise InvalidPriorityError(
+        raise InvalidInputError(
             f"a priority is an integer from 0 to {MAX_PRIORITY} (higher first), "
-            f"not {shown(priority)}"
+            f"not {shown(priority)}",
+            "priority",
         )
     return int(priority)
 
 
-def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> timedelta:
+def check_delay(delay: object, max_delay_s: float, argument: str = "delay") -> timedelta:
     """Convert seconds, a text such as "1h30m" or a timedelta to a timedelta up to `max_delay_s`."""
     if isinstance(delay, str) and has_unit(delay):
-        delay = parse_duration(delay)
+        delay = parse_duration(delay, argument)
     if isinstance(delay, timedelta):
         seconds = delay.total_seconds()
     elif isinstance(delay, int) and not isinstance(delay, bool):
@@ -257,15 +262,19 @@ def check_delay(delay: object, max_delay_s: float, what: str = "a delay") -> tim
     else:
         is_instant = isinstance(delay, datetime)
         remedy = "; pass an instant to schedule_at, or as at=" if is_instant else ""
-        raise InvalidDelayError(
-            f"{what} is a number of seconds, a text with units such as '30m', or a timedelta, "
-            f"not {type(delay).__name__} ({shown(delay)}){remedy}"
+        raise InvalidInputError(
+            f"{argument} is a number of seconds, a text with units such as '30m', or a timedelta, "
+            f"not {type(delay).__name__} ({shown(delay)}){remedy}",
+            argument,
         )
     if not math.isfinite(seconds) or seconds < 0:
-        raise InvalidDelayError(f"{what} is finite and not negative, not {shown(delay)}")
+        raise InvalidInputError(
+            f"{argument} is finite and not negative, not {shown(delay)}", argument
+        )
     if seconds > max_delay_s:
-        raise InvalidDelayError(
-            f"{what} is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}"
+        raise InvalidInputError(
+            f"{argument} is at most {max_delay_s:g} s (setting max_delay_s), not {shown(delay)}",
+            argument,
         )
     return timedelta(seconds=seconds)
 
@@ -278,46 +287,47 @@ def check_shift(shift: Any, max_s: float) -> timedelta:
         zero: Any = timedelta() if isinstance(shift, timedelta) else 0
         is_negative = isinstance(shift, (timedelta, int, float)) and shift < zero
         size = -shift if is_negative else shift
-    checked = check_delay(size, max_s, "a shift")
+    checked = check_delay(size, max_s, "by")
     if not checked:
-        raise InvalidDelayError("a shift is not 0")
+        raise InvalidInputError("by is not 0", "by")
     return -checked if is_negative else checked
 
 
-def check_period(spread: object, max_s: float, what: str = "spread") -> timedelta:
+def check_period(spread: object, max_s: float, argument: str = "spread") -> timedelta:
     """Convert a period to a timedelta that is not 0. A text without a unit means seconds."""
-    checked = timedelta(seconds=check_wait(spread, max_s, what))
+    checked = timedelta(seconds=check_wait(spread, max_s, argument))
     if not checked:
-        raise InvalidDelayError(f"{what} is more than 0")
+        raise InvalidInputError(f"{argument} is more than 0", argument)
     return checked
 
 
-def check_wait(wait: object, max_s: float, what: str = "a delay") -> float:
+def check_wait(wait: object, max_s: float, argument: str = "delay") -> float:
     """Convert an option that is a delay to seconds. A text without a unit means seconds."""
-    delay = parse_duration(wait) if isinstance(wait, str) else wait
-    return check_delay(delay, max_s, what).total_seconds()
+    delay = parse_duration(wait, argument) if isinstance(wait, str) else wait
+    return check_delay(delay, max_s, argument).total_seconds()
 
 
 def check_due(delay: object, at: object) -> None:
     """Check that either a delay or an instant is given."""
     if (delay is None) == (at is None):
-        raise InvalidScheduleError("give a delay or an instant (at), one of the two")
+        raise InvalidInputError("give a delay or an instant (at), one of the two", "delay")
 
 
-def check_instant(at: object) -> datetime:
+def check_instant(at: object, argument: str = "at") -> datetime:
     """Convert an aware datetime to UTC. An instant in the past is valid and means now."""
     if not isinstance(at, datetime):
-        raise InvalidScheduleError(
-            f"an instant is an aware datetime, not {type(at).__name__} ({shown(at)})"
+        raise InvalidInputError(
+            f"{argument} is an aware datetime, not {type(at).__name__} ({shown(at)})", argument
         )
     if at.tzinfo is None or at.utcoffset() is None:
-        raise NaiveDatetimeError(
-            f"{at.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one"
+        raise InvalidInputError(
+            f"{at.isoformat()} has no time zone; use datetime.now(timezone.utc) or an aware one",
+            argument,
         )
     try:
         return at.astimezone(UTC)
     except OverflowError:
-        raise InvalidScheduleError(f"{at.isoformat()} cannot be converted to UTC") from None
+        raise InvalidInputError(f"{at.isoformat()} cannot be converted to UTC", argument) from None
 
 
 # -- The meta of a task: a few pairs of short strings, such as a tenant or a trace context --------
@@ -335,18 +345,20 @@ _PAIR_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 def check_meta(meta: object) -> dict[str, str]:
     """Return the pairs in the order of their names."""
     if not isinstance(meta, Mapping):
-        raise InvalidMetaError(f"meta is a dict of strings, not {shown(meta)}")
+        raise InvalidInputError(f"meta is a dict of strings, not {shown(meta)}", "meta")
     if len(meta) > MAX_PAIRS:
-        raise InvalidMetaError(f"meta has at most {MAX_PAIRS} pairs, not {len(meta)}")
+        raise InvalidInputError(f"meta has at most {MAX_PAIRS} pairs, not {len(meta)}", "meta")
     for name, value in meta.items():
         if not isinstance(name, str) or not _PAIR_NAME.fullmatch(name):
-            raise InvalidMetaError(
-                f"a name in meta has 1 to 64 letters, digits, '_', '.' and '-', not {shown(name)}"
+            raise InvalidInputError(
+                f"a name in meta has 1 to 64 letters, digits, '_', '.' and '-', not {shown(name)}",
+                "meta",
             )
         if not isinstance(value, str) or len(value) > MAX_VALUE_LENGTH:
-            raise InvalidMetaError(
+            raise InvalidInputError(
                 f"meta[{name!r}] is a string of up to {MAX_VALUE_LENGTH} characters, "
-                f"not {shown(value)}"
+                f"not {shown(value)}",
+                "meta",
             )
     return dict(sorted(meta.items()))
 
@@ -358,7 +370,7 @@ def encode_meta(meta: object) -> str | None:
         return None
     text = json.dumps(pairs, separators=(",", ":"))
     if len(text) > MAX_META_BYTES:
-        raise InvalidMetaError(f"meta is longer than {MAX_META_BYTES} bytes: {len(text)}")
+        raise InvalidInputError(f"meta is longer than {MAX_META_BYTES} bytes: {len(text)}", "meta")
     return text
 
 

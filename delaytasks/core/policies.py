@@ -10,7 +10,7 @@ from datetime import datetime
 from enum import Enum
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from delaytasks.core.errors import InvalidDelayError, InvalidPolicyError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import check_queue, check_tag, is_integer, parse_duration, show_duration
 from delaytasks.core.text import shown
 
@@ -229,17 +229,18 @@ NO_POLICIES = Policies()
 def named(tag: object, queue: object) -> tuple[Kind, str]:
     """Return the kind and the name of the tag or queue of a call."""
     if (tag is None) == (queue is None):
-        raise InvalidPolicyError("name a tag or a queue, one of the two")
+        raise InvalidInputError("name a tag or a queue, one of the two", "tag")
     return ("queue", check_queue(queue)) if tag is None else ("tag", check_tag(tag))
 
 
-def check_limit(limit: object, what: str) -> int | None:
+def check_limit(limit: object, argument: str) -> int | None:
     if limit is None:
         return None
     if not is_integer(limit, 1, MAX_LIMIT):
-        raise InvalidPolicyError(
-            f"{what} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not "
-            f"{shown(limit)}; to run nothing at all, pause it"
+        raise InvalidInputError(
+            f"{argument} is an integer from 1 to {MAX_LIMIT:,}, or None for no limit, not "
+            f"{shown(limit)}; to run nothing at all, pause it",
+            argument,
         )
     return int(limit)
 
@@ -251,15 +252,17 @@ def parse_rate(text: object) -> tuple[int | None, float | None]:
     rule = "a rate is a number of starts and a period, as 100/s, 30/m or 1000/1h30m"
     match = _RATE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
-        raise InvalidPolicyError(f"{rule}, not {shown(text)}")
+        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate")
     period = match[2]
     try:
         seconds = parse_duration("1" + period if period[0].isalpha() else period).total_seconds()
-    except InvalidDelayError:
-        raise InvalidPolicyError(f"{rule}, not {shown(text)}") from None
+    except InvalidInputError:
+        raise InvalidInputError(f"{rule}, not {shown(text)}", "rate") from None
     if not MIN_PERIOD_S <= seconds <= MAX_PERIOD_S:
-        raise InvalidPolicyError(f"the period of a rate is 1 ms to 31 days, not {shown(period)}")
-    return check_limit(int(match[1]), "a rate"), seconds
+        raise InvalidInputError(
+            f"the period of a rate is 1 ms to 31 days, not {shown(period)}", "rate"
+        )
+    return check_limit(int(match[1]), "rate"), seconds
 
 
 # -- What the processes of a worker report about the waitlists of limited tags --------------------

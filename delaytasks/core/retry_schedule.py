@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from delaytasks.core.errors import InvalidRetryScheduleError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import check_wait, is_integer, is_number
 from delaytasks.core.text import shown
 
@@ -34,7 +34,7 @@ class RetrySchedule:
 
     Raises
     ------
-    InvalidRetryScheduleError
+    InvalidInputError
         If there are no delays or too many, or `jitter` is not between 0 and 1.
 
     Examples
@@ -49,22 +49,28 @@ class RetrySchedule:
         self, retry_delays: str | Iterable[str | float | timedelta], *, jitter: float = 0.0
     ) -> None:
         if isinstance(retry_delays, (bytes, Mapping)) or not isinstance(retry_delays, Iterable):
-            raise InvalidRetryScheduleError(
+            raise InvalidInputError(
                 "a retry schedule is made of text such as '15s 3m', or of a list, not of "
-                f"{shown(retry_delays)}"
+                f"{shown(retry_delays)}",
+                "retry_delays",
             )
         items: Iterable[object] = (
             retry_delays.split()
             if isinstance(retry_delays, str)
             else itertools.islice(retry_delays, MAX_RETRY_DELAYS + 1)
         )
-        retry_delays_s = tuple(check_wait(item, MAX_RETRY_DELAY_S) for item in items)
+        retry_delays_s = tuple(
+            check_wait(item, MAX_RETRY_DELAY_S, "retry_delays") for item in items
+        )
         if not 0 < len(retry_delays_s) <= MAX_RETRY_DELAYS:
-            raise InvalidRetryScheduleError(
-                f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}"
+            raise InvalidInputError(
+                f"a retry schedule has 1 to {MAX_RETRY_DELAYS} delays, not {len(retry_delays_s)}",
+                "retry_delays",
             )
         if not is_number(jitter, 0, 1):
-            raise InvalidRetryScheduleError(f"jitter is a number from 0 to 1, not {shown(jitter)}")
+            raise InvalidInputError(
+                f"jitter is a number from 0 to 1, not {shown(jitter)}", "jitter"
+            )
         object.__setattr__(self, "retry_delays_s", retry_delays_s)
         object.__setattr__(self, "jitter", float(jitter))
 
@@ -129,11 +135,11 @@ class RetrySchedule:
         >>> RetrySchedule.exponential("5s", times=8, cap="1h")
         """
         if not is_number(factor, 1, 100):
-            raise InvalidRetryScheduleError(
-                f"factor is a number from 1 to 100, not {shown(factor)}"
+            raise InvalidInputError(
+                f"factor is a number from 1 to 100, not {shown(factor)}", "factor"
             )
-        highest = check_wait(cap, MAX_RETRY_DELAY_S)
-        retry_delays, wait = [], check_wait(first, MAX_RETRY_DELAY_S)
+        highest = check_wait(cap, MAX_RETRY_DELAY_S, "cap")
+        retry_delays, wait = [], check_wait(first, MAX_RETRY_DELAY_S, "first")
         for _ in range(_checked(times)):
             retry_delays.append(min(wait, highest))
             wait = min(wait * factor, MAX_RETRY_DELAY_S)
@@ -166,8 +172,9 @@ class Retries:
             return cls({Exception: retry_schedule_of(retries)})
         for kind in retries:
             if not (isinstance(kind, type) and issubclass(kind, BaseException)):
-                raise InvalidRetryScheduleError(
-                    f"retries maps exception types to retry schedules; {shown(kind)} is none"
+                raise InvalidInputError(
+                    f"retries maps exception types to retry schedules; {shown(kind)} is none",
+                    "retries",
                 )
         return cls(
             {
@@ -208,9 +215,10 @@ def retry_schedule_of(
     if isinstance(retries, (str, Iterable)):
         return RetrySchedule(retries)
     if not is_integer(retries, 1, MAX_RETRY_DELAYS):
-        raise InvalidRetryScheduleError(
+        raise InvalidInputError(
             f"retries is a number from 1 to {MAX_RETRY_DELAYS}, delays such as '15s 3m', "
-            f"or a RetrySchedule, not {shown(retries)}; leave it out if nothing is retried"
+            f"or a RetrySchedule, not {shown(retries)}; leave it out if nothing is retried",
+            "retries",
         )
     delays_s = LEVELS.retry_delays_s[:retries]
     return RetrySchedule(delays_s + delays_s[-1:] * (retries - len(delays_s)))
@@ -218,8 +226,8 @@ def retry_schedule_of(
 
 def _checked(times: object) -> int:
     if not is_integer(times, 1, MAX_RETRY_DELAYS):
-        raise InvalidRetryScheduleError(
-            f"times is an integer from 1 to {MAX_RETRY_DELAYS}, not {shown(times)}"
+        raise InvalidInputError(
+            f"times is an integer from 1 to {MAX_RETRY_DELAYS}, not {shown(times)}", "times"
         )
     return times
 

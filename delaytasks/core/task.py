@@ -21,9 +21,7 @@ from delaytasks.core.body import (
 )
 from delaytasks.core.errors import (
     BodyEncryptedError,
-    InvalidScheduleError,
-    InvalidStatusError,
-    NotRunningError,
+    InvalidInputError,
     TaskNotFoundError,
     TaskStateError,
 )
@@ -256,7 +254,7 @@ class DelayTask:
 
         Raises
         ------
-        NotRunningError
+        TaskStateError
             If the call is not made by the processor of this task.
         LeaseLostError
             If the worker has lost the task's lease. The transaction must be rolled back.
@@ -292,7 +290,7 @@ class DelayTask:
         LeaseLostError
             If the lease could not be renewed, and is about to end or has ended. The task will run
             on another worker, so the processor must not catch the error.
-        NotRunningError
+        TaskStateError
             If the call is not made by the processor of this task.
 
         Examples
@@ -306,7 +304,7 @@ class DelayTask:
     def _run(self, what: str) -> Current:
         run = current_run.get()
         if run is None:
-            raise NotRunningError(
+            raise TaskStateError(
                 f"task {self.id} does not run here: {what}() is for its processor", self.id
             )
         return run
@@ -463,8 +461,8 @@ def new_task_of(item: object) -> NewTask:
     if isinstance(item, tuple) and len(item) == 3:
         tag, body, at = item
         return NewTask(tag, body, at=at) if isinstance(at, datetime) else NewTask(tag, body, at)
-    raise InvalidScheduleError(
-        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}"
+    raise InvalidInputError(
+        f"schedule_many takes NewTask, or (tag, body, delay or instant), not {shown(item)}", "tasks"
     )
 
 
@@ -635,7 +633,7 @@ class CancelResult:
         """Return the result for an error that means "nothing to cancel"; None for another error."""
         if isinstance(error, TaskNotFoundError):
             return cls(False, str(error), error.id)
-        if isinstance(error, InvalidStatusError) and error.status in _NOTHING_TO_CANCEL:
+        if error.status in _NOTHING_TO_CANCEL:
             reason = f"task {error.id} has ended: it is {error.status.name}"
             if error.status is Status.RUNNING:
                 reason = str(error)

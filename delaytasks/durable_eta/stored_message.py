@@ -92,7 +92,8 @@ class StoredMessage(NamedTuple):
         except (KeyError, TypeError, ValueError) as error:
             raise BodyRefusedError(
                 f"the body is not a Celery message ({type(error).__name__}: {error}); rows of "
-                "this tag are written by apply_async"
+                "this tag are written by apply_async",
+                "body",
             ) from None
 
     @classmethod

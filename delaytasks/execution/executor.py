@@ -14,10 +14,7 @@ from delaytasks.core.body import NO_NAME, PLAIN, encode_body, is_encrypted, name
 from delaytasks.core.clock import Clock, monotonic
 from delaytasks.core.errors import (
     InvalidInputError,
-    InvalidOutcomesError,
-    InvalidScheduleError,
     LeaseLostError,
-    NotRunningError,
     TaskCancelledError,
     TaskStateError,
 )
@@ -211,8 +208,8 @@ class TaskRun:
         kept = None if result is None else encode_body(result, MAX_RESULT_BYTES)
         transaction = self._transaction_of(session, task)
         if transaction is None:
-            raise InvalidScheduleError(
-                "complete() takes the session that the effect is written in: session=…"
+            raise InvalidInputError(
+                "complete() takes the session that the effect is written in: session=…", "session"
             )
         with transaction.guard() as self._connection:
             if not self._claims.complete(task, kept, self._connection):
@@ -342,10 +339,11 @@ class OutcomeRules:
             return self._failed(task, began, self._text(reason), reason)
         result = value.result if isinstance(value, Done) else value
         if isinstance(result, _LAZY) or hasattr(type(result), "__await__"):
-            raise InvalidOutcomesError(
+            raise InvalidInputError(
                 f"the processor of {task.tag!r} returned an object of type "
                 f"{type(result).__name__}, whose code does not run by itself: iterate over it or "
-                "await it in the processor, and return None, a value or an outcome"
+                "await it in the processor, and return None, a value or an outcome",
+                "outcome",
             )
         kept = self._kept(task, result) if processor.keep_result and result is not None else None
         return Settlement(task, "succeed", began, result=kept)
@@ -391,8 +389,9 @@ class OutcomeRules:
         if asked.after is not None:
             wait_s = self._wait_s(asked.after)
         if wait_s is None:
-            raise InvalidScheduleError(
-                "Retry() without after= needs a retry schedule: @processor(tag, retries=...)"
+            raise InvalidInputError(
+                "Retry() without after= needs a retry schedule: @processor(tag, retries=...)",
+                "after",
             )
         return self._schedule_retry(task, began, self._text(reason), wait_s, reason)
 
@@ -422,7 +421,7 @@ class OutcomeRules:
             return None
 
     def _wait_s(self, after: object) -> float:
-        return check_wait(after, self._settings.max_delay_s)
+        return check_wait(after, self._settings.max_delay_s, "after")
 
     def _text(self, reason: str) -> str:
         return storable(str(reason), self._settings.max_error_bytes)
@@ -511,7 +510,7 @@ class ProcessorCall:
             if run.task.id == id:
                 return run
         ids = [run.task.id for run in self.runs]
-        raise NotRunningError(f"task {id} does not run here: this call is for {shown(ids)}", id)
+        raise TaskStateError(f"task {id} does not run here: this call is for {shown(ids)}", id)
 
 
 def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
@@ -525,21 +524,24 @@ def _outcomes_of_batch(value: object, ids: Sequence[int]) -> list[object]:
     if isinstance(value, Mapping):
         unknown = value.keys() - set(ids)
         if unknown:
-            raise InvalidOutcomesError(
+            raise InvalidInputError(
                 f"the batch's processor returned outcomes for {count(len(unknown), 'unknown id')}, "
-                f"such as {shown(next(iter(unknown)))}: the keys are task.id"
+                f"such as {shown(next(iter(unknown)))}: the keys are task.id",
+                "outcome",
             )
         return [value.get(id) for id in ids]
     if not isinstance(value, (list, tuple)):
-        raise InvalidOutcomesError(
+        raise InvalidInputError(
             f"the batch's processor returned a {type(value).__name__}: it is None, a list with an "
-            "outcome for each task, or a dict of outcomes by task.id"
+            "outcome for each task, or a dict of outcomes by task.id",
+            "outcome",
         )
     if len(value) != len(ids):
-        raise InvalidOutcomesError(
+        raise InvalidInputError(
             f"the batch's processor returned {count(len(value), 'outcome')} for "
             f"{count(len(ids), 'task')}: return one for each, in their order, or a dict of "
-            "outcomes by task.id"
+            "outcomes by task.id",
+            "outcome",
         )
     return list(value)
 
@@ -723,7 +725,7 @@ class TaskExecutor:
             if error is None:
                 try:
                     values = call.outcomes(value)
-                except InvalidOutcomesError as refusal:
+                except InvalidInputError as refusal:
                     error = refusal
             for run, one in zip(call.runs, values, strict=True):
                 settlement, raised = self._outcome_rules.settlement(

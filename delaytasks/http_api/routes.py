@@ -20,13 +20,8 @@ from typing import Any, NamedTuple
 from delaytasks.client import DelayTasks
 from delaytasks.core.celery_calls import CALLBACK, CELERY_PREFIX
 from delaytasks.core.errors import (
-    BodyNotJSONError,
-    BodyTooLargeError,
     DelayTaskError,
-    InvalidDelayError,
     InvalidInputError,
-    InvalidQueryError,
-    InvalidTagError,
     OutcomeUnknownError,
     SessionUnusableError,
     StoreError,
@@ -45,7 +40,7 @@ from delaytasks.core.task import (
 from delaytasks.core.text import needs_extra, shown
 from delaytasks.http_api import schemas
 from delaytasks.http_api.api_keys import OWN_PREFIX, ApiKey, FindsKeys, RequestLimit, Scopes
-from delaytasks.http_api.schemas import InvalidRequestError, JSONSchema, check_value
+from delaytasks.http_api.schemas import JSONSchema, check_value
 from delaytasks.operations.health import HealthChecks, Probes
 from delaytasks.runtime import runtime_of
 
@@ -57,7 +52,6 @@ with needs_extra("api", "the HTTP API"):
 logger = logging.getLogger(__name__)
 #: The status of each error. The first class that matches decides.
 STATUS_OF_ERROR: tuple[tuple[type[DelayTaskError], int], ...] = (
-    (BodyTooLargeError, 413),
     (InvalidInputError, 400),
     (TaskNotFoundError, 404),
     (TaskStateError, 409),
@@ -233,14 +227,14 @@ def _tag_of(request: ApiRequest) -> str:
     return tag
 
 
-def instant_of(text: str) -> datetime:
+def instant_of(text: str, argument: str = "at") -> datetime:
     """Return the instant of an RFC 3339 text."""
     exact = _FRACTION.sub(lambda found: "." + found[1][:6].ljust(6, "0"), text.upper(), count=1)
     try:
         return datetime.fromisoformat(exact.replace("Z", "+00:00"))
     except ValueError:
-        raise InvalidQueryError(
-            f"{shown(text)} is not an instant: write 2026-11-25T03:00:00Z"
+        raise InvalidInputError(
+            f"{shown(text)} is not an instant: write 2026-11-25T03:00:00Z", argument
         ) from None
 
 
@@ -253,13 +247,13 @@ def _query(route: Route, http: Request) -> dict[str, Any]:
         schema = route.query.get(name)
         if schema is None:
             known = ", ".join(route.query) or "none"
-            raise InvalidRequestError(f"unknown query parameter {shown(name)} (known: {known})")
+            raise InvalidInputError(f"unknown query parameter {shown(name)} (known: {known})", name)
         if schema.get("type") == "array":
             found[name] = texts
         elif len(texts) == 1:
             found[name] = _converted(texts[0], schema.get("type"))
         else:
-            raise InvalidRequestError(f"the query parameter {name} is given several times")
+            raise InvalidInputError(f"the query parameter {name} is given several times", name)
         check_value(found[name], schema, f"the query parameter {name}")
     return found
 
@@ -283,7 +277,7 @@ def _body(route: Route, http: Request) -> Any:
     try:
         body = json.loads(data, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        raise BodyNotJSONError(f"the body is not JSON: {error}") from None
+        raise InvalidInputError(f"the body is not JSON: {error}", "body") from None
     check_value(body, route.request, "the body")
     return body
 
@@ -308,13 +302,14 @@ def _idempotency_key(route: Route, http: Request) -> str | None:
     if found is None:
         return None
     if not route.takes_idempotency_key:
-        raise InvalidRequestError(
+        raise InvalidInputError(
             f"{route.name} does not take the header {IDEMPOTENCY_HEADER}: a repeated request would "
-            "be carried out again; leave it out"
+            "be carried out again; leave it out",
+            IDEMPOTENCY_HEADER,
         )
     if not 1 <= len(found) <= IDEMPOTENCY_LENGTH:
-        raise InvalidRequestError(
-            f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters"
+        raise InvalidInputError(
+            f"the {IDEMPOTENCY_HEADER} has 1 to {IDEMPOTENCY_LENGTH} characters", IDEMPOTENCY_HEADER
         )
     return found
 
@@ -332,12 +327,13 @@ def failed(error: DelayTaskError) -> Response:
     if status is None:
         return broken(error)
     id = getattr(error, "id", None)
+    more = {"argument": error.argument} if isinstance(error, InvalidInputError) else {}
     return _problem(
         status,
         str(error),
         name=type(error).__name__,
         wait_s=REPEAT_AFTER_S if status in (503, 504) else 0,
-        more={} if id is None else {"id": str(id)},
+        more=more if id is None else {"id": str(id)},
     )
 
 
@@ -403,14 +399,14 @@ def _new_task(item: Mapping[str, Any]) -> tuple[NewTask, OnConflict]:
     """Return the task that a request describes, and the rule for its key."""
     tag = item["tag"]
     if tag.startswith((OWN_PREFIX, CELERY_PREFIX)):
-        raise InvalidTagError(f"tasks of the tag {tag!r} are not scheduled by this route")
+        raise InvalidInputError(f"tasks of the tag {tag!r} are not scheduled by this route", "tag")
     return _task_of(dict(item))
 
 
 def _task_of(options: dict[str, Any]) -> tuple[NewTask, OnConflict]:
     on_conflict: OnConflict = options.pop("on_conflict", "reject")
     if (options.get("key") or "").startswith(IDEMPOTENCY_START):
-        raise InvalidRequestError(f"keys that start with {IDEMPOTENCY_START!r} are reserved")
+        raise InvalidInputError(f"keys that start with {IDEMPOTENCY_START!r} are reserved", "key")
     at = options.pop("at", None)
     new = NewTask(at=None if at is None else instant_of(at), **{"body": None, **options})
     return new, on_conflict
@@ -467,9 +463,10 @@ def _scheduled(request: ApiRequest, new: NewTask, on_conflict: OnConflict) -> Re
         wiring = runtime_of(request.delays)
         return task_json(wiring.producer.schedule(new, on_conflict, wiring.transactions.of(None)))
     if new.key is not None:
-        raise InvalidRequestError(
+        raise InvalidInputError(
             "a request has a key or the header Idempotency-Key: with a key, on_conflict: keep "
-            "returns the task of an earlier request"
+            "returns the task of an earlier request",
+            "key",
         )
     return task_json(_schedule_once(request, new))
 
@@ -485,7 +482,7 @@ def find_tasks(request: ApiRequest) -> Reply:
     filters = dict(request.query)
     for name in _TIMES:
         if name in filters:
-            filters[name] = instant_of(filters[name])
+            filters[name] = instant_of(filters[name], name)
     if "meta" in filters:
         filters["meta"] = dict(pair.split("=", 1) for pair in filters["meta"])
     page = request.delays.find(**filters)
@@ -565,8 +562,8 @@ def _since(text: str) -> Any:
     try:
         parse_duration(text)
         return text
-    except InvalidDelayError:
-        return instant_of(text)
+    except InvalidInputError:
+        return instant_of(text, "since")
 
 
 def _cancelled(result: CancelResult) -> Reply:

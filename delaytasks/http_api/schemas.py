@@ -261,6 +261,7 @@ COMPONENTS: dict[str, dict[str, Any]] = {
             "title": {"type": "string"},
             "status": COUNT,
             "detail": {"type": "string"},
+            "argument": {"type": "string"},
         }
     ),
 }
@@ -278,12 +279,8 @@ _PYTHON_TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
-class InvalidRequestError(InvalidInputError):
-    """A value of a request contradicts the OpenAPI document."""
-
-
 def check_value(value: Any, schema: JSONSchema, name: str) -> None:
-    """Raise `InvalidRequestError` unless a value matches a schema.
+    """Raise `InvalidInputError` unless a value matches a schema.
 
     Parameters
     ----------
@@ -292,7 +289,7 @@ def check_value(value: Any, schema: JSONSchema, name: str) -> None:
     """
     _check_type(value, schema, name)
     if "enum" in schema and value not in schema["enum"]:
-        raise InvalidRequestError(f"{name} is one of {schema['enum']}, not {shown(value)}")
+        raise _wrong(f"{name} is one of {schema['enum']}, not {shown(value)}", name)
     if isinstance(value, str):
         _check_text(value, schema, name)
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -314,7 +311,7 @@ def _check_type(value: Any, schema: JSONSchema, name: str) -> None:
         is_number = each in ("integer", "number")
         if isinstance(value, _PYTHON_TYPES[each]) and not (is_number and isinstance(value, bool)):
             return
-    raise InvalidRequestError(f"{name} is of type {' or '.join(names)}, not {shown(value)}")
+    raise _wrong(f"{name} is of type {' or '.join(names)}, not {shown(value)}", name)
 
 
 def _check_text(value: str, schema: JSONSchema, name: str) -> None:
@@ -322,14 +319,14 @@ def _check_text(value: str, schema: JSONSchema, name: str) -> None:
     _check_size(len(value), schema.get("minLength"), longest, f"length of {name}")
     pattern = schema.get("pattern")
     if pattern is not None and not re.search(pattern, value):
-        raise InvalidRequestError(f"{name} does not match {pattern}: {shown(value)}")
+        raise _wrong(f"{name} does not match {pattern}: {shown(value)}", name)
 
 
 def _check_size(size: float, least: float | None, most: float | None, name: str) -> None:
     if least is not None and size < least:
-        raise InvalidRequestError(f"the {name} is at least {least}")
+        raise _wrong(f"the {name} is at least {least}", name)
     if most is not None and size > most:
-        raise InvalidRequestError(f"the {name} is at most {most}")
+        raise _wrong(f"the {name} is at most {most}", name)
 
 
 def _check_object(value: Mapping[str, Any], schema: JSONSchema, name: str) -> None:
@@ -337,12 +334,19 @@ def _check_object(value: Mapping[str, Any], schema: JSONSchema, name: str) -> No
     others = schema.get("additionalProperties", {})
     for required in schema.get("required", ()):
         if required not in value:
-            raise InvalidRequestError(f"{name} has no {required!r}")
+            raise InvalidInputError(f"{name} has no {required!r}", required)
     for key, item in value.items():
         if key in properties:
             check_value(item, properties[key], f"{name}.{key}")
         elif others is False:
             known = ", ".join(properties) or "none"
-            raise InvalidRequestError(f"{name} has an unknown name {shown(key)} (known: {known})")
+            raise InvalidInputError(
+                f"{name} has an unknown name {shown(key)} (known: {known})", key
+            )
         else:
             check_value(item, others, f"{name}[{shown(key)}]")
+
+
+def _wrong(fact: str, place: str) -> InvalidInputError:
+    """Return the error about a place such as `the body.tasks[3].tag`, whose argument is `tag`."""
+    return InvalidInputError(fact, re.split(r"[ .]", re.sub(r"\[.*?\]", "", place))[-1])

@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from delaytasks.core.errors import InvalidQueryError, StoreUnavailableError, TaskStateError
+from delaytasks.core.errors import InvalidInputError, StoreUnavailableError, TaskStateError
 from delaytasks.core.filters import (
     AuditEntry,
     BulkFilter,
@@ -75,16 +75,17 @@ def _cancel_of(runtime: Runtime, audit: object) -> AuditEntry:
     id = check_id(audit.id if isinstance(audit, AuditEntry) else audit)
     entry = runtime.store.bulk.audited(id)
     if entry is None:
-        raise InvalidQueryError(f"there is no audit entry {id}; it may have been purged")
+        raise InvalidInputError(f"there is no audit entry {id}; it may have been purged", "audit")
     if entry.action != "cancel":
-        raise InvalidQueryError(
+        raise InvalidInputError(
             f"audit entry {id} is of the operation {entry.action!r}; only the tasks of a "
-            "cancel can be rerun by their audit entry"
+            "cancel can be rerun by their audit entry",
+            "audit",
         )
     is_recent = runtime.clock.now() - entry.seen_at < timedelta(seconds=RUNNING_S)
     if entry.state == "running" and is_recent:
-        raise InvalidQueryError(
-            f"audit entry {id} is of an operation that still runs: wait until it has ended"
+        raise InvalidInputError(
+            f"audit entry {id} is of an operation that still runs: wait until it has ended", "audit"
         )
     return entry
 

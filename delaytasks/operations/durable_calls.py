@@ -18,7 +18,7 @@ from celery.utils.time import maybe_iso8601, maybe_make_aware
 from kombu.utils.uuid import uuid
 
 from delaytasks.core.celery_calls import CeleryCall, called_task, celery_key, is_forced
-from delaytasks.core.errors import BodyRefusedError, BodyTooLargeError, ConfigError, DelayTaskError
+from delaytasks.core.errors import BodyRefusedError, ConfigError, DelayTaskError, InvalidInputError
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.interfaces import Transaction, connection_of
 from delaytasks.core.task import DelayTask, Done, Fail, Outcome, Retry, Snooze
@@ -104,11 +104,11 @@ class CeleryTasks:
         new = new_task(call.name, str(call.task_id), message, delay, when)
         try:
             self._runtime.producer.schedule(new, "take", transaction)
-        except BodyTooLargeError:
-            raise BodyTooLargeError(
-                f"the message of the Celery task {call.name} is more than "
-                f"{self._settings.max_body_bytes:,} bytes as a row (setting max_body_bytes): pass "
-                "the name of stored data, or call the task with durable_eta=False"
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"the Celery task {call.name} cannot wait as a row: {error}; pass the name of "
+                "stored data, or call the task with durable_eta=False",
+                error.argument,
             ) from None
 
     def _refuse_other_broker(self, name: str, connection: Any) -> None:

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.errors import SearchTimeoutError, StoreUnavailableError
+from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.filters import Filter, check_error
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask, Page, id_of
 from delaytasks.core.why import Explanation, Reason, TransportFacts, why
 from delaytasks.operations.single_tasks import TaskReference, find_id, name_of
+from delaytasks.storage.searching import SearchTimeoutError
 from delaytasks.storage.state_queries import LATELY_S, ChangeReader, FactReader
 from delaytasks.storage.store import Store
 from delaytasks.timers.publisher import broker_error

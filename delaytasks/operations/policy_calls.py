@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from delaytasks.core.errors import InvalidPolicyError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import actor_of
 from delaytasks.core.policies import (
     UNCHANGED,
@@ -74,8 +74,9 @@ def limits_of(
     """Return the checked fields that `set_policy` changes."""
     kind, name = named(tag, queue)
     if kind == "queue":
-        raise InvalidPolicyError(
-            f"queue {name!r} can be paused, and limits are for tags: name the tags of the queue"
+        raise InvalidInputError(
+            f"queue {name!r} can be paused, and limits are for tags: name the tags of the queue",
+            "queue",
         )
     changes: dict[str, Any] = {}
     if concurrency is not UNCHANGED:
@@ -85,7 +86,9 @@ def limits_of(
     if rate is not UNCHANGED:
         changes["rate"], changes["rate_period_s"] = parse_rate(rate)
     if not changes:
-        raise InvalidPolicyError("say what is limited: concurrency, key_concurrency or rate")
+        raise InvalidInputError(
+            "say what is limited: concurrency, key_concurrency or rate", "concurrency"
+        )
     return changes
 
 

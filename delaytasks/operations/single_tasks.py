@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from delaytasks.core.celery_calls import CELERY_PREFIX
 from delaytasks.core.clock import monotonic
 from delaytasks.core.errors import (
-    InvalidScheduleError,
+    InvalidInputError,
     TaskNotFoundError,
     TaskStateError,
     WaitTimeoutError,
@@ -60,7 +60,7 @@ def named_task(
 def name_of(task: object, tag: str | None, key: str | None) -> TaskReference:
     """Return the checked name that the arguments of a call give."""
     if (task is None) == (key is None) or (key is not None and tag is None):
-        raise InvalidScheduleError("name the task by its id, or by tag= and key=")
+        raise InvalidInputError("name the task by its id, or by tag= and key=", "task")
     return (check_tag(tag), check_key(key)) if task is None else id_or_task(task)
 
 
@@ -92,7 +92,7 @@ class Pauses:
         self._pause_s = FIRST_S
         self._ends_at = self._limit_s = None
         if timeout is not None:
-            self._limit_s = check_wait(timeout, MAX_RETRY_DELAY_S, "a timeout")
+            self._limit_s = check_wait(timeout, MAX_RETRY_DELAY_S, "timeout")
             self._ends_at = monotonic() + self._limit_s
 
     def next(self, task: DelayTask) -> float:
@@ -176,7 +176,7 @@ def touch_tasks(
 ) -> TouchResult[int] | TouchResult[str]:
     """Postpone many timeouts, as `DelayTasks.touch_many` explains."""
     if (tasks is None) == (keys is None) or (tag is None) != (keys is None):
-        raise InvalidScheduleError("give touch_many the tasks, or tag= and keys=")
+        raise InvalidInputError("give touch_many the tasks, or tag= and keys=", "tasks")
     touches = runtime.store.touches
     with runtime.transactions.guard(session) as transaction:
         on = connection_of(transaction)
@@ -191,8 +191,8 @@ def touch_tasks(
 
 def _listed(items: Any) -> Iterable[Any]:
     if isinstance(items, (str, bytes)) or not isinstance(items, Iterable):
-        raise InvalidScheduleError(
-            f"touch_many takes a list of tasks or of keys, not {shown(items)}"
+        raise InvalidInputError(
+            f"touch_many takes a list of tasks or of keys, not {shown(items)}", "tasks"
         )
     return items
 

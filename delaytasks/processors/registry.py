@@ -18,12 +18,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from delaytasks.core.body import BodySchema, BodyVersions, Upgrade
 from delaytasks.core.celery_calls import processor_tag
 from delaytasks.core.clock import monotonic, reset_in_child
-from delaytasks.core.errors import (
-    BodyRefusedError,
-    DuplicateProcessorError,
-    InvalidDelayError,
-    UnknownTagError,
-)
+from delaytasks.core.errors import BodyRefusedError, ConfigError, InvalidInputError, UnknownTagError
 from delaytasks.core.inputs import Delay, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import MAX_RETRY_DELAY_S, Retries, RetryRule, RetrySchedule
 from delaytasks.core.task import DelayTask
@@ -250,7 +245,9 @@ class Registry:
             tag=check_tag(tag),
             queue=None if queue is None else check_queue(queue),
             retries=Retries.of(options.get("retries")),
-            expires_s=None if expires is None else check_wait(expires, MAX_RETRY_DELAY_S),
+            expires_s=None
+            if expires is None
+            else check_wait(expires, MAX_RETRY_DELAY_S, "expires"),
             on_time_s=None
             if on_time is None
             else check_wait(on_time, MAX_RETRY_DELAY_S, "on_time"),
@@ -267,7 +264,7 @@ class Registry:
         def register(function: F) -> F:
             known = self._processors.get(tag)
             if known is not None and not _is_same(known.function, function):
-                raise DuplicateProcessorError(
+                raise ConfigError(
                     f"tag {tag!r} has the processor {_name(known.function)} already; give "
                     f"{_name(function)} another"
                 )
@@ -303,7 +300,8 @@ class Registry:
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UnknownTagError(
             f"this process has no processor for tag {tag!r}; {hint}Otherwise import its module, "
-            "add the tag to the setting tags, or set strict_tags to False"
+            "add the tag to the setting tags, or set strict_tags to False",
+            "tag",
         )
 
     def meant_by(self, tag: str) -> str | None:
@@ -328,29 +326,30 @@ class Registry:
 
 def _time_limits(options: ProcessorOptions) -> tuple[float | None, float | None]:
     """Return the soft and the hard time limit in seconds."""
-    soft_s = _time_limit(options.get("soft_time_limit"))
-    hard_s = _time_limit(options.get("time_limit"))
+    soft_s = _time_limit("soft_time_limit", options.get("soft_time_limit"))
+    hard_s = _time_limit("time_limit", options.get("time_limit"))
     if soft_s is not None and hard_s is not None and soft_s >= hard_s:
-        raise InvalidDelayError(
+        raise InvalidInputError(
             f"a soft_time_limit of {soft_s:g} s comes too late for a time_limit of {hard_s:g} s: "
-            "make it shorter"
+            "make it shorter",
+            "soft_time_limit",
         )
     return soft_s, hard_s
 
 
-def _time_limit(limit: object) -> float | None:
+def _time_limit(option: str, limit: object) -> float | None:
     if limit is None:
         return None
-    seconds = check_wait(limit, MAX_RETRY_DELAY_S, "a time limit")
+    seconds = check_wait(limit, MAX_RETRY_DELAY_S, option)
     if seconds == 0:
-        raise InvalidDelayError("a time limit of 0 leaves no time to run; None means no limit")
+        raise InvalidInputError(f"{option}=0 leaves no time to run; None means no limit", option)
     return seconds
 
 
 def _bounded(option: str, number: int | None, most: int) -> int | None:
     if number is None or (type(number) is int and 0 < number <= most):
         return number
-    raise ValueError(f"{option}={shown(number)}: it is a number from 1 to {most}")
+    raise InvalidInputError(f"{option} is a number from 1 to {most}, not {shown(number)}", option)
 
 
 def _slots(

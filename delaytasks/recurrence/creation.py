@@ -14,7 +14,7 @@ from sqlalchemy import and_, delete, func, insert, null, or_, select, true, upda
 
 from delaytasks.core.body import dump_json
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import RecurringNotFoundError
+from delaytasks.core.errors import TaskNotFoundError
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import CallerConnection, Entry, Timer
 from delaytasks.core.settings import Settings
@@ -239,7 +239,7 @@ class RecurringTable:
     def lock(self, on: Any, name: str) -> RecurringSchedule:
         found = self.find(name, on, locks=True)
         if found is None:
-            raise RecurringNotFoundError(f"there is no recurring schedule {name!r}")
+            raise TaskNotFoundError(f"there is no recurring schedule {name!r}")
         return found
 
     def insert(self, on: Any, schedule: RecurringSchedule) -> bool:

@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 from delaytasks.core.body import decoded, is_encrypted, placeholder
 from delaytasks.core.celery_calls import CELERY_PREFIX, celery_tag
 from delaytasks.core.clock import LATEST
-from delaytasks.core.errors import InvalidScheduleError, InvalidTimingError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import (
     check_instant,
     check_schedule_name,
@@ -128,7 +128,7 @@ class RecurringSchedule:
         return decode_meta(task_options(self)[1])
 
     def parsed(self) -> Timing:
-        """Return the timing, or raise `InvalidTimingError` if another program has written it."""
+        """Return the timing, or raise `InvalidInputError` if another program has written it."""
         return parse_timing(self.timing, self.tz, self.start_at)
 
     def between(self, since: datetime, until: datetime) -> Iterator[datetime]:
@@ -295,7 +295,7 @@ class Definition(NamedTuple):
             )
         timing, own_tz = _timing(self.cron, options.get("every"))
         tz, start = str(options.get("tz") or own_tz or default_tz), options.get("start")
-        start_at = None if start is None else check_instant(start).replace(microsecond=0)
+        start_at = None if start is None else check_instant(start, "start").replace(microsecond=0)
         parse_timing(timing, tz, start_at or ANY_START)  # raises the error of a wrong timing
         return {
             "timing": timing,
@@ -361,9 +361,10 @@ def started(schedule: RecurringSchedule, now: datetime) -> datetime | None:
 
 def _timing(cron: object, every: Any) -> FoundTiming:
     if (cron is None) == (every is None):
-        raise InvalidScheduleError(
+        raise InvalidInputError(
             "say when the task recurs: give a cron expression (cron) or an interval (every), one "
-            "of the two"
+            "of the two",
+            "cron",
         )
     if every is not None:
         return FoundTiming(interval_text(every))
@@ -371,7 +372,7 @@ def _timing(cron: object, every: Any) -> FoundTiming:
         return timing_of(cron)
     text = " ".join(cron.split())
     if len(text) > TIMING_LENGTH:
-        raise InvalidTimingError(f"a cron expression has at most {TIMING_LENGTH} characters")
+        raise InvalidInputError(f"a cron expression has at most {TIMING_LENGTH} characters", "cron")
     return FoundTiming(text)
 
 
@@ -383,16 +384,16 @@ def _new_task(tag: str, body: Any, options: RecurringOptions) -> NewTask:
 def _one_of(name: str, value: object, kind: Any) -> str:
     allowed = get_args(kind)
     if value not in allowed:
-        raise InvalidScheduleError(
-            f"{name} is one of {', '.join(map(repr, allowed))}, not {shown(value)}"
+        raise InvalidInputError(
+            f"{name} is one of {', '.join(map(repr, allowed))}, not {shown(value)}", name
         )
     return str(value)
 
 
 def _most_missed(number: object) -> int:
     if not is_integer(number, 1, MAX_MISSED):
-        raise InvalidScheduleError(
-            f"most_missed is a number from 1 to {MAX_MISSED}, not {shown(number)}"
+        raise InvalidInputError(
+            f"most_missed is a number from 1 to {MAX_MISSED}, not {shown(number)}", "most_missed"
         )
     return number
 
@@ -440,13 +441,15 @@ def target_of(target: Any, body: Any, registry: Registry) -> RecurringTarget | N
 def call_of(task: str, call: Any) -> RecurringTarget:
     """Return the target that sends a Celery task, with the `args`, `kwargs` and `options`."""
     if not isinstance(call, Mapping) or not call.keys() <= set(CALL_FIELDS):
-        raise InvalidScheduleError(
-            f"the body of a recurring Celery task has {', '.join(CALL_FIELDS)}, not {shown(call)}"
+        raise InvalidInputError(
+            f"the body of a recurring Celery task has {', '.join(CALL_FIELDS)}, not {shown(call)}",
+            "body",
         )
     if not _OWN_TIMES.isdisjoint(call.get("options") or ()):
-        raise InvalidScheduleError(
+        raise InvalidInputError(
             f"the options of the recurring Celery task {task} have a countdown or an eta; its "
-            "schedule says when it is due"
+            "schedule says when it is due",
+            "body",
         )
     return RecurringTarget(celery_tag(task), {"task": task, **call}, task)
 

@@ -17,13 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from celery.local import PromiseProxy
 
-from delaytasks.core.errors import (
-    ConfigError,
-    InvalidScheduleError,
-    InvalidTimingError,
-    RecurringNotFoundError,
-    TaskStateError,
-)
+from delaytasks.core.errors import ConfigError, InvalidInputError, TaskNotFoundError, TaskStateError
 from delaytasks.core.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.task import DelayTask, NewTask
@@ -116,7 +110,7 @@ class Recurring:
         ------
         TypeError
             If the decorated object is no processor and no Celery task, or an option is unknown.
-        InvalidTimingError, InvalidScheduleError
+        InvalidInputError
             See `set`.
 
         Examples
@@ -216,11 +210,9 @@ class Recurring:
 
         Raises
         ------
-        InvalidTimingError
-            If the cron expression, the interval or the time zone is wrong.
-        InvalidScheduleError
-            If another option is wrong, or code declares a schedule of this name.
-        InvalidInputError, StoreError
+        InvalidInputError
+            If an option is wrong, or code declares a schedule of this name.
+        StoreError
             See `DelayTasks.schedule_delay`.
 
         Examples
@@ -257,7 +249,7 @@ class Recurring:
 
         Raises
         ------
-        RecurringNotFoundError
+        TaskNotFoundError
             If there is no schedule of this name.
 
         Examples
@@ -287,7 +279,7 @@ class Recurring:
 
         Raises
         ------
-        RecurringNotFoundError
+        TaskNotFoundError
             If there is no schedule of this name.
 
         Examples
@@ -325,7 +317,7 @@ class Recurring:
 
         Raises
         ------
-        RecurringNotFoundError
+        TaskNotFoundError
             If there is no schedule of this name.
 
         Examples
@@ -362,7 +354,7 @@ class Recurring:
 
         Raises
         ------
-        RecurringNotFoundError
+        TaskNotFoundError
             If there is no schedule of this name.
 
         Examples
@@ -409,7 +401,7 @@ class Recurring:
 
         Raises
         ------
-        RecurringNotFoundError
+        TaskNotFoundError
             If there is no schedule of this name.
 
         Examples
@@ -420,7 +412,7 @@ class Recurring:
         runtime = self._get_runtime()
         found = runtime.recurring_table.find(check_schedule_name(name))
         if found is None:
-            raise RecurringNotFoundError(
+            raise TaskNotFoundError(
                 f"there is no recurring schedule {name!r}; `delaytasks recurring list` shows all"
             )
         return found
@@ -485,7 +477,7 @@ class Recurring:
 
         Raises
         ------
-        RecurringNotFoundError
+        TaskNotFoundError
             If there is no schedule of this name.
 
         Examples
@@ -580,9 +572,10 @@ def put(
                 return Change(made, "added")
             known = table.lock(on, new.name)
         if known.is_declared and not is_declared:
-            raise InvalidScheduleError(
+            raise InvalidInputError(
                 f"the recurring schedule {known.name!r} is declared in code: change it there, "
-                "or choose another name"
+                "or choose another name",
+                "name",
             )
         if is_same_definition(known, new) and known.is_declared == is_declared:
             return Change(known)
@@ -647,7 +640,7 @@ def _cancel_waiting(
         return []
     try:
         keys = [known.key_of(at) for at in known.between(now, known.last_at)]
-    except InvalidTimingError:
+    except InvalidInputError:
         return []  # another program wrote the timing, and no sweep made tasks of it
     cancelled: list[DelayTask] = []
     for id in runtime.recurring_table.ids_of_keys(on, known.tag, keys):
@@ -746,5 +739,5 @@ def _remove(runtime: Runtime, known: RecurringSchedule) -> None:
         return
     try:
         remove_schedule(runtime, known.name, None, None)
-    except RecurringNotFoundError:
+    except TaskNotFoundError:
         pass  # another worker has removed it

@@ -24,7 +24,7 @@ from celery.schedules import crontab, schedule
 from cronsim import CronSim, CronSimError
 
 from delaytasks.core.clock import UTC
-from delaytasks.core.errors import InvalidTimingError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import check_wait
 from delaytasks.core.text import shown
 
@@ -186,14 +186,14 @@ def parse_timing(text: str, tz: str, start: datetime | None = None) -> Timing:
 
     Raises
     ------
-    InvalidTimingError
+    InvalidInputError
         If the text is no timing, or there is no such time zone.
     """
     zone = zone_of(tz)
     kind, _, rest = text.partition(" ")
     if kind == EVERY:
         if start is None:
-            raise InvalidTimingError(f"{shown(text)} has no start")
+            raise InvalidInputError(f"{shown(text)} has no start", "start")
         return Every(_interval(rest), start)
     if kind == CRONTAB:
         return _crontab(rest, zone, start)
@@ -204,16 +204,17 @@ def zone_of(name: str) -> ZoneInfo:
     try:
         return ZoneInfo(name)
     except (ValueError, OSError, LookupError):
-        raise InvalidTimingError(
-            f"there is no time zone {shown(name)}; write it as Europe/Berlin or UTC"
+        raise InvalidInputError(
+            f"there is no time zone {shown(name)}; write it as Europe/Berlin or UTC", "tz"
         ) from None
 
 
 def _interval(text: str) -> timedelta:
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_INTERVAL_S):
-        raise InvalidTimingError(
+        raise InvalidInputError(
             f"an interval is a whole number of seconds from 1 to {MAX_INTERVAL_S}, not "
-            f"{shown(text)}"
+            f"{shown(text)}",
+            "every",
         )
     return timedelta(seconds=int(text))
 
@@ -224,25 +225,26 @@ def _cron(
     try:
         made = Cron(text, zone, start, days)
     except (CronSimError, ValueError) as error:
-        raise InvalidTimingError(
+        raise InvalidInputError(
             f"{shown(text)} is no cron expression ({error}); write minute, hour, day of the month, "
-            "month and weekday, as in '0 9 * * mon-fri'"
+            "month and weekday, as in '0 9 * * mon-fri'",
+            "cron",
         ) from None
     if made.after(start or ANY_START) is None:
-        raise InvalidTimingError(f"{shown(text)} never matches a day")
+        raise InvalidInputError(f"{shown(text)} never matches a day", "cron")
     return made
 
 
 def _crontab(text: str, zone: ZoneInfo, start: datetime | None) -> Cron:
     fields = text.split()
     if len(fields) != 5:
-        raise InvalidTimingError(f"a crontab has five fields, not {shown(text)}")
+        raise InvalidInputError(f"a crontab has five fields, not {shown(text)}", "cron")
     minute, hour, days, month, weekday = fields
     try:
         allowed = frozenset(map(int, days.split(",")))
     except ValueError:
-        raise InvalidTimingError(
-            f"the days of the month of a crontab are numbers, not {shown(days)}"
+        raise InvalidInputError(
+            f"the days of the month of a crontab are numbers, not {shown(days)}", "cron"
         ) from None
     return _cron(f"{minute} {hour} * {month} {weekday}", zone, start, allowed)
 
@@ -265,7 +267,7 @@ def timing_of(found: Any) -> FoundTiming:
 
     Raises
     ------
-    InvalidTimingError
+    InvalidInputError
         If this is no schedule, or one of another class that computes its own times.
     """
     if isinstance(found, crontab):
@@ -274,16 +276,17 @@ def timing_of(found: Any) -> FoundTiming:
         return FoundTiming(_celery_crontab(found), None if tz is None else str(tz))
     if type(found) is schedule:  # a subclass computes its own times
         return FoundTiming(interval_text(found.run_every))
-    raise InvalidTimingError(
-        f"{shown(found)} is no crontab or schedule of Celery, so only Celery's beat knows its times"
+    raise InvalidInputError(
+        f"{shown(found)} is no crontab or schedule of Celery: only beat knows its times",
+        "cron",
     )
 
 
 def interval_text(every: object) -> str:
     """Return the timing of an interval: seconds, a timedelta, or a text such as "5m"."""
-    seconds = check_wait(every, MAX_INTERVAL_S, "an interval")
+    seconds = check_wait(every, MAX_INTERVAL_S, "every")
     if seconds < 1 or seconds != int(seconds):
-        raise InvalidTimingError(f"an interval is a whole number of seconds, not {shown(every)}")
+        raise InvalidInputError(f"every is a whole number of seconds, not {shown(every)}", "every")
     return f"{EVERY} {int(seconds)}"
 
 

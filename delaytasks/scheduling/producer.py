@@ -20,8 +20,7 @@ from delaytasks.core.celery_calls import add_trace
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.errors import (
     DuplicateTaskError,
-    InvalidDelayError,
-    InvalidScheduleError,
+    InvalidInputError,
     OutcomeUnknownError,
     StoreUnavailableError,
 )
@@ -218,7 +217,7 @@ class TaskBuilder:
         if new.at is not None:
             due = max(check_instant(new.at), cache.now)
             return due, math.ceil(
-                check_delay(due - cache.now, self._settings.max_delay_s).total_seconds()
+                check_delay(due - cache.now, self._settings.max_delay_s, "at").total_seconds()
             )
         is_number = type(new.delay) in (int, float)
         found = cache.delays.get(new.delay) if is_number else None
@@ -241,7 +240,7 @@ class TaskBuilder:
         period = check_period(new.spread, max_s)
         name = str(id) if new.key is None else f"{new.tag}\0{new.key}"
         # The sum is checked, since the due time itself may be as late as the setting allows.
-        delay = check_delay(due - cache.now + share_of(name) * period, max_s)
+        delay = check_delay(due - cache.now + share_of(name) * period, max_s, "spread")
         return cache.now + delay, math.ceil(delay.total_seconds())
 
     def _tag(self, asked: object) -> Tag:
@@ -261,8 +260,9 @@ def popped(items: list[NewTask]) -> Iterator[NewTask]:
 
 def check_on_conflict(on_conflict: object) -> None:
     if on_conflict not in get_args(OnConflict):
-        raise InvalidScheduleError(
-            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}"
+        raise InvalidInputError(
+            f"on_conflict is 'reject', 'keep', 'replace' or 'take', not {shown(on_conflict)}",
+            "on_conflict",
         )
 
 
@@ -270,12 +270,13 @@ def _max_wait_s(new: NewTask, on_conflict: OnConflict, longest_s: float) -> floa
     if new.max_wait is None:
         return None
     if new.key is None or on_conflict != "replace":
-        raise InvalidScheduleError(
-            "max_wait is for a key= with on_conflict='replace': no other call defers a task"
+        raise InvalidInputError(
+            "max_wait is for a key= with on_conflict='replace': no other call defers a task",
+            "max_wait",
         )
     seconds = check_wait(new.max_wait, longest_s, "max_wait")
     if seconds == 0:
-        raise InvalidDelayError("max_wait is more than 0")
+        raise InvalidInputError("max_wait is more than 0", "max_wait")
     return seconds
 
 
@@ -283,10 +284,7 @@ def _body_version(new: NewTask, processor: ProcessorSpec | None) -> int:
     if new.body_version is None:
         versions = None if processor is None else processor.versions
         return FIRST_VERSION if versions is None else versions.version
-    try:
-        return check_version(new.body_version)
-    except ValueError as error:
-        raise InvalidScheduleError(str(error)) from None
+    return check_version(new.body_version)
 
 
 def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str | None:
@@ -304,7 +302,7 @@ def _headers(new: NewTask, max_wait_s: float | None, body_version: int) -> str |
             "jitter": retry_schedule.jitter,
         }
     if new.expires is not None:
-        headers["expires_s"] = check_wait(new.expires, MAX_RETRY_DELAY_S)
+        headers["expires_s"] = check_wait(new.expires, MAX_RETRY_DELAY_S, "expires")
     if max_wait_s is not None:
         headers["max_wait_s"] = max_wait_s
     return json.dumps(headers, separators=(",", ":"))

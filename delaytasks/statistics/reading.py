@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.clock import AN_HOUR, EPOCH, from_us
-from delaytasks.core.errors import InvalidQueryError, StoreError
+from delaytasks.core.errors import InvalidInputError, StoreError
 from delaytasks.core.inputs import Delay, check_instant, check_page_limit, check_tag, check_wait
 from delaytasks.core.run_counts import (
     DURATION_BOUNDS_S,
@@ -226,7 +226,7 @@ class Statistics:
       length since 1970 in UTC.
     - `tags`: only these tags; None means all.
 
-    The methods raise `InvalidQueryError` if the range is empty or has too many steps, and
+    The methods raise `InvalidInputError` if the range is empty or has too many steps, and
     `StoreUnavailableError` if a database cannot be reached.
 
     Examples
@@ -326,7 +326,7 @@ class Statistics:
 
         Raises
         ------
-        InvalidQueryError
+        InvalidInputError
             If the target is no share, or if the range is wrong.
 
         Examples
@@ -334,7 +334,9 @@ class Statistics:
         >>> [one.budget_left for one in delays.statistics.on_time(since="2d", target=0.999)]
         """
         if not 0 < target < 1:
-            raise InvalidQueryError(f"target={target!r}: it is a share between 0 and 1, as 0.99")
+            raise InvalidInputError(
+                f"target={target!r}: it is a share between 0 and 1, as 0.99", "target"
+            )
         found = []
         for tag, counts in self._counts(since, until, tags):
             if counts.on_time or counts.late:
@@ -423,21 +425,27 @@ class StepRange(NamedTuple):
         """
         step_s = check_wait(step, _MOST_S, "step")
         if step_s < 60 or step_s % 60:
-            raise InvalidQueryError(f"a step is a number of whole minutes, not {step_s:g} s")
+            raise InvalidInputError(
+                f"a step is a number of whole minutes, not {step_s:g} s", "step"
+            )
         length = timedelta(seconds=step_s)
         if isinstance(since, datetime):
-            start = check_instant(since)
+            start = check_instant(since, "since")
         else:
             ago = timedelta(seconds=check_wait(since, _MOST_S, "since"))
             if ago > COUNTS_KEPT:
-                raise InvalidQueryError("counts are kept for two days: `since` is at most '2d'")
+                raise InvalidInputError(
+                    "counts are kept for two days: `since` is at most '2d'", "since"
+                )
             start = now - ago
-        end = now if until is None else check_instant(until)
+        end = now if until is None else check_instant(until, "until")
         steps = cls(_floor(start, length), end, length, is_series)
         if start >= end:
-            raise InvalidQueryError("the range is empty: `since` is before `until`")
+            raise InvalidInputError("the range is empty: `since` is before `until`", "since")
         if is_series and (end - steps.since) / length > MAX_SERIES_STEPS:
-            raise InvalidQueryError(f"more than {MAX_SERIES_STEPS} steps: choose a longer step")
+            raise InvalidInputError(
+                f"more than {MAX_SERIES_STEPS} steps: choose a longer step", "step"
+            )
         return steps
 
     def starts(self) -> Iterator[datetime]:
@@ -503,7 +511,7 @@ def failure_groups(
 
 def _checked_tags(tags: Sequence[str] | None) -> Sequence[str] | None:
     if isinstance(tags, str):
-        raise InvalidQueryError(f"tags is a list of tags: [{tags!r}]")
+        raise InvalidInputError(f"tags is a list of tags: [{tags!r}]", "tags")
     return None if tags is None else [check_tag(tag) for tag in tags]
 
 

@@ -31,7 +31,7 @@ from sqlalchemy import (
 )
 
 from delaytasks.core.clock import EARLIEST, LATEST, from_us, monotonic, to_us
-from delaytasks.core.errors import InvalidQueryError, SearchTimeoutError
+from delaytasks.core.errors import InvalidInputError, StoreError
 from delaytasks.core.filters import Filter
 from delaytasks.core.inputs import pair_text
 from delaytasks.core.interfaces import Level
@@ -237,13 +237,19 @@ def _parse_cursor(cursor: str) -> tuple[datetime, int]:
         due_us, id = text.split(":")
         due, after_cursor = from_us(int(due_us)), int(id)
     except (AttributeError, ValueError, OverflowError):
-        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() returned") from None
+        raise InvalidInputError(
+            f"{shown(cursor)} is not a cursor that find() returned", "cursor"
+        ) from None
     if not -(2**63) <= after_cursor < 2**63:
-        raise InvalidQueryError(f"{shown(cursor)} is not a cursor that find() returned")
+        raise InvalidInputError(f"{shown(cursor)} is not a cursor that find() returned", "cursor")
     return due, after_cursor
 
 
 # -- Ends a search that takes too long: some filters have no index, and read the whole table ------
+
+
+class SearchTimeoutError(StoreError):
+    """A search took too long. Narrow its filter, for example by a status."""
 
 
 T = TypeVar("T")

@@ -14,12 +14,11 @@ from sqlalchemy import ColumnElement, Select, and_, bindparam, delete, false, se
 
 from delaytasks.core.clock import from_us, to_us
 from delaytasks.core.errors import (
-    CancelTooLateError,
     DuplicateTaskError,
-    InvalidStatusError,
     StaleVersionError,
     StoreUnavailableError,
     TaskNotFoundError,
+    TaskStateError,
 )
 from delaytasks.core.states import MOVES, Status, following
 from delaytasks.core.task import DelayTask, OnConflict
@@ -185,7 +184,7 @@ def _check(name: str, task: DelayTask, version: int | None) -> None:
         raise StaleVersionError(f"{fact}; read it again", task.id)
     if name == "cancel" and task.status is Status.RUNNING:
         fact = f"task {task.id} ({task.tag}) runs since {task.execution_time}"
-        raise CancelTooLateError(fact, task.id, task.status)
+        raise TaskStateError(fact, task.id, task.status)
     if not (name == "cancel" and task.status is Status.CANCELLED):
         _check_status(name, task)
 
@@ -195,7 +194,7 @@ def _check_status(name: str, task: DelayTask) -> None:
     if task.status not in sources:
         allowed = ", ".join(sorted(s.name for s in sources))
         fact = f"{name}: task {task.id} ({task.tag}) is {task.status.name}, not {allowed}"
-        raise InvalidStatusError(fact, task.id, task.status)
+        raise TaskStateError(fact, task.id, task.status)
 
 
 # -- key owners -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, Select, bindparam, case, exc, select, update
 
 from delaytasks.core.celery_calls import CELERY_PREFIX
-from delaytasks.core.errors import CancelTooLateError, DuplicateTaskError, TaskNotFoundError
+from delaytasks.core.errors import DuplicateTaskError, TaskNotFoundError, TaskStateError
 from delaytasks.core.filters import Filter, batches
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.states import LIVE, MOVES, Status
@@ -195,8 +195,9 @@ class Tasks:
                 try:
                     task = self._moves.take(connection, "cancel", id, version)
                     break
-                except CancelTooLateError:
-                    if not running or number == CANCEL_TRIES - 1:
+                except TaskStateError as error:
+                    is_running = error.status is Status.RUNNING
+                    if not (running and is_running) or number == CANCEL_TRIES - 1:
                         raise
                 found = self.read(id, connection)
                 if self.cancel_requests.make(connection, found):

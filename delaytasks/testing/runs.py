@@ -92,7 +92,7 @@ class RunRecorder:
     def defer(self, task: DelayTask, claimed: datetime, why: str) -> None:
         if why.startswith(NO_PROCESSOR):
             why += OF_ANOTHER_APPLICATION
-        self.runs.append(Run(task, "give_back", self._time.now(), UnknownTagError(why)))
+        self.runs.append(Run(task, "give_back", self._time.now(), UnknownTagError(why, "tag")))
 
     def flush(self) -> None: ...
 

@@ -206,12 +206,13 @@ def _is_public(address: Address) -> bool:
 
 def _parse(url: object) -> Target:
     if not isinstance(url, str):
-        raise ForbiddenURLError(f"a callback's URL is a string, not {type(url).__name__}")
+        raise ForbiddenURLError(f"a callback's URL is a string, not {type(url).__name__}", "url")
     match = _URL.fullmatch(url)
     if match is None:
         raise ForbiddenURLError(
             f"{shown(mask_url(url))} is not of the form https://host:port/path, in ASCII and "
-            "without a user: write international names as xn--…, and other characters as %…"
+            "without a user: write international names as xn--…, and other characters as %…",
+            "url",
         )
     try:
         scheme = match["scheme"].lower()
@@ -224,7 +225,7 @@ def _parse(url: object) -> Target:
             literal,
         )
     except ValueError as error:
-        raise ForbiddenURLError(f"{scheme}://{match['host']}: {error}") from None
+        raise ForbiddenURLError(f"{scheme}://{match['host']}: {error}", "url") from None
 
 
 def _host(text: str) -> tuple[str, Address | None]:
@@ -254,7 +255,8 @@ def _bracketed(address: Address) -> str:
 def _forbidden(target: Target, fact: str) -> ForbiddenURLError:
     return ForbiddenURLError(
         f"callbacks may not go to {target.scheme}://{target.host_and_port}, which {fact} (the "
-        "setting callback_allow allows a host or a network)"
+        "setting callback_allow allows a host or a network)",
+        "url",
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from delaytasks.core.clock import wall_ms
-from delaytasks.core.errors import BodyNotJSONError, ConfigError, InvalidSignatureError
+from delaytasks.core.errors import ConfigError, InvalidInputError
 from delaytasks.core.text import SecretBytes
 
 ID, TIMESTAMP, SIGNATURE = "webhook-id", "webhook-timestamp", "webhook-signature"
@@ -91,11 +91,10 @@ def verify(
 
     Raises
     ------
-    InvalidSignatureError
-        The callback is not signed by one of the secrets, or its timestamp is too old or too new.
-        Answer with status 401.
-    BodyNotJSONError
-        The body is not JSON. Answer with status 400.
+    InvalidInputError
+        If `argument` is "headers", the callback is not signed by one of the secrets, or its
+        timestamp is too old or too new: answer with status 401. If it is "body", the body is not
+        JSON: answer with status 400.
     ConfigError
         `secrets` is empty, or has a secret that is not of the form `whsec_…`.
 
@@ -112,17 +111,20 @@ def verify(
         lowered.get(name, "").encode(errors="replace") for name in (ID, TIMESTAMP, SIGNATURE)
     )
     if not (id and timestamp and given):
-        raise InvalidSignatureError(f"the headers {ID}, {TIMESTAMP} and {SIGNATURE} are required")
+        raise InvalidInputError(
+            f"the headers {ID}, {TIMESTAMP} and {SIGNATURE} are required", "headers"
+        )
     if not keys.match(id, timestamp, payload, given):
-        raise InvalidSignatureError("no signature is by one of the secrets")
+        raise InvalidInputError("no signature is by one of the secrets", "headers")
     if not timestamp.isdigit() or abs(wall_ms() / 1000 - int(timestamp[:12])) > tolerance_s:
-        raise InvalidSignatureError(
-            f"signed more than {tolerance_s:g} s ago, or in the future; are both clocks right?"
+        raise InvalidInputError(
+            f"signed more than {tolerance_s:g} s ago, or in the future; are both clocks right?",
+            "headers",
         )
     try:
         return Received(id.decode(), json.loads(payload))
     except (ValueError, RecursionError) as error:
-        raise BodyNotJSONError(f"the callback's body is not JSON ({error})") from None
+        raise InvalidInputError(f"the callback's body is not JSON ({error})", "body") from None
 
 
 def _key(secret: str, number: int) -> bytes:

@@ -25,7 +25,7 @@ from celery.utils.time import maybe_make_aware
 
 from delaytasks.core import task as outcomes
 from delaytasks.core.clock import Clock
-from delaytasks.core.errors import InvalidOutcomesError, InvalidScheduleError, TaskFailedError
+from delaytasks.core.errors import InvalidInputError, TaskFailedError
 from delaytasks.core.task import DelayTask, Done
 from delaytasks.core.text import traceback_text
 from delaytasks.execution.executor import Finish, ProcessorCall, RunResult, ends_process
@@ -84,15 +84,17 @@ class CurrentTask(Task):
             name for name, value in (("args", args), ("kwargs", kwargs)) if value is not None
         ]
         if refused := [*refused, *options]:
-            raise InvalidOutcomesError(
+            raise InvalidInputError(
                 f"retry({', '.join(refused)}=…) cannot change task {self.request.id} "
                 f"({self.name}): retry() takes exc, eta, countdown and max_retries; to run other "
-                "work use schedule_delay"
+                "work use schedule_delay",
+                refused[0],
             )
         if not throw:
-            raise InvalidOutcomesError(
+            raise InvalidInputError(
                 f"retry(throw=False) has no effect on task {self.request.id} ({self.name}): raise "
-                "self.retry(), or return Retry(after=…) of delaytasks"
+                "self.retry(), or return Retry(after=…) of delaytasks",
+                "throw",
             )
         own_schedule = self.request.delay_task.retry_schedule
         if self.processor.retries.retry_schedule_for(Exception, own_schedule) is None:
@@ -107,9 +109,10 @@ class CurrentTask(Task):
 
     def apply_async(self, *_: Any, **__: Any) -> Any:
         """Raise an error. `delay` and signatures call this method, too."""
-        raise InvalidScheduleError(
+        raise InvalidInputError(
             f"{self.name!r} is the tag of a delayed task, and no Celery task that a message can "
-            f"call: use schedule_delay({self.name!r}, body, delay)"
+            f"call: use schedule_delay({self.name!r}, body, delay)",
+            "tag",
         )
 
 
@@ -134,10 +137,11 @@ def retry_of(retry: Retry, app: Any, clock: Clock) -> outcomes.Retry:
     return outcomes.Retry(after=when, reason=reason)
 
 
-def refusal_of(raised: TaskPredicate, tag: str) -> InvalidOutcomesError:
-    return InvalidOutcomesError(
+def refusal_of(raised: TaskPredicate, tag: str) -> InvalidInputError:
+    return InvalidInputError(
         f"the processor of {tag!r} raised celery.exceptions.{type(raised).__name__}, which does "
-        f"not say how a delayed task ends: {_INSTEAD}"
+        f"not say how a delayed task ends: {_INSTEAD}",
+        "outcome",
     )
 
 

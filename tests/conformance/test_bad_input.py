@@ -49,11 +49,14 @@ class RefusingClient:
         return (*rows, len(self.timer.armed))
 
     @contextlib.contextmanager
-    def refuses(self, error: type[e.DelayTaskError], *words: str) -> Iterator[None]:
+    def refuses(self, error: type[e.DelayTaskError] | str, *words: str) -> Iterator[None]:
+        """Expect an error, or the error that an argument is invalid."""
+        kind = e.InvalidInputError if isinstance(error, str) else error
         before = self.traces()
-        with pytest.raises(error) as caught:
+        with pytest.raises(kind) as caught:
             yield
-        assert type(caught.value) is error
+        assert type(caught.value) is kind
+        assert getattr(caught.value, "argument", None) == error or kind is error
         for word in words:
             assert word in str(caught.value)
         assert self.traces() == before, "something was half done"
@@ -161,11 +164,11 @@ def test_a_body_without_a_json_form_is_refused_with_the_path_of_the_bad_value(
     place: RefusingClient,
 ) -> None:
     for body, where in NOT_JSON:
-        with place.refuses(e.BodyNotJSONError, where):
+        with place.refuses("body", where):
             place.delays.schedule_delay("mail", body, 5)
-        with place.refuses(e.BodyNotJSONError, where):
+        with place.refuses("body", where):
             place.delays.schedule_many([("mail", {}, 5), ("mail", body, 5)])
-        with place.refuses(e.BodyNotJSONError, where):
+        with place.refuses("body", where):
             place.delays.schedule_delay("mail", body, 5, key="k", on_conflict="replace")
 
 
@@ -185,7 +188,7 @@ def test_a_body_that_changes_while_it_is_written_is_refused(
             face, self.face = getattr(self, "face", 1), second
             return iter([face])
 
-    with place.refuses(e.BodyNotJSONError):
+    with place.refuses("body"):
         place.delays.schedule_delay("mail", TwoFaced([1]), 5)
 
 
@@ -194,7 +197,7 @@ def test_a_body_is_measured_in_bytes(make: Callable[..., RefusingClient]) -> Non
     for body in ("a" * 998, "é" * 499, "😀" * 249 + "aa"):
         task = place.delays.schedule_delay("mail", body, 60)
         assert place.delays.get(task).body == body
-        with place.refuses(e.BodyTooLargeError, "1,000 bytes"):
+        with place.refuses("body", "1,000 bytes"):
             place.delays.schedule_delay("mail", body + "b", 60)
 
 
@@ -203,7 +206,7 @@ def test_a_body_of_the_default_size_fits_every_database(place: RefusingClient) -
     task = place.delays.schedule_delay("mail", body, 60)
     assert place.delays.get(task).body == body
     assert place.delays.schedule_many([("mail", body, 60)] * 3) == 3
-    with place.refuses(e.BodyTooLargeError, "262,144"):
+    with place.refuses("body", "262,144"):
         place.delays.schedule_delay("mail", body + "b", 60)
 
 
@@ -213,7 +216,7 @@ def test_a_body_that_contains_one_part_many_times_is_refused_without_expanding_i
     body: list[Any] = ["x"]
     for _ in range(90):
         body = [body, body]
-    with place.refuses(e.BodyTooLargeError):
+    with place.refuses("body"):
         place.delays.schedule_delay("mail", body, 5)
 
 
@@ -222,17 +225,17 @@ def test_text_that_one_database_cannot_store_is_refused_on_every_database(
 ) -> None:
     for bad in UNSTORABLE:
         for body in (bad, [bad], {"a": bad}, {bad: 1}):
-            with place.refuses(e.BodyNotStorableError, "$"):
+            with place.refuses("body", "$"):
                 place.delays.schedule_delay("mail", body, 5)
-        with place.refuses(e.BodyNotStorableError, "tag"):
+        with place.refuses("tag"):
             place.delays.schedule_delay("mail" + bad, {}, 5)
-        with place.refuses(e.BodyNotStorableError, "key"):
+        with place.refuses("key"):
             place.delays.schedule_delay("mail", {}, 5, key=bad)
-        with place.refuses(e.BodyNotStorableError, "queue"):
+        with place.refuses("queue"):
             place.delays.schedule_delay("mail", {}, 5, queue=bad)
-        with place.refuses(e.BodyNotStorableError):
+        with place.refuses("tag"):
             place.delays.find(tag=bad)
-        with place.refuses(e.BodyNotStorableError):
+        with place.refuses("key"):
             place.delays.cancel(tag="mail", key=bad)
 
 
@@ -270,9 +273,9 @@ def test_sql_in_tag_key_and_body_is_stored_literally(place: RefusingClient) -> N
         (Status.NOT_COMPLETE, True),
         (Status.HELD, True),
         (Status.CANCELLED, False),
-        (Status.RUNNING, e.CancelTooLateError),
-        (Status.DONE, e.InvalidStatusError),
-        (Status.FAILED, e.InvalidStatusError),
+        (Status.RUNNING, "runs since"),
+        (Status.DONE, "is DONE, not"),
+        (Status.FAILED, "is FAILED, not"),
     ],
     ids=lambda v: getattr(v, "name", ""),
 )
@@ -282,7 +285,7 @@ def test_cancelling_in_each_status(place: RefusingClient, status: Status, answer
         assert bool(place.delays.cancel(task, strict=True)) is answer
         assert place.delays.get(task).status is Status.CANCELLED
         return
-    with place.refuses(answer, str(task.id)):
+    with place.refuses(e.TaskStateError, str(task.id), answer):
         place.delays.cancel(task, strict=True)
     assert not place.delays.cancel(task)
     assert place.delays.get(task).status is status
@@ -306,13 +309,13 @@ def test_a_stale_version_is_refused_by_every_move(place: RefusingClient) -> None
 
 def test_a_page_is_bounded(place: RefusingClient) -> None:
     for limit in [-1, 0, 1001, 10**9, 10**5000, True, 1.0, "10", None, Unsayable()]:
-        with place.refuses(e.InvalidQueryError, "1 to 1000"):
+        with place.refuses("limit", "1 to 1000"):
             place.delays.find(limit=limit)
 
 
 def test_a_status_that_does_not_exist_is_refused(place: RefusingClient) -> None:
     for status in [77, -1, True, "GONE", "", 1.5, [], Unsayable()]:
-        with place.refuses(e.InvalidQueryError, "NOT_COMPLETE"):
+        with place.refuses("status", "NOT_COMPLETE"):
             place.delays.find(status=status)
 
 
@@ -329,7 +332,7 @@ BAD_CURSORS += ["MTotMTAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMA=="]
 def test_a_cursor_that_find_never_gave_is_refused(place: RefusingClient) -> None:
     for cursor in BAD_CURSORS:
         place.put()
-        with place.refuses(e.InvalidQueryError, "cursor"):
+        with place.refuses("cursor", "cursor"):
             place.delays.find(cursor=cursor)
 
 
@@ -415,16 +418,16 @@ BAD_IDS = [
 def test_an_id_that_is_no_id_is_refused_by_every_call(place: RefusingClient) -> None:
     task = place.put()
     for id in BAD_IDS:
-        with place.refuses(e.InvalidIdError):
+        with place.refuses("id"):
             place.delays.cancel(id)
-        with place.refuses(e.InvalidIdError):
+        with place.refuses("id"):
             place.delays.touch_many([task, id], 500)  # type: ignore[list-item]
         for call in by_id(place, id):
-            with place.refuses(e.InvalidIdError):
+            with place.refuses("id"):
                 call()
-        with place.refuses(e.InvalidIdError):
+        with place.refuses("id"):
             place.delays.schedule_delay("mail", {}, 5, id=id)
-        with place.refuses(e.InvalidIdError):
+        with place.refuses("id"):
             place.delays.schedule_many([NewTask("mail", {}, 5), NewTask("mail", {}, 5, id=id)])
 
 
@@ -450,7 +453,7 @@ def test_every_call_reports_an_unknown_key_as_not_found(place: RefusingClient) -
 def test_a_task_is_named_in_one_way(place: RefusingClient) -> None:
     task = place.put(key="k")
     for names in ({}, {"key": "k"}, {"tag": "mail"}, {"task": task, "tag": "mail", "key": "k"}):
-        with place.refuses(e.InvalidScheduleError):
+        with place.refuses("task"):
             place.delays.cancel(**names)
 
 
@@ -465,10 +468,10 @@ def test_touch_many_takes_one_list(place: RefusingClient) -> None:
         *({"tasks": tasks} for tasks in (task, task.id, str(task.id), b"1", Unsayable())),
         *({"tag": "mail", "keys": keys} for keys in ("k", b"k", 5)),
     ):
-        with place.refuses(e.InvalidScheduleError):
+        with place.refuses("tasks"):
             place.delays.touch_many(delay=500, **names)
     for tag in BAD_NAMES[:-4]:
-        with place.refuses(e.InvalidTagError):
+        with place.refuses("tag"):
             place.delays.touch_many(tag=tag, keys=["k"], delay=500)
     assert place.delays.get(task).expected_time == task.expected_time
 
@@ -498,9 +501,9 @@ def test_a_typo_in_on_conflict_is_refused(place: RefusingClient) -> None:
     place.put(key="k")
     typos: list[Any] = ["Reject", "ignore", "", None, 1, [], Unsayable()]
     for typo in typos:
-        with place.refuses(e.InvalidScheduleError, "on_conflict"):
+        with place.refuses("on_conflict", "on_conflict"):
             place.delays.schedule_delay("mail", {}, 5, key="k", on_conflict=typo)
-        with place.refuses(e.InvalidScheduleError, "on_conflict"):
+        with place.refuses("on_conflict", "on_conflict"):
             place.delays.schedule_many([NewTask("mail", {}, 5, key="k")], on_conflict=typo)
 
 
@@ -558,17 +561,17 @@ def by_queue(place: RefusingClient, queue: Any) -> list[Callable[[], Any]]:
 def test_a_tag_that_is_no_name_is_refused(place: RefusingClient) -> None:
     for tag in [*BAD_NAMES, "x" * 129]:
         for call in by_tag(place, tag):
-            with place.refuses(e.InvalidTagError):
+            with place.refuses("tag"):
                 call()
         if tag is not None:
-            with place.refuses(e.InvalidTagError):
+            with place.refuses("tag"):
                 place.delays.find(tag=tag)
 
 
 def test_a_key_that_is_no_name_is_refused(place: RefusingClient) -> None:
     for key in [*(name for name in BAD_NAMES if name is not None), "x" * 192]:
         for call in by_key(place, key):
-            with place.refuses(e.InvalidKeyError):
+            with place.refuses("key"):
                 call()
 
 
@@ -585,7 +588,7 @@ def test_a_queue_that_a_broker_could_not_have_is_refused(place: RefusingClient) 
     ]
     for queue in [*(name for name in BAD_NAMES if name is not None), *for_paths_and_patterns]:
         for call in by_queue(place, queue):
-            with place.refuses(e.InvalidQueueError):
+            with place.refuses("queue"):
                 call()
 
 
@@ -631,9 +634,9 @@ def test_an_enum_member_is_stored_as_its_value(place: RefusingClient) -> None:
 
 def test_a_priority_is_an_integer_from_0_to_9(place: RefusingClient) -> None:
     for priority in [-1, 10, True, 1.0, "1", None, 10**5000, Unsayable()]:
-        with place.refuses(e.InvalidPriorityError):
+        with place.refuses("priority"):
             place.delays.schedule_delay("mail", {}, 5, priority=priority)
-        with place.refuses(e.InvalidPriorityError):
+        with place.refuses("priority"):
             place.delays.schedule_many([NewTask("mail", {}, 5, priority=priority)])
 
 
@@ -679,7 +682,7 @@ def test_the_settings_tags_and_strict_tags_decide_about_other_tags(
 
 def test_a_concurrency_key_is_a_key_and_may_be_long(place: RefusingClient) -> None:
     for key in ["", " ", "a ", "a" * 256, "a\nb", 7, True]:
-        with place.refuses(e.InvalidKeyError, "concurrency_key"):
+        with place.refuses("concurrency_key"):
             place.delays.schedule_delay("mail", {}, 5, concurrency_key=key)
     assert (
         place.delays.schedule_delay("mail", {}, 5, concurrency_key="a" * 255).concurrency_key
@@ -700,7 +703,7 @@ def test_a_processor_computes_the_concurrency_key_unless_the_call_names_one(
         == "own"
     )
     assert place.delays.get(schedule("pay", {"customer": None}, 5)).concurrency_key is None
-    with place.refuses(e.InvalidKeyError, "concurrency_key"):
+    with place.refuses("concurrency_key"):
         schedule("pay", {"customer": 7}, 5)
 
 
@@ -729,17 +732,17 @@ BAD_DELAYS = [
 def test_a_delay_that_is_no_delay_is_refused_by_every_call(place: RefusingClient) -> None:
     for delay in BAD_DELAYS:
         waits, failed = place.put(), place.put(Status.FAILED)
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("delay"):
             place.delays.schedule_delay("mail", {}, delay)
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("delay"):
             place.delays.schedule_many([("mail", {}, 5), ("mail", {}, delay)])  # type: ignore[list-item]
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("delay"):
             place.delays.reschedule(waits, delay)
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("delay"):
             place.delays.touch(waits, delay)
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("delay"):
             place.delays.touch_many([waits], delay)  # type: ignore[call-overload]
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("delay"):
             place.delays.rerun(failed, delay)
 
 
@@ -749,15 +752,15 @@ def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
     for spread in [*BAD_DELAYS, 0, "0s", "soon"]:
         if spread == "5":
             continue  # the text "5" is a valid option: 5 seconds
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("spread"):
             place.delays.schedule_delay("mail", {}, 5, spread=spread)
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("spread"):
             place.delays.schedule_many([NewTask("mail", {}, 5, spread=spread)])
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("spread"):
             place.delays.reschedule_many(spread=spread, tag="mail")
-    with place.refuses(e.InvalidDelayError, "max_delay_s"):
+    with place.refuses("spread", "max_delay_s"):
         place.delays.schedule_delay("mail", {}, longest, spread=longest)
-    with place.refuses(e.InvalidScheduleError, "spread"):
+    with place.refuses("delay", "spread"):
         place.delays.reschedule_many(60, spread=60, tag="mail")
     assert place.delays.get(waits).version == 0
 
@@ -772,9 +775,9 @@ def test_max_wait_is_a_delay_and_requires_a_replacement(place: RefusingClient) -
             lambda **more: place.delays.schedule_delay("mail", {}, 5, key="k", **more),
             lambda **more: place.delays.schedule_at("mail", {}, at, key="k", **more),
         ):
-            with place.refuses(e.InvalidDelayError, "soon" if max_wait == "soon" else "max_wait"):
+            with place.refuses("max_wait", "max_wait"):
                 call(on_conflict="replace", max_wait=max_wait)
-        with place.refuses(e.InvalidDelayError):
+        with place.refuses("max_wait"):
             place.delays.schedule_many(
                 [NewTask("mail", {}, 5), NewTask("mail", {}, 5, key="k", max_wait=max_wait)],
                 on_conflict="replace",
@@ -785,9 +788,9 @@ def test_max_wait_is_a_delay_and_requires_a_replacement(place: RefusingClient) -
         {"key": "k", "on_conflict": "keep"},
         {"on_conflict": "replace"},
     ):
-        with place.refuses(e.InvalidScheduleError, "max_wait", "key", "replace"):
+        with place.refuses("max_wait", "max_wait", "key", "replace"):
             place.delays.schedule_delay("mail", {}, 5, max_wait=30, **options)
-    with place.refuses(e.InvalidScheduleError):
+    with place.refuses("max_wait"):
         place.delays.schedule_many([NewTask("mail", {}, 5, max_wait=30)], on_conflict="replace")
     assert place.delays.get(waits).version == 0
 
@@ -797,28 +800,28 @@ def test_a_delay_above_the_setting_is_refused_and_one_at_it_is_not(
 ) -> None:
     place = make(max_delay_s=100)
     place.delays.schedule_delay("mail", {}, 100)
-    with place.refuses(e.InvalidDelayError, "100 s (setting max_delay_s)"):
+    with place.refuses("delay", "100 s (setting max_delay_s)"):
         place.delays.schedule_delay("mail", {}, 100.001)
-    with place.refuses(e.InvalidDelayError):
+    with place.refuses("at"):
         place.delays.schedule_at("mail", {}, datetime.max.replace(tzinfo=UTC))
 
 
 def test_a_datetime_without_a_zone_is_refused_by_every_call(place: RefusingClient) -> None:
     waits, naive = place.put(), datetime(2030, 1, 1)
-    with place.refuses(e.NaiveDatetimeError, "2030"):
+    with place.refuses("at", "2030"):
         place.delays.schedule_at("mail", {}, naive)
-    with place.refuses(e.NaiveDatetimeError):
+    with place.refuses("at"):
         place.delays.schedule_many([("mail", {}, naive)])
-    with place.refuses(e.NaiveDatetimeError):
+    with place.refuses("at"):
         place.delays.reschedule(waits, at=naive)
     for where in ("since", "until"):
-        with place.refuses(e.NaiveDatetimeError):
+        with place.refuses(where):
             place.delays.find(**{where: naive})
 
 
 def test_an_instant_that_is_no_datetime_is_refused(place: RefusingClient) -> None:
-    for when in ["2030-01-01T00:00:00Z", 1893456000, None, object()]:
-        with place.refuses(e.InvalidScheduleError):
+    for when in ["2030-01-01T00:00:00Z", 1893456000, object()]:
+        with place.refuses("at"):
             place.delays.schedule_at("mail", {}, when)
 
 
@@ -828,7 +831,7 @@ class FarEast(tzinfo):
 
 
 def test_an_instant_outside_of_the_range_of_utc_is_refused(place: RefusingClient) -> None:
-    with place.refuses(e.InvalidScheduleError):
+    with place.refuses("at"):
         place.delays.schedule_at("mail", {}, datetime(1, 1, 1, tzinfo=FarEast()))  # type: ignore[abstract]
 
 
@@ -849,16 +852,16 @@ def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> 
 def test_a_delay_and_an_instant_together_or_neither_are_refused(place: RefusingClient) -> None:
     waits, when = place.put(), datetime(2030, 1, 1, tzinfo=UTC)
     for delay, instant in ((5, when), (None, None)):
-        with place.refuses(e.InvalidScheduleError):
+        with place.refuses("delay"):
             place.delays.schedule_many([NewTask("mail", {}, delay=delay, at=instant)])
-        with place.refuses(e.InvalidScheduleError):
+        with place.refuses("delay"):
             place.delays.reschedule(waits, delay, at=instant)
 
 
 def test_schedule_many_refuses_an_item_that_is_not_a_task(place: RefusingClient) -> None:
     wrong: list[Any] = [None, "mail", ("mail", {}), ("mail", {}, 1, 2), ["mail", {}, 1]]
     for item in [*wrong, Unsayable()]:
-        with place.refuses(e.InvalidScheduleError):
+        with place.refuses("tasks"):
             place.delays.schedule_many([("mail", {}, 5), item])
 
 
@@ -963,7 +966,7 @@ def same(left: Any, right: Any) -> bool:
 @given(body=junk_bodies)
 def test_any_junk_in_a_body_is_refused(place: RefusingClient, body: Any) -> None:
     before = place.traces()
-    with pytest.raises((e.BodyNotJSONError, e.BodyNotStorableError)):
+    with pytest.raises(e.InvalidInputError, match=r"^\$"):
         place.delays.schedule_delay("mail", body, 60)
     assert place.traces() == before
 

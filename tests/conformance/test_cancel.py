@@ -12,7 +12,6 @@ from sqlalchemy.orm import Session
 
 from delaytasks import (
     CancelResult,
-    CancelTooLateError,
     DelayTask,
     DelayTasks,
     Fail,
@@ -21,17 +20,14 @@ from delaytasks import (
     StaleVersionError,
     Status,
     TaskCancelledError,
-)
-from delaytasks.core.errors import (
-    InvalidIdError,
-    InvalidStatusError,
-    TaskNotFoundError,
     TaskStateError,
 )
+from delaytasks.core.errors import TaskNotFoundError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.worker.shared_memory import RequestedRuns
 from tests.recording import RunnerHarness, delays_on, record, run_now
+from tests.refusals import invalid
 
 # The answers of `cancel`, by id and by key, with and without a session, on every database
 
@@ -130,7 +126,7 @@ def test_a_task_that_runs_is_not_cancelled_and_the_result_says_so(
     assert not result
     assert (result.id, result.status) == (task.id, Status.RUNNING)
     assert f"task {task.id} (mail) runs since" in result.reason
-    place.refuses(CancelTooLateError, **name(task))
+    place.refuses(TaskStateError, **name(task))
     assert place.delays.get(task).status is Status.RUNNING
 
 
@@ -146,7 +142,7 @@ def test_a_task_that_ran_is_not_cancelled_and_the_result_says_so(
     if "task" in name(task):
         assert (result.id, result.status) == (task.id, status)
         assert result.reason == f"task {task.id} has ended: it is {status.name}"
-        place.refuses(InvalidStatusError, **name(task))
+        place.refuses(TaskStateError, **name(task))
     else:
         assert (result.id, result.status) == (None, None)
         assert result.reason == f"no live task of tag '{tag}' has the key 'k'"
@@ -170,7 +166,7 @@ def test_a_stale_version_and_a_bad_id_are_errors_strict_or_not(place: CancelCall
     for strict in (False, True):
         with pytest.raises(StaleVersionError):
             place.cancel(task=task, version=7, strict=strict)
-        with pytest.raises(InvalidIdError):
+        with invalid("id"):
             place.cancel(task="seven", strict=strict)
     assert place.delays.get(task).status is Status.NOT_COMPLETE
 
@@ -387,7 +383,7 @@ def test_the_answer_of_cancel_says_that_the_task_was_asked_to_stop(
     numbers = runtime_of(delays).store.policies
     before = numbers.changes(None, True).cancel_requests
     assert not delays.cancel(task).is_requested
-    with pytest.raises(CancelTooLateError):
+    with pytest.raises(TaskStateError):
         delays.cancel(task, strict=True)
     assert numbers.changes(None, True).cancel_requests == before
     result = delays.cancel(tag="mail", key="k", running=True, strict=True)

@@ -21,9 +21,8 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTask, DelayTasks, Status, WaitTimeoutError
 from delaytasks.core.celery_calls import celery_key, celery_tag
 from delaytasks.core.errors import (
-    BodyNotJSONError,
-    BodyTooLargeError,
     ConfigError,
+    InvalidInputError,
     SessionUnusableError,
     StoreUnavailableError,
 )
@@ -34,6 +33,7 @@ from delaytasks.operations import durable_calls as revocations
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.recording import RecordingTimer, record, run_now
+from tests.refusals import invalid
 
 
 def _remind(*args: Any, **kwargs: Any) -> None: ...
@@ -182,7 +182,7 @@ def test_headers_without_a_json_form_arrive_as_they_were(office: Office) -> None
 
 
 def test_a_header_that_cannot_be_expressed_is_refused(office: Office) -> None:
-    with pytest.raises((BodyNotJSONError, TypeError)):
+    with pytest.raises((InvalidInputError, TypeError)):
         office.remind.apply_async((7,), countdown=90, headers={"odd": object()})
     assert office.rows() == []
 
@@ -201,7 +201,7 @@ def test_an_encrypted_row_does_not_show_the_arguments(make_office: Make) -> None
 def test_a_message_that_is_too_large_for_a_row_is_refused_with_the_name_of_the_task(
     office: Office,
 ) -> None:
-    with pytest.raises(BodyTooLargeError, match=r"remind.*262,144.*durable_eta=False"):
+    with invalid("body", match=r"remind.*262,144.*durable_eta=False"):
         office.remind.apply_async(("x" * 300_000,), countdown=90)
     assert office.rows() == []
 

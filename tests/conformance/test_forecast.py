@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import update
 
-from delaytasks import DelayTasks, InvalidQueryError, NewTask, Status, forecast
+from delaytasks import DelayTasks, NewTask, Status, forecast
 from delaytasks.core.clock import UTC
 from delaytasks.core.run_counts import RunCounts
 from delaytasks.forecast import Forecast, TagForecast
@@ -22,6 +22,7 @@ from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.store import Store
 from tests.conformance.bulk_tasks import put
 from tests.recording import delays_on
+from tests.refusals import invalid
 
 HOUR_S, DAY_S = 3600.0, 86_400.0
 EVEN, PEAK = 6000, 3000
@@ -343,5 +344,5 @@ def test_a_forecast_without_schedules_imports_nothing_of_them(
 def test_wrong_arguments_are_refused(
     delays: DelayTasks, store: Store, options: dict[str, Any]
 ) -> None:
-    with pytest.raises(InvalidQueryError):
+    with invalid(next(iter(options))):
         delays.forecast(**options)

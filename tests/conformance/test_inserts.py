@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from sqlalchemy import String, cast, insert, select, text
 
-from delaytasks import DelayTask, DelayTasks, InvalidMetaError, NewTask
+from delaytasks import DelayTask, DelayTasks, NewTask
 from delaytasks.core.errors import StoreError
 from delaytasks.core.filters import filter_of
 from delaytasks.core.interfaces import Settlement
@@ -26,6 +26,7 @@ from tests.conformance.query_plans import plans
 from tests.conformance.store_rows import NASTY, add, read, seconds, task
 from tests.conftest import open_store
 from tests.recording import RecordingTimer, RunnerHarness, counted
+from tests.refusals import invalid
 
 # Rows that are inserted, on every database
 
@@ -310,7 +311,7 @@ def test_the_processor_and_the_events_have_the_meta(bench: RunnerHarness) -> Non
     ],
 )
 def test_meta_of_another_form_is_refused(delays: DelayTasks, meta: Any) -> None:
-    with pytest.raises(InvalidMetaError):
+    with invalid("meta"):
         delays.schedule_delay("mail", {}, 60, meta=meta)
     assert len(delays.find()) == 0
 

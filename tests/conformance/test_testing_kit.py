@@ -20,7 +20,6 @@ from sqlalchemy.pool import StaticPool
 
 from delaytasks import Cancel, DelayTasks, Fail, Status
 from delaytasks.core.errors import (
-    BodyNotJSONError,
     ConfigError,
     DuplicateTaskError,
     ForbiddenURLError,
@@ -33,6 +32,7 @@ from delaytasks.storage.store import Store
 from delaytasks.testing import DelaysTester
 from tests.conformance.test_transactions import own_engine
 from tests.recording import engine_at, run
+from tests.refusals import invalid
 
 
 class KitShop:
@@ -346,7 +346,7 @@ def test_outcomes_are_no_errors(shop: KitShop, tester: DelaysTester) -> None:
 def test_the_testing_kit_refuses_calls_that_production_refuses(
     shop: KitShop, tester: DelaysTester
 ) -> None:
-    with pytest.raises(BodyNotJSONError):
+    with invalid("body"):
         shop.delays.schedule_delay("order.close", {1, 2}, 0)
     with pytest.raises(UnknownTagError):
         shop.delays.schedule_delay("order.clos", 1, 0)

@@ -19,11 +19,11 @@ from sqlalchemy import text
 
 from delaytasks.contrib.django import checks
 from delaytasks.contrib.django.instance import DjangoDelays
-from delaytasks.core.errors import BodyNotJSONError, InvalidKeyError
 from delaytasks.storage import migrations
 from delaytasks.storage import state_queries as live_tags
 from tests.integration import django_settings
 from tests.integration.test_django import alias, django  # noqa: F401
+from tests.refusals import invalid
 
 MakeProject = Callable[..., DjangoDelays]
 
@@ -154,9 +154,9 @@ def test_a_model_instance_is_refused_and_the_error_says_to_pass_its_pk(
     @delays.processor("order.close")
     def close_order(body: Any) -> None: ...
 
-    with pytest.raises(BodyNotJSONError, match=r"\$\.order: DelayTaskRow .*pass its pk"):
+    with invalid("body", match=r"\$\.order: DelayTaskRow .*pass its pk"):
         close_order.schedule({"order": order}, 60)
-    with pytest.raises(InvalidKeyError, match=r"not DelayTaskRow; .*pass its pk"):
+    with invalid("key", match=r"not DelayTaskRow; .*pass its pk"):
         close_order.schedule({}, 60, key=order)
-    with pytest.raises(InvalidKeyError, match="pass its pk"):
+    with invalid("key", match="pass its pk"):
         close_order.cancel(key=order)

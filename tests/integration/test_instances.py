@@ -12,7 +12,7 @@ from sqlalchemy import text
 
 import delaytasks
 from delaytasks import DelayTasks, api
-from delaytasks.core.errors import ConfigError, DuplicateProcessorError, TaskNotFoundError
+from delaytasks.core.errors import ConfigError, TaskNotFoundError
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.arming import SWEEP
@@ -73,7 +73,7 @@ def test_the_module_level_functions_are_the_default_instances(tmp_path: Path) ->
 
         task = delaytasks.schedule_delay("default.tag", {"a": 1}, 60, key="k")
         assert mine.get(task).body == delaytasks.get(tag="default.tag", key="k").body == {"a": 1}
-        with pytest.raises(DuplicateProcessorError, match=r"default\.tag.*process"):
+        with pytest.raises(ConfigError, match=r"default\.tag.*process"):
             delaytasks.processor("default.tag")(lambda body: None)
     finally:
         api.set_default(None)

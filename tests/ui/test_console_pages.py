@@ -16,13 +16,13 @@ from delaytasks.console import queries
 from delaytasks.console.queries import SEARCH_S, ConsoleQueries
 from delaytasks.console.viewers import Role
 from delaytasks.core.clock import UTC
-from delaytasks.core.errors import SearchTimeoutError
 from delaytasks.core.text import installed_version
 from delaytasks.core.workers import ServiceTimes
 from delaytasks.operations.explanations import Explanations, error_matcher
 from delaytasks.operations.policy_calls import CountedPolicies, read_policies
 from delaytasks.operations.verdict import verdict_of
 from delaytasks.runtime import runtime_of
+from delaytasks.storage.searching import SearchTimeoutError
 from delaytasks.storage.types import db_now_plus
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post

@@ -114,7 +114,8 @@ def all_errors(
 @pytest.mark.parametrize("kind", list(all_errors()), ids=lambda kind: kind.__name__)
 def test_errors_of_the_caller_exit_with_2_and_all_others_with_1(kind: type) -> None:
     is_callers = issubclass(kind, (errors.InvalidInputError, errors.ConfigError))
-    assert output.Failure(kind("no"), is_json=False).exit_code == (2 if is_callers else 1)
+    error = kind("no", "tag") if issubclass(kind, errors.InvalidInputError) else kind("no")
+    assert output.Failure(error, is_json=False).exit_code == (2 if is_callers else 1)
 
 
 def failing_group(error: Exception) -> click.Group:
@@ -137,9 +138,15 @@ def test_an_error_is_one_line_on_stderr_without_a_traceback() -> None:
 
 @pytest.mark.parametrize("arguments", [["fail", "--json"], ["--json", "fail"]])
 def test_an_error_is_a_json_document_if_json_is_asked_for(arguments: list[str]) -> None:
-    shown = CliRunner().invoke(failing_group(errors.InvalidDelayError("no\nsuch delay")), arguments)
+    shown = CliRunner().invoke(
+        failing_group(errors.InvalidInputError("no\nsuch delay", "delay")), arguments
+    )
     assert (shown.exit_code, shown.stdout) == (2, "")
-    assert json.loads(shown.stderr) == {"error": "no\nsuch delay", "type": "InvalidDelayError"}
+    assert json.loads(shown.stderr) == {
+        "error": "no\nsuch delay",
+        "type": "InvalidInputError",
+        "argument": "delay",
+    }
 
 
 @pytest.mark.parametrize(
@@ -158,9 +165,7 @@ def test_json_after_two_dashes_is_an_argument() -> None:
 
 
 def test_an_error_with_untrusted_text_stays_one_harmless_line() -> None:
-    shown = CliRunner().invoke(
-        failing_group(errors.InvalidStatusError(HOSTILE)), ["fail"], color=True
-    )
+    shown = CliRunner().invoke(failing_group(errors.TaskStateError(HOSTILE)), ["fail"], color=True)
     plain = shown.stderr.removeprefix("\x1b[31m").removesuffix("\x1b[0m\n")
     assert plain.isprintable()
     assert "[red]markup[/red] :smile:" in plain

@@ -19,7 +19,6 @@ from sqlalchemy import Column, MetaData, Table, event, exc, make_url, select
 from delaytasks.core.errors import (
     ConfigError,
     DuplicateTaskError,
-    InvalidStatusError,
     OutcomeUnknownError,
     StaleVersionError,
     StoreError,
@@ -199,9 +198,7 @@ def lost() -> exc.DBAPIError:
     return failure
 
 
-@pytest.mark.parametrize(
-    "met", [StaleVersionError("version 1, not 0"), InvalidStatusError("it waits")]
-)
+@pytest.mark.parametrize("met", [StaleVersionError("version 1, not 0"), TaskStateError("it waits")])
 def test_a_retry_refused_because_of_its_own_first_try_has_an_unknown_outcome(
     met: TaskStateError,
 ) -> None:

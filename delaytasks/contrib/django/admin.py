@@ -27,10 +27,7 @@ from delaytasks.contrib.django.instance import project_delays
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.core.errors import (
     DelayTaskError,
-    InvalidIdError,
     InvalidInputError,
-    InvalidKeyError,
-    InvalidQueryError,
     TaskNotFoundError,
     TaskStateError,
 )
@@ -127,7 +124,7 @@ class TaskList(ChangeList):
                 pass  # a key may be a number
         try:
             found = find(key=text)
-        except InvalidKeyError:  # too long for a key
+        except InvalidInputError:  # too long for a key
             found = Page([], None)
         if found.tasks:
             return found
@@ -185,7 +182,7 @@ def _question(model_admin: Any, request: Any, which: TaskAction) -> Any:
     tasks = [project_delays().get(check_id(id)) for id in selected]
     movable = [task for task in tasks if task.status in MOVES[which.move].sources]
     if not movable:
-        raise InvalidQueryError(f"{which.words}: no selected task is {which.sources}")
+        raise InvalidInputError(f"{which.words}: no selected task is {which.sources}", "status")
     context = {
         **model_admin.admin_site.each_context(request),
         "opts": model_admin.opts,
@@ -244,7 +241,7 @@ def _versions(texts: Sequence[str]) -> Iterator[tuple[int, int]]:
     for text in texts:
         id, _, version = text.partition(":")
         if not version.isdecimal():
-            raise InvalidQueryError(f"{text!r:.40} is not a task and its version")
+            raise InvalidInputError(f"{text!r:.40} is not a task and its version", "version")
         yield check_id(id), int(version)
 
 
@@ -344,7 +341,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     def get_object(self, request: Any, object_id: str, from_field: Any = None) -> Any:
         try:
             return row_of(project_delays().get(check_id(object_id)))
-        except (InvalidIdError, TaskNotFoundError):
+        except (InvalidInputError, TaskNotFoundError):
             return None
 
     def get_fieldsets(self, request: Any, obj: Any = None) -> Any:

@@ -20,7 +20,7 @@ from django.views.decorators.http import require_POST
 
 from delaytasks import api
 from delaytasks.client import DelayTasks
-from delaytasks.core.errors import BodyNotJSONError, InvalidSignatureError
+from delaytasks.core.errors import InvalidInputError
 from delaytasks.webhooks import verify
 
 if TYPE_CHECKING:
@@ -191,10 +191,9 @@ def verified(
         def check(request: HttpRequest, *args: Any, **kwargs: Any) -> HttpResponse:
             try:
                 callback = verify(request.body, request.headers, secrets)
-            except InvalidSignatureError as error:
-                return HttpResponse(str(error), status=401, content_type="text/plain")
-            except BodyNotJSONError as error:
-                return HttpResponse(str(error), status=400, content_type="text/plain")
+            except InvalidInputError as error:
+                status = 401 if error.argument == "headers" else 400
+                return HttpResponse(str(error), status=status, content_type="text/plain")
             return view(request, callback, *args, **kwargs)
 
         receive: Callable[..., HttpResponse] = csrf_exempt(require_POST(check))

@@ -19,7 +19,7 @@ from django.utils import timezone
 from django.utils.module_loading import import_string
 
 from delaytasks.contrib.django.instance import project_delays
-from delaytasks.core.errors import InvalidIdError, LeaseLostError, TaskNotFoundError
+from delaytasks.core.errors import InvalidInputError, LeaseLostError, TaskNotFoundError
 from delaytasks.core.states import Status
 from delaytasks.core.task import Attempt, DelayTask, Done
 from delaytasks.core.text import last_line, traceback_text
@@ -316,7 +316,7 @@ class DelayTasksBackend(BaseTaskBackend):
         delays = project_delays()
         try:
             row = delays.get(result_id)
-        except (InvalidIdError, TaskNotFoundError):
+        except (InvalidInputError, TaskNotFoundError):
             raise TaskResultDoesNotExist(result_id) from None
         processor = _processor_of(row.tag)
         if processor is None:

@@ -80,13 +80,18 @@ class Project:
         result = self(*arguments, "--json", typed=typed)
         assert result.exit_code == exit_code, result.output
         found = json.loads(result.stderr)
-        assert set(found) == {"error", "type"}
+        assert found.keys() - {"argument"} == {"error", "type"}
         # The text output reports the same error.
         plain = self(*arguments, typed=typed)
         assert plain.exit_code == exit_code
         assert "Error: " in plain.stderr
         assert "Traceback" not in plain.output
         return found
+
+    def wrong(self, *arguments: str) -> str:
+        """Return the argument that is invalid, or the type of an error in the usage."""
+        found = self.error(*arguments, exit_code=2)
+        return str(found.get("argument", found["type"]))
 
     @property
     def delays(self) -> DelayTasks:

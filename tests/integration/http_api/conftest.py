@@ -38,12 +38,13 @@ class ApiCaller:
         return answer.json
 
     def problem(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, str]:
-        """Return the status and the type of the problem."""
+        """Return the status, and the argument or the type of the problem."""
         answer = self(method, path, body, **headers)
         assert answer.content_type == "application/problem+json", answer.text
         assert answer.json is not None
         assert answer.json["status"] == answer.status_code
-        return answer.status_code, answer.json["type"].removeprefix("urn:delaytasks:")
+        kind = answer.json["type"].removeprefix("urn:delaytasks:")
+        return answer.status_code, answer.json["argument"] if kind == "InvalidInputError" else kind
 
 
 class ApiSite:

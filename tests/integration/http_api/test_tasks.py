@@ -140,7 +140,7 @@ def test_statistics_have_totals_by_tag(site: ApiSite, shop: ApiCaller) -> None:
     assert (tag, totals["done"], totals["failed"]) == ("mail", 5, 2)
     both = shop.json("GET", "/v1/statistics")["tags"]
     assert {tag: totals["done"] for tag, totals in both.items()} == {"mail": 5, "order.close": 3}
-    assert shop.problem("GET", "/v1/statistics?since=later") == (400, "InvalidQueryError")
+    assert shop.problem("GET", "/v1/statistics?since=later") == (400, "since")
 
 
 # -- errors ---------------------------------------------------------------------------------------
@@ -150,21 +150,21 @@ def test_each_error_is_a_problem_with_its_status(site: ApiSite, shop: ApiCaller)
     def refused(**body: Any) -> tuple[int, str]:
         return shop.problem("POST", "/v1/tasks", {"tag": "mail", **body})
 
-    assert refused(delay=-1) == (400, "InvalidRequestError")
-    assert refused(delay=1, at=FAR) == (400, "InvalidScheduleError")
-    assert refused(delay=1e20) == (400, "InvalidDelayError")
-    assert refused(delay=1, body="\0") == (400, "BodyNotStorableError")
-    assert refused(delay=1, body="x" * 300_000) == (413, "BodyTooLargeError")
-    assert refused(at="2026-11-25T00:00:00") == (400, "NaiveDatetimeError")
-    assert refused(delay=1, prio=1) == (400, "InvalidRequestError")
-    assert refused(delay=True) == (400, "InvalidRequestError")
-    assert shop.problem("GET", "/v1/tasks/0") == (400, "InvalidIdError")
-    assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "InvalidIdError")
-    assert shop.problem("GET", "/v1/tasks?limit=0") == (400, "InvalidRequestError")
-    assert shop.problem("GET", "/v1/tasks?ids=seven") == (400, "InvalidRequestError")
-    assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "InvalidRequestError")
+    assert refused(delay=-1) == (400, "delay")
+    assert refused(delay=1, at=FAR) == (400, "delay")
+    assert refused(delay=1e20) == (400, "delay")
+    assert refused(delay=1, body="\0") == (400, "body")
+    assert refused(delay=1, body="x" * 300_000) == (400, "body")
+    assert refused(at="2026-11-25T00:00:00") == (400, "at")
+    assert refused(delay=1, prio=1) == (400, "prio")
+    assert refused(delay=True) == (400, "delay")
+    assert shop.problem("GET", "/v1/tasks/0") == (400, "id")
+    assert shop.problem("GET", "/v1/tasks/1%20OR%201=1") == (400, "id")
+    assert shop.problem("GET", "/v1/tasks?limit=0") == (400, "limit")
+    assert shop.problem("GET", "/v1/tasks?ids=seven") == (400, "ids")
+    assert shop.problem("GET", "/v1/tasks?tga=mail") == (400, "tga")
     too_large = {"version": 2**63}
-    assert shop.problem("POST", "/v1/tasks/1/cancel", too_large) == (400, "InvalidRequestError")
+    assert shop.problem("POST", "/v1/tasks/1/cancel", too_large) == (400, "version")
     assert shop.problem("GET", "/v1/tasks/7") == (404, "TaskNotFoundError")
     assert shop.problem("GET", "/v2") == (404, "about:blank")
     wrong_method = shop("DELETE", "/v1/tasks")
@@ -301,7 +301,7 @@ def test_simultaneous_requests_schedule_one_task(site: ApiSite, shop: ApiCaller)
 
 
 def test_a_key_in_the_request_goes_without_the_header(shop: ApiCaller) -> None:
-    refused = (400, "InvalidRequestError")
+    refused = (400, "key")
     named = {**NEW_ORDER, "key": "7"}
     assert shop.problem("POST", "/v1/tasks", named, Idempotency_Key="a") == refused
 
@@ -311,17 +311,17 @@ def test_a_caller_cannot_plant_the_task_of_another_request(site: ApiSite, shop: 
     run_all(site)
     planted = {**NEW_ORDER, "key": key}
     other = site.caller("schedule:*")
-    assert other.problem("POST", "/v1/tasks", planted) == (400, "InvalidRequestError")
+    assert other.problem("POST", "/v1/tasks", planted) == (400, "key")
 
 
 def test_too_long_a_key_is_refused(shop: ApiCaller) -> None:
     answer = shop.problem("POST", "/v1/tasks", NEW_ORDER, Idempotency_Key="k" * 256)
-    assert answer == (400, "InvalidRequestError")
+    assert answer == (400, "Idempotency-Key")
 
 
 def test_other_routes_refuse_the_header(shop: ApiCaller) -> None:
     answer = shop.problem("GET", "/v1/tasks", Idempotency_Key="a")
-    assert answer == (400, "InvalidRequestError")
+    assert answer == (400, "Idempotency-Key")
 
 
 def test_the_docs_name_the_routes_that_take_the_header() -> None:
