@@ -269,6 +269,10 @@ class Database:
         """Begin a transaction of our own, READ COMMITTED, and commit it at the end."""
         return self.tx.begin()
 
+    def connect(self) -> AbstractContextManager[Connection]:
+        """Lend the kept connection, or another one that commits each statement by itself."""
+        return self._kept.use(self.auto)
+
     def autocommitted(
         self,
         work: Callable[[Any], T],
@@ -280,7 +284,7 @@ class Database:
         statement is a transaction."""
         if on is not None:
             return work(on)
-        return self.repeat(work, partial(self._kept.use, self.auto), unknown_id, tries)
+        return self.repeat(work, self.connect, unknown_id, tries)
 
     def transaction(
         self, work: Callable[[Any], T], on: Any = None, unknown_id: int | None = None

@@ -64,7 +64,7 @@ class Tasks:
         if on is not None:
             return self._insert(on, values)
         insert = partial(self._insert, values=values)
-        return self._db.repeat(insert, self._db.auto.connect, unknown_id=task.id)
+        return self._db.repeat(insert, self._db.connect, unknown_id=task.id)
 
     def insert_many(self, tasks: Sequence[DelayTask], on: CallerConnection | None = None) -> bool:
         """Insert all rows together. Returns False, and inserts no row, if one of the ids exists."""
