@@ -32,6 +32,7 @@ from tests.services import (
     own_database,
     self_signed,
 )
+from tests.world import World
 
 #: The databases of tests that run on each database. `psycopg` is PostgreSQL with psycopg 3.
 DATABASES = os.environ.get("DELAYTASKS_TEST_DATABASES", "postgresql psycopg mariadb sqlite").split()
@@ -309,6 +310,26 @@ def store(session_store: Store) -> Store:
     """A store with empty tables, on each database."""
     empty(session_store)
     return session_store
+
+
+@pytest.fixture
+def make_world(store: Store) -> Iterator[Callable[..., World]]:
+    """Make worlds with settings, on the empty tables of each database."""
+    made: list[World] = []
+
+    def make(**settings: Any) -> World:
+        made.append(World(store, **settings))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.close()
+
+
+@pytest.fixture
+def world(make_world: Callable[..., World]) -> World:
+    """A world on the empty tables of each database."""
+    return make_world()
 
 
 @pytest.fixture

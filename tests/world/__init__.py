@@ -1,0 +1,20 @@
+"""The world of the tests: one `DelayTasks` on a real database, and a broker and workers to steer.
+
+A test names what happens with ten verbs, which do not depend on the classes behind them:
+
+    schedule   write a row, by the public API
+    arm        tell a worker of rows that are due within the horizon, as a message does
+    claim      take due rows for a worker
+    run        claim rows, call their processors, and settle them
+    settle     end the run of a claimed row by one of the moves of a run
+    renew      keep the leases of a worker
+    recover    release the rows whose leases have ended
+    sweep      make everything that a sweep makes
+    cancel     withdraw a row, by the public API
+    move       make any other entry of `MOVES`
+"""
+
+from tests.world.broker import WorldBroker
+from tests.world.world import Worker, World
+
+__all__ = ["Worker", "World", "WorldBroker"]

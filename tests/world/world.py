@@ -1,0 +1,351 @@
+"""`World` and `Worker`, by which tests make and read the moves of rows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from celery import Celery
+from sqlalchemy import Connection, event, func, insert, select, text, update
+
+from delaytasks import DelayTask, DelayTasks, Status
+from delaytasks.core.clock import to_us
+from delaytasks.core.interfaces import Claimed, Entry, Recovered, Settlement, UnclaimedRow
+from delaytasks.core.states import SettlingMove
+from delaytasks.execution.runner import Report, Runner
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.leases import Renewed
+from delaytasks.storage.rows import values_of
+from delaytasks.storage.store import Store
+from delaytasks.storage.types import UTCDateTime, db_now_plus
+from delaytasks.worker.processes import Processes
+from tests.world.broker import WorldBroker
+
+#: A due time in the past. SQLite's clock has milliseconds, so that a row which is due now may not
+#: be due yet for the next statement.
+DUE_S = -10.0
+ALL_PRIORITIES = range(10)
+MILLISECOND = timedelta(milliseconds=1)
+_ids = itertools.count(1_000_000)
+#: The instant of a column `:s` seconds earlier, by database.
+_EARLIER = {
+    "postgresql": "{0} - make_interval(secs => :s)",
+    "mysql": "{0} - INTERVAL ROUND(:s * 1000000) MICROSECOND",
+    "sqlite": "strftime('%Y-%m-%d %H:%M:%f', {0}, (-:s) || ' seconds')",
+}
+
+
+class World:
+    """One `DelayTasks` on a database with tables, and the workers that a test makes.
+
+    Parameters
+    ----------
+    store
+        The database with its tables, which several worlds use one after another.
+    settings
+        The settings of the `DelayTasks`.
+    """
+
+    def __init__(self, store: Store, **settings: Any) -> None:
+        self.store = store
+        url = store.database.url.render_as_string(hide_password=False)
+        prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
+        app = Celery("world", broker="memory://", set_as_current=False)
+        settings = {"table_prefix": prefix, "strict_tags": False, **settings}
+        self.delays = DelayTasks(app, url, **settings)
+        self.broker = WorldBroker()
+        self.runtime: Any = runtime_of(self.delays)
+        self.runtime.store = store
+        self.runtime.timer = self.runtime.producer_timer = self.broker
+        #: The events of the instance, each with its fields.
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.delays.events.subscribe(lambda name, fields: self.events.append((name, fields)))
+        #: The bodies with which the processor of the tag `note` was called.
+        self.notes: list[Any] = []
+        self.delays.processor("note")(self.notes.append)
+        self._workers: dict[str, Worker] = {}
+
+    def close(self) -> None:
+        """Close what the world has opened. The database stays open for the next world."""
+        del self.runtime.store
+        self.delays.close()
+
+    # -- the verbs --------------------------------------------------------------------------------
+
+    def schedule(
+        self, tag: str = "note", body: Any = None, delay: float = 0, **options: Any
+    ) -> DelayTask:
+        """Schedule a task by the public API. Without a delay it is certainly due."""
+        task = self.delays.schedule_delay(tag, body, delay, **options)
+        if delay or task.status is not Status.NOT_COMPLETE or "session" in options:
+            return task
+        self.change(task, expected_time=task.expected_time + timedelta(milliseconds=-10))
+        return self.read(task)
+
+    def arm(self, *tasks: DelayTask) -> None:
+        """Send a message that names these tasks."""
+        self.broker.arm(map(Entry.of, tasks))
+
+    def claim(self, *tasks: DelayTask | Entry, by: str = "worker-1") -> Claimed:
+        """Claim the named rows for a worker, as a message of theirs leads to."""
+        return self.worker(by).claim(*tasks)
+
+    def claim_due(
+        self,
+        queue: str = "default",
+        priorities: Sequence[int] = ALL_PRIORITIES,
+        most: int = 100,
+        by: str = "worker-1",
+    ) -> Claimed:
+        """Claim the rows of a queue that are due, the highest priority first."""
+        return self.worker(by).claim_due(queue, priorities, most)
+
+    def run(self, *tasks: DelayTask, by: str = "worker-1") -> Report:
+        """Run the named tasks in a worker."""
+        return self.worker(by).run(*tasks)
+
+    def drain(self, queue: str = "default", most: int = 100, by: str = "worker-1") -> Report:
+        """Run the due rows of a queue in a worker."""
+        return self.worker(by).drain(queue, most)
+
+    def deliver(self, by: str = "worker-1") -> list[Report]:
+        """Run what the due messages and the drain requests name, and return the reports."""
+        entries = self.broker.take(to_us(self.now()))
+        reports = [self.worker(by).run_entries(entries)] if entries else []
+        for request in self.broker.take_drain_requests():
+            reports.append(self.worker(by).drain(request.queue, priorities=request.priorities))
+        return reports
+
+    def settle(
+        self, claimed: DelayTask, move: SettlingMove = "succeed", by: str = "worker-1", **end: Any
+    ) -> bool:
+        """End the run of a claimed row, and return whether the end was accepted."""
+        return self.worker(by).settle([Settlement(claimed, move, **end)]) == {claimed.id}
+
+    def renew(self, *, by: str = "worker-1", named: Sequence[int] = ()) -> Renewed:
+        """Renew the leases of a worker."""
+        return self.store.leases.renew([by], self.now() - timedelta(hours=1), named)
+
+    def recover(self, max_lost_leases: int = 5, most: int = 100) -> Recovered:
+        """Release the rows whose leases have ended."""
+        return self.store.sweeps.recover(max_lost_leases, most)
+
+    def sweep(self, partition: int = 0) -> bool:
+        """Sweep a partition; return False if it was swept a moment before."""
+        swept: bool = self.runtime.sweeper.sweep(partition)
+        return swept
+
+    def cancel(self, task: DelayTask | int, **options: Any) -> Any:
+        """Cancel a task by the public API."""
+        return self.delays.cancel(task, **options)
+
+    def move(self, name: str, task: DelayTask) -> None:
+        """Make a move of `MOVES` that is neither a claim nor the end of a run."""
+        later = task.expected_time + timedelta(seconds=60)
+        moves: dict[str, Callable[[], object]] = {
+            "cancel": lambda: self.delays.cancel(task.id),
+            "reschedule": lambda: self.delays.reschedule(task.id, at=later),
+            "rerun": lambda: self.delays.rerun(task.id, 60),
+            "hold": lambda: self.store.paused_rows.hold([task.id]),
+            "release": lambda: self.store.paused_rows.release([task.id]),
+            "hold_back": lambda: self.store.paused_rows.hold_claimed([task]),
+        }
+        moves[name]()
+
+    # -- time and workers -------------------------------------------------------------------------
+
+    def now(self) -> datetime:
+        """Return the time of the database."""
+        return self.store.tasks.now()
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass: every instant in the tables and in waiting messages moves to the past.
+
+        The database's clock is not touched, so that the statements are those of production.
+        """
+        earlier = _EARLIER[self.store.database.url.get_backend_name()]
+        with self.store.database.begin() as connection:
+            for table in self.store.schema.metadata.sorted_tables:
+                instants = [c.name for c in table.columns if isinstance(c.type, UTCDateTime)]
+                if instants:
+                    moves = ", ".join(f"{name} = {earlier.format(name)}" for name in instants)
+                    connection.execute(text(f"UPDATE {table.fullname} SET {moves}"), {"s": seconds})
+        moved = int(seconds * 1e6)
+        self.broker.messages = [
+            entry._replace(due_us=entry.due_us - moved) for entry in self.broker.messages
+        ]
+
+    def worker(self, name: str = "worker-1", **options: Any) -> Worker:
+        """Return the worker of this name, which is made at its first use."""
+        if name not in self._workers:
+            self._workers[name] = Worker(self, name, **options)
+        return self._workers[name]
+
+    def die(self, name: str = "worker-1", max_lost_leases: int = 5) -> Recovered:
+        """Let a worker die, and release its rows as its main process does."""
+        self._workers.pop(name, None)
+        return self.store.leases.release([name], max_lost_leases)
+
+    def lapse(self, *tasks: DelayTask, max_lost_leases: int = 5) -> int:
+        """End the leases of these tasks, and return how many rows were recovered."""
+        over = self.now() - timedelta(seconds=1)
+        for task in tasks:
+            self.change(task, lease_until=over)
+        return self.recover(max_lost_leases).total
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def new_row(self, due_s: float = DUE_S, **fields: Any) -> DelayTask:
+        """Return a task that is not written yet, and due `due_s` seconds from now."""
+        now = self.now()
+        values: dict[str, Any] = {
+            "id": next(_ids),
+            "tag": "note",
+            "body_json": "{}",
+            "expected_time": now + timedelta(seconds=due_s),
+            "create_time": now,
+        }
+        return DelayTask(**{**values, **fields})
+
+    def put(self, status: Status = Status.NOT_COMPLETE, **fields: Any) -> DelayTask:
+        """Insert a row directly, as another program does, in any status."""
+        made = self.new_row(**fields)
+        row = values_of(made, self.store.schema)
+        row |= {"status": int(status), "attempts": made.attempts, "lapses": made.lapses}
+        if status is Status.RUNNING:
+            row |= {
+                "lease_until": made.lease_until or db_now_plus(60),
+                "worker": made.worker or "worker-1",
+            }
+        with self.store.database.begin() as connection:
+            connection.execute(insert(self.store.schema.tasks).values(row))
+        return replace(made, status=status)
+
+    def put_many(self, count: int, due_s: float = DUE_S, **fields: Any) -> list[DelayTask]:
+        """Insert rows that are due one after another, a millisecond apart."""
+        first = self.new_row(due_s, **fields)
+        made = [first] + [
+            replace(first, id=next(_ids), expected_time=first.expected_time + n * MILLISECOND)
+            for n in range(1, count)
+        ]
+        self.store.tasks.insert_many(made)
+        return made
+
+    def change(self, task: DelayTask | int, **values: Any) -> None:
+        """Change columns of a row directly, as another program does."""
+        t = self.store.schema.tasks
+        id = task if isinstance(task, int) else task.id
+        with self.store.database.begin() as connection:
+            connection.execute(update(t).where(t.c.id == id).values(**values))
+
+    def read(self, task: DelayTask | int) -> DelayTask:
+        """Return the task as it is now."""
+        return self.delays.get(task)
+
+    def statuses(self, tasks: Iterable[DelayTask]) -> list[str]:
+        return [self.read(task).status.name for task in tasks]
+
+    def counted(self) -> Mapping[Status, int]:
+        """Return the number of rows of each status, by counting all rows."""
+        t = self.store.schema.tasks.c
+        query = select(t.status, func.count()).group_by(t.status)
+        rows = self.store.database.autocommitted(lambda c: [tuple(r) for r in c.execute(query)])
+        return dict.fromkeys(Status, 0) | {Status(status): number for status, number in rows}
+
+    # -- what happened ----------------------------------------------------------------------------
+
+    def told(self, name: str) -> list[dict[str, Any]]:
+        """Return the fields of the events with this name."""
+        return [fields for event_name, fields in self.events if event_name == name]
+
+    @contextmanager
+    def statements(self) -> Iterator[list[str]]:
+        """Yield the list to which each statement of our connections is added."""
+        seen: list[str] = []
+        database = self.store.database
+
+        def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+            seen.append(statement)
+
+        for engine in (database.auto, database.tx):
+            event.listen(engine, "before_cursor_execute", note)
+        try:
+            yield seen
+        finally:
+            for engine in (database.auto, database.tx):
+                event.remove(engine, "before_cursor_execute", note)
+
+    @contextmanager
+    def locked(self, *tasks: DelayTask) -> Iterator[Connection]:
+        """Yield another program's transaction that has locked these rows."""
+        t = self.store.schema.tasks
+        with self.store.database.tx.connect() as connection, connection.begin() as transaction:
+            ids = [task.id for task in tasks]
+            connection.execute(select(t.c.id).where(t.c.id.in_(ids)).with_for_update())
+            yield connection
+            if transaction.is_active:
+                transaction.rollback()
+
+    @property
+    def has_row_locks(self) -> bool:
+        """Whether rows are locked one by one. SQLite has one writer at a time."""
+        return self.store.database.url.get_backend_name() != "sqlite"
+
+
+class Worker:
+    """A process that claims and runs tasks, one call at a time."""
+
+    def __init__(self, world: World, name: str, ip: int | None = 0x7F000001) -> None:
+        self.name = name
+        self._world = world
+        self._claims = world.store.claims(name, ip)
+        processes = Processes(lambda: world.runtime)
+        processes.name = lambda pid: name  # type: ignore[method-assign]
+        self._runner: Runner = processes.build_runner(lambda: None)
+
+    def claim(self, *tasks: DelayTask | Entry) -> Claimed:
+        entries = [task if isinstance(task, Entry) else Entry.of(task) for task in tasks]
+        return self._claims.claim(entries)
+
+    def claim_due(self, queue: str, priorities: Sequence[int], most: int) -> Claimed:
+        return self._claims.claim_due(queue, priorities, most)
+
+    def claim_alone(self, task: DelayTask, version: int | None = None) -> Claimed:
+        """Claim a row that may have lost leases."""
+        return self._claims.claim_alone(task.id, task.version if version is None else version)
+
+    def claim_recovered(self, queue: str = "default") -> Claimed:
+        """Claim one recovered row of a queue."""
+        return self._claims.claim_recovered(queue)
+
+    def unclaimed(self, *tasks: DelayTask) -> dict[int, UnclaimedRow]:
+        """Return why a claim did not get these rows."""
+        return {row.id: row for row in self._claims.unclaimed([task.id for task in tasks])}
+
+    def settle(self, settlements: Sequence[Settlement]) -> set[int]:
+        """End the runs of claimed rows, and return the ids that were accepted."""
+        return self._claims.settle(settlements)
+
+    def end(
+        self, claimed: Iterable[DelayTask], move: SettlingMove = "succeed", **end: Any
+    ) -> set[int]:
+        """End the runs of claimed rows in the same way."""
+        return self.settle([Settlement(one, move, **end) for one in claimed])
+
+    def run(self, *tasks: DelayTask) -> Report:
+        return self.run_entries([Entry.of(task) for task in tasks])
+
+    def run_entries(self, entries: Sequence[Entry]) -> Report:
+        return self._runner.run(entries)
+
+    def drain(
+        self,
+        queue: str = "default",
+        most: int = 100,
+        priorities: Sequence[int] = ALL_PRIORITIES,
+    ) -> Report:
+        return self._runner.run_due(queue, priorities, most)
