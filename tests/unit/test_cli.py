@@ -112,7 +112,7 @@ def all_errors(
 
 
 @pytest.mark.parametrize("kind", list(all_errors()), ids=lambda kind: kind.__name__)
-def test_errors_of_the_caller_exit_with_2_and_all_others_with_1(kind: type) -> None:
+def test_errors_of_the_caller_exit_with_2_and_all_others_with_1(kind: Any) -> None:
     is_callers = issubclass(kind, (errors.InvalidInputError, errors.ConfigError))
     error = kind("no", "tag") if issubclass(kind, errors.InvalidInputError) else kind("no")
     assert output.Failure(error, is_json=False).exit_code == (2 if is_callers else 1)
