@@ -2,16 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from delaytasks import api
-from delaytasks.api import *  # noqa: F403 - the list of functions is in api.py only
 from delaytasks.client import DelayTasks
 from delaytasks.core import errors
 from delaytasks.core.errors import *  # noqa: F403 - the list of errors is in core/errors.py only
-from delaytasks.core.filters import AuditEntry, BulkResult
+from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.core.policies import Policy
-from delaytasks.core.retry_schedule import LEVELS, NOTIFY, RetrySchedule
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import Status
-from delaytasks.core.structured_log import LogFormatter
 from delaytasks.core.task import (
     Attempt,
     Cancel,
@@ -20,24 +17,30 @@ from delaytasks.core.task import (
     Done,
     Fail,
     NewTask,
+    Outcome,
     Page,
     Retry,
     Snooze,
     TouchResult,
 )
+from delaytasks.current import aschedule_delay, current_delays, processor, schedule_delay
 from delaytasks.handles import Processor
 from delaytasks.shards import Shards
 
 if TYPE_CHECKING:
-    from delaytasks.recurrence.recurring import Recurring
+    from delaytasks.forecast import Forecast
+    from delaytasks.recurrence.definition import RecurringSchedule
+    from delaytasks.start_checks import Finding
 
-    recurring: Recurring
+#: Values that most processes do not use, and the modules that have them.
+_LATER = {
+    "Finding": "start_checks",
+    "Forecast": "forecast",
+    "RecurringSchedule": "recurrence.definition",
+}
 
 __all__ = [
-    "LEVELS",
-    "NOTIFY",
     "Attempt",
-    "AuditEntry",
     "BulkResult",
     "Cancel",
     "CancelResult",
@@ -45,24 +48,32 @@ __all__ = [
     "DelayTasks",
     "Done",
     "Fail",
-    "LogFormatter",
+    "Finding",
+    "Forecast",
+    "LogEntry",
     "NewTask",
+    "Outcome",
     "Page",
     "Policy",
     "Processor",
+    "RecurringSchedule",
     "Retry",
     "RetrySchedule",
     "Shards",
     "Snooze",
     "Status",
     "TouchResult",
+    "aschedule_delay",
+    "current_delays",
+    "processor",
+    "schedule_delay",
 ]
-__all__ += api.__all__
 __all__ += errors.__all__
 
 
 def __getattr__(name: str) -> Any:
-    """Return `recurring` of the default `DelayTasks`. Most processes do not need it."""
-    if name == "recurring":
-        return api.default().recurring
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)

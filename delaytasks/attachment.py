@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 import celery
 from celery import signals
@@ -101,6 +102,15 @@ def file_broker_url(data_dir: str) -> str:
     return f"delaytasks-files://localhost/{quote(str(Path(data_dir).absolute()))}"
 
 
+#: Each `DelayTasks`, the newest last, and whether its Celery app may be the current one.
+_attached: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+
+
+def newest_attached() -> Any:
+    """Return the newest `DelayTasks` whose Celery app may be the current one, or None."""
+    return next((delays for delays, is_so in reversed([*_attached.items()]) if is_so), None)
+
+
 def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
     """Register the tasks and worker steps of `delays`, a `DelayTasks`, with its Celery app."""
     check_celery()
@@ -109,6 +119,7 @@ def attach(celery_app: Any, delays: HasRuntime, processes: Processes) -> None:
             f"{celery_app!r} has delayed tasks already: one DelayTasks per Celery app"
         )
     celery_app.delaytasks = delays
+    _attached[delays] = celery_app.set_as_current
     register_tasks(celery_app, processes)
     intercept(celery_app, delays)
     quiet_beats()
@@ -147,7 +158,7 @@ class _Receivers:
         """Let the handlers of a logger print documents, if the settings say so."""
         settings = self._processes.runtime.settings
         if settings.has_structured_log:
-            from delaytasks.core.structured_log import LogFormatter
+            from delaytasks.logging import LogFormatter
 
             log_format: Any = settings.log_format
             for handler in logger.handlers:

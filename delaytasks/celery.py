@@ -29,7 +29,7 @@ class _StandaloneDelays(DelayTasks):
 
 
 app = _make_app()
-#: The instance behind the module-level functions of `delaytasks`.
+#: The instance of a process without another Celery app.
 delays = _StandaloneDelays(app)
 if not app.conf.broker_url:
     # Not `delays.settings`, which would make a timer, and that needs a broker.

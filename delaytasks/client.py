@@ -14,7 +14,6 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
-    Mapping,
     Sequence,
 )
 from contextlib import AbstractContextManager, nullcontext
@@ -31,12 +30,9 @@ from delaytasks.core.celery_calls import (
     Message,
     forced,
 )
-from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.events import Events
-from delaytasks.core.filters import AuditEntry, BulkOptions, BulkResult
 from delaytasks.core.inputs import Delay
 from delaytasks.core.interfaces import connection_of
-from delaytasks.core.policies import UNCHANGED, Policy, Unchanged, named
 from delaytasks.core.settings import hide_secrets
 from delaytasks.core.task import (
     Attempt,
@@ -50,8 +46,9 @@ from delaytasks.core.task import (
 )
 from delaytasks.core.text import TABLES_REMEDY
 from delaytasks.handles import Body, Converted, Processor
-from delaytasks.operations.bulk_calls import read_audit, rerun_bulk, run_bulk
-from delaytasks.operations.policy_calls import NO_POLICY, change_policy, limits_of, read_policies
+from delaytasks.operations.bulk_calls import Bulk
+from delaytasks.operations.callbacks import CallbackCalls
+from delaytasks.operations.policy_calls import PolicyCalls
 from delaytasks.operations.single_tasks import (
     Pauses,
     cancel_task,
@@ -69,9 +66,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from delaytasks.core.filters import Filters
-    from delaytasks.core.interfaces import To, Transaction
+    from delaytasks.core.interfaces import Transaction
     from delaytasks.core.settings import Settings
-    from delaytasks.core.task import OnConflict, Outcome, ScheduleOptions, TaskOptions
+    from delaytasks.core.task import OnConflict, Outcome, TaskOptions
     from delaytasks.execution.runner import Runner
     from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
@@ -306,104 +303,15 @@ class DelayTasks:
 
     aschedule_many = twin(schedule_many)
 
-    def schedule_callback(
-        self,
-        url: str,
-        body: Any,
-        delay: Delay,
-        *,
-        headers: Mapping[str, str] | None = None,
-        **options: Unpack[ScheduleOptions],
-    ) -> DelayTask:
-        """Schedule a POST of `body` as JSON to `url`, repeated until the answer is 2xx.
-
-        An attempt that fails is retried by the retry schedule `NOTIFY`, unless `retries` is given.
-        The answer 410 ends the task.
-
-        Parameters
-        ----------
-        url
-            An https URL of a public host, or a URL that the setting `callback_allow` allows.
-        body
-            Any value that JSON can represent.
-        delay
-            Seconds, text such as `"30m"`, or a timedelta.
-        headers
-            Additional HTTP headers.
-        **options
-            The options of `schedule_delay`. All callbacks share one set of keys.
-
-        Returns
-        -------
-        DelayTask
-            The task as it is stored.
-
-        Raises
-        ------
-        ForbiddenURLError
-            If callbacks may not go to the URL.
-        DelayTaskError
-            The errors of `schedule_delay`.
+    @property
+    def callbacks(self) -> CallbackCalls:
+        """Schedule HTTP callbacks, and messages to queues. See `CallbackCalls`.
 
         Examples
         --------
-        >>> delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60)
+        >>> delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60)
         """
-        content = self._runtime.callbacks.http.content(url, body, headers)
-        return self.schedule_delay(CALLBACK, content, delay, **options)
-
-    aschedule_callback = twin(schedule_callback)
-
-    def schedule_message(
-        self,
-        to: str,
-        body: Any,
-        delay: Delay,
-        *,
-        exchange: str = "",
-        headers: Mapping[str, str | int | float | bool] | None = None,
-        **options: Unpack[ScheduleOptions],
-    ) -> DelayTask:
-        """Schedule a message to a broker queue, repeated until the broker has accepted it.
-
-        Parameters
-        ----------
-        to
-            The queue, or with `exchange` the routing key.
-        body
-            Any value that JSON can represent.
-        delay
-            Seconds, text such as `"30m"`, or a timedelta.
-        exchange
-            An AMQP exchange. By default the message goes directly to the queue.
-        headers
-            Message headers.
-        **options
-            The options of `schedule_delay`; `queue` is the queue of the task itself. All messages
-            share one set of keys.
-
-        Returns
-        -------
-        DelayTask
-            The task as it is stored.
-
-        Raises
-        ------
-        DelayTaskError
-            The errors of `schedule_delay`.
-
-        See Also
-        --------
-        The setting `callback_broker_url` names another broker than that of the Celery app.
-
-        Examples
-        --------
-        >>> delays.schedule_message("invoices", {"order": 7}, 60)
-        """
-        content = self._runtime.callbacks.queue.content(to, body, exchange, headers)
-        return self.schedule_delay(MESSAGE, content, delay, **options)
-
-    aschedule_message = twin(schedule_message)
+        return CallbackCalls(self)
 
     def new_id(self) -> int:
         """Return an unused id, to schedule a task whose id is known in advance.
@@ -925,343 +833,26 @@ class DelayTasks:
 
     afind = twin(find)
 
-    # -- change many tasks ------------------------------------------------------------------------
-
-    def cancel_many(self, **options: Unpack[BulkOptions]) -> BulkResult:
-        """Cancel the waiting tasks that match a filter.
-
-        The tasks are found first and then cancelled in steps of some hundred rows, each a short
-        transaction. Tasks that a worker or another caller changes in the meantime are left as they
-        are and counted as refused. After an interruption, the same call continues.
-
-        Parameters
-        ----------
-        tag, ids, key, key_prefix, status, queue, meta, error : optional
-            Filters, as in `find`. A task must match all that are given.
-        since, until, created_since, created_until, updated_until : datetime, optional
-            Filters of the due time, the time of the first call and the last change: at or after
-            `since`, before `until`.
-        everything : bool, optional
-            Must be True if no filter is given.
-        dry_run : bool, optional
-            Only count the tasks.
-        actor : str, optional
-            The name in the audit table. By default the user of this process.
-        on_progress : callable, optional
-            Is called after each step with the `BulkResult` so far.
-
-        Returns
-        -------
-        BulkResult
-            How many tasks matched, were changed and were refused.
-
-        Raises
-        ------
-        InvalidInputError
-            If there is no filter and `everything` is False, or a filter is wrong.
-        StoreUnavailableError
-            If the database cannot be reached.
+    @property
+    def bulk(self) -> Bulk:
+        """Cancel, reschedule or rerun all tasks that match a filter. See `Bulk`.
 
         Examples
         --------
-        >>> delays.cancel_many(tag="mail.send", key_prefix="eu-").changed
+        >>> delays.bulk.cancel(tag="mail.send", key_prefix="eu-").changed
         1200
         """
-        return run_bulk(self._runtime, "cancel", None, options)
+        return Bulk(self)
 
-    acancel_many = twin(cancel_many)
-
-    def reschedule_many(
-        self,
-        delay: Delay | None = None,
-        *,
-        at: datetime | None = None,
-        by: Delay | None = None,
-        spread: Delay | None = None,
-        **options: Unpack[BulkOptions],
-    ) -> BulkResult:
-        """Give the waiting tasks that match a filter another due time. See also `cancel_many`.
-
-        To continue an interrupted call with `by` or `spread`, pass `updated_until=result.started`.
-        Otherwise tasks that were shifted already are shifted again.
-
-        Parameters
-        ----------
-        delay
-            All tasks are due this time from now: seconds, text such as `"30m"`, or a timedelta.
-        at
-            All tasks are due at this instant.
-        by
-            Each task is due this time later than before; earlier, if negative.
-        spread
-            Each task is due up to this time later than before, uniformly distributed. Overdue tasks
-            are distributed from now on.
-        **options
-            See `cancel_many`.
-
-        Returns
-        -------
-        BulkResult
-            How many tasks matched, were changed and were refused.
-
-        Raises
-        ------
-        InvalidInputError
-            Unless exactly one of `delay`, `at`, `by` and `spread` is given.
-        DelayTaskError
-            The errors of `cancel_many`.
+    @property
+    def policies(self) -> PolicyCalls:
+        """Pause and limit the tasks of a tag or a queue. See `PolicyCalls`.
 
         Examples
         --------
-        >>> delays.reschedule_many(by=3600, tag="mail.send")
-        >>> delays.reschedule_many(spread="10m", tag="mail.send", since=nine, until=ten)
+        >>> delays.policies.pause(tag="mail.send")
         """
-        if [delay, at, by, spread].count(None) != 3:
-            raise InvalidInputError(
-                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four",
-                "delay",
-            )
-        producer = self._runtime.producer
-        to: To
-        if spread is not None:
-            to = producer.spread_of(spread)
-        elif by is not None:
-            to = producer.shift_of(by)
-        else:
-            to = producer.due_of(delay, at)
-        return run_bulk(self._runtime, "reschedule", to, options)
-
-    areschedule_many = twin(reschedule_many)
-
-    def rerun_many(
-        self,
-        delay: Delay | None = None,
-        *,
-        audit: int | str | AuditEntry | None = None,
-        **options: Unpack[BulkOptions],
-    ) -> BulkResult:
-        """Run the FAILED tasks that match a filter again. See also `cancel_many`.
-
-        Parameters
-        ----------
-        delay
-            Seconds from now, text such as `"30m"`, or a timedelta. By default the tasks run now,
-            and with `audit` each at its own due time.
-        audit
-            An entry of `audit` about a `cancel_many`, or its id: the tasks that it has cancelled
-            and that have not moved since run again.
-        **options
-            See `cancel_many`. With `status="CANCELLED"`, cancelled tasks run again instead.
-
-        Returns
-        -------
-        BulkResult
-            How many tasks matched, were changed and were refused. A task is refused if another
-            live task has its key.
-
-        Raises
-        ------
-        InvalidInputError
-            If there is no such audit entry, or it is of another operation.
-        DelayTaskError
-            The errors of `cancel_many`.
-
-        Examples
-        --------
-        >>> delays.rerun_many(tag="mail.send", since=yesterday)
-        >>> delays.rerun_many(audit=cancelled.runs[0])
-        """
-        return rerun_bulk(self._runtime, delay, audit, options)
-
-    arerun_many = twin(rerun_many)
-
-    def audit(self, *, limit: int = 100) -> list[AuditEntry]:
-        """Read what `cancel_many`, `reschedule_many` and `rerun_many` have done.
-
-        Parameters
-        ----------
-        limit
-            The most entries to return, 1 to 1,000.
-
-        Returns
-        -------
-        list of AuditEntry
-            The newest first: the actor, the filter, the counts and the state.
-
-        Examples
-        --------
-        >>> delays.audit(limit=1)[0].actor
-        'maria'
-        """
-        return read_audit(self._runtime, limit)
-
-    aaudit = twin(audit)
-
-    # -- pause and limit --------------------------------------------------------------------------
-
-    def policies(self, *, tag: str | None = None, queue: str | None = None) -> list[Policy]:
-        """Read the pauses and limits, with the numbers of paused and running tasks.
-
-        Parameters
-        ----------
-        tag, queue
-            Read only the policy of this tag or queue.
-
-        Returns
-        -------
-        list of Policy
-            The tags and queues that are paused or limited, or still have HELD tasks.
-
-        Examples
-        --------
-        >>> [policy.name for policy in delays.policies() if policy.is_paused]
-        ['mail.send']
-        """
-        only = () if tag is None and queue is None else named(tag, queue)
-        return read_policies(self._runtime.store.policies, *only).policies
-
-    apolicies = twin(policies)
-
-    def pause(
-        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
-    ) -> Policy:
-        """Stop starting tasks of a tag or queue, within about a second.
-
-        Running tasks finish. Waiting tasks are HELD until `resume`.
-
-        Parameters
-        ----------
-        tag, queue
-            The tag or the queue.
-        actor
-            The name in the policy's history. By default the user of this process.
-
-        Returns
-        -------
-        Policy
-            The policy of the tag or queue.
-
-        Raises
-        ------
-        InvalidInputError
-            Unless exactly one of `tag` and `queue` is given.
-        StoreUnavailableError
-            If the database cannot be reached.
-
-        Examples
-        --------
-        >>> delays.pause(tag="mail.send")
-        """
-        return change_policy(self._runtime, tag, queue, {"is_paused": True}, actor)
-
-    apause = twin(pause)
-
-    def resume(
-        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
-    ) -> Policy:
-        """End a pause: HELD tasks wait again, in the order of their due times.
-
-        A task whose tag and queue were both paused waits until both are resumed.
-
-        Parameters
-        ----------
-        tag, queue, actor
-            See `pause`.
-
-        Returns
-        -------
-        Policy
-            The policy of the tag or queue.
-
-        Raises
-        ------
-        InvalidInputError, StoreUnavailableError
-            See `pause`.
-
-        Examples
-        --------
-        >>> delays.resume(tag="mail.send")
-        """
-        return change_policy(self._runtime, tag, queue, {"is_paused": False}, actor)
-
-    aresume = twin(resume)
-
-    def set_policy(
-        self,
-        *,
-        tag: str | None = None,
-        queue: str | None = None,
-        concurrency: int | Unchanged | None = UNCHANGED,
-        key_concurrency: int | Unchanged | None = UNCHANGED,
-        rate: str | Unchanged | None = UNCHANGED,
-        actor: str | None = None,
-    ) -> Policy:
-        """Limit how many tasks of a tag run simultaneously or start in a period.
-
-        Each limit applies to all workers together. None removes a limit; an argument that is left
-        out does not change its limit.
-
-        Parameters
-        ----------
-        tag, queue
-            The tag. A queue can be paused, but has no limits: `queue` raises an error.
-        concurrency
-            The most tasks that run simultaneously.
-        key_concurrency
-            The most tasks of one concurrency key that run simultaneously.
-        rate
-            The most tasks that start in a period, such as `"100/s"` or `"30/m"`.
-        actor
-            See `pause`.
-
-        Returns
-        -------
-        Policy
-            The policy of the tag.
-
-        Raises
-        ------
-        InvalidInputError
-            If a limit is wrong, no limit is given, or `tag` is not given.
-        StoreUnavailableError
-            See `pause`.
-
-        Examples
-        --------
-        >>> delays.set_policy(tag="mail.send", concurrency=10, rate="100/s")
-        """
-        limits = limits_of(tag, queue, concurrency, key_concurrency, rate)
-        return change_policy(self._runtime, tag, queue, limits, actor)
-
-    aset_policy = twin(set_policy)
-
-    def clear_policy(
-        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
-    ) -> Policy:
-        """Remove the pause and all limits of a tag or queue.
-
-        Parameters
-        ----------
-        tag, queue, actor
-            See `pause`.
-
-        Returns
-        -------
-        Policy
-            The empty policy of the tag or queue.
-
-        Raises
-        ------
-        InvalidInputError, StoreUnavailableError
-            See `pause`.
-
-        Examples
-        --------
-        >>> delays.clear_policy(tag="mail.send")
-        """
-        return change_policy(self._runtime, tag, queue, NO_POLICY, actor)
-
-    aclear_policy = twin(clear_policy)
+        return PolicyCalls(self)
 
     # -- recurring schedules ----------------------------------------------------------------------
 
@@ -1276,7 +867,7 @@ class DelayTasks:
         # Imported here: most processes have no recurring schedules.
         from delaytasks.recurrence.recurring import Recurring
 
-        return Recurring(self._registry, lambda: self._runtime, self._run_async)
+        return Recurring(self)
 
     # -- statistics -------------------------------------------------------------------------------
 
@@ -1291,7 +882,7 @@ class DelayTasks:
         # Imported here: most processes read no statistics.
         from delaytasks.statistics.reading import Statistics
 
-        return Statistics(lambda: self._runtime, self._registry, self._run_async)
+        return Statistics(self)
 
     # -- forecast ---------------------------------------------------------------------------------
 
@@ -1406,7 +997,7 @@ class DelayTasks:
             The version of the bodies that the function takes, and a dict of functions that make a
             body of the next version from one of an older version: `{1: f, 2: g}`.
         concurrency_key : callable, optional
-            A function that returns the concurrency key of a body, for `set_policy`.
+            A function that returns the concurrency key of a body, for `policies.set`.
         soft_time_limit, time_limit : float, str or timedelta, optional
             A longer run gets Celery's `SoftTimeLimitExceeded`, or is killed. Only with the prefork
             pool.

@@ -119,7 +119,7 @@ class Runtime:
         self._ambient_transaction = ambient_transaction
         self.settings = settings = load_settings(celery_app.conf, os.environ, **arguments)
         if settings.has_structured_log:
-            from delaytasks.core.structured_log import log_structured
+            from delaytasks.logging import log_structured
 
             events.use_log(log_structured)
         if not settings.database_url:
@@ -358,8 +358,12 @@ class Runtime:
 class HasRuntime(Protocol):
     """A `DelayTasks`, as the packages below it see it."""
 
+    _registry: Registry
+
     @property
     def _runtime(self) -> Runtime: ...
+
+    async def _run_async(self, method: Any, /, *arguments: Any, **options: Any) -> Any: ...
 
     def _renew_runtime(self, **settings: Any) -> None: ...
 

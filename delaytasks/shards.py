@@ -8,7 +8,7 @@ member:
 - An id contains the number of the member that made it (`delaytasks_shard`), so a call that names a
   task by its id asks this member first. Ids of other programs contain arbitrary numbers, so the
   other members are asked if this member does not have the task.
-- `find`, bulk operations and the audit ask every member, and merge the answers.
+- `find`, bulk operations and their log ask every member, and merge the answers.
 
 No row moves when a member is added at the end of the list. The parameter `newest` says which step
 of adding it has been reached, and decides where a key is looked up (docs/shards.md).
@@ -30,11 +30,13 @@ from delaytasks.client import DelayTasks
 from delaytasks.core import errors
 from delaytasks.core.celery_calls import CALLBACK, MESSAGE
 from delaytasks.core.clock import monotonic
-from delaytasks.core.filters import AuditEntry, BulkResult
+from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.core.ids import shard_of
 from delaytasks.core.inputs import Delay, check_page_limit
 from delaytasks.core.states import LIVE
 from delaytasks.core.task import DelayTask, NewTask, Page, id_of, new_task_of
+from delaytasks.operations.bulk_calls import Bulk
+from delaytasks.operations.callbacks import CallbackCalls
 from delaytasks.twins import twin
 
 P = ParamSpec("P")
@@ -69,7 +71,7 @@ class MergedPage(Page):
 
 @dataclass(frozen=True, slots=True)
 class MergedResult(BulkResult):
-    """A `BulkResult` with the sums of all members, the first start, and all audit entries.
+    """A `BulkResult` with the sums of all members, the first start, and all log entries.
 
     Attributes
     ----------
@@ -78,7 +80,7 @@ class MergedResult(BulkResult):
 
     Examples
     --------
-    >>> shards.cancel_many(tag="mail.send").missing
+    >>> shards.bulk.cancel(tag="mail.send").missing
     ()
     """
 
@@ -93,7 +95,7 @@ Down = dict[int, errors.StoreUnavailableError]
 # parameters.
 
 
-def _calling(method: Method[P, T], /, *args: Any, **options: Any) -> Callable[[DelayTasks], T]:
+def _calling(method: Callable[..., T], /, *args: Any, **options: Any) -> Callable[[Any], T]:
     if options.get("session") is not None:
         raise errors.InvalidInputError(
             "with session=, call shards.member(tag, key) itself", "session"
@@ -101,14 +103,24 @@ def _calling(method: Method[P, T], /, *args: Any, **options: Any) -> Callable[[D
     return methodcaller(method.__name__, *args, **options)
 
 
-def _for_new(method: Method[P, T], tag: str | None = None) -> MethodOfShards[P, T]:
+def _for_new(method: Method[P, T]) -> MethodOfShards[P, T]:
     """Schedule at the member for the task, or at any member."""
 
     def call(self: Shards, /, *args: Any, **options: Any) -> Any:
-        name = tag or options.get("tag") or args[0]
-        members = self._members_for(name, options.get("key"), options.get("id"))
         run = _calling(method, *args, **options)
-        return self._first_available(members or self._in_turn(), run)
+        return self._schedule(options.get("tag") or args[0], options, run)
+
+    return functools.wraps(method)(call)
+
+
+def _for_callback(
+    method: Callable[Concatenate[CallbackCalls, P], T], tag: str
+) -> Callable[Concatenate[ShardsCallbacks, P], T]:
+    """Schedule a callback at the member for it, or at any member."""
+
+    def call(self: ShardsCallbacks, /, *args: Any, **options: Any) -> Any:
+        run = _calling(method, *args, **options)
+        return self._shards._schedule(tag, options, lambda member: run(member.callbacks))
 
     return functools.wraps(method)(call)
 
@@ -145,11 +157,14 @@ def _for_one(method: Method[P, T]) -> MethodOfShards[P, T]:
     return functools.wraps(method)(call)
 
 
-def _for_all(method: Method[P, BulkResult]) -> MethodOfShards[P, MergedResult]:
+def _for_all(
+    method: Callable[Concatenate[Bulk, P], BulkResult],
+) -> Callable[Concatenate[ShardsBulk, P], MergedResult]:
     """Change the tasks of one member after the other, and add up the counts."""
 
-    def call(self: Shards, /, *args: Any, **options: Any) -> MergedResult:
-        found, down = self._ask_all(_calling(method, *args, **options))
+    def call(self: ShardsBulk, /, *args: Any, **options: Any) -> MergedResult:
+        ask = _calling(method, *args, **options)
+        found, down = self._shards._ask_all(lambda member: ask(member.bulk))
         if not found:
             raise next(iter(down.values()))
         matched, changed, refused = (sum(map(attrgetter(a), found.values())) for a in COUNTS)
@@ -201,6 +216,45 @@ def _search(member: DelayTasks, cursor: str | None = None, **filters: Any) -> It
         yield from page
         if (cursor := page.cursor) is None:
             return
+
+
+class ShardsBulk:
+    """Operations on all tasks of all members that match a filter, as `shards.bulk`. See `Bulk`."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._run_async = shards._run_async
+
+    cancel = _for_all(Bulk.cancel)
+    reschedule = _for_all(Bulk.reschedule)
+    rerun = _for_all(Bulk.rerun)
+
+    def log(self, *, limit: int = 100, before: int | None = None) -> list[LogEntry]:
+        """Read what bulk operations have done in all members. See `Bulk.log`.
+
+        Examples
+        --------
+        >>> shards.bulk.log(limit=1)[0].actor
+        'maria'
+        """
+        entries = self._shards.each(lambda member: member.bulk.log(limit=limit, before=before))
+        merged = heapq.merge(*entries.values(), key=attrgetter("id"), reverse=True)
+        return list(itertools.islice(merged, limit))
+
+    acancel, areschedule = twin(cancel), twin(reschedule)
+    arerun, alog = twin(rerun), twin(log)
+
+
+class ShardsCallbacks:
+    """HTTP callbacks and messages, as `shards.callbacks`. See `CallbackCalls`."""
+
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
+        self._run_async = shards._run_async
+
+    post = _for_callback(CallbackCalls.post, CALLBACK)
+    publish = _for_callback(CallbackCalls.publish, MESSAGE)
+    apost, apublish = twin(post), twin(publish)
 
 
 class Shards:
@@ -324,7 +378,7 @@ class Shards:
 
         Examples
         --------
-        >>> shards.each(lambda member: member.pause(tag="mail.send"))
+        >>> shards.each(lambda member: member.policies.pause(tag="mail.send"))
         >>> shards.each(lambda member: member.statistics.totals(since="1h"))
         """
         results, down = self._ask_all(call)
@@ -339,10 +393,17 @@ class Shards:
 
     schedule_delay = _for_new(DelayTasks.schedule_delay)
     schedule_at = _for_new(DelayTasks.schedule_at)
-    schedule_callback = _for_new(DelayTasks.schedule_callback, CALLBACK)
-    schedule_message = _for_new(DelayTasks.schedule_message, MESSAGE)
     aschedule_delay, aschedule_at = twin(schedule_delay), twin(schedule_at)
-    aschedule_callback, aschedule_message = twin(schedule_callback), twin(schedule_message)
+
+    @property
+    def callbacks(self) -> ShardsCallbacks:
+        """Schedule HTTP callbacks, and messages to queues.
+
+        Examples
+        --------
+        >>> shards.callbacks.post("https://partner.example/paid", {"order": 7}, 60)
+        """
+        return ShardsCallbacks(self)
 
     def new_id(self, tag: str | None = None, key: str | None = None) -> int:
         """Return an unused id of the member to which a new task goes. See `DelayTasks.new_id`.
@@ -393,25 +454,18 @@ class Shards:
 
     schedule_many = _for_batches(DelayTasks.schedule_many)
     find = _merged(DelayTasks.find)
-    cancel_many = _for_all(DelayTasks.cancel_many)
-    reschedule_many = _for_all(DelayTasks.reschedule_many)
-    rerun_many = _for_all(DelayTasks.rerun_many)
-    acancel_many, areschedule_many = twin(cancel_many), twin(reschedule_many)
-    arerun_many, aschedule_many = twin(rerun_many), twin(schedule_many)
+    aschedule_many, afind = twin(schedule_many), twin(find)
 
-    def audit(self, *, limit: int = 100) -> list[AuditEntry]:
-        """Read what bulk operations have done in all members. See `DelayTasks.audit`.
+    @property
+    def bulk(self) -> ShardsBulk:
+        """Cancel, reschedule or rerun all tasks that match a filter.
 
         Examples
         --------
-        >>> shards.audit(limit=1)[0].actor
-        'maria'
+        >>> shards.bulk.cancel(tag="mail.send").changed
+        1200
         """
-        entries = self.each(lambda member: member.audit(limit=limit)).values()
-        merged = heapq.merge(*entries, key=attrgetter("id"), reverse=True)
-        return list(itertools.islice(merged, limit))
-
-    afind, aaudit = twin(find), twin(audit)
+        return ShardsBulk(self)
 
     def misplaced(self) -> Iterator[DelayTask]:
         """Find the live tasks whose keys now belong to another member, because one was added.
@@ -499,6 +553,10 @@ class Shards:
         if key is not None:
             return (self.member(tag, key),)
         return () if id is None else (self.member_of(id),)
+
+    def _schedule(self, tag: str, options: Any, run: Callable[[DelayTasks], T]) -> T:
+        members = self._members_for(tag, options.get("key"), options.get("id"))
+        return self._first_available(members or self._in_turn(), run)
 
     def _in_turn(self) -> tuple[DelayTasks, ...]:
         """Return the next member, and then the others; those that were unavailable come last."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from delaytasks.core.clock import Clock
     from delaytasks.core.events import Events
     from delaytasks.core.loop import ThreadPool
+    from delaytasks.runtime import HasRuntime, Runtime
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,6 +69,21 @@ def twin(
     run.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.a{name}"
     run.__doc__ = f"{summary}\n\nThis is the asynchronous twin of `{name}`."
     return run
+
+
+class CallGroup:
+    """Methods of a `DelayTasks` that share a name of their own, such as `delays.bulk`."""
+
+    def __init__(self, delays: HasRuntime) -> None:
+        self._delays = delays
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._delays._runtime
+
+    @property
+    def _run_async(self) -> Callable[..., Awaitable[Any]]:
+        return self._delays._run_async
 
 
 class AsyncCalls:

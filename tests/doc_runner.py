@@ -19,7 +19,7 @@ from typing import Any
 
 from celery import Celery
 
-from delaytasks.api import default
+from delaytasks import current_delays
 from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
@@ -62,7 +62,7 @@ def run_page(page: Path) -> None:
 
 
 def make_tables(delays: Any = None) -> None:
-    migrations.upgrade(runtime_of(delays or default()).store.database)
+    migrations.upgrade(runtime_of(delays or current_delays()).store.database)
 
 
 def django_project(**settings: Any) -> Any:

@@ -18,8 +18,7 @@ from typing import Any
 from celery import current_task, shared_task
 from sqlalchemy import text
 
-from delaytasks import DelayTask, Fail, processor
-from delaytasks.api import default
+from delaytasks import DelayTask, Fail, current_delays, processor
 from delaytasks.core.errors import LeaseLostError
 from delaytasks.runtime import runtime_of
 from tests.waiting import STACKS
@@ -36,7 +35,7 @@ def note(body: dict[str, Any], *words: object) -> None:
 
 @processor("test.note")
 def note_run(body: dict[str, Any], task: DelayTask) -> None:
-    late_us = (runtime_of(default()).clock.now() - task.expected_time).total_seconds() * 1e6
+    late_us = (runtime_of(current_delays()).clock.now() - task.expected_time).total_seconds() * 1e6
     note(body, task.id, int(late_us), os.getpid())
     if "seconds" in body:
         time.sleep(body["seconds"])
@@ -93,7 +92,7 @@ def credit(body: dict[str, Any], task: DelayTask) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     dies("before")
-    with runtime_of(default()).store.database.begin() as connection:
+    with runtime_of(current_delays()).store.database.begin() as connection:
         connection.execute(
             text(f"INSERT INTO {body['table']} (task) VALUES (:task)"), {"task": task.id}
         )

@@ -73,7 +73,7 @@ def _high(stage: CaseContext) -> None:
 @contextmanager
 def limited(tag: str, concurrency: int) -> Iterator[None]:
     """Set the policy before the workers start, so that they read it at startup."""
-    ours.delays.set_policy(tag=tag, concurrency=concurrency)
+    ours.delays.policies.set(tag=tag, concurrency=concurrency)
     try:
         yield
     finally:

@@ -8,8 +8,7 @@ from typing import Any
 
 from chaos.failpoints.orders import VARIABLE, Orders, kill_this_process
 from chaos.project import _note
-from delaytasks import DelayTask, RetrySchedule, processor
-from delaytasks.api import default
+from delaytasks import DelayTask, RetrySchedule, current_delays, processor
 from delaytasks.runtime import runtime_of
 
 RETRY_SCHEDULE = RetrySchedule("0.3s 0.3s")
@@ -54,7 +53,7 @@ def fatal(body: dict[str, Any], task: DelayTask) -> None:
 def effect(body: dict[str, Any], task: DelayTask) -> None:
     """Settle the task in a transaction of the processor."""
     _note(body, task)
-    with runtime_of(default()).store.database.begin() as connection:
+    with runtime_of(current_delays()).store.database.begin() as connection:
         task.complete(connection)
 
 

@@ -87,7 +87,7 @@ class FailpointDeployment:
             folder, database_url, broker_url, conf, **SETTINGS, timer=timer, redis_url=redis_url
         )
         self._store = self._deployment.store
-        self._deployment.delays.set_policy(tag="fail.limited", concurrency=1)
+        self._deployment.delays.policies.set(tag="fail.limited", concurrency=1)
         self._recorder = Recorder(self._store)
         self._workers: list[Process] = []
         #: The worker that was asked to stop; it stays in the list until it has ended.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from typing import Any
 
 import click
@@ -13,16 +14,18 @@ from delaytasks.cli.output import (
     GOOD,
     NOTHING,
     Cell,
+    Parsed,
     actor_option,
     cell,
     count,
+    parse_instant,
     print_json,
     print_table,
     say,
     show_instant,
 )
 from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.inputs import show_duration
+from delaytasks.core.inputs import parse_duration, show_duration
 from delaytasks.core.policies import Policy
 
 #: Removes a limit.
@@ -37,19 +40,30 @@ def _target(function: Callable[..., Any]) -> Callable[..., Any]:
     return tag(queue(actor_option(function)))
 
 
+def _end(text: str, option: str) -> datetime | timedelta:
+    try:
+        return parse_duration(text, option)
+    except InvalidInputError:
+        return parse_instant(text, option)
+
+
 @click.command(cls=Command)
 @_target
+@click.option(
+    "--until", type=Parsed("time", _end), help="The end: 2h (from now), or 2030-01-31T18:00:00Z."
+)
 @pass_cli
-def pause(cli: Cli, **target: str | None) -> None:
+def pause(cli: Cli, **target: Any) -> None:
     """Pause a tag or a queue: no more of its tasks begin. Running tasks may finish.
 
     Waiting tasks become HELD, step by step with each sweep.
 
     \b
     delaytasks pause --tag mail.send
+    delaytasks pause --tag partner.call --until 2h
     delaytasks pause --queue reports --actor "ann, since the printer burns"
     """
-    _report(cli, cli.delays.pause(**target))
+    _report(cli, cli.delays.policies.pause(**target))
 
 
 @click.command(cls=Command)
@@ -61,7 +75,7 @@ def resume(cli: Cli, **target: str | None) -> None:
     \b
     delaytasks resume --tag mail.send
     """
-    _report(cli, cli.delays.resume(**target))
+    _report(cli, cli.delays.policies.resume(**target))
 
 
 @click.group(cls=Group)
@@ -90,7 +104,7 @@ def list_(cli: Cli, limit: int, page: int) -> None:
     delaytasks policy list
     delaytasks policy list --limit 1000 --page 2
     """
-    known = cli.delays.policies()
+    known = cli.delays.policies.list()
     found = known[(page - 1) * limit : page * limit]
     next_page = page + 1 if page * limit < len(known) else None
     if cli.is_json:
@@ -136,7 +150,7 @@ def set_(cli: Cli, tag: str, actor: str | None, **limits: str | None) -> None:
         for name, text in limits.items()
         if text is not None
     }
-    _report(cli, cli.delays.set_policy(tag=tag, **given, actor=actor))
+    _report(cli, cli.delays.policies.set(tag=tag, **given, actor=actor))
 
 
 @policy.command()
@@ -148,7 +162,7 @@ def clear(cli: Cli, **target: str | None) -> None:
     \b
     delaytasks policy clear --tag mail.send
     """
-    _report(cli, cli.delays.clear_policy(**target))
+    _report(cli, cli.delays.policies.remove(**target))
 
 
 # -- internals ------------------------------------------------------------------------------------
@@ -162,18 +176,24 @@ def _number(name: str, text: str) -> int:
 
 def _report(cli: Cli, changed: Policy) -> None:
     """Print the policy as it is now, and the number of tasks that it holds."""
-    known = cli.delays.policies(**{changed.kind: changed.name})
+    known = cli.delays.policies.list(**{changed.kind: changed.name})
     policy = known[0] if known else changed
     if cli.is_json:
         print_json(policy.as_json())
         return
-    state, more = ("paused", "and more") if policy.is_paused else ("not paused", "fewer")
+    paused = f"paused {_end_of(policy)}".strip()
+    state, more = (paused, "and more") if policy.is_paused else ("not paused", "fewer")
     held = f"held: {count(policy.held or 0, 'task')}"
     if _is_unapplied(policy):
         held += f", {more} with each sweep"
     say(f"{policy.kind} {cell(policy.name)} is {state}; {held}")
     if policy.has_limits:
         say(f"limits: {_limits(policy)}; running: {count(policy.running or 0, 'task')}")
+
+
+def _end_of(policy: Policy) -> str:
+    """Return when the pause ends, or an empty text."""
+    return "" if policy.paused_until is None else f"until {show_instant(policy.paused_until)}"
 
 
 def _is_unapplied(policy: Policy) -> bool:
@@ -195,7 +215,7 @@ def _row(policy: Policy) -> list[Cell]:
     return [
         policy.kind,
         policy.name,
-        ("yes", "yellow") if policy.is_paused else NOTHING,
+        (_end_of(policy) or "yes", "yellow") if policy.is_paused else NOTHING,
         policy.held or 0,
         policy.running or 0,
         policy.concurrency,

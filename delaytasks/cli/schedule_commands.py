@@ -418,7 +418,7 @@ def run(cli: Cli, name: str) -> None:
     \b
     delaytasks recurring run nightly
     """
-    task = cli.delays.recurring.run(name)
+    task = cli.delays.recurring.schedule_now(name)
     cli.answer_task(task, "scheduled")
     cli.note_broker_away()
 

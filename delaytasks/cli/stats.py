@@ -321,9 +321,17 @@ def _overdue_cell(overdue: dict[str, Any]) -> Cell:
     return _alarm(late, overdue["count"])
 
 
+def _until(policy: dict[str, Any]) -> str:
+    end = policy["paused_until"]
+    return "" if end is None else f", until {show_instant(datetime.fromisoformat(end))}"
+
+
 def _paused_text(found: dict[str, Any], hints: Hints) -> str:
     paused = [each for each in found["policies"] if each["is_paused"]][:NAMED]
-    names = [f"{each['kind']} {cell(each['name'])} ({each['held']:,} held)" for each in paused]
+    names = [
+        f"{each['kind']} {cell(each['name'])} ({each['held']:,} held{_until(each)})"
+        for each in paused
+    ]
     more = found["policy_counts"]["paused"] - len(paused)
     if more:
         names.append(f"and {more:,} more; {hints.command} policy list shows them")

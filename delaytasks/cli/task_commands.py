@@ -174,7 +174,7 @@ def move_many(
     done
         What `move` does to a task, as a participle: "cancelled".
     move
-        A method such as `cancel_many`.
+        A method such as `bulk.cancel`.
     is_shift
         Whether a second call would move the tasks again, so that it needs one more filter.
     """
@@ -269,7 +269,7 @@ def cancel(cli: Cli, ids: tuple[str, ...], key: str | None, running: bool, many:
     if many.is_meant(ids, key):
         if running:
             raise click.UsageError("--running is for tasks by id or by key.")
-        move_many(cli, "cancelled", many, delays.cancel_many)
+        move_many(cli, "cancelled", many, delays.bulk.cancel)
         return
     cancelled: list[str] = []
     requested: list[str] = []
@@ -317,8 +317,8 @@ def reschedule(
     if [delay, at, by].count(None) != 2:
         raise click.UsageError("Give exactly one of --delay, --at and --by.")
     if is_many and version is None:
-        reschedule_many = partial(delays.reschedule_many, delay, at=at, by=by)
-        move_many(cli, "rescheduled", many, reschedule_many, is_shift=by is not None)
+        reschedule = partial(delays.bulk.reschedule, delay, at=at, by=by)
+        move_many(cli, "rescheduled", many, reschedule, is_shift=by is not None)
         return
     if is_many or by is not None:
         raise click.UsageError("--version applies to one task, --by to many.")
@@ -355,8 +355,7 @@ def spread(
         many = many.due_between(*between)
     if not many.is_meant():
         raise click.UsageError("Name the tasks by --between or by other filters.")
-    reschedule_many = partial(cli.delays.reschedule_many, spread=over)
-    move_many(cli, "spread", many, reschedule_many, is_shift=True)
+    move_many(cli, "spread", many, partial(cli.delays.bulk.reschedule, spread=over), is_shift=True)
 
 
 @click.command(cls=Command)
@@ -418,7 +417,7 @@ def rerun(
     if many.is_meant(ids) or audit is not None:
         if ids:
             raise click.UsageError("Name the tasks by ids or by --audit; not by both.")
-        move_many(cli, "rerun", many, partial(delays.rerun_many, delay, audit=audit))
+        move_many(cli, "rerun", many, partial(delays.bulk.rerun, delay, entry=audit))
         return
     started: list[DelayTask] = []
 
@@ -448,7 +447,7 @@ def audit(cli: Cli, limit: int) -> None:
 
     If the process of an action died, its state stays `running`, and its time of `seen` stops.
     """
-    entries = cli.delays.audit(limit=limit)
+    entries = cli.delays.bulk.log(limit=limit)
     if cli.is_json:
         print_json([entry.as_json() for entry in entries])
         return

@@ -23,7 +23,7 @@ def install(app: Flask) -> None:
     app.add_url_rule("/policies/pause", view_func=pause, methods=["POST"])
     app.add_url_rule("/policies/resume", view_func=resume, methods=["POST"])
     app.add_url_rule("/policies/limits", view_func=set_limits, methods=["POST"])
-    app.add_url_rule("/policies/clear", view_func=clear_policy, methods=["POST"])
+    app.add_url_rule("/policies/remove", view_func=remove_policy, methods=["POST"])
     app.add_url_rule("/recurring", view_func=recurring)
     app.add_url_rule("/recurring", view_func=set_recurring, methods=["POST"])
     app.add_url_rule("/recurring/pause", view_func=pause_recurring, methods=["POST"])
@@ -42,7 +42,7 @@ def policies() -> str:
 
 def _limited(tag: str) -> Policy | None:
     """Return the policy of a tag, as it is stored now, if it has limits."""
-    stored = state().delays.policies(tag=tag) if tag else []
+    stored = state().delays.policies.list(tag=tag) if tag else []
     return next((policy for policy in stored if policy.has_limits), None)
 
 
@@ -57,11 +57,13 @@ def _named() -> dict[str, Any]:
 def pause() -> Response:
     named, delays = _named(), state().delays
 
+    until = request.form.get("until", "").strip() or None
+
     def do() -> str:
-        policy = delays.pause(**named, actor=viewer().name)
+        policy = delays.policies.pause(**named, until=until, actor=viewer().name)
         return f"The {policy.kind} {policy.name} is paused. Tasks that run will finish."
 
-    return act("pause", named, do)
+    return act("pause", named | ({"until": until} if until else {}), do)
 
 
 @requires(Role.OPERATE)
@@ -69,7 +71,7 @@ def resume() -> Response:
     named, delays = _named(), state().delays
 
     def do() -> str:
-        policy = delays.resume(**named, actor=viewer().name)
+        policy = delays.policies.resume(**named, actor=viewer().name)
         return f"The {policy.kind} {policy.name} continues."
 
     return act("resume", named, do)
@@ -87,7 +89,7 @@ def set_limits() -> Response:
                 f"the tag {tag} has limits already: change them in the list", "tag"
             )
         limits = {name: _limit(name, text) for name, text in given.items()}
-        policy = delays.set_policy(**named, **limits, actor=viewer().name)
+        policy = delays.policies.set(**named, **limits, actor=viewer().name)
         return f"The limits of the {policy.kind} {policy.name} are changed."
 
     return act("set_limits", {**named, **given}, do)
@@ -110,14 +112,14 @@ def _limit(name: str, text: str) -> Any:
 
 
 @requires(Role.ADMIN)
-def clear_policy() -> Response:
+def remove_policy() -> Response:
     named, delays = _named(), state().delays
 
     def do() -> str:
-        policy = delays.clear_policy(**named, actor=viewer().name)
+        policy = delays.policies.remove(**named, actor=viewer().name)
         return f"The pause and the limits of the {policy.kind} {policy.name} are removed."
 
-    return act("clear_policy", named, do)
+    return act("remove_policy", named, do)
 
 
 SCHEDULES_PER_PAGE = 100
@@ -190,7 +192,7 @@ def run_recurring() -> Response:
     name, schedules = _name(), state().delays.recurring
 
     def do() -> str:
-        return f"The task {schedules.run(name).id} of the schedule {name} is due now."
+        return f"The task {schedules.schedule_now(name).id} of the schedule {name} is due now."
 
     return act("run_recurring", {"recurring": name}, do)
 

@@ -37,7 +37,6 @@ from delaytasks.core.inputs import parse_duration
 from delaytasks.core.states import MOVES, Status, moves_from
 from delaytasks.core.task import DelayTask, Page
 from delaytasks.core.why import Reason
-from delaytasks.operations.bulk_calls import read_audit
 from delaytasks.operations.explanations import error_filter, error_matcher
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.searching import SearchTimeoutError
@@ -120,7 +119,7 @@ def _statuses(action: str, query: TaskQuery) -> list[str]:
 
 
 def _filters(action: str, query: TaskQuery) -> dict[str, Any]:
-    """Return the filters as the bulk functions take them."""
+    """Return the filters as the methods of `bulk` take them."""
     filters = dict(query.filters)
     if query.error:
         filters["error"] = error_filter(query.error)
@@ -191,12 +190,12 @@ def start_bulk() -> Response:
     def work(report: ReportProgress) -> BulkResult:
         options: dict[str, Any] = {**filters, "actor": actor, "on_progress": report}
         if action == "cancel":
-            return delays.cancel_many(**options)
+            return delays.bulk.cancel(**options)
         if action == "reschedule":
-            return delays.reschedule_many(delay, **options)
+            return delays.bulk.reschedule(delay, **options)
         if action == "spread":
-            return delays.reschedule_many(spread=delay, **options)
-        return delays.rerun_many(delay, **options)
+            return delays.bulk.reschedule(spread=delay, **options)
+        return delays.bulk.rerun(delay, **options)
 
     expected = number_of(request.form.get("expected") or "0")
     if expected is None:
@@ -237,7 +236,7 @@ def stop_bulk(id: str) -> Response:
     has_ended = run.state != "running"
     run.stop.set()
     entries = () if run.result is None else run.result.runs
-    what = {"action": run.action, "started by": run.actor, "audit": ", ".join(map(str, entries))}
+    what = {"action": run.action, "started by": run.actor, "entry": ", ".join(map(str, entries))}
     record("stop_bulk", what, is_refused=has_ended)
     return redirect(url_for("bulk_run", id=id), 303)
 
@@ -247,9 +246,9 @@ def stop_bulk(id: str) -> Response:
 
 @requires(Role.VIEW)
 def audit() -> str:
-    wiring, before = runtime_of(state().delays), number_of(request.args.get("before", ""))
+    delays, before = state().delays, number_of(request.args.get("before", ""))
     entries = state().cache.get(
-        ("audit", before), 2.0, lambda: read_audit(wiring, AUDIT_ENTRIES + 1, before)
+        ("audit", before), 2.0, lambda: delays.bulk.log(limit=AUDIT_ENTRIES + 1, before=before)
     )
     shown = entries[:AUDIT_ENTRIES]
     return render_template(
@@ -257,7 +256,7 @@ def audit() -> str:
         page="audit",
         entries=shown,
         more=shown[-1].id if len(entries) > AUDIT_ENTRIES else None,
-        now=wiring.clock.now(),
+        now=runtime_of(delays).clock.now(),
     )
 
 
@@ -269,9 +268,9 @@ def rerun_entry(id: str) -> Response:
     delays, actor = state().delays, viewer().name
 
     def work(report: ReportProgress) -> BulkResult:
-        return delays.rerun_many(audit=id, actor=actor, on_progress=report)
+        return delays.bulk.rerun(entry=id, actor=actor, on_progress=report)
 
-    return _start("rerun", {"audit": id}, 0, work)
+    return _start("rerun", {"entry": id}, 0, work)
 
 
 @requires(Role.VIEW)

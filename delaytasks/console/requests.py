@@ -178,7 +178,7 @@ def _end_of(run: BulkRunState, work: Callable[[ReportProgress], BulkResult]) -> 
     def report(result: BulkResult) -> None:
         run.result = result
         if run.stop.is_set():
-            raise KeyboardInterrupt  # the audit entry is "stopped", as after Ctrl-C
+            raise KeyboardInterrupt  # the log entry is "stopped", as after Ctrl-C
 
     try:
         run.result = work(report)
@@ -403,14 +403,14 @@ def safe_next(target: str | None) -> str:
 
 #: The statuses of a refused action. The form of a request that is too large (413) cannot be read.
 REFUSED = {400, 403, 404}
-#: Fields that are not part of an audit entry. A body may contain secrets.
+#: Fields that are not part of a log entry. A body may contain secrets.
 _LEFT_OUT = {"csrf", "next", "body", "version", "expected", "is_change"}
 #: Fields of a refused form that are audited, and their characters: nobody has checked them.
 MOST_FIELDS, MOST_CHARACTERS = 20, 200
 
 
 def act(action: str, what: dict[str, Any], do: Callable[[], str]) -> AnyResponse:
-    """Do one action, write its audit entry, and return to the page it came from.
+    """Do one action, write its log entry, and return to the page it came from.
 
     Parameters
     ----------
@@ -436,7 +436,7 @@ def back() -> AnyResponse:
 
 
 def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> None:
-    """Log an action of the viewer, and write its audit entry."""
+    """Log an action of the viewer, and write its log entry."""
     actor = viewer().name
     logger.info("console: %s by %s: %r%s", action, actor, what, " (refused)" if is_refused else "")
     try:
@@ -446,7 +446,7 @@ def record(action: str, what: dict[str, Any], *, is_refused: bool = False) -> No
         )
     except DelayTaskError:
         # The action itself may be done, and the log has it.
-        logger.exception("console: the audit entry of %s could not be written", action)
+        logger.exception("console: the log entry of %s could not be written", action)
 
 
 def audit_refusals(app: Flask) -> None:

@@ -27,7 +27,7 @@ STATUS_WORDS = {
     "CANCELLED": "cancelled",
     "HELD": "held",
 }
-#: An instant in a sentence or in an audit entry, but not in the key of an occurrence, after "@".
+#: An instant in a sentence or in a log entry, but not in the key of an occurrence, after "@".
 _INSTANT = re.compile(
     r"(?<![\w@])[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(?:\.[0-9]+)?(?:Z|\+00:00)"
 )

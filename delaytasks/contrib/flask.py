@@ -15,7 +15,6 @@ from flask import Flask, Request, abort, current_app, has_app_context
 from sqlalchemy import URL, make_url
 from werkzeug.middleware.dispatcher import DispatcherMiddleware
 
-from delaytasks import api
 from delaytasks.attachment import attach
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import ConfigError, InvalidInputError, SessionUnusableError
@@ -23,6 +22,7 @@ from delaytasks.core.interfaces import Transaction
 from delaytasks.core.settings import load_settings
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import Secret, count
+from delaytasks.current import set_project_delays
 from delaytasks.runtime import ProcessorContext, Runtime, runtime_of
 from delaytasks.storage.sessions import _PENDING, transaction_of
 
@@ -44,7 +44,7 @@ class FlaskDelays(DelayTasks):
         The Celery app. By default the app in `app.extensions["celery"]`, else one that is made
         from `app.config["CELERY"]`.
     default
-        Whether the module-level functions of `delaytasks` use this object too.
+        Whether `current_delays` returns this object, which the functions of the package use too.
     join_session
         Whether calls without `session=` write in `db.session` of Flask-SQLAlchemy. If False, each
         call is a transaction of its own.
@@ -76,7 +76,7 @@ class FlaskDelays(DelayTasks):
         self._given_celery = celery_app
         self._joins_session = join_session
         if default:
-            api.set_default(self)
+            set_project_delays(self)
         if app is not None:
             self.init_app(app)
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import TAG_LENGTH, check_key, decode_meta, encode_meta
-from delaytasks.core.retry_schedule import NOTIFY
+from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.task import DelayTask
 from delaytasks.core.text import shown
 
@@ -180,7 +180,7 @@ CALLBACK = "delaytasks.callback"
 #: The tag of messages to queues.
 MESSAGE = "delaytasks.message"
 #: The retry schedule of callbacks and messages that have none of their own.
-RETRY_SCHEDULE = NOTIFY
+RETRY_SCHEDULE = RetrySchedule.NOTIFY
 #: The longest name of a queue or an exchange. This is the limit of AMQP's short strings.
 MAX_NAME_BYTES = 255
 

@@ -175,11 +175,11 @@ def _shown(name: str, value: Any) -> object:
     return dict(value) if isinstance(value, tuple) else value
 
 
-# -- Bulk operations: the filter, the result and the audit entry ----------------------------------
+# -- Bulk operations: the filter, the result and the log entry ------------------------------------
 
 
 class BulkOptions(Filters, total=False):
-    """The filters and options of a bulk operation; `DelayTasks.cancel_many` explains them."""
+    """The filters and options of a bulk operation; `Bulk.cancel` explains them."""
 
     everything: bool
     dry_run: bool
@@ -247,11 +247,11 @@ class BulkResult:
     started
         The start of the operation, by the clock of the database.
     runs
-        The ids of the audit entries. Empty after a dry run.
+        The ids of the log entries. Empty after a dry run.
 
     Examples
     --------
-    >>> result = delays.cancel_many(tag="mail.send")
+    >>> result = delays.bulk.cancel(tag="mail.send")
     >>> result.changed, result.refused
     (1200, 3)
     """
@@ -268,8 +268,8 @@ OnProgress = Callable[[BulkResult], object]
 
 
 @dataclass(frozen=True, slots=True)
-class AuditEntry:
-    """A bulk operation in the audit table of its database.
+class LogEntry:
+    """One operation on many tasks, as `delays.bulk.log` returns it.
 
     Attributes
     ----------
@@ -291,7 +291,7 @@ class AuditEntry:
 
     Examples
     --------
-    >>> [(entry.actor, entry.action, entry.changed) for entry in delays.audit()]
+    >>> [(entry.actor, entry.action, entry.changed) for entry in delays.bulk.log()]
     [('maria', 'cancel', 1200)]
     """
 

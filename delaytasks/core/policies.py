@@ -25,6 +25,7 @@ class Unchanged(Enum):
 
 UNCHANGED = Unchanged.UNCHANGED
 K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 MAX_LIMIT = 1_000_000_000
 MIN_PERIOD_S = 0.001
 MAX_PERIOD_S = 31 * 86_400.0
@@ -41,6 +42,8 @@ class Policy:
         `"tag"` or `"queue"`, and its name.
     is_paused
         Whether no task of the tag or queue starts.
+    paused_until
+        When the pause ends by itself. None if it lasts until `resume`.
     concurrency
         The most tasks that run simultaneously. None means no limit.
     key_concurrency
@@ -60,7 +63,7 @@ class Policy:
 
     Examples
     --------
-    >>> [policy] = delays.policies(tag="mail.send")
+    >>> [policy] = delays.policies.list(tag="mail.send")
     >>> policy.is_paused, policy.held
     (True, 120)
     """
@@ -68,6 +71,7 @@ class Policy:
     kind: Kind
     name: str
     is_paused: bool = False
+    paused_until: datetime | None = None
     concurrency: int | None = None
     key_concurrency: int | None = None
     rate: int | None = None
@@ -116,6 +120,7 @@ class Policy:
             "kind": self.kind,
             "name": self.name,
             "is_paused": self.is_paused,
+            "paused_until": self.paused_until and self.paused_until.isoformat(),
             "concurrency": self.concurrency,
             "key_concurrency": self.key_concurrency,
             "rate": self.rate_text,
@@ -166,6 +171,8 @@ class Policies:
         self._changed_at: datetime | None = None
         self.paused_tags: set[str] = set()
         self.paused_queues: set[str] = set()
+        #: When pauses end by themselves.
+        self.ends: dict[tuple[Kind, str], datetime] = {}
         #: The policies with limits, by tag.
         self.limited: dict[str, Policy] = {}
         #: The policies whose rows are not all paused or resumed yet.
@@ -190,6 +197,7 @@ class Policies:
             self._versions += policy.version - (before.version if before else 0)
             paused = self.paused_tags if policy.kind == "tag" else self.paused_queues
             (paused.add if policy.is_paused else paused.discard)(policy.name)
+            _set(self.ends, name, policy.paused_until if policy.is_paused else None)
             if policy.kind == "tag":
                 _set(self.limited, policy.name, policy if policy.has_limits else None)
             _set(self.unapplied, name, None if policy.is_applied else policy)
@@ -216,11 +224,11 @@ class Policies:
         return tag in self.paused_tags or queue in self.paused_queues
 
 
-def _set(some: dict[K, Policy], name: K, policy: Policy | None) -> None:
-    if policy is None:
+def _set(some: dict[K, V], name: K, value: V | None) -> None:
+    if value is None:
         some.pop(name, None)
     else:
-        some[name] = policy
+        some[name] = value
 
 
 NO_POLICIES = Policies()

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 from delaytasks.core.errors import InvalidInputError
 from delaytasks.core.inputs import check_wait, is_integer, is_number
@@ -41,6 +42,11 @@ class RetrySchedule:
     --------
     >>> delays.schedule_delay("mail.send", {}, 60, retries=RetrySchedule("15s 3m", jitter=0.1))
     """
+
+    #: Delays from seconds to days, for the processing of tasks.
+    LEVELS: ClassVar[RetrySchedule]
+    #: Delays for notifications to partners: ten runs within about 25 hours.
+    NOTIFY: ClassVar[RetrySchedule]
 
     retry_delays_s: tuple[float, ...]
     jitter: float
@@ -198,9 +204,8 @@ class Retries:
         return own
 
 
-#: The retry delays of task processing, and of notifications to partners.
-LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
-NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
+RetrySchedule.LEVELS = RetrySchedule("5s 30s 1m 10m 30m 1h 6h 1d 2d")
+RetrySchedule.NOTIFY = RetrySchedule("15s 3m 10m 30m 30m 1h 2h 6h 15h")
 
 
 def retry_schedule_of(
@@ -220,7 +225,7 @@ def retry_schedule_of(
             f"or a RetrySchedule, not {shown(retries)}; leave it out if nothing is retried",
             "retries",
         )
-    delays_s = LEVELS.retry_delays_s[:retries]
+    delays_s = RetrySchedule.LEVELS.retry_delays_s[:retries]
     return RetrySchedule(delays_s + delays_s[-1:] * (retries - len(delays_s)))
 
 

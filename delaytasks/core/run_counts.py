@@ -316,7 +316,7 @@ class FailureGroup:
 
     @property
     def filters(self) -> dict[str, str]:
-        """The filters for `find` and the bulk functions that select the tasks of this group."""
+        """The filters for `find` and the methods of `bulk` that select the tasks of this group."""
         return {"tag": self.tag, "error": self.pattern}
 
     def first_since(self, begin: datetime) -> datetime | None:

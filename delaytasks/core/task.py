@@ -408,13 +408,6 @@ class TaskOptions(TypedDict, total=False):
     spread: Delay | None
 
 
-class ScheduleOptions(TaskOptions, total=False):
-    """All options of `DelayTasks.schedule_delay`, for callbacks and messages."""
-
-    on_conflict: OnConflict
-    session: Any
-
-
 # A tuple, because a frozen dataclass takes four times as long to make.
 class NewTask(NamedTuple):
     """One task for `schedule_many`.

@@ -184,7 +184,7 @@ def hide(value: Any) -> Any:
 
 # A pattern is what the errors of one kind have in common: the innermost function of the user's
 # code, the type of the exception, and its message. `*` stands for what differs from task to task:
-# numbers, ids, quoted text. The filter `error=` of `find` and of the bulk functions takes such a
+# numbers, ids, quoted text. The filter `error=` of `find` and of the methods of `bulk` takes such a
 # pattern, so a group of failures and the tasks that belong to it have one name:
 #
 #     * in charge\n*ValueError: order * of * was not found*

@@ -53,7 +53,7 @@ class ScheduleFacts(NamedTuple):
 
 
 class AuditFacts(NamedTuple):
-    """The audit entry of the action that has cancelled the task."""
+    """The log entry of the action that has cancelled the task."""
 
     id: int
     actor: str
@@ -270,14 +270,17 @@ def _paused(facts: Facts) -> Iterator[Reason]:
             if at is not None:
                 ago = show_duration((facts.now - at).total_seconds())
                 since = f" since {instant_text(at)} ({ago})"
+            end = policy.paused_until
+            until = "" if end is None else f", until {instant_text(end)}"
             yield Reason(
                 "paused",
-                f"The {policy.kind} {policy.name} is paused{by}{since}.",
+                f"The {policy.kind} {policy.name} is paused{by}{since}{until}.",
                 f"To resume it: delaytasks resume --{policy.kind} {quote(policy.name)}",
                 {
                     "kind": policy.kind,
                     "name": policy.name,
                     "since": iso(policy.update_time),
+                    "until": iso(end),
                     "actor": policy.updated_by,
                 },
             )
@@ -493,9 +496,9 @@ def _failed(facts: Facts) -> Reason:
 
 
 def _cancelled(facts: Facts) -> Reason:
-    task, audit = facts.task, facts.cancelled_by
+    task, entry = facts.task, facts.cancelled_by
     at = instant_text(task.update_time)
-    by = f" by {audit.actor} (entry {audit.id} of the audit)" if audit else ""
+    by = f" by {entry.actor} (entry {entry.id} of the log)" if entry else ""
     cause = f": {last_line(task.error)}" if task.error else ""
     return Reason(
         "cancelled",
@@ -503,8 +506,8 @@ def _cancelled(facts: Facts) -> Reason:
         f"To run it nevertheless: delaytasks rerun {task.id}",
         {
             "at": iso(task.update_time),
-            "actor": audit and audit.actor,
-            "audit": audit and str(audit.id),
+            "actor": entry and entry.actor,
+            "entry": entry and str(entry.id),
             "error": last_line(task.error) or None,
         },
     )

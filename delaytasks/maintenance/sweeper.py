@@ -222,6 +222,21 @@ class PauseSweeper:
         self._strays_checked_at = float("-inf")
         self._forget_at = monotonic() + FORGET_S
 
+    def read(self) -> Policies:
+        """Return the policies as they are now, after ending the pauses whose time is over."""
+        policies = self.cache.refresh()
+        if min(policies.ends.values(), default=LATEST_DUE) <= self._clock.now():
+            for ended in self._table.end_pauses():
+                self._events.emit(
+                    "policy.changed",
+                    kind=ended.kind,
+                    policy=ended.name,
+                    changes=repr({"is_paused": False}),
+                    actor=ended.updated_by,
+                )
+            policies = self.cache.refresh()
+        return policies
+
     def hold_near(
         self, policies: Policies, since: datetime, until: datetime, on_step: OnStep
     ) -> None:
@@ -481,7 +496,7 @@ class Sweeper:
 
     def _read_policies(self) -> None:
         if self._pauses is not None:
-            self._policies = self._pauses.cache.refresh()
+            self._policies = self._pauses.read()
 
     # -- rows due within the horizon --------------------------------------------------------------
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from delaytasks.core.errors import InvalidInputError, StoreUnavailableError, TaskStateError
 from delaytasks.core.filters import (
-    AuditEntry,
     BulkFilter,
     BulkOptions,
     BulkResult,
     Filters,
+    LogEntry,
     bulk_filter_of,
     new_due,
 )
@@ -24,8 +24,11 @@ from delaytasks.core.inputs import Spread, actor_of, check_page_limit
 from delaytasks.core.interfaces import Entry, To
 from delaytasks.core.states import Status
 from delaytasks.core.task import DelayTask
+from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from delaytasks.core.inputs import Delay
     from delaytasks.runtime import Runtime
 
@@ -35,68 +38,236 @@ RUNNING_S = 60.0
 _NO_FILTERS = BulkOptions.__annotations__.keys() - Filters.__annotations__.keys()
 
 
-def run_bulk(
-    runtime: Runtime, move: str, to: To, options: BulkOptions, cancelled: AuditEntry | None = None
-) -> BulkResult:
-    """Find the tasks, then move them.
+class Bulk(CallGroup):
+    """Operations on all tasks that match a filter, as `delays.bulk`.
 
-    With `cancelled`, the tasks are those that this operation has cancelled.
+    The tasks are found first and then changed in steps of some hundred rows, each a short
+    transaction. Tasks that a worker or another caller changes in the meantime are left as they are
+    and counted as refused. After an interruption, the same call continues. Each method has an
+    asynchronous twin for coroutines, such as `acancel` for `cancel`.
+
+    Examples
+    --------
+    >>> delays.bulk.cancel(tag="mail.send", key_prefix="eu-").changed
+    1200
     """
-    filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
-    which = bulk_filter_of(move, filters, options.get("everything", False))
-    who = actor_of(options.get("actor"))
-    run = BulkRun(runtime, which, to, cancelled)
-    run.find()
-    if not options.get("dry_run"):
-        on_progress = options.get("on_progress")
 
-        def report() -> None:
-            if on_progress is not None:
-                on_progress(run.result)
+    def cancel(self, **options: Unpack[BulkOptions]) -> BulkResult:
+        """Cancel the waiting tasks that match a filter.
 
-        run.move(runtime.new_id(), who, report)
-    return run.result
+        Parameters
+        ----------
+        tag, ids, key, key_prefix, status, queue, meta, error : optional
+            Filters, as in `DelayTasks.find`. A task must match all that are given.
+        since, until, created_since, created_until, updated_until : datetime, optional
+            Filters of the due time, the time of the first call and the last change: at or after
+            `since`, before `until`.
+        everything : bool, optional
+            Must be True if no filter is given.
+        dry_run : bool, optional
+            Only count the tasks.
+        actor : str, optional
+            The name in the log. By default the user of this process.
+        on_progress : callable, optional
+            Is called after each step with the `BulkResult` so far.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused.
+
+        Raises
+        ------
+        InvalidInputError
+            If there is no filter and `everything` is False, or a filter is wrong.
+        StoreUnavailableError
+            If the database cannot be reached.
+
+        Examples
+        --------
+        >>> delays.bulk.cancel(tag="mail.send", key_prefix="eu-").changed
+        1200
+        """
+        return self._move("cancel", None, options)
+
+    acancel = twin(cancel)
+
+    def reschedule(
+        self,
+        delay: Delay | None = None,
+        *,
+        at: datetime | None = None,
+        by: Delay | None = None,
+        spread: Delay | None = None,
+        **options: Unpack[BulkOptions],
+    ) -> BulkResult:
+        """Give the waiting tasks that match a filter another due time.
+
+        To continue an interrupted call with `by` or `spread`, pass `updated_until=result.started`.
+        Otherwise tasks that were shifted already are shifted again.
+
+        Parameters
+        ----------
+        delay
+            All tasks are due this time from now: seconds, text such as `"30m"`, or a timedelta.
+        at
+            All tasks are due at this instant.
+        by
+            Each task is due this time later than before; earlier, if negative.
+        spread
+            Each task is due up to this time later than before, uniformly distributed. Overdue tasks
+            are distributed from now on.
+        **options
+            See `cancel`.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused.
+
+        Raises
+        ------
+        InvalidInputError
+            Unless exactly one of `delay`, `at`, `by` and `spread` is given.
+        DelayTaskError
+            The errors of `cancel`.
+
+        Examples
+        --------
+        >>> delays.bulk.reschedule(by=3600, tag="mail.send")
+        >>> delays.bulk.reschedule(spread="10m", tag="mail.send", since=nine, until=ten)
+        """
+        if [delay, at, by, spread].count(None) != 3:
+            raise InvalidInputError(
+                "give a delay, an instant (at), a shift (by) or a period (spread), one of the four",
+                "delay",
+            )
+        producer = self._runtime.producer
+        to: To
+        if spread is not None:
+            to = producer.spread_of(spread)
+        elif by is not None:
+            to = producer.shift_of(by)
+        else:
+            to = producer.due_of(delay, at)
+        return self._move("reschedule", to, options)
+
+    areschedule = twin(reschedule)
+
+    def rerun(
+        self,
+        delay: Delay | None = None,
+        *,
+        entry: int | str | LogEntry | None = None,
+        **options: Unpack[BulkOptions],
+    ) -> BulkResult:
+        """Run the FAILED tasks that match a filter again.
+
+        Parameters
+        ----------
+        delay
+            Seconds from now, text such as `"30m"`, or a timedelta. By default the tasks run now,
+            and with `entry` each at its own due time.
+        entry
+            An entry of `log` about a `cancel`, or its id: the tasks that it has cancelled and that
+            have not moved since run again.
+        **options
+            See `cancel`. With `status="CANCELLED"`, cancelled tasks run again instead.
+
+        Returns
+        -------
+        BulkResult
+            How many tasks matched, were changed and were refused. A task is refused if another
+            live task has its key.
+
+        Raises
+        ------
+        InvalidInputError
+            If there is no such log entry, or it is of another operation.
+        DelayTaskError
+            The errors of `cancel`.
+
+        Examples
+        --------
+        >>> delays.bulk.rerun(tag="mail.send", since=yesterday)
+        >>> delays.bulk.rerun(entry=cancelled.runs[0])
+        """
+        producer = self._runtime.producer
+        if entry is None:
+            return self._move("rerun", producer.due_of(0 if delay is None else delay), options)
+        options = {**options, "status": options.get("status") or Status.CANCELLED}
+        to = timedelta() if delay is None else producer.due_of(delay)
+        return self._move("rerun", to, options, _cancel_of(self._runtime, entry))
+
+    arerun = twin(rerun)
+
+    def log(self, *, limit: int = 100, before: int | None = None) -> list[LogEntry]:
+        """Read what `cancel`, `reschedule` and `rerun` have done, and who has called them.
+
+        Parameters
+        ----------
+        limit
+            The most entries to return, 1 to 1,000.
+        before
+            Read only entries that are older than the one with this id: the last of a page before.
+
+        Returns
+        -------
+        list of LogEntry
+            The newest first: the actor, the filter, the counts and the state.
+
+        Examples
+        --------
+        >>> delays.bulk.log(limit=1)[0].actor
+        'maria'
+        """
+        check_page_limit(limit)
+        # The order is that of the ids, which contain the time in milliseconds.
+        return self._runtime.store.bulk.log(limit, before)
+
+    alog = twin(log)
+
+    def _move(
+        self, move: str, to: To, options: BulkOptions, cancelled: LogEntry | None = None
+    ) -> BulkResult:
+        """Find the tasks, then move them.
+
+        With `cancelled`, the tasks are those that this operation has cancelled.
+        """
+        filters = {name: value for name, value in options.items() if name not in _NO_FILTERS}
+        which = bulk_filter_of(move, filters, options.get("everything", False))
+        who = actor_of(options.get("actor"))
+        run = BulkRun(self._runtime, which, to, cancelled)
+        run.find()
+        if not options.get("dry_run"):
+            on_progress = options.get("on_progress")
+
+            def report() -> None:
+                if on_progress is not None:
+                    on_progress(run.result)
+
+            run.move(self._runtime.new_id(), who, report)
+        return run.result
 
 
-def rerun_bulk(
-    runtime: Runtime, delay: Delay | None, audit: object, options: BulkOptions
-) -> BulkResult:
-    """Run tasks again, with `audit` those that a cancel of many tasks has cancelled."""
-    producer = runtime.producer
-    if audit is None:
-        return run_bulk(runtime, "rerun", producer.due_of(0 if delay is None else delay), options)
-    options = {**options, "status": options.get("status") or Status.CANCELLED}
-    to = timedelta() if delay is None else producer.due_of(delay)
-    return run_bulk(runtime, "rerun", to, options, _cancel_of(runtime, audit))
-
-
-def _cancel_of(runtime: Runtime, audit: object) -> AuditEntry:
+def _cancel_of(runtime: Runtime, entry: object) -> LogEntry:
     """Return the entry of a cancel of many tasks that has ended."""
-    id = check_id(audit.id if isinstance(audit, AuditEntry) else audit)
-    entry = runtime.store.bulk.audited(id)
-    if entry is None:
-        raise InvalidInputError(f"there is no audit entry {id}; it may have been purged", "audit")
-    if entry.action != "cancel":
+    id = check_id(entry.id if isinstance(entry, LogEntry) else entry)
+    found = runtime.store.bulk.logged(id)
+    if found is None:
+        raise InvalidInputError(f"there is no log entry {id}; it may have been purged", "entry")
+    if found.action != "cancel":
         raise InvalidInputError(
-            f"audit entry {id} is of the operation {entry.action!r}; only the tasks of a "
-            "cancel can be rerun by their audit entry",
-            "audit",
+            f"log entry {id} is of the operation {found.action!r}; only the tasks of a "
+            "cancel can be rerun by their log entry",
+            "entry",
         )
-    is_recent = runtime.clock.now() - entry.seen_at < timedelta(seconds=RUNNING_S)
-    if entry.state == "running" and is_recent:
+    is_recent = runtime.clock.now() - found.seen_at < timedelta(seconds=RUNNING_S)
+    if found.state == "running" and is_recent:
         raise InvalidInputError(
-            f"audit entry {id} is of an operation that still runs: wait until it has ended", "audit"
+            f"log entry {id} is of an operation that still runs: wait until it has ended", "entry"
         )
-    return entry
-
-
-def read_audit(runtime: Runtime, limit: int, before: int | None = None) -> list[AuditEntry]:
-    """Return the newest entries, or those older than the entry `before`.
-
-    The order is that of the ids, which contain the time in milliseconds.
-    """
-    check_page_limit(limit)
-    return runtime.store.bulk.audit(limit, before)
+    return found
 
 
 def record_action(
@@ -108,12 +279,12 @@ def record_action(
     is_refused: bool = False,
     task: int | None = None,
 ) -> None:
-    """Write an audit entry about one action of a person, such as a pause."""
+    """Write a log entry about one action of a person, such as a pause."""
     now, refused = runtime.clock.now(), int(is_refused)
     state = "failed" if is_refused else "done"
     id = runtime.new_id()
     runtime.store.bulk.begin(
-        AuditEntry(id, action, what, actor, state, now, now, now, 1, 1 - refused, refused)
+        LogEntry(id, action, what, actor, state, now, now, now, 1, 1 - refused, refused)
     )
 
 
@@ -128,7 +299,7 @@ class BulkRun:
     """One bulk operation."""
 
     def __init__(
-        self, runtime: Runtime, which: BulkFilter, to: To, cancelled: AuditEntry | None = None
+        self, runtime: Runtime, which: BulkFilter, to: To, cancelled: LogEntry | None = None
     ) -> None:
         """With `cancelled`, the tasks are those that this operation has cancelled."""
         self._tasks = runtime.store.tasks
@@ -188,16 +359,14 @@ class BulkRun:
     def _begin(self, id: int, actor: str) -> None:
         which = self._filter_as_given.where.as_json()
         if self._cancelled is not None:
-            which["audit"] = str(self._cancelled.id)
+            which["entry"] = str(self._cancelled.id)
         which = which or {"everything": True}
         if self._to is not None:
             which["to"] = _as_text(self._to)
         counts = (self.matched, self._changed, self._refused)
         started = self.started
         self._store.begin(
-            AuditEntry(
-                id, self._which.move, which, actor, "running", started, started, None, *counts
-            )
+            LogEntry(id, self._which.move, which, actor, "running", started, started, None, *counts)
         )
         self._id = id
 
@@ -270,7 +439,7 @@ class BulkRun:
 
 
 def _as_text(to: datetime | timedelta | Spread) -> str:
-    """Return what the audit entry says about the new due times."""
+    """Return what the log entry says about the new due times."""
     if isinstance(to, datetime):
         return to.isoformat()
     if isinstance(to, Spread):

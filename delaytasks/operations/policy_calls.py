@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from delaytasks.core.errors import InvalidInputError
-from delaytasks.core.inputs import actor_of
+from delaytasks.core.inputs import actor_of, check_delay, check_instant
 from delaytasks.core.policies import (
     UNCHANGED,
     Kind,
@@ -19,15 +20,17 @@ from delaytasks.core.policies import (
     parse_rate,
 )
 from delaytasks.core.states import Status
+from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
-    from delaytasks.runtime import Runtime
+    from delaytasks.core.inputs import Delay
     from delaytasks.storage.policy_rows import PolicyTable, RowCount
 
 
 #: The fields of a policy without pause and limits.
 NO_POLICY: dict[str, Any] = {
     "is_paused": False,
+    "paused_until": None,
     "concurrency": None,
     "key_concurrency": None,
     "rate": None,
@@ -49,47 +52,225 @@ def read_policies(table: PolicyTable, *only: Any) -> CountedPolicies:
     return CountedPolicies([each for each in policies if not each.is_empty or each.held], held)
 
 
-def change_policy(
-    runtime: Runtime, tag: str | None, queue: str | None, changes: dict[str, Any], actor: str | None
-) -> Policy:
-    """Change fields of the policy of a tag or queue, and return it."""
-    kind, name = named(tag, queue)
-    who = actor_of(actor)
-    policy, is_new = runtime.store.policies.set(kind, name, changes, who)
-    if is_new:
-        new_values = {field: getattr(policy, field) for field in changes}
-        runtime.events.emit(
-            "policy.changed", kind=kind, policy=name, changes=repr(new_values), actor=who
-        )
-    return policy
+class PolicyCalls(CallGroup):
+    """The pauses and limits of tags and queues, as `delays.policies`.
 
+    They are stored in the database, and every worker follows a change within about a second. Each
+    method has an asynchronous twin for coroutines, such as `apause` for `pause`.
 
-def limits_of(
-    tag: str | None,
-    queue: str | None,
-    concurrency: int | Unchanged | None,
-    key_concurrency: int | Unchanged | None,
-    rate: str | Unchanged | None,
-) -> dict[str, Any]:
-    """Return the checked fields that `set_policy` changes."""
-    kind, name = named(tag, queue)
-    if kind == "queue":
-        raise InvalidInputError(
-            f"queue {name!r} can be paused, and limits are for tags: name the tags of the queue",
-            "queue",
-        )
-    changes: dict[str, Any] = {}
-    if concurrency is not UNCHANGED:
-        changes["concurrency"] = check_limit(concurrency, "concurrency")
-    if key_concurrency is not UNCHANGED:
-        changes["key_concurrency"] = check_limit(key_concurrency, "key_concurrency")
-    if rate is not UNCHANGED:
-        changes["rate"], changes["rate_period_s"] = parse_rate(rate)
-    if not changes:
-        raise InvalidInputError(
-            "say what is limited: concurrency, key_concurrency or rate", "concurrency"
-        )
-    return changes
+    Examples
+    --------
+    >>> delays.policies.pause(tag="mail.send")
+    >>> delays.policies.set(tag="mail.send", concurrency=10, rate="100/s")
+    """
+
+    def pause(
+        self,
+        *,
+        tag: str | None = None,
+        queue: str | None = None,
+        until: datetime | Delay | None = None,
+        actor: str | None = None,
+    ) -> Policy:
+        """Stop starting tasks of a tag or queue, within about a second.
+
+        Running tasks finish. Waiting tasks are HELD until `resume`, or until the sweep after
+        `until`. Another call replaces the pause, its `until` included.
+
+        Parameters
+        ----------
+        tag, queue
+            The tag or the queue.
+        until
+            The end of the pause: an aware datetime, or a time from now as seconds, text such as
+            `"2h"`, or a timedelta. The clock of the database counts.
+        actor
+            The name in the policy's history. By default the user of this process.
+
+        Returns
+        -------
+        Policy
+            The policy of the tag or queue.
+
+        Raises
+        ------
+        InvalidInputError
+            Unless exactly one of `tag` and `queue` is given.
+        StoreUnavailableError
+            If the database cannot be reached.
+
+        Examples
+        --------
+        >>> delays.policies.pause(tag="mail.send")
+        >>> delays.policies.pause(tag="partner.call", until="2h")
+        """
+        of, runtime = named(tag, queue), self._runtime
+        if isinstance(until, datetime):
+            until = check_instant(until, "until")
+        elif until is not None:
+            from_now = check_delay(until, runtime.settings.max_delay_s, "until")
+            until = runtime.clock.certain_now() + from_now
+        return self._change(of, {"is_paused": True, "paused_until": until}, actor)
+
+    apause = twin(pause)
+
+    def resume(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
+        """End a pause: HELD tasks wait again, in the order of their due times.
+
+        A task whose tag and queue were both paused waits until both are resumed.
+
+        Parameters
+        ----------
+        tag, queue, actor
+            See `pause`.
+
+        Returns
+        -------
+        Policy
+            The policy of the tag or queue.
+
+        Raises
+        ------
+        InvalidInputError, StoreUnavailableError
+            See `pause`.
+
+        Examples
+        --------
+        >>> delays.policies.resume(tag="mail.send")
+        """
+        return self._change(named(tag, queue), {"is_paused": False, "paused_until": None}, actor)
+
+    aresume = twin(resume)
+
+    def set(
+        self,
+        *,
+        tag: str | None = None,
+        queue: str | None = None,
+        concurrency: int | Unchanged | None = UNCHANGED,
+        key_concurrency: int | Unchanged | None = UNCHANGED,
+        rate: str | Unchanged | None = UNCHANGED,
+        actor: str | None = None,
+    ) -> Policy:
+        """Limit how many tasks of a tag run simultaneously or start in a period.
+
+        Each limit applies to all workers together. None removes a limit; an argument that is left
+        out does not change its limit.
+
+        Parameters
+        ----------
+        tag, queue
+            The tag. A queue can be paused, but has no limits: `queue` raises an error.
+        concurrency
+            The most tasks that run simultaneously.
+        key_concurrency
+            The most tasks of one concurrency key that run simultaneously.
+        rate
+            The most tasks that start in a period, such as `"100/s"` or `"30/m"`.
+        actor
+            See `pause`.
+
+        Returns
+        -------
+        Policy
+            The policy of the tag.
+
+        Raises
+        ------
+        InvalidInputError
+            If a limit is wrong, no limit is given, or `tag` is not given.
+        StoreUnavailableError
+            See `pause`.
+
+        Examples
+        --------
+        >>> delays.policies.set(tag="mail.send", concurrency=10, rate="100/s")
+        """
+        kind, name = named(tag, queue)
+        if kind == "queue":
+            raise InvalidInputError(
+                f"queue {name!r} can be paused, and limits are for tags: name its tags",
+                "queue",
+            )
+        changes: dict[str, Any] = {}
+        if concurrency is not UNCHANGED:
+            changes["concurrency"] = check_limit(concurrency, "concurrency")
+        if key_concurrency is not UNCHANGED:
+            changes["key_concurrency"] = check_limit(key_concurrency, "key_concurrency")
+        if rate is not UNCHANGED:
+            changes["rate"], changes["rate_period_s"] = parse_rate(rate)
+        if not changes:
+            raise InvalidInputError(
+                "say what is limited: concurrency, key_concurrency or rate", "concurrency"
+            )
+        return self._change((kind, name), changes, actor)
+
+    aset = twin(set)
+
+    def remove(
+        self, *, tag: str | None = None, queue: str | None = None, actor: str | None = None
+    ) -> Policy:
+        """Remove the pause and all limits of a tag or queue.
+
+        Parameters
+        ----------
+        tag, queue, actor
+            See `pause`.
+
+        Returns
+        -------
+        Policy
+            The empty policy of the tag or queue.
+
+        Raises
+        ------
+        InvalidInputError, StoreUnavailableError
+            See `pause`.
+
+        Examples
+        --------
+        >>> delays.policies.remove(tag="mail.send")
+        """
+        return self._change(named(tag, queue), NO_POLICY, actor)
+
+    aremove = twin(remove)
+
+    def list(self, *, tag: str | None = None, queue: str | None = None) -> list[Policy]:
+        """Read the pauses and limits, with the numbers of paused and running tasks.
+
+        Parameters
+        ----------
+        tag, queue
+            Read only the policy of this tag or queue.
+
+        Returns
+        -------
+        list of Policy
+            The tags and queues that are paused or limited, or still have HELD tasks.
+
+        Examples
+        --------
+        >>> [policy.name for policy in delays.policies.list() if policy.is_paused]
+        ['mail.send']
+        """
+        only = () if tag is None and queue is None else named(tag, queue)
+        return read_policies(self._runtime.store.policies, *only).policies
+
+    alist = twin(list)
+
+    def _change(
+        self, of: tuple[Kind, str], changes: Mapping[str, Any], actor: str | None
+    ) -> Policy:
+        runtime, (kind, name), who = self._runtime, of, actor_of(actor)
+        policy, is_new = runtime.store.policies.set(kind, name, changes, who)
+        if is_new:
+            new_values = {field: getattr(policy, field) for field in changes}
+            runtime.events.emit(
+                "policy.changed", kind=kind, policy=name, changes=repr(new_values), actor=who
+            )
+        return policy
 
 
 def _counted(policies: list[Policy], table: PolicyTable) -> tuple[list[Policy], int | None]:

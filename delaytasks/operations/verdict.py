@@ -184,7 +184,7 @@ def verdict_of(
         return Verdict("bad", headline, [Problem("bad", text)])
     tasks = [*_stopped(state), *_late(state), *failure_problems(state, zone), *ahead]
     others = [*_services(state, zone), *_workers(state, zone), *_held_back(state, zone)]
-    problems = worst_first([*tasks, *others, *_paused(state), *_lost(state, zone)])
+    problems = worst_first([*tasks, *others, *_paused(state, zone), *_lost(state, zone)])
     headline = _headline(state, bool(ahead))
     return Verdict(worst_of(problems), headline, problems[:MOST_PROBLEMS])
 
@@ -336,9 +336,11 @@ def _oldest(policy: Policy, now: datetime, zone: tzinfo) -> str:
     return f" {since}" if policy.held == 1 else f", the oldest {since}"
 
 
-def _paused(state: DeploymentState) -> Iterator[Problem]:
+def _paused(state: DeploymentState, zone: tzinfo) -> Iterator[Problem]:
     for policy in state.paused:
         held = f", {policy.held:,} held" if policy.held else ""
         by = f" by {policy.updated_by}" if policy.updated_by else ""
-        text = f"The {policy.kind} {policy.name} is paused{by}{held}."
+        end = policy.paused_until
+        until = "" if end is None else f" until {clock_time(end, state.now, zone)}"
+        text = f"The {policy.kind} {policy.name} is paused{by}{until}{held}."
         yield Problem("warning", text, "policies")

@@ -8,7 +8,7 @@ declares. A pause belongs to the operator and stays.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -21,7 +21,6 @@ from delaytasks.core.errors import ConfigError, InvalidInputError, TaskNotFoundE
 from delaytasks.core.inputs import actor_of, check_page_limit, check_schedule_name, check_tag
 from delaytasks.core.interfaces import CallerConnection
 from delaytasks.core.task import DelayTask, NewTask
-from delaytasks.processors.registry import Registry
 from delaytasks.recurrence.creation import task_of
 from delaytasks.recurrence.definition import (
     DEFINED,
@@ -35,7 +34,7 @@ from delaytasks.recurrence.definition import (
     started,
     target_of,
 )
-from delaytasks.twins import twin
+from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Recurring:
+class Recurring(CallGroup):
     """The recurring schedules of a `DelayTasks`, as `delays.recurring`.
 
     The object itself is a decorator for schedules that code declares. Its methods are for schedules
@@ -61,16 +60,6 @@ class Recurring:
     ... def send_report(body): ...
     >>> delays.recurring.set("invoices-acme", "invoice.all", {"tenant": "acme"}, every="1h")
     """
-
-    def __init__(
-        self,
-        registry: Registry,
-        get_runtime: Callable[[], Runtime],
-        run_async: Callable[..., Awaitable[Any]],
-    ) -> None:
-        self._registry = registry
-        self._get_runtime = get_runtime
-        self._run_async = run_async
 
     # -- in code ----------------------------------------------------------------------------------
 
@@ -126,26 +115,13 @@ class Recurring:
             make = partial(self._definition, function, name, body, cron, options)
             if isinstance(function, PromiseProxy) and not function.__evaluated__():
                 # A Celery task of an app that is not finalized yet: its name is unknown.
-                self._registry.schedules.append(make)
+                self._delays._registry.schedules.append(make)
                 return function
             made = make()
-            self._registry.schedules.append(lambda: made)
+            self._delays._registry.schedules.append(lambda: made)
             return function
 
         return declare
-
-    def follow_code(self) -> None:
-        """Store the declarations of this process now, as workers do at their start.
-
-        For tests, and for scripts that run after a deployment.
-
-        Examples
-        --------
-        >>> delays.recurring.follow_code()
-        """
-        follow(self._get_runtime())
-
-    afollow_code = twin(follow_code)
 
     # -- define -----------------------------------------------------------------------------------
 
@@ -221,7 +197,7 @@ class Recurring:
         ...     "report-acme", "report.send", {"tenant": "acme"}, cron="0 9 * * *", tz="Asia/Tokyo"
         ... )
         """
-        runtime = self._get_runtime()
+        runtime = self._runtime
         new = checked(runtime, self._definition(tag, name, body, cron, options))
         return put(runtime, new, session, actor)
 
@@ -256,7 +232,7 @@ class Recurring:
         --------
         >>> delays.recurring.remove("report-acme")
         """
-        return remove_schedule(self._get_runtime(), name, session, actor)
+        return remove_schedule(self._runtime, name, session, actor)
 
     aremove = twin(remove)
 
@@ -287,7 +263,7 @@ class Recurring:
         >>> delays.recurring.pause("report-acme").is_paused
         True
         """
-        runtime = self._get_runtime()
+        runtime = self._runtime
 
         def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
             if known.is_paused:
@@ -325,7 +301,7 @@ class Recurring:
         >>> delays.recurring.resume("report-acme").next_at
         datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)
         """
-        runtime = self._get_runtime()
+        runtime = self._runtime
 
         def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
             if not known.is_paused:
@@ -337,10 +313,10 @@ class Recurring:
 
     aresume = twin(resume)
 
-    def run(self, name: str, *, session: Any = None) -> DelayTask:
+    def schedule_now(self, name: str, *, session: Any = None) -> DelayTask:
         """Make one task of a schedule that is due now. Its occurrences stay as they are.
 
-        A paused schedule can be run, too.
+        A paused schedule can have such a task, too.
 
         Parameters
         ----------
@@ -359,10 +335,10 @@ class Recurring:
 
         Examples
         --------
-        >>> delays.recurring.run("report-acme").key
+        >>> delays.recurring.schedule_now("report-acme").key
         'report-acme@2026-11-24T20:15:00.123Z'
         """
-        runtime = self._get_runtime()
+        runtime = self._runtime
         made: list[DelayTask] = []
 
         def work(on: Any, known: RecurringSchedule, now: datetime) -> Change:
@@ -382,7 +358,7 @@ class Recurring:
         runtime.producer.arm_after_commit(made, runtime.transactions.of(session))
         return made[0]
 
-    arun = twin(run)
+    aschedule_now = twin(schedule_now)
 
     # -- look up ----------------------------------------------------------------------------------
 
@@ -409,7 +385,7 @@ class Recurring:
         >>> delays.recurring.get("report-acme").tz
         'Asia/Tokyo'
         """
-        runtime = self._get_runtime()
+        runtime = self._runtime
         found = runtime.recurring_table.find(check_schedule_name(name))
         if found is None:
             raise TaskNotFoundError(
@@ -448,47 +424,13 @@ class Recurring:
         >>> [schedule.name for schedule in delays.recurring.list(tag="report.send")]
         ['report-acme', 'report-initech']
         """
-        runtime = self._get_runtime()
+        runtime = self._runtime
         check_page_limit(limit)
         return runtime.recurring_table.page(
             None if tag is None else check_tag(tag), prefix, after, limit
         )
 
     alist = twin(list)
-
-    def next(
-        self, name: str, count: int = 5, *, after: datetime | None = None
-    ) -> Sequence[datetime]:
-        """Return the next occurrences of a schedule, in UTC, whether or not it is paused.
-
-        Parameters
-        ----------
-        name
-            The name.
-        count
-            The most occurrences to return.
-        after
-            An aware datetime; by default now.
-
-        Returns
-        -------
-        sequence of datetime
-            The occurrences, without jitter.
-
-        Raises
-        ------
-        TaskNotFoundError
-            If there is no schedule of this name.
-
-        Examples
-        --------
-        >>> delays.recurring.next("report-acme", 1)
-        [datetime.datetime(2026, 11, 25, 0, 0, tzinfo=datetime.timezone.utc)]
-        """
-        runtime = self._get_runtime()
-        return self.get(name).next(count, after or runtime.clock.certain_now())
-
-    anext = twin(next)
 
     # -- internals --------------------------------------------------------------------------------
 
@@ -500,7 +442,7 @@ class Recurring:
         return Definition(chosen, found.tag, found.body, cron, options)
 
     def _target_of(self, target: Any, body: Any) -> RecurringTarget:
-        found = target_of(target, body, self._registry)
+        found = target_of(target, body, self._delays._registry)
         if found is None:
             raise TypeError(
                 f"{getattr(target, '__qualname__', target)!s} is no processor and no Celery task: "

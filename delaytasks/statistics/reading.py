@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from delaytasks.core.run_counts import (
     recent_hours,
 )
 from delaytasks.statistics.statistics_table import COUNTS_KEPT, StatisticsTable, hour_counts_of
-from delaytasks.twins import twin
+from delaytasks.twins import CallGroup, twin
 
 if TYPE_CHECKING:
     from delaytasks.processors.registry import Registry
@@ -210,7 +210,7 @@ WINDOWS = {"hour": "1h", "day": "1d"}
 MOST_READ_GROUPS = 100
 
 
-class Statistics:
+class Statistics(CallGroup):
     """The statistics of a `DelayTasks`, as `delays.statistics`.
 
     Workers write what they have run once a minute, so the last minute or two are incomplete. Each
@@ -234,16 +234,6 @@ class Statistics:
     >>> for point in delays.statistics.series(since="1h", step="5m"):
     ...     print(point.start, point.total.done, point.total.lateness_quantile(0.99))
     """
-
-    def __init__(
-        self,
-        runtime: Callable[[], Runtime],
-        registry: Registry,
-        run_async: Callable[..., Awaitable[Any]],
-    ) -> None:
-        self._get_runtime = runtime
-        self._registry = registry
-        self._run_async = run_async
 
     def series(
         self,
@@ -340,7 +330,7 @@ class Statistics:
         found = []
         for tag, counts in self._counts(since, until, tags):
             if counts.on_time or counts.late:
-                processor = self._registry.get(tag)
+                processor = self._delays._registry.get(tag)
                 promised_s = None if processor is None else processor.on_time_s
                 found.append(OnTime(tag, promised_s, counts.on_time, counts.late, target))
         return found
@@ -364,12 +354,12 @@ class Statistics:
         Returns
         -------
         list of FailureGroup
-            `filters` of a group selects its tasks in `find` and in the bulk functions.
+            `filters` of a group selects its tasks in `find` and in the methods of `bulk`.
 
         Examples
         --------
         >>> group = delays.statistics.failures()[0]
-        >>> delays.rerun_many(**group.filters)
+        >>> delays.bulk.rerun(**group.filters)
         """
         check_page_limit(limit)
         return failure_groups(
@@ -379,10 +369,6 @@ class Statistics:
     afailures = twin(failures)
 
     # -- private ----------------------------------------------------------------------------------
-
-    @property
-    def _runtime(self) -> Runtime:
-        return self._get_runtime()
 
     def _counts(
         self, since: Since, until: datetime | None, tags: Sequence[str] | None

@@ -12,7 +12,7 @@ from sqlalchemy import ColumnElement, Select, Update, case, delete, func, insert
 
 from delaytasks.core.body import dump_json
 from delaytasks.core.clock import LATEST, to_us
-from delaytasks.core.filters import AuditEntry, BulkFilter, Filter, new_due
+from delaytasks.core.filters import BulkFilter, Filter, LogEntry, new_due
 from delaytasks.core.ids import MAX_ID
 from delaytasks.core.inputs import Spread
 from delaytasks.core.interfaces import Entry, Step, To
@@ -32,7 +32,7 @@ class Audit:
         self._a = schema.audit
         self._steps = schema.audit_steps
 
-    def begin(self, entry: AuditEntry) -> None:
+    def begin(self, entry: LogEntry) -> None:
         """Write the row before any task is moved, so that an operation that dies is visible."""
         values = {column.name: getattr(entry, column.name) for column in self._a.c}
         values["filter"] = json.dumps(entry.filter, ensure_ascii=False, separators=(",", ":"))
@@ -71,7 +71,7 @@ class Audit:
             last = rows[0][0]
             yield dict(json.loads(rows[0][1]))
 
-    def get(self, id: int) -> AuditEntry | None:
+    def get(self, id: int) -> LogEntry | None:
         return next(iter(self._entries(select(self._a).where(self._a.c.id == id))), None)
 
     def end(self, id: int, state: str, done: tuple[int, int] | None) -> None:
@@ -82,15 +82,15 @@ class Audit:
             lambda c: c.execute(update(self._a).where(self._a.c.id == id).values(ended))
         )
 
-    def all(self, limit: int, before: int | None = None) -> list[AuditEntry]:
+    def all(self, limit: int, before: int | None = None) -> list[LogEntry]:
         """Return the newest rows first, by their ids; only those with ids below `before`."""
         last = MAX_ID if before is None else min(before, MAX_ID)
         rows = select(self._a).where(self._a.c.id < last)
         return self._entries(rows.order_by(self._a.c.id.desc()).limit(limit))
 
-    def _entries(self, query: Select[Any]) -> list[AuditEntry]:
+    def _entries(self, query: Select[Any]) -> list[LogEntry]:
         return [
-            AuditEntry(**{**row._mapping, "filter": json.loads(row._mapping["filter"])})
+            LogEntry(**{**row._mapping, "filter": json.loads(row._mapping["filter"])})
             for row in self._db.rows(query)
         ]
 
@@ -130,8 +130,8 @@ class Bulk:
         self._t = schema.tasks
         self._keys = TaskKeys(database, schema)
         self._audit = Audit(database, schema)
-        self.begin, self.end, self.audit = self._audit.begin, self._audit.end, self._audit.all
-        self.audited = self._audit.get
+        self.begin, self.end, self.log = self._audit.begin, self._audit.end, self._audit.all
+        self.logged = self._audit.get
         self._updates = {name: self._update(name) for name in ("cancel", "reschedule", "rerun")}
 
     def now(self) -> datetime:

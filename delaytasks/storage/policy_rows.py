@@ -158,6 +158,32 @@ class PolicyTable:
 
         return self._db.transaction(work)
 
+    def end_pauses(self) -> list[Policy]:
+        """End the pauses whose `paused_until` has passed, and return their policies as they are
+        then."""
+        p = self._p
+        is_over = and_(p.c.is_paused, p.c.paused_until <= db_now())
+        over = select(p.c.kind, p.c.name).where(is_over).order_by(p.c.kind, p.c.name)
+        named = tuple_(p.c.kind, p.c.name).in_(listing("policies"))
+
+        def work(connection: Any) -> list[Policy]:
+            found = {"policies": [tuple(row) for row in connection.execute(over.with_for_update())]}
+            if not found["policies"]:
+                return []
+            values = {
+                "is_paused": False,
+                "paused_until": None,
+                "version": p.c.version + 1,
+                "update_time": db_now(),
+                "change_number": self._numbers.next(connection, POLICY_CHANGES),
+            }
+            changed = connection.execute(update(p).where(named).values(**values), found).rowcount
+            check_row_count(changed, len(found["policies"]), "policies")
+            rows = connection.execute(select(*self._columns).where(named), found)
+            return [Policy(*row) for row in rows]
+
+        return self._db.transaction(work)
+
     def applied(self, policies: Sequence[Policy]) -> None:
         """Record that all rows are held or released as these versions of the policies require."""
         p = self._p

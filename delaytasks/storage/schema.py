@@ -345,6 +345,8 @@ def _policies(tables: _TableMaker) -> Table:
         Column("kind", String(8), nullable=False),
         Column("name", String(TAG_LENGTH), nullable=False),
         Column("is_paused", Boolean, nullable=False),
+        # When the pause ends by itself; NULL if it lasts until somebody ends it.
+        Column("paused_until", UTCDateTime),
         Column("concurrency", Integer),
         Column("key_concurrency", Integer),
         Column("rate", Integer),

@@ -251,7 +251,7 @@ _NO_ERRORS = TransportFacts()
 MOST_WAITLIST_COUNTED = 10_000
 #: Bulk operations that may have cancelled a task: those that ran at that time.
 MOST_OPERATIONS = 5
-#: The ids of a minute: a cancel and its audit entry have the times of the clocks of two machines.
+#: The ids of a minute: a cancel and its log entry have the times of the clocks of two machines.
 IDS_AROUND = first_id(from_us(60_000_000)) - first_id(from_us(0))
 #: The key of a task that a recurring schedule has made: its name and the time of the occurrence.
 _RECURRING_KEY = re.compile(r"(.+)@[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9:.]+Z")
@@ -327,7 +327,7 @@ class FactReader:
         return ScheduleFacts(*rows[0]) if rows else None
 
     def _cancelled_by(self, task: DelayTask) -> AuditFacts | None:
-        """Return the audit entry of the action that has cancelled the task."""
+        """Return the log entry of the action that has cancelled the task."""
         if task.update_time is None:
             return None
         return self._cancelled_alone(task, task.update_time) or self._cancelled_with_others(

@@ -161,7 +161,7 @@ class TestRunner:
         """Apply pauses now, and sweep as often as beat does."""
         interval_us = self._runtime.settings.sweep_s * 1e6
         pauses = self._runtime.pauses
-        pauses.walk(pauses.cache.refresh(), lambda: None)
+        pauses.walk(pauses.read(), lambda: None)
         if self._time.now_us() < self._swept_us + interval_us:
             return
         self._swept_us = self._time.now_us()
@@ -190,6 +190,7 @@ class TestRunner:
             times.append(max(made_at, self._next_sweep(), now))
         if self._recheck_us < float("inf"):
             times.append(from_us(int(self._recheck_us)))
+        times += self._runtime.pauses.cache.known.ends.values()
         times = [at for at in times if at <= until]
         return min(times) if times else None
 

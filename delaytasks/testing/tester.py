@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kombu.compression import decompress
 from kombu.serialization import loads
 
-from delaytasks.api import instance_of_process
 from delaytasks.core.celery_calls import Callback, Message
 from delaytasks.core.inputs import Delay, check_delay, check_instant, show_duration
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.states import WAITING, Status
 from delaytasks.core.task import DelayTask, Done, Outcome
 from delaytasks.core.text import count
+from delaytasks.current import current_delays
 from delaytasks.operations.callbacks import Callbacks
 from delaytasks.processors.registry import result_of, run_coroutine
 from delaytasks.runtime import runtime_of
@@ -764,7 +764,7 @@ class DelaysTester(TaskAssertions, TaskRuns, TimeTravel):
         self, delays: DelayTasks | None = None, *, bind: Any = None, run_inline: bool = False
     ) -> None:
         instance = InstanceInTest(
-            delays if delays is not None else instance_of_process(),
+            delays if delays is not None else current_delays(),
             None if bind is None else source_of(bind),
             run_inline,
         )

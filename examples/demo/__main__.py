@@ -59,7 +59,7 @@ def _use_nothing_but(folder: Path) -> None:
 
 def _play(console: Console, folder: Path, picture: Path | None) -> int:
     # These imports read the configuration, which `_use_nothing_but` has just set.
-    from delaytasks.api import default
+    from delaytasks import current_delays
     from delaytasks.runtime import runtime_of
     from delaytasks.storage import migrations
     from examples.demo.display import Display, save_picture
@@ -67,7 +67,7 @@ def _play(console: Console, folder: Path, picture: Path | None) -> int:
     from examples.demo.servers import Servers
     from examples.demo.story import Story
 
-    delays: Any = default()
+    delays: Any = current_delays()
     console.print("[bold]delaytasks[/]: starting a database, a broker, two workers and beat …")
     migrations.upgrade(runtime_of(delays).store.database)
     servers = Servers(folder)

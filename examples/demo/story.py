@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-import delaytasks
-from delaytasks import DelayTask, DelayTaskError, Status
-from delaytasks.api import default
+from delaytasks import DelayTask, DelayTaskError, Status, current_delays
 from delaytasks.runtime import runtime_of
 
 ORDERS = 200
@@ -90,7 +88,7 @@ class Story:
             delay = (
                 KILL_AT_S - now if order == LARGE_ORDER else self._random.uniform(*TIME_TO_PAY_S)
             )
-            task = delaytasks.schedule_delay("order.close", body, delay, key=f"order-{order}")
+            task = current_delays().schedule_delay("order.close", body, delay, key=f"order-{order}")
             self.shop.placed[order] = task.id
             if order % 10 < PAID_OF_TEN:
                 self._to_pay.append((now + self._random.uniform(1, 6), order))
@@ -101,13 +99,13 @@ class Story:
         for due, order in [entry for entry in self._to_pay if entry[0] <= now]:
             self._to_pay.remove((due, order))
             try:
-                if not delaytasks.cancel(tag="order.close", key=f"order-{order}"):
+                if not current_delays().cancel(tag="order.close", key=f"order-{order}"):
                     continue  # the order is closed or being closed, so it is too late to pay
             except DelayTaskError:
                 continue
             self.shop.paid.add(order)
             if order % 10 == 0:
-                task = delaytasks.schedule_delay(
+                task = current_delays().schedule_delay(
                     "payment.capture", {"order": order}, 1, key=f"order-{order}"
                 )
                 self.shop.payments[order] = task.id
@@ -119,16 +117,16 @@ class Story:
     def _kill_a_worker(self) -> None:
         running = [
             task
-            for task in delaytasks.find(tag="order.close", status="RUNNING")
+            for task in current_delays().find(tag="order.close", status="RUNNING")
             if task.body["items"] == LARGE
         ]
         if running:
             worker = str(running[0].worker).partition("@")[0]
             self._kill(worker)
-            self.shop.killed, self.shop.killed_at = worker, runtime_of(default()).clock.now()
+            self.shop.killed, self.shop.killed_at = worker, runtime_of(current_delays()).clock.now()
             mine = [
                 t
-                for t in delaytasks.find(tag="order.close", status="RUNNING")
+                for t in current_delays().find(tag="order.close", status="RUNNING")
                 if str(t.worker).startswith(worker)
             ]
             self.shop.interrupted = {task.id for task in mine}
@@ -140,11 +138,11 @@ class Story:
 
     def _look(self) -> None:
         shop = self.shop
-        shop.orders_now = list(delaytasks.find(tag="order.close", limit=1000))
-        shop.payments_now = list(delaytasks.find(tag="payment.capture", limit=1000))
+        shop.orders_now = list(current_delays().find(tag="order.close", limit=1000))
+        shop.payments_now = list(current_delays().find(tag="payment.capture", limit=1000))
         for task in shop.payments_now:
             if task.status is Status.FAILED:
-                delaytasks.rerun(task, RETRY_AFTER_S)
+                current_delays().rerun(task, RETRY_AFTER_S)
                 shop.retries += 1
                 if shop.retries == 1:
                     self._tell(

@@ -9,7 +9,7 @@ from flask import Flask, request
 
 from delaytasks.contrib.flask import FlaskDelays
 
-#: Delays between the attempts. `NOTIFY`, the default, has ten attempts within a day.
+#: Delays between the attempts. `RetrySchedule.NOTIFY`, the default, has ten attempts within a day.
 RETRIES = "1s 1s 5s"
 #: Here it is of this example only. In production, a secret comes from the environment.
 SECRET = "whsec_b25seSBvZiB0aGlzIGV4YW1wbGUsIG5vdCBzZWNyZXQ="
@@ -29,7 +29,7 @@ def create_app() -> Flask:
 
     @shop.post("/payments/<int:number>")
     def pay(number: int) -> tuple[dict[str, Any], int]:
-        task = delays.schedule_callback(
+        task = delays.callbacks.post(
             request.json["notify"],
             {"payment": number, "cents": request.json["cents"]},
             0,

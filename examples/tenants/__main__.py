@@ -44,7 +44,7 @@ def main() -> None:
         places = Counter(shard_of(remind_later(shards, name, "1h").id) for name in TENANTS)
         stage.say(f"their next reminders are on three databases: {sorted(places.values())}")
         assert places[2] == left
-        cancelled = shards.cancel_many(tag=TAG)
+        cancelled = shards.bulk.cancel(tag=TAG)
         stage.say(f"one call cancels {cancelled.changed} tasks on {len(cancelled.runs)} databases")
         for each in (old, moving, shards):
             each.close()

@@ -148,7 +148,7 @@ def test_the_handle_of_a_processor_has_the_twins_of_its_methods(
         async with engine_at(database_url) as engine, AsyncSession(engine) as session:
             await close_order.aschedule_many(many, session=session)
             await session.rollback()
-        await delays.acancel_many(tag="order.close", queue="bulk")
+        await delays.bulk.acancel(tag="order.close", queue="bulk")
         page = await close_order.afind(newest_first=True, limit=1, status="NOT_COMPLETE")
         assert [task.id for task in page] == [second.id]
         rest = await close_order.afind(newest_first=True, cursor=page.cursor, status="NOT_COMPLETE")

@@ -757,11 +757,11 @@ def test_a_spread_is_a_delay_and_not_zero(place: RefusingClient) -> None:
         with place.refuses("spread"):
             place.delays.schedule_many([NewTask("mail", {}, 5, spread=spread)])
         with place.refuses("spread"):
-            place.delays.reschedule_many(spread=spread, tag="mail")
+            place.delays.bulk.reschedule(spread=spread, tag="mail")
     with place.refuses("spread", "max_delay_s"):
         place.delays.schedule_delay("mail", {}, longest, spread=longest)
     with place.refuses("delay", "spread"):
-        place.delays.reschedule_many(60, spread=60, tag="mail")
+        place.delays.bulk.reschedule(60, spread=60, tag="mail")
     assert place.delays.get(waits).version == 0
 
 

@@ -49,7 +49,7 @@ def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refuse
 ) -> None:
     tasks = {status: put(store, schedule(delays), **status_columns(status)) for status in Status}
     other = schedule(delays, "sms")
-    result = delays.cancel_many(tag="mail")
+    result = delays.bulk.cancel(tag="mail")
     assert counts(result) == (3, 2, 1)
     for status, task in tasks.items():
         there = delays.get(task)
@@ -68,7 +68,7 @@ def test_cancel_many_cancels_waiting_tasks_and_counts_the_running_ones_as_refuse
 def test_keys_are_free_afterwards(store: Store, delays: DelayTasks) -> None:
     tasks = [schedule(delays, key=f"k{n}") for n in range(4)]
     running = put(store, tasks[3], **RUNNING)
-    assert counts(delays.cancel_many(key_prefix="k")) == (4, 3, 1)
+    assert counts(delays.bulk.cancel(key_prefix="k")) == (4, 3, 1)
     for task in tasks[:3]:
         with pytest.raises(TaskNotFoundError):
             delays.get(tag="mail", key=task.key)
@@ -85,7 +85,7 @@ def test_cancel_many_leaves_a_key_that_now_belongs_to_another_task(
     old = put(store, schedule(delays, key="k"), **RUNNING)
     new = schedule(delays, key="k", on_conflict="replace", queue="other")
     put(store, old, status=int(Status.NOT_COMPLETE))
-    assert counts(delays.cancel_many(queue="default")) == (1, 1, 0)
+    assert counts(delays.bulk.cancel(queue="default")) == (1, 1, 0)
     assert delays.get(tag="mail", key="k").id == new.id
 
 
@@ -105,7 +105,7 @@ def test_reschedule_many_arms_near_tasks_and_disarms_their_old_entries(
         timer.armed.clear(), timer.disarmed.clear()
         before = [delays.get(task) for task in tasks]
         now = runtime_of(delays).clock.now()
-        assert counts(delays.reschedule_many(delay, tag="mail")) == (4, 3, 1)
+        assert counts(delays.bulk.reschedule(delay, tag="mail")) == (4, 3, 1)
         moved = [delays.get(task) for task in tasks]
         assert all(
             delay - 1 < (task.expected_time - now).total_seconds() < delay + 1 for task in moved
@@ -126,12 +126,12 @@ def test_a_shift_moves_each_task_by_the_same_time_but_none_into_the_past(
 ) -> None:
     tasks = [schedule(delays, delay=delay) for delay in (60, 3600, 7200.5)]
     pass_a_moment(delays)
-    assert counts(delays.reschedule_many(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
+    assert counts(delays.bulk.reschedule(by=timedelta(hours=1), everything=True)) == (3, 3, 0)
     moved = [delays.get(task) for task in tasks]
     assert [m.expected_time - t.expected_time for m, t in zip(moved, tasks, strict=True)] == [
         timedelta(hours=1)
     ] * 3
-    assert counts(delays.reschedule_many(by=-3700, tag="mail")) == (3, 3, 0)
+    assert counts(delays.bulk.reschedule(by=-3700, tag="mail")) == (3, 3, 0)
     first, *others = (delays.get(task) for task in tasks)
     assert abs((first.expected_time - runtime_of(delays).clock.now()).total_seconds()) < 5
     assert [
@@ -146,7 +146,7 @@ def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
     last = datetime(9999, 12, 31, 23, tzinfo=timezone.utc)
     task = put(store, schedule(delays), expected_time=last)
     pass_a_moment(delays)
-    assert counts(delays.reschedule_many(by=86400, tag="mail")) == (1, 1, 0)
+    assert counts(delays.bulk.reschedule(by=86400, tag="mail")) == (1, 1, 0)
     assert delays.get(task).expected_time == last
 
 
@@ -154,7 +154,7 @@ def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
 def test_a_shift_does_not_move_a_task_again_in_a_later_window(delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
     pass_a_moment(delays)
-    assert counts(delays.reschedule_many(by=7, tag="mail")) == (20, 20, 0)
+    assert counts(delays.bulk.reschedule(by=7, tag="mail")) == (20, 20, 0)
     assert {
         (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
     } == {7}
@@ -172,9 +172,9 @@ def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: 
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        delays.reschedule_many(by=7, tag="mail", on_progress=stop)
+        delays.bulk.reschedule(by=7, tag="mail", on_progress=stop)
     assert counts(seen[-1]) == (20, 9, 0)
-    again = delays.reschedule_many(by=7, tag="mail", updated_until=seen[-1].started)
+    again = delays.bulk.reschedule(by=7, tag="mail", updated_until=seen[-1].started)
     assert counts(again) == (11, 11, 0)
     assert {
         (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
@@ -190,7 +190,7 @@ def test_a_task_that_the_search_returns_twice_is_shifted_once(
     pass_a_moment(delays)
     matching = store_bulk.Bulk.matching
     monkeypatch.setattr(store_bulk.Bulk, "matching", lambda *of: [*matching(*of), *matching(*of)])
-    assert delays.reschedule_many(by=7, tag="mail").changed == 5
+    assert delays.bulk.reschedule(by=7, tag="mail").changed == 5
     assert {
         (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
     } == {7}
@@ -207,7 +207,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
         status: put(store, schedule(delays), **status_columns(status), **used) for status in Status
     }
     timer.armed.clear()
-    assert counts(delays.rerun_many(tag="mail")) == (1, 1, 0)
+    assert counts(delays.bulk.rerun(tag="mail")) == (1, 1, 0)
     failed = delays.get(tasks[Status.FAILED])
     assert (failed.status, failed.version, failed.attempts, failed.lapses) == (
         Status.NOT_COMPLETE,
@@ -217,7 +217,7 @@ def test_failed_tasks_run_again_and_cancelled_ones_if_asked_for(
     )
     assert [(entry.id, entry.version) for entry in timer.armed] == [(failed.id, 1)]
     assert delays.get(tasks[Status.CANCELLED]).status is Status.CANCELLED
-    assert counts(delays.rerun_many(60, tag="mail", status="cancelled")) == (1, 1, 0)
+    assert counts(delays.bulk.rerun(60, tag="mail", status="cancelled")) == (1, 1, 0)
     again = delays.get(tasks[Status.CANCELLED])
     assert again.status is Status.NOT_COMPLETE
     assert 55 < (again.expected_time - runtime_of(delays).clock.now()).total_seconds() < 61
@@ -234,16 +234,16 @@ def test_rerun_many_gives_each_task_its_key_back_unless_another_task_has_it(
         delays.cancel(task)
         tasks.append(put(store, task, status=int(Status.FAILED)))
     taken = schedule(delays, key="k1")
-    assert counts(delays.rerun_many(tag="mail")) == (3, 2, 1)
+    assert counts(delays.bulk.rerun(tag="mail")) == (3, 2, 1)
     assert statuses(delays, *tasks) == [Status.NOT_COMPLETE, Status.FAILED, Status.NOT_COMPLETE]
     assert [delays.get(tag="mail", key=f"k{n}").id for n in range(3)] == [
         tasks[0].id,
         taken.id,
         tasks[2].id,
     ]
-    [entry] = delays.audit()
+    [entry] = delays.bulk.log()
     assert (entry.changed, entry.refused, entry.state) == (2, 1, "done")
-    assert counts(delays.rerun_many(tag="mail")) == (1, 0, 1), "again: the same one is refused"
+    assert counts(delays.bulk.rerun(tag="mail")) == (1, 0, 1), "again: the same one is refused"
 
 
 # Bulk operations work in steps while workers run, and are recorded in the audit
@@ -257,7 +257,7 @@ def test_a_bulk_call_works_in_small_steps_and_reports_each(delays: DelayTasks) -
     ]  # all are due at the same instant, and exceed one window
     tasks += [schedule(delays, key=f"k{n}") for n in range(8)]
     seen: list[BulkResult] = []
-    assert counts(delays.cancel_many(tag="mail", on_progress=seen.append)) == (13, 13, 0)
+    assert counts(delays.bulk.cancel(tag="mail", on_progress=seen.append)) == (13, 13, 0)
     assert [result.changed for result in seen] == [3, 6, 9, 12, 13]
     assert {result.matched for result in seen} == {13}
     assert set(statuses(delays, *tasks)) == {Status.CANCELLED}
@@ -282,7 +282,7 @@ def test_no_transaction_moves_more_than_a_step_and_none_lasts_longer(
     tx = runtime_of(delays).store.database.tx
     event.listen(tx, "after_cursor_execute", note)
     event.listen(tx, "commit", committed)
-    assert delays.cancel_many(tag="mail").changed == 10
+    assert delays.bulk.cancel(tag="mail").changed == 10
     assert moved == [3, 3, 3, 1]
     assert commits[-4:] == [3, 6, 9, 10], "each of them is committed by itself"
 
@@ -297,25 +297,25 @@ def test_the_audit_row_exists_from_the_start_and_shows_the_progress(
     rows: list[tuple[str, int, int, int]] = []
 
     def look(_result: BulkResult) -> None:
-        [entry] = delays.audit()
+        [entry] = delays.bulk.log()
         rows.append((entry.state, entry.matched, entry.changed, entry.refused))
 
-    result = delays.cancel_many(
+    result = delays.bulk.cancel(
         tag="mail", since=NOON - timedelta(days=9999), actor="ann@desk", on_progress=look
     )
     assert rows == [("running", 9, 3, 1), ("running", 9, 6, 1), ("running", 9, 8, 1)]
-    [entry] = delays.audit()
+    [entry] = delays.bulk.log()
     assert (entry.id,) == result.runs
     assert (entry.action, entry.actor, entry.state) == ("cancel", "ann@desk", "done")
     assert entry.filter == {"tag": "mail", "since": (NOON - timedelta(days=9999)).isoformat()}
     assert (entry.matched, entry.changed, entry.refused) == counts(result)
     assert entry.finished_at is not None
     assert entry.started_at == result.started <= min(entry.finished_at, entry.seen_at)
-    delays.reschedule_many(by=-60, everything=True)
-    newest, _ = delays.audit()
+    delays.bulk.reschedule(by=-60, everything=True)
+    newest, _ = delays.bulk.log()
     assert newest.filter == {"everything": True, "to": "-60.0 s"}
     assert "@" in newest.actor
-    assert [one.id for one in delays.audit(limit=1)] == [newest.id]
+    assert [one.id for one in delays.bulk.log(limit=1)] == [newest.id]
 
 
 @pytest.mark.usefixtures("small")
@@ -332,10 +332,10 @@ def test_a_stopped_bulk_call_is_in_the_audit_and_continues_when_it_is_called_aga
         raise error
 
     with pytest.raises(error):
-        delays.cancel_many(tag="mail", on_progress=stop)
-    assert [(one.state, one.changed) for one in delays.audit()] == [(state, 3)]
-    assert delays.audit()[0].finished_at is not None
-    assert counts(delays.cancel_many(tag="mail")) == (5, 5, 0)
+        delays.bulk.cancel(tag="mail", on_progress=stop)
+    assert [(one.state, one.changed) for one in delays.bulk.log()] == [(state, 3)]
+    assert delays.bulk.log()[0].finished_at is not None
+    assert counts(delays.bulk.cancel(tag="mail")) == (5, 5, 0)
 
 
 DIES = """
@@ -344,7 +344,7 @@ from delaytasks.operations import bulk_calls
 from tests.recording import delays_on
 bulk_calls.BULK_ROWS = 3
 delays = delays_on(sys.argv[1], table_prefix="s_")
-delays.cancel_many(tag="mail", on_progress=lambda result: \
+delays.bulk.cancel(tag="mail", on_progress=lambda result: \
 result.changed == 6 and os.kill(os.getpid(), 9))
 """
 
@@ -361,7 +361,7 @@ def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
         timeout=60,
     )
     assert died.returncode == -9
-    [entry] = delays.audit()
+    [entry] = delays.bulk.log()
     assert (entry.state, entry.matched, entry.changed, entry.finished_at) == (
         "running",
         10,
@@ -369,8 +369,8 @@ def test_the_audit_shows_a_run_that_died_and_the_next_run_continues_it(
         None,
     )
     assert len(delays.find(status="CANCELLED")) == 6
-    assert counts(delays.cancel_many(tag="mail")) == (4, 4, 0)
-    assert [one.state for one in delays.audit()] == ["done", "running"]
+    assert counts(delays.bulk.cancel(tag="mail")) == (4, 4, 0)
+    assert [one.state for one in delays.bulk.log()] == ["done", "running"]
 
 
 @pytest.mark.usefixtures("small")
@@ -393,12 +393,12 @@ def test_a_step_whose_answer_was_lost_is_counted_and_not_done_again(
 
     pass_a_moment(proxied)
     if verb == "cancel":
-        result = proxied.cancel_many(tag="mail", on_progress=cut)
+        result = proxied.bulk.cancel(tag="mail", on_progress=cut)
     else:
-        result = proxied.reschedule_many(by=60, tag="mail", on_progress=cut)
+        result = proxied.bulk.reschedule(by=60, tag="mail", on_progress=cut)
     assert proxy.cut == 1
     assert counts(result) == (5, 5, 0)
-    [entry] = proxied.audit()
+    [entry] = proxied.bulk.log()
     assert (entry.changed, entry.refused, entry.state) == (5, 0, "done")
     assert {store.tasks.read(task.id).version for task in tasks} == {1}
     if verb == "reschedule":
@@ -436,13 +436,13 @@ def test_a_bulk_call_skips_locked_rows_and_tries_them_once_more(
                 connection.rollback()
 
         began = runtime_of(delays).clock.now()
-        result = delays.cancel_many(tag="mail", on_progress=release)
+        result = delays.bulk.cancel(tag="mail", on_progress=release)
         assert (runtime_of(delays).clock.now() - began).total_seconds() < 3, (
             "a lock would be waited for longer"
         )
     assert counts(result) == ((7, 7, 0) if is_released else (7, 6, 1))
     assert (delays.get(tasks[1]).status is Status.CANCELLED) is is_released
-    assert delays.cancel_many(tag="mail").changed == (0 if is_released else 1)
+    assert delays.bulk.cancel(tag="mail").changed == (0 if is_released else 1)
 
 
 def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
@@ -463,7 +463,7 @@ def test_while_workers_run_each_task_is_run_or_cancelled_and_counted_once(
     with ThreadPoolExecutor(3) as pool:
         workers = [pool.submit(work, f"w{n}") for n in range(3)]
         assert begun.wait(10)
-        result = delays.cancel_many(tag="mail")
+        result = delays.bulk.cancel(tag="mail")
         is_over.set()
         for worker in workers:
             worker.result(30)
@@ -497,7 +497,7 @@ def test_cancel_many_does_not_deadlock_with_callers_that_replace_the_same_keys(
 
     with ThreadPoolExecutor(2) as pool:
         replacing = [pool.submit(replace, backwards) for backwards in (False, True)]
-        results = [delays.cancel_many(tag="mail") for _ in range(5)]
+        results = [delays.bulk.cancel(tag="mail") for _ in range(5)]
         is_over.set()
         assert all(each.result(30) for each in replacing)
     assert all(result.matched == result.changed + result.refused for result in results)
@@ -514,19 +514,19 @@ def test_old_audit_rows_are_purged_by_the_time_of_their_last_update(
     store: Store, delays: DelayTasks
 ) -> None:
     schedule(delays)
-    delays.cancel_many(tag="mail")
-    delays.cancel_many(tag="mail")
-    old, _ = delays.audit()
+    delays.bulk.cancel(tag="mail")
+    delays.bulk.cancel(tag="mail")
+    old, _ = delays.bulk.log()
     a = store.schema.audit
     with store.database.begin() as connection:
         connection.execute(
             update(a).where(a.c.id == old.id).values(seen_at=old.seen_at - timedelta(hours=2))
         )
     store.sweeps.purge_audit(7200 + 600)
-    assert len(delays.audit()) == 2
+    assert len(delays.bulk.log()) == 2
     store.sweeps.purge_audit(3600)
-    assert old.id not in [entry.id for entry in delays.audit()]
-    assert len(delays.audit()) == 1
+    assert old.id not in [entry.id for entry in delays.bulk.log()]
+    assert len(delays.bulk.log()) == 1
 
 
 @pytest.mark.usefixtures("small")
@@ -547,13 +547,13 @@ def test_a_step_that_was_committed_before_an_interrupt_is_counted(
 
     monkeypatch.setattr(Database, "transaction", stopped)
     with pytest.raises(KeyboardInterrupt):
-        delays.cancel_many(tag="mail")
+        delays.bulk.cancel(tag="mail")
     monkeypatch.undo()
-    [entry] = delays.audit()
+    [entry] = delays.bulk.log()
     assert (entry.state, entry.changed) == ("stopped", 3)
 
 
-# `rerun_many(audit=…)` runs the tasks of a cancel again that have not moved since
+# `bulk.rerun(entry=…)` runs the tasks of a cancel again that have not moved since
 
 
 def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
@@ -564,11 +564,11 @@ def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
     held, retried = tasks[0], put(store, tasks[1], attempts=2)
     put(store, held, status=int(Status.HELD))
     deferred = put(store, tasks[2], due_time=tasks[2].expected_time - timedelta(hours=1))
-    result = delays.cancel_many(tag="mail")
+    result = delays.bulk.cancel(tag="mail")
     assert result.changed == 7
-    assert counts(delays.rerun_many(audit=result.runs[0], dry_run=True)) == (7, 0, 0)
+    assert counts(delays.bulk.rerun(entry=result.runs[0], dry_run=True)) == (7, 0, 0)
     progress: list[BulkResult] = []
-    again = delays.rerun_many(audit=result.runs[0], actor="ann", on_progress=progress.append)
+    again = delays.bulk.rerun(entry=result.runs[0], actor="ann", on_progress=progress.append)
     assert counts(again) == (7, 7, 0)
     assert len(progress) == 4
     assert delays.get(retried).attempts == 0
@@ -578,17 +578,17 @@ def test_cancelled_tasks_wait_again_with_their_keys_and_due_times(
         assert (found.status, found.due, found.key) == (Status.NOT_COMPLETE, found.due, task.key)
         assert found.due == (deferred.due if task.id == deferred.id else task.due)
     assert delays.get(tag="mail", key="k1").id == tasks[1].id
-    [entry, _] = delays.audit()
+    [entry, _] = delays.bulk.log()
     assert (entry.action, entry.actor) == ("rerun", "ann")
-    assert entry.filter["audit"] == str(result.runs[0])
-    assert counts(delays.rerun_many(audit=str(result.runs[0]))) == (7, 0, 7), "they have moved"
+    assert entry.filter["entry"] == str(result.runs[0])
+    assert counts(delays.bulk.rerun(entry=str(result.runs[0]))) == (7, 0, 7), "they have moved"
     assert {e.id for e in timer.armed} <= {task.id for task in tasks}
 
 
 def test_a_delay_and_filters_hold_for_the_tasks_of_an_operation(delays: DelayTasks) -> None:
     tasks = [schedule(delays, tag=tag, key="k") for tag in ("mail", "pay")]
-    [entry] = [delays.cancel_many(everything=True) and delays.audit(limit=1)[0]]
-    assert counts(delays.rerun_many("1h", audit=entry, tag="pay")) == (2, 1, 1)
+    [entry] = [delays.bulk.cancel(everything=True) and delays.bulk.log(limit=1)[0]]
+    assert counts(delays.bulk.rerun("1h", entry=entry, tag="pay")) == (2, 1, 1)
     assert statuses(delays, *tasks) == [Status.CANCELLED, Status.NOT_COMPLETE]
     due_in = delays.get(tasks[1]).due - runtime_of(delays).clock.now()
     assert timedelta(minutes=59) < due_in <= timedelta(hours=1)
@@ -598,7 +598,7 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: 
     plain, keyed, rerun, taken, gone, again = (
         schedule(delays, key=key) for key in (None, "k1", "k2", "k3", None, None)
     )
-    result = delays.cancel_many(tag="mail")
+    result = delays.bulk.cancel(tag="mail")
     delays.rerun(rerun, "2d")
     delays.rerun(again, "2d")
     delays.cancel(again)
@@ -606,7 +606,7 @@ def test_tasks_that_have_moved_since_are_left_as_they_are(store: Store, delays: 
     with store.database.begin() as connection:
         connection.execute(store.schema.tasks.delete().where(store.schema.tasks.c.id == gone.id))
     before = delays.get(rerun)
-    assert counts(delays.rerun_many(audit=result.runs[0])) == (6, 2, 4)
+    assert counts(delays.bulk.rerun(entry=result.runs[0])) == (6, 2, 4)
     assert statuses(delays, plain, keyed, taken, again) == [
         Status.NOT_COMPLETE,
         Status.NOT_COMPLETE,
@@ -623,7 +623,7 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
 ) -> None:
     monkeypatch.setattr(bulk, "BUSY_S", 0)
     task = schedule(delays)
-    result = delays.cancel_many(tag="mail")
+    result = delays.bulk.cancel(tag="mail")
     store = runtime_of(delays).store.bulk
     unpatched = getattr(store, point)
 
@@ -633,30 +633,30 @@ def test_a_task_that_moves_before_it_is_locked_is_left_as_it_is(
         return unpatched(on, *given)
 
     monkeypatch.setattr(store, point, late)
-    assert counts(delays.rerun_many(audit=result.runs[0])) == (1, 0, 1)
+    assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 0, 1)
     assert delays.get(task).status is Status.CANCELLED
 
 
 def test_an_entry_without_cancelled_tasks_is_refused(store: Store, delays: DelayTasks) -> None:
     put(store, schedule(delays), status=int(Status.FAILED))
-    for result in (delays.rerun_many(tag="mail"), delays.reschedule_many(60, tag="mail")):
-        with invalid("audit", match="only the tasks of a cancel"):
-            delays.rerun_many(audit=result.runs[0])
-    with invalid("audit", match="no audit entry 7"):
-        delays.rerun_many(audit=7)
+    for result in (delays.bulk.rerun(tag="mail"), delays.bulk.reschedule(60, tag="mail")):
+        with invalid("entry", match="only the tasks of a cancel"):
+            delays.bulk.rerun(entry=result.runs[0])
+    with invalid("entry", match="no log entry 7"):
+        delays.bulk.rerun(entry=7)
     with invalid("id"):
-        delays.rerun_many(audit="none")
+        delays.bulk.rerun(entry="none")
 
 
 def test_the_ids_of_an_operation_are_purged_with_its_audit_entry(
     store: Store, delays: DelayTasks
 ) -> None:
     schedule(delays)
-    result = delays.cancel_many(tag="mail")
+    result = delays.bulk.cancel(tag="mail")
     audit = store.bulk._audit
     assert list(audit.recorded(result.runs[0]))
     audit.purge(-60)
-    assert delays.audit() == []
+    assert delays.bulk.log() == []
     assert not list(audit.recorded(result.runs[0]))
 
 
@@ -665,11 +665,11 @@ def test_the_tasks_of_an_operation_that_still_runs_are_not_rerun(delays: DelayTa
     refused: list[str] = []
 
     def rerun(_: BulkResult) -> None:
-        with invalid("audit", match="still runs"):
-            delays.rerun_many(audit=delays.audit()[0])
+        with invalid("entry", match="still runs"):
+            delays.bulk.rerun(entry=delays.bulk.log()[0])
         refused.append("once")
 
-    assert delays.cancel_many(tag="mail", on_progress=rerun).changed == 1
+    assert delays.bulk.cancel(tag="mail", on_progress=rerun).changed == 1
     assert refused
 
 
@@ -678,12 +678,12 @@ def test_the_tasks_of_an_operation_whose_process_has_died_are_rerun_later(
 ) -> None:
     monkeypatch.setattr(bulk.BulkRun, "_end", lambda *_: None)
     schedule(delays)
-    result = delays.cancel_many(tag="mail")
-    assert delays.audit()[0].state == "running"
-    with invalid("audit", match="still runs"):
-        delays.rerun_many(audit=result.runs[0])
+    result = delays.bulk.cancel(tag="mail")
+    assert delays.bulk.log()[0].state == "running"
+    with invalid("entry", match="still runs"):
+        delays.bulk.rerun(entry=result.runs[0])
     monkeypatch.setattr(bulk, "RUNNING_S", -1)
-    assert counts(delays.rerun_many(audit=result.runs[0])) == (1, 1, 0)
+    assert counts(delays.bulk.rerun(entry=result.runs[0])) == (1, 1, 0)
 
 
 # The tasks that a bulk operation changes are those that the filters name
@@ -726,9 +726,9 @@ def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wan
     ]
     put(store, held, status=int(Status.HELD))
     put(store, slow, create_time=NOON, update_time=NOON)
-    assert counts(delays.cancel_many(dry_run=True, **filters)) == (len(wanted.split()), 0, 0)
+    assert counts(delays.bulk.cancel(dry_run=True, **filters)) == (len(wanted.split()), 0, 0)
     assert set(statuses(delays, *tasks)) == {Status.NOT_COMPLETE, Status.HELD}
-    assert delays.cancel_many(**filters).changed == len(wanted.split())
+    assert delays.bulk.cancel(**filters).changed == len(wanted.split())
     assert {task.body for task in tasks if delays.get(task).status is Status.CANCELLED} == set(
         wanted.split()
     )
@@ -737,8 +737,8 @@ def test_each_filter_narrows(store: Store, delays: DelayTasks, filters: Any, wan
 @pytest.mark.parametrize("tag", ["A", "a%", "a' OR '1'='1"])
 def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
     task = schedule(delays, "a", key="k1")
-    assert counts(delays.cancel_many(tag=tag)) == (0, 0, 0)
-    assert counts(delays.cancel_many(key_prefix=tag.replace("a", "K").replace("A", "K"))) == (
+    assert counts(delays.bulk.cancel(tag=tag)) == (0, 0, 0)
+    assert counts(delays.bulk.cancel(key_prefix=tag.replace("a", "K").replace("A", "K"))) == (
         0,
         0,
         0,
@@ -749,28 +749,28 @@ def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
 @pytest.mark.parametrize(
     ("call", "argument", "says"),
     [
-        (lambda d: d.cancel_many(), "everything", "everything=True"),
-        (lambda d: d.cancel_many(tag=None, dry_run=True), "everything", "everything=True"),
-        (lambda d: d.cancel_many(colour="red"), "colour", "colour.*known: .*tag"),
-        (lambda d: d.cancel_many(status="DONE"), "status", "HELD, NOT_COMPLETE, not DONE"),
-        (lambda d: d.cancel_many(status="SOON"), "status", "status is one of"),
+        (lambda d: d.bulk.cancel(), "everything", "everything=True"),
+        (lambda d: d.bulk.cancel(tag=None, dry_run=True), "everything", "everything=True"),
+        (lambda d: d.bulk.cancel(colour="red"), "colour", "colour.*known: .*tag"),
+        (lambda d: d.bulk.cancel(status="DONE"), "status", "HELD, NOT_COMPLETE, not DONE"),
+        (lambda d: d.bulk.cancel(status="SOON"), "status", "status is one of"),
         (
-            lambda d: d.rerun_many(status="RUNNING"),
+            lambda d: d.bulk.rerun(status="RUNNING"),
             "status",
             "CANCELLED, FAILED, not RUNNING",
         ),
-        (lambda d: d.cancel_many(since=datetime(2030, 1, 1)), "since", "no time zone"),
-        (lambda d: d.cancel_many(tag="a", actor="x" * 256), "actor", "255"),
-        (lambda d: d.cancel_many(tag="a", actor="a\nb"), "actor", "control"),
-        (lambda d: d.reschedule_many(tag="a"), "delay", "one of the four"),
-        (lambda d: d.reschedule_many(5, by=5, tag="a"), "delay", "one of the four"),
-        (lambda d: d.reschedule_many(by=0, tag="a"), "by", "not 0"),
-        (lambda d: d.reschedule_many(by=True, tag="a"), "by", "number of seconds"),
-        (lambda d: d.reschedule_many(by=float("-inf"), tag="a"), "by", "finite"),
-        (lambda d: d.reschedule_many(by=-1e12, tag="a"), "by", "at most"),
-        (lambda d: d.reschedule_many(-5, tag="a"), "delay", "negative"),
-        (lambda d: d.rerun_many(float("nan"), tag="a"), "delay", "finite"),
-        (lambda d: d.audit(limit=0), "limit", "1 to 1000"),
+        (lambda d: d.bulk.cancel(since=datetime(2030, 1, 1)), "since", "no time zone"),
+        (lambda d: d.bulk.cancel(tag="a", actor="x" * 256), "actor", "255"),
+        (lambda d: d.bulk.cancel(tag="a", actor="a\nb"), "actor", "control"),
+        (lambda d: d.bulk.reschedule(tag="a"), "delay", "one of the four"),
+        (lambda d: d.bulk.reschedule(5, by=5, tag="a"), "delay", "one of the four"),
+        (lambda d: d.bulk.reschedule(by=0, tag="a"), "by", "not 0"),
+        (lambda d: d.bulk.reschedule(by=True, tag="a"), "by", "number of seconds"),
+        (lambda d: d.bulk.reschedule(by=float("-inf"), tag="a"), "by", "finite"),
+        (lambda d: d.bulk.reschedule(by=-1e12, tag="a"), "by", "at most"),
+        (lambda d: d.bulk.reschedule(-5, tag="a"), "delay", "negative"),
+        (lambda d: d.bulk.rerun(float("nan"), tag="a"), "delay", "finite"),
+        (lambda d: d.bulk.log(limit=0), "limit", "1 to 1000"),
     ],
 )
 def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
@@ -780,14 +780,14 @@ def test_a_bulk_call_with_invalid_arguments_is_refused_and_changes_nothing(
     with invalid(argument, match=says):
         call(delays)
     assert delays.get(task) == task
-    assert delays.audit() == []
+    assert delays.bulk.log() == []
 
 
 def test_a_dry_run_counts_and_writes_nothing(
     store: Store, delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     waits, runs = schedule(delays), put(store, schedule(delays), **RUNNING)
-    result = delays.cancel_many(tag="mail", dry_run=True)
+    result = delays.bulk.cancel(tag="mail", dry_run=True)
     assert (counts(result), result.runs) == ((2, 0, 1), ())
     assert [delays.get(task) for task in (waits, runs)] == [waits, runs]
-    assert (timer.disarmed, delays.audit()) == ([], [])
+    assert (timer.disarmed, delays.bulk.log()) == ([], [])

@@ -425,6 +425,6 @@ def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(
     delays.runner().run([Entry.of(task)])
     before = delays.get(task)
     assert before.expected_time > before.due
-    assert delays.reschedule_many(by=3600, tag="new").changed == 1
+    assert delays.bulk.reschedule(by=3600, tag="new").changed == 1
     moved = delays.get(task)
     assert (moved.due_time, moved.due) == (None, before.due + timedelta(hours=1))

@@ -381,7 +381,7 @@ def test_a_recurring_celery_task_is_sent_with_its_own_options_and_those_of_its_s
     task = office.app.task(_silent, name="durable.silent", compression="zlib", ignore_result=True)
     call = {"args": [7], "kwargs": {"word": "é"}, "options": {"priority": 4}}
     office.delays.recurring.set("nightly", task, call, every="1h")
-    row = run_now(office.delays, office.delays.recurring.run("nightly"))
+    row = run_now(office.delays, office.delays.recurring.schedule_now("nightly"))
 
     (message,) = office.published()
 
@@ -415,7 +415,7 @@ def test_a_message_whose_worker_died_is_not_published_after_its_revoke(office: O
 
 def test_the_row_of_a_recurring_celery_task_is_revoked_by_its_id(office: Office) -> None:
     office.delays.recurring.set("nightly", office.remind, every="1h")
-    task = office.delays.recurring.run("nightly")
+    task = office.delays.recurring.schedule_now("nightly")
     other = office.delays.schedule_delay("mail", {"task": "durable.remind"}, 90)
 
     for id in (task.id, other.id, 2**64, "²"):

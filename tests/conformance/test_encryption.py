@@ -99,13 +99,13 @@ def in_a_session(delays: DelayTasks) -> None:
 
 
 def callback(delays: DelayTasks) -> None:
-    delays.schedule_callback(
+    delays.callbacks.post(
         "https://example.com/", BODY, 60, headers={"Authorization": "bOdY-cAnArY"}
     )
 
 
 def message(delays: DelayTasks) -> None:
-    delays.schedule_message("orders", BODY, 60)
+    delays.callbacks.publish("orders", BODY, 60)
 
 
 def rescheduled_and_cancelled(delays: DelayTasks) -> None:
@@ -191,7 +191,7 @@ def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) ->
     delays.processor("mail")(got.append)
     delays.processor("batch", batch=10)(lambda tasks: got.extend(task.body for task in tasks))
     delays.processor("limited")(got.append)
-    delays.set_policy(tag="limited", concurrency=1)
+    delays.policies.set(tag="limited", concurrency=1)
     tasks = [
         delays.schedule_delay(tag, BODY, 0)
         for tag in ("mail", "batch", "batch", "limited", "limited")

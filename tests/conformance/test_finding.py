@@ -166,10 +166,10 @@ def test_find_has_the_filters_of_the_bulk_functions_and_takes_several_statuses(
 def test_a_bulk_function_takes_several_statuses_and_a_key(
     delays: DelayTasks, tasks: dict[str, DelayTask]
 ) -> None:
-    assert delays.cancel_many(key="eu-1").changed == 1
-    assert delays.rerun_many("1h", status=["FAILED", "CANCELLED"], tag="b").changed == 2
+    assert delays.bulk.cancel(key="eu-1").changed == 1
+    assert delays.bulk.rerun("1h", status=["FAILED", "CANCELLED"], tag="b").changed == 2
     with invalid("status", match="not DONE"):
-        delays.rerun_many(status=["FAILED", "DONE"])
+        delays.bulk.rerun(status=["FAILED", "DONE"])
 
 
 def test_find_reads_the_tasks_with_some_ids_in_the_order_of_their_due_times(
@@ -195,23 +195,23 @@ def test_the_bulk_functions_move_the_tasks_with_some_ids_only(
     delays: DelayTasks, tasks: dict[str, DelayTask]
 ) -> None:
     first, second, failed, done = (tasks[n].id for n in ("first", "second", "failed", "done"))
-    assert delays.cancel_many(ids=[first, done], dry_run=True).matched == 1
-    assert delays.reschedule_many(at=NOON + 9 * SECOND, ids=[first, second, done]).changed == 2
+    assert delays.bulk.cancel(ids=[first, done], dry_run=True).matched == 1
+    assert delays.bulk.reschedule(at=NOON + 9 * SECOND, ids=[first, second, done]).changed == 2
     assert delays.get(second).due == NOON + 9 * SECOND
-    cancelled = delays.cancel_many(ids=[str(first)])
+    cancelled = delays.bulk.cancel(ids=[str(first)])
     assert (cancelled.matched, cancelled.changed) == (1, 1)
-    assert delays.audit(limit=1)[0].filter == {"ids": [str(first)]}
+    assert delays.bulk.log(limit=1)[0].filter == {"ids": [str(first)]}
     assert delays.get(second).status is Status.NOT_COMPLETE
-    assert delays.rerun_many("1h", ids=[first, failed, done]).changed == 1
-    assert delays.rerun_many("1h", ids=[first], status="CANCELLED").changed == 1
-    assert delays.cancel_many(ids=[first, second], queue="slow").changed == 1
+    assert delays.bulk.rerun("1h", ids=[first, failed, done]).changed == 1
+    assert delays.bulk.rerun("1h", ids=[first], status="CANCELLED").changed == 1
+    assert delays.bulk.cancel(ids=[first, second], queue="slow").changed == 1
 
 
 def test_a_task_of_some_ids_that_runs_is_left_as_it_is(
     store: Store, delays: DelayTasks, tasks: dict[str, DelayTask]
 ) -> None:
     change(store, tasks["first"], **RUNNING)
-    result = delays.cancel_many(ids=[tasks["first"].id, tasks["second"].id])
+    result = delays.bulk.cancel(ids=[tasks["first"].id, tasks["second"].id])
     assert (result.matched, result.changed, result.refused) == (2, 1, 1)
 
 
@@ -229,7 +229,7 @@ def test_a_task_of_some_ids_that_runs_is_left_as_it_is(
     ],
 )
 def test_wrong_ids_are_refused(delays: DelayTasks, ids: Any, says: str) -> None:
-    for call in (delays.find, delays.cancel_many, delays.rerun_many):
+    for call in (delays.find, delays.bulk.cancel, delays.bulk.rerun):
         with invalid("ids", match=says):
             call(ids=ids)
 

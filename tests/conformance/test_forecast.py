@@ -115,8 +115,8 @@ def test_paused_tasks_are_counted_and_keep_no_process_busy(
     put_peak(delays, "report", 10, queue="slow")
     put_peak(delays, "other", 10)
     put(store, delays.find(tag="mail").tasks[0], status=int(Status.HELD))
-    delays.pause(tag="mail")
-    delays.pause(queue="slow")
+    delays.policies.pause(tag="mail")
+    delays.policies.pause(queue="slow")
     found = delays.forecast(processes=1)
     assert (found.due, found.paused) == (30, 20)
     assert found.hours[0].busy_s == pytest.approx(10 * forecast.ASSUMED_DURATION_S)
@@ -250,7 +250,7 @@ def test_tasks_that_run_together_share_a_process(delays: DelayTasks, store: Stor
 
 def test_limits_are_named_as_left_out(delays: DelayTasks, store: Store) -> None:
     put_peak(delays, "limited", 1)
-    delays.set_policy(tag="limited", key_concurrency=1)
+    delays.policies.set(tag="limited", key_concurrency=1)
     assert "The limits of tags are left out: limited." in delays.forecast().notes
 
 

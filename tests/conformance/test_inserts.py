@@ -271,11 +271,11 @@ def test_tasks_are_found_by_pairs_exactly(
     }
     tasks = {name: delays.schedule_delay("mail", name, 60, meta=m) for name, m in pairs.items()}
     assert sorted(task.body for task in delays.find(meta=meta)) == sorted(wanted.split())
-    assert delays.cancel_many(meta=meta).changed == len(wanted.split())
+    assert delays.bulk.cancel(meta=meta).changed == len(wanted.split())
     cancelled = {name for name, task in tasks.items() if delays.get(task).is_finished}
     assert cancelled == set(wanted.split())
-    if delays.audit():
-        assert delays.audit(limit=1)[0].filter == {"meta": meta}
+    if delays.bulk.log():
+        assert delays.bulk.log(limit=1)[0].filter == {"meta": meta}
 
 
 def test_the_processor_and_the_events_have_the_meta(bench: RunnerHarness) -> None:

@@ -185,8 +185,8 @@ def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
     assert kinds == {"due", "RUNNING,"}, "what nobody will ever take, somebody can know of"
 
     assert_calls_raise_our_errors(delays, expected)
-    delays.cancel_many(tag="mail")
-    delays.pause(tag="retries")
+    delays.bulk.cancel(tag="mail")
+    delays.policies.pause(tag="retries")
     run_all(store, delays, expected)
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
 from sqlalchemy import event, select, update
 
-from delaytasks import DelayTask, DelayTasks, NewTask, Status
+from delaytasks import DelayTask, DelayTasks, NewTask, Snooze, Status
 from delaytasks.core import errors as e
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
@@ -147,7 +147,7 @@ def test_a_pause_of_a_tag_holds_its_waiting_tasks_at_any_due_time_and_no_others(
         for options in ({}, {"priority": 3})
     ]
     others = [field.add("sms", in_s) for in_s in (-5, 5, HOUR)]
-    policy = field.delays.pause(tag="mail", actor="me")
+    policy = field.delays.policies.pause(tag="mail", actor="me")
     assert (policy.kind, policy.name, policy.is_paused, policy.updated_by) == (
         "tag",
         "mail",
@@ -158,24 +158,89 @@ def test_a_pause_of_a_tag_holds_its_waiting_tasks_at_any_due_time_and_no_others(
     assert field.statuses(*paused) == ["HELD"] * 6
     assert field.statuses(*others) == ["NOT_COMPLETE"] * 3
     assert field.count("task.held") == 6
-    [shown] = field.delays.policies()
+    [shown] = field.delays.policies.list()
     assert (shown.held, shown.is_applied) == (6, True)
     assert counted(field.store)[Status.HELD] == 6
     assert field.delays.get(paused[0]).version == paused[0].version + 1
 
 
+# -- a pause that ends by itself -----------------------------------------------------------------
+
+
+def test_a_pause_with_an_end_lasts_until_the_first_sweep_after_it(field: PolicyHarness) -> None:
+    tasks, now = [field.add(in_s=in_s) for in_s in (-5, HOUR)], field.store.tasks.now()
+    policy = field.delays.policies.pause(tag="mail", until="1h", actor="me")
+    assert policy.paused_until is not None
+    assert HOUR <= (policy.paused_until - now).total_seconds() < HOUR + 60
+    field.sweep()
+    field.sweep()
+    assert field.statuses(*tasks) == ["HELD"] * 2
+    field.delays.policies.pause(tag="mail", until=now)
+    changes = field.count("policy.changed")
+    field.sweep(field.process())
+    assert field.statuses(*tasks) == ["NOT_COMPLETE"] * 2
+    assert field.delays.policies.list() == []
+    field.sweep()
+    assert field.count("policy.changed") == changes, "the other process has ended the pause"
+    field.run(field.delays.get(tasks[0]))
+    assert field.ran == [{}]
+
+
+@pytest.mark.parametrize("is_tag", [True, False])
+def test_a_later_pause_or_resume_replaces_the_end_of_a_pause(
+    field: PolicyHarness, is_tag: bool
+) -> None:
+    name = {"tag": "mail"} if is_tag else {"queue": "default"}
+    task, policies = field.add(), field.delays.policies
+    policies.pause(**name, until=0.001)
+    assert policies.pause(**name).paused_until is None
+    field.sweep()
+    field.sweep()
+    assert (field.statuses(task), len(policies.list())) == (["HELD"], 1)
+    assert policies.pause(**name, until=timedelta(days=1)).paused_until is not None
+    assert policies.resume(**name).paused_until is None
+    field.sweep()
+    assert (field.statuses(task), policies.list()) == (["NOT_COMPLETE"], [])
+    policies.pause(**name, until="2h")
+    assert policies.remove(**name).paused_until is None
+
+
+def test_a_pause_keeps_its_limits_when_it_ends(field: PolicyHarness) -> None:
+    field.delays.policies.set(tag="mail", concurrency=3)
+    field.delays.policies.pause(tag="mail", until=field.store.tasks.now())
+    field.sweep()
+    [policy] = field.delays.policies.list()
+    assert (policy.is_paused, policy.paused_until, policy.concurrency) == (False, None, 3)
+
+
+def test_a_processor_can_pause_its_own_tag(field: PolicyHarness) -> None:
+    delays = field.delays
+
+    @delays.processor("partner.call")
+    def call_partner(body: Any) -> Snooze:
+        delays.policies.pause(tag="partner.call", until="1h")
+        return Snooze(1)
+
+    first, second = field.add("partner.call", -5), field.add("partner.call", -5)
+    field.run(first)
+    field.sweep()
+    assert field.statuses(first, second) == ["HELD"] * 2
+
+
 def test_a_pause_of_a_queue_holds_the_tasks_of_all_its_tags(field: PolicyHarness) -> None:
     slow = [field.add(tag, in_s, queue="slow") for tag in ("mail", "sms") for in_s in (-5, HOUR)]
     other = field.add("mail", -5)
-    field.delays.pause(queue="slow")
+    field.delays.policies.pause(queue="slow")
     field.sweep()
     assert field.statuses(*slow, other) == ["HELD"] * 4 + ["NOT_COMPLETE"]
-    assert [(p.kind, p.name, p.held) for p in field.delays.policies()] == [("queue", "slow", 4)]
+    assert [(p.kind, p.name, p.held) for p in field.delays.policies.list()] == [
+        ("queue", "slow", 4)
+    ]
 
 
 def test_a_queue_that_is_paused_gets_no_drain_messages(field: PolicyHarness) -> None:
     runtime_of(field.delays).store.workers.report("w", ["default", "slow"], "solo", 1, 0)
-    field.delays.pause(queue="slow")
+    field.delays.policies.pause(queue="slow")
     field.sweep()
     # The pause sweeper has already passed the due times of these rows.
     for queue in ("slow", "default"):
@@ -187,7 +252,7 @@ def test_a_queue_that_is_paused_gets_no_drain_messages(field: PolicyHarness) -> 
 def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(
     field: PolicyHarness,
 ) -> None:
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()  # the pass has ended
     late = [field.add(in_s=60 + n) for n in range(3)]
     near = field.add("sms", 60)
@@ -204,7 +269,7 @@ def test_a_paused_task_that_comes_within_the_horizon_is_held_and_not_armed(
 
 
 def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(field: PolicyHarness) -> None:
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     paused, other = field.add(in_s=-5, body="paused"), field.add("sms", -5, body="other")
     report = field.run(paused, other)
     assert (report.claimed, report.ran, field.ran) == (2, 1, ["other"])
@@ -222,7 +287,7 @@ def test_a_claimed_task_of_a_paused_tag_is_held_and_does_not_run(field: PolicyHa
 
 
 def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> None:
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     task = field.add(in_s=-5)
     [mine] = field.store.claims("frozen", None).claim([Entry(task.id, task.version, 0)])
     t = field.store.schema.tasks
@@ -240,7 +305,7 @@ def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> Non
 
 def test_a_drain_holds_the_overdue_rows_of_a_paused_tag(field: PolicyHarness) -> None:
     rows = [field.add(in_s=-5) for _ in range(7)]
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     runner = field.delays.runner()
     assert [runner.run_due("default", [0], 5).is_full for _ in range(2)] == [True, False]
     assert field.statuses(*rows) == ["HELD"] * 7
@@ -252,7 +317,7 @@ def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
     t = field.store.schema.tasks
     with field.store.database.begin() as connection:
         connection.execute(update(t).values(lapses=1))
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.delays.runner().run_due("default", [0], 5)
     found = field.delays.get(task)
     assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
@@ -263,7 +328,7 @@ def test_a_process_applies_a_pause_within_about_a_second(
 ) -> None:
     other = field.process()
     assert not runtime_of(other).policy_cache.current().has_pauses
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     assert not runtime_of(other).policy_cache.current().has_pauses, "it reads once a second"
     runtime_of(other).policy_cache._read_at -= 1
     assert runtime_of(other).policy_cache.current().pauses("mail", "default")
@@ -279,7 +344,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(
     child.follow(Stamp())
     child.current()
     assert not reads, "without policies nobody asks"
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     stamp = runtime_of(field.delays).policy_cache.refresh().stamp
     child.follow(stamp)
     assert child.current().pauses("mail", "default")
@@ -290,7 +355,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_others(
 def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
     field: PolicyHarness,
 ) -> None:
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     main, child = (runtime_of(field.process()).policy_cache for _ in range(2))
     assert main.stamp is None
     child.follow(main.stamp)
@@ -302,7 +367,7 @@ def test_a_pool_process_reads_policies_when_its_main_process_has_read_none_yet(
 def test_a_process_that_cannot_read_policies_fails_unless_it_has_read_them_before(
     field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     policies = runtime_of(field.process()).policy_cache
     monkeypatch.setattr(policies_of, "POLICY_REFRESH_S", 0)
     with monkeypatch.context() as away:
@@ -366,7 +431,7 @@ def test_a_held_task_can_be_cancelled_rescheduled_touched_and_replaced(
 ) -> None:
     cancelled, moved, touched = field.add(), field.add(), field.add()
     replaced = field.add(key="k")
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()
     assert field.delays.cancel(cancelled)
     assert field.delays.touch(touched, 2 * HOUR)
@@ -382,7 +447,7 @@ def test_a_held_task_can_be_cancelled_rescheduled_touched_and_replaced(
 
 def test_a_purge_leaves_held_tasks(field: PolicyHarness) -> None:
     task, done = field.add(in_s=-5), field.add("sms", -5)
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()
     field.run(done)
     long_ago = field.store.tasks.now() - timedelta(days=9)
@@ -398,39 +463,39 @@ def test_a_purge_leaves_held_tasks(field: PolicyHarness) -> None:
 
 
 def test_repeating_a_pause_resume_or_clear_changes_nothing(field: PolicyHarness) -> None:
-    first = field.delays.pause(tag="mail", actor="a")
-    assert field.delays.pause(tag="mail", actor="b") == first
+    first = field.delays.policies.pause(tag="mail", actor="a")
+    assert field.delays.policies.pause(tag="mail", actor="b") == first
     assert field.count("policy.changed") == 1
-    assert field.delays.resume(tag="sms").version == 0
-    assert field.delays.clear_policy(queue="q").version == 0
-    assert [policy.name for policy in field.delays.policies()] == ["mail"]
+    assert field.delays.policies.resume(tag="sms").version == 0
+    assert field.delays.policies.remove(queue="q").version == 0
+    assert [policy.name for policy in field.delays.policies.list()] == ["mail"]
 
 
 def test_a_pause_keeps_the_limits_and_clearing_the_policy_removes_both(
     field: PolicyHarness,
 ) -> None:
-    field.delays.pause(tag="mail")
-    field.delays.set_policy(tag="mail", concurrency=10, key_concurrency=2, rate="100/s")
-    field.delays.resume(tag="mail")
-    policy = field.delays.set_policy(tag="mail", key_concurrency=None)
+    field.delays.policies.pause(tag="mail")
+    field.delays.policies.set(tag="mail", concurrency=10, key_concurrency=2, rate="100/s")
+    field.delays.policies.resume(tag="mail")
+    policy = field.delays.policies.set(tag="mail", key_concurrency=None)
     assert policy.limits == (10, None, 100, 1.0)
     assert runtime_of(field.delays).policy_cache.refresh().limited == {
         "mail": field.store.policies.read()[0]
     }
     field.sweep()
-    assert [policy.as_json()["rate"] for policy in field.delays.policies()] == ["100/s"]
-    assert field.delays.clear_policy(tag="mail").is_empty
+    assert [policy.as_json()["rate"] for policy in field.delays.policies.list()] == ["100/s"]
+    assert field.delays.policies.remove(tag="mail").is_empty
     field.sweep()
-    assert field.delays.policies() == []
+    assert field.delays.policies.list() == []
 
 
 def test_a_pause_sweep_of_an_old_version_does_not_mark_a_newer_policy_as_applied(
     field: PolicyHarness,
 ) -> None:
     table = field.store.policies
-    paused = field.delays.pause(tag="mail")
-    resumed = field.delays.resume(tag="mail")
-    again = field.delays.pause(tag="mail")
+    paused = field.delays.policies.pause(tag="mail")
+    resumed = field.delays.policies.resume(tag="mail")
+    again = field.delays.policies.pause(tag="mail")
     for old in (paused, resumed):
         table.applied([old])
         assert [(each.version, each.is_paused, each.applied_version) for each in table.read()] == [
@@ -443,9 +508,9 @@ def test_a_pause_sweep_of_an_old_version_does_not_mark_a_newer_policy_as_applied
 def test_simultaneous_changes_of_a_policy_are_all_applied(field: PolicyHarness) -> None:
     with ThreadPoolExecutor(8) as pool:
         calls: list[Callable[[], Any]] = [
-            lambda: field.delays.pause(tag="mail"),
-            lambda: field.delays.set_policy(tag="mail", concurrency=3),
-            lambda: field.delays.set_policy(tag="mail", rate="5/m"),
+            lambda: field.delays.policies.pause(tag="mail"),
+            lambda: field.delays.policies.set(tag="mail", concurrency=3),
+            lambda: field.delays.policies.set(tag="mail", rate="5/m"),
         ]
         for future in [pool.submit(call) for call in calls * 3]:
             future.result(30)
@@ -455,7 +520,10 @@ def test_simultaneous_changes_of_a_policy_are_all_applied(field: PolicyHarness) 
 
 def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
     delays: Any = field.delays
-    for call in (delays.pause, delays.resume, delays.clear_policy):
+    for until in ("soon", -5, True, datetime(2030, 1, 1)):
+        with invalid("until"):
+            delays.policies.pause(tag="mail", until=until)
+    for call in (delays.policies.pause, delays.policies.resume, delays.policies.remove):
         for arguments in ({}, {"tag": "a", "queue": "b"}):
             with invalid("tag", match="a tag or a queue"):
                 call(**arguments)
@@ -464,14 +532,14 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
         with invalid("queue"):
             call(queue="a b")
     with invalid("concurrency", match="what"):
-        delays.set_policy(tag="mail")
+        delays.policies.set(tag="mail")
     with invalid("queue", match=r"'slow' can be paused.*limits are for tags"):
-        delays.set_policy(queue="slow", concurrency=3)
+        delays.policies.set(queue="slow", concurrency=3)
     for limit in (0, -1, True, 1.5, "5", 10**10):
         with invalid("concurrency", match="concurrency is an integer"):
-            delays.set_policy(tag="mail", concurrency=limit)
+            delays.policies.set(tag="mail", concurrency=limit)
         with invalid("key_concurrency", match="key_concurrency is an integer"):
-            delays.set_policy(tag="mail", key_concurrency=limit)
+            delays.policies.set(tag="mail", key_concurrency=limit)
     for rate in (
         "100",
         "0/s",
@@ -487,8 +555,8 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
         "5/s/s",
     ):
         with invalid("rate"):
-            delays.set_policy(tag="mail", rate=rate)
-    assert field.delays.policies() == []
+            delays.policies.set(tag="mail", rate=rate)
+    assert field.delays.policies.list() == []
 
 
 def test_without_policies_a_chunk_executes_no_query_about_policies(field: PolicyHarness) -> None:
@@ -513,16 +581,16 @@ def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(
     field: PolicyHarness,
 ) -> None:
     rows = [field.add(in_s=-in_s, body=in_s) for in_s in (10, 50, 30, 20, 40)]
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()
     assert field.run(*rows).claimed == 0
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     field.sweep()
     assert field.statuses(*rows) == ["NOT_COMPLETE"] * 5
     assert field.count("task.released") == 5
     field.delays.runner().run_due("default", [0], 10)
     assert field.ran == [50, 40, 30, 20, 10]
-    assert field.delays.policies() == [], "a policy that says nothing is gone"
+    assert field.delays.policies.list() == [], "a policy that says nothing is gone"
     with field.store.database.begin() as connection:
         [row] = connection.execute(select(field.store.schema.policies)).all()
     assert row.version == row.applied_version, (
@@ -532,10 +600,10 @@ def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(
 
 def test_a_released_task_within_the_horizon_is_armed(field: PolicyHarness) -> None:
     near, far, late = field.add(in_s=20), field.add(in_s=HOUR), field.add(in_s=-5)
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()
     field.timer.armed.clear()
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     field.sweep()
     [entry] = field.timer.armed
     assert (entry.id, entry.version) == (near.id, near.version + 2)
@@ -549,9 +617,9 @@ def test_held_tasks_are_released_step_by_step_and_the_oldest_first(
     rows = [
         field.add(in_s=-in_s, priority=priority) for priority in (0, 5) for in_s in (10, 30, 20)
     ]
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep_until(lambda: field.count("task.held") >= 6)
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     order: list[int] = []
     for _ in range(100):
         field.sweep()
@@ -566,13 +634,13 @@ def test_held_tasks_are_released_step_by_step_and_the_oldest_first(
 
 def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: PolicyHarness) -> None:
     here, there = field.add(queue="slow"), field.add()
-    field.delays.pause(tag="mail")
-    field.delays.pause(queue="slow")
+    field.delays.policies.pause(tag="mail")
+    field.delays.policies.pause(queue="slow")
     field.sweep()
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     field.sweep()
     assert field.statuses(here, there) == ["HELD", "NOT_COMPLETE"]
-    field.delays.resume(queue="slow")
+    field.delays.policies.resume(queue="slow")
     field.sweep()
     assert field.statuses(here) == ["NOT_COMPLETE"]
 
@@ -580,10 +648,10 @@ def test_a_tag_that_is_resumed_stays_held_in_a_queue_that_is_not(field: PolicyHa
 def test_a_worker_with_outdated_policies_runs_claimed_tasks_of_a_resumed_tag(
     field: PolicyHarness,
 ) -> None:
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     stale = field.process()
     runtime_of(stale).policy_cache.follow(runtime_of(stale).policy_cache.refresh().stamp)
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     field.sweep()
     task = field.add(in_s=-5, body="ran")
     field.run(task, process=stale)
@@ -593,7 +661,7 @@ def test_a_worker_with_outdated_policies_runs_claimed_tasks_of_a_resumed_tag(
 def test_a_process_with_an_outdated_pause_holds_no_rows(field: PolicyHarness) -> None:
     task = field.add()
     assert field.store.paused_rows.hold([task.id]) == 0
-    field.delays.pause(queue="default")
+    field.delays.policies.pause(queue="default")
     assert field.store.paused_rows.hold([task.id]) == 1
     assert field.store.paused_rows.hold([task.id]) == 0
 
@@ -604,14 +672,14 @@ def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(
     if field.store.database.url.get_backend_name() == "sqlite":
         pytest.skip("SQLite lets one writer in at a time")
     tasks = [field.add(), field.add("sms")]
-    field.delays.pause(tag="mail")
-    field.delays.pause(tag="sms")
+    field.delays.policies.pause(tag="mail")
+    field.delays.policies.pause(tag="sms")
     other, resumed = field.process(), list[str]()
 
     def resume_first(*args: Any) -> None:
         if not resumed and args[2].startswith("UPDATE") and "yb_delay_task_message" in args[2]:
             resumed.append("mail")
-            other.resume(tag="mail")
+            other.policies.resume(tag="mail")
 
     event.listen(field.store.database.tx, "before_cursor_execute", resume_first)
     assert field.store.paused_rows.hold([task.id for task in tasks]) == 1
@@ -631,9 +699,9 @@ def test_a_locked_row_is_released_after_its_transaction_has_ended(field: PolicyH
     if field.store.database.url.get_backend_name() == "sqlite":
         return  # SQLite locks the database for each writer, so no other sweep runs
     locked, free = field.add(), field.add()
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     t = field.store.schema.tasks
     with field.store.database.begin() as connection:
         connection.execute(select(t.c.id).where(t.c.id == locked.id).with_for_update()).all()
@@ -643,7 +711,7 @@ def test_a_locked_row_is_released_after_its_transaction_has_ended(field: PolicyH
     field.sweep()
     assert field.statuses(locked) == ["NOT_COMPLETE"]
     field.sweep()
-    assert field.delays.policies() == []
+    assert field.delays.policies.list() == []
 
 
 # -- steps, several processes and crashes --------------------------------------------------------
@@ -654,12 +722,12 @@ def test_each_sweep_holds_a_part_of_the_rows_and_the_next_sweep_continues(
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
     others = [field.add("sms", HOUR + n) for n in range(5)]
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     seen = []
     for _ in range(100):
         field.sweep()
         seen.append(len(field.held()))
-        if field.delays.policies()[0].is_applied:
+        if field.delays.policies.list()[0].is_applied:
             break
     assert seen[-1] == 5
     assert max(b - a for a, b in zip([0, *seen], seen, strict=False)) == 1, (
@@ -672,15 +740,15 @@ def test_the_last_of_several_pauses_and_resumes_is_applied(
     field: PolicyHarness, small_steps: None
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(6)]
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep_until(lambda: field.count("task.held") >= 3)
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     field.sweep_until(lambda: field.count("task.released") >= 1)
-    field.delays.pause(tag="mail")
-    field.sweep_until(lambda: field.delays.policies()[0].is_applied)
+    field.delays.policies.pause(tag="mail")
+    field.sweep_until(lambda: field.delays.policies.list()[0].is_applied)
     assert field.statuses(*rows) == ["HELD"] * 6
-    field.delays.clear_policy(tag="mail")
-    field.sweep_until(lambda: not field.delays.policies())
+    field.delays.policies.remove(tag="mail")
+    field.sweep_until(lambda: not field.delays.policies.list())
     assert field.statuses(*rows) == ["NOT_COMPLETE"] * 6
 
 
@@ -690,10 +758,10 @@ def test_the_next_sweep_continues_the_work_of_one_that_died(
 ) -> None:
     rows = [field.add(in_s=HOUR + n) for n in range(5)]
     if verb == "resume":
-        field.delays.pause(tag="mail")
+        field.delays.policies.pause(tag="mail")
         field.sweep()
     monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 2)
-    getattr(field.delays, verb)(tag="mail")
+    getattr(field.delays.policies, verb)(tag="mail")
     runtime = runtime_of(field.delays)
     calls: list[Any] = []
     move = getattr(runtime.store.paused_rows, {"pause": "hold", "resume": "release"}[verb])
@@ -727,7 +795,7 @@ def test_simultaneous_pause_sweeps_of_several_workers_count_each_row_once(
         return sum(process.events.counts[name] for name in ("task.held", "task.released"))
 
     for verb in ("pause", "resume"):
-        getattr(field.delays, verb)(tag="mail")
+        getattr(field.delays.policies, verb)(tag="mail")
         with ThreadPoolExecutor(3) as pool:
             list(pool.map(walk, walkers))
         for _ in range(10):
@@ -749,9 +817,9 @@ def test_all_of_many_rows_with_one_due_time_are_held_and_released(
     rows = [NewTask("mail" if n % 3 == 0 else "sms", n, at=at) for n in range(20)]
     rows += [NewTask("mail", n, at=at + timedelta(seconds=n - 2)) for n in range(5)]
     field.delays.schedule_many(rows)
-    field.delays.pause(tag="mail")
+    field.delays.policies.pause(tag="mail")
     field.sweep()
     assert (len(field.held()), counted(field.store)[Status.NOT_COMPLETE]) == (12, 13)
-    field.delays.resume(tag="mail")
+    field.delays.policies.resume(tag="mail")
     field.sweep()
     assert field.held() == []

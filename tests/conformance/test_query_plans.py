@@ -15,7 +15,7 @@ import pytest
 from sqlalchemy import event, insert, update
 
 from delaytasks import DelayTask, Status
-from delaytasks.core.filters import AuditEntry, bulk_filter_of, filter_of
+from delaytasks.core.filters import LogEntry, bulk_filter_of, filter_of
 from delaytasks.core.interfaces import Level, Settlement
 from delaytasks.recurrence.creation import Creation, RecurringTable
 from delaytasks.runtime import runtime_of
@@ -415,7 +415,7 @@ def test_bulk_calls_move_rows_by_their_ids_on_empty_statistics(
         store.tasks.insert_keyed(task(store, key=f"{move}{n}"), "reject")[0] for n in range(300)
     ]
     ids = [one.id for one in keyed]
-    entry = AuditEntry(ids[0], move, {}, "me", "running", now, now, None, 300, 0, 0)
+    entry = LogEntry(ids[0], move, {}, "me", "running", now, now, None, 300, 0, 0)
     store.bulk.begin(entry)
     to = None if move == "cancel" else timedelta(hours=1)
     shown = plans(

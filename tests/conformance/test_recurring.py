@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session
 from delaytasks import DelayTasks, Status
 from delaytasks.core.errors import ConfigError, StoreError, TaskNotFoundError
 from delaytasks.recurrence import creation as creation_module
+from delaytasks.recurrence.recurring import follow
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from tests.conformance.recurring_harness import RecurringHarness
@@ -341,7 +342,7 @@ def names(delays: DelayTasks) -> list[str]:
 def test_a_declaration_is_stored_under_its_tag(process: Make) -> None:
     delays = process()
     declare(delays, "0 9 * * *", tz="Asia/Tokyo", body={"n": 1})
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     found = delays.recurring.get("report")
     assert (found.tag, found.timing, found.tz, found.body, found.is_declared) == (
         "report",
@@ -355,19 +356,19 @@ def test_a_declaration_is_stored_under_its_tag(process: Make) -> None:
 def test_following_the_code_again_changes_nothing(process: Make) -> None:
     delays = process()
     declare(delays, every="5m")
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     before = delays.recurring.get("report")
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     assert delays.recurring.get("report") == before
 
 
 def test_a_changed_declaration_replaces_the_stored_one_and_keeps_a_pause(process: Make) -> None:
     old, new = process(), process()
     declare(old, every="5m")
-    old.recurring.follow_code()
+    follow(runtime_of(old))
     old.recurring.pause("report")
     declare(new, every="10m")
-    new.recurring.follow_code()
+    follow(runtime_of(new))
     found = new.recurring.get("report")
     assert (found.timing, found.is_paused) == ("every 600", True)
 
@@ -375,18 +376,18 @@ def test_a_changed_declaration_replaces_the_stored_one_and_keeps_a_pause(process
 def test_a_declaration_that_the_code_no_longer_has_is_removed(process: Make) -> None:
     old, new = process(), process()
     declare(old, every="5m")
-    old.recurring.follow_code()
+    follow(runtime_of(old))
     new.processor("report")(lambda body: None)
-    new.recurring.follow_code()
+    follow(runtime_of(new))
     assert names(new) == []
 
 
 def test_a_process_without_the_processor_removes_nothing(process: Make) -> None:
     owner, other = process(), process()
     declare(owner, every="5m")
-    owner.recurring.follow_code()
+    follow(runtime_of(owner))
     declare(other, every="5m", tag="invoice")
-    other.recurring.follow_code()
+    follow(runtime_of(other))
     assert names(other) == ["invoice", "report"]
 
 
@@ -394,14 +395,14 @@ def test_a_stored_schedule_is_not_removed_because_no_code_declares_it(process: M
     delays = process()
     delays.processor("report")(lambda body: None)
     delays.recurring.set("dynamic", "report", every="5m")
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     assert names(delays) == ["dynamic"]
 
 
 def test_a_call_cannot_change_what_code_declares(process: Make) -> None:
     delays = process()
     declare(delays, every="5m")
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     with invalid("name", match="declared in code"):
         delays.recurring.set("report", "report", every="1m")
 
@@ -410,7 +411,7 @@ def test_a_declaration_takes_over_a_stored_schedule(process: Make) -> None:
     delays = process()
     delays.recurring.set("report", "report", every="5m")
     declare(delays, every="5m")
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     assert delays.recurring.get("report").is_declared
 
 
@@ -422,7 +423,7 @@ def test_one_processor_may_have_several_declarations_with_names(process: Make) -
     @delays.processor("report")
     def report(body: Any) -> None: ...
 
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     assert names(delays) == ["evening", "morning"]
 
 
@@ -431,7 +432,7 @@ def test_two_declarations_cannot_have_one_name(process: Make) -> None:
     declare(delays, every="5m")
     declare(delays, every="6m", tag="other", name="report")
     with pytest.raises(ConfigError, match="declares the recurring schedule 'report' twice"):
-        delays.recurring.follow_code()
+        follow(runtime_of(delays))
     assert names(delays) == []
 
 
@@ -439,7 +440,7 @@ def test_the_declaration_of_a_celery_task_does_not_finalize_the_app(process: Mak
     delays = process()
     delays.recurring(every="5m", body={"args": [1]})(celery_task(delays))
     assert not delays._celery.finalized
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     found = delays.recurring.get("shop.poll")
     assert found.body == {"task": "shop.poll", "args": [1]}
 
@@ -447,11 +448,11 @@ def test_the_declaration_of_a_celery_task_does_not_finalize_the_app(process: Mak
 def test_a_process_without_a_celery_task_does_not_remove_its_schedule(process: Make) -> None:
     owner, other = process(), process()
     owner.recurring(every="5m")(celery_task(owner))
-    owner.recurring.follow_code()
-    other.recurring.follow_code()
+    follow(runtime_of(owner))
+    follow(runtime_of(other))
     assert names(other) == ["shop.poll"]
     celery_task(other)
-    other.recurring.follow_code()
+    follow(runtime_of(other))
     assert names(other) == []
 
 
@@ -469,7 +470,7 @@ def test_a_declaration_that_cannot_be_stored_stops_no_other_one(process: Make) -
     delays = process()
     declare(delays, every="5m", tag="bad", body=object())
     declare(delays, every="5m", tag="good")
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     assert names(delays) == ["good"]
     assert delays.events.counts["loop.failed"] == 1
 
@@ -678,7 +679,7 @@ def test_a_new_definition_keeps_the_pause(harness: RecurringHarness) -> None:
 def test_run_makes_one_task_and_keeps_the_occurrences(harness: RecurringHarness) -> None:
     before = harness.recurring.set("r", "report", {"n": 1}, every="1h")
     harness.recurring.pause("r")
-    task = harness.recurring.run("r")
+    task = harness.recurring.schedule_now("r")
     assert task.body == {"n": 1}
     assert task.expected_time <= harness.store.tasks.now()
     assert harness.timer.ids == [task.id]
@@ -688,7 +689,7 @@ def test_run_makes_one_task_and_keeps_the_occurrences(harness: RecurringHarness)
 
 def test_the_next_task_does_not_overlap_one_that_run_has_made(harness: RecurringHarness) -> None:
     harness.recurring.set("r", "report", every="20s", start=harness.at(20), overlap="skip")
-    task = harness.recurring.run("r")
+    task = harness.recurring.schedule_now("r")
     harness.sweep(0)
     assert [each.id for each in harness.tasks()] == [task.id]
 
@@ -698,7 +699,7 @@ def test_a_paused_schedule_without_overlap_that_is_run_stays_paused(
 ) -> None:
     harness.recurring.set("r", "report", every="20s", start=harness.at(20), overlap="skip")
     harness.recurring.pause("r")
-    harness.finish([harness.recurring.run("r")])
+    harness.finish([harness.recurring.schedule_now("r")])
     harness.sweep(0)
     assert len(harness.tasks()) == 1
     assert harness.recurring.get("r").next_at is None
@@ -710,7 +711,7 @@ def test_a_removed_schedule_is_gone_with_its_waiting_tasks(harness: RecurringHar
     harness.recurring.remove("r")
     assert set(harness.statuses()) == {"CANCELLED"}
     assert harness.recurring.list() == []
-    for call in (harness.recurring.get, harness.recurring.remove, harness.recurring.run):
+    for call in (harness.recurring.get, harness.recurring.remove, harness.recurring.schedule_now):
         with pytest.raises(TaskNotFoundError, match="no recurring schedule 'r'"):
             call("r")
 
@@ -745,7 +746,7 @@ def test_next_returns_occurrences_of_a_paused_schedule_too(harness: RecurringHar
     harness.recurring.set("r", "report", every="20s", start=harness.at(20))
     harness.recurring.pause("r")
     after = harness.at(25)
-    assert harness.recurring.next("r", 2, after=after) == [harness.at(40), harness.at(60)]
+    assert harness.recurring.get("r").next(2, after) == [harness.at(40), harness.at(60)]
 
 
 def test_a_schedule_belongs_to_the_transaction_of_the_session(
@@ -813,7 +814,7 @@ def test_the_longest_name_fits_into_the_key_of_a_task(harness: RecurringHarness)
     harness.recurring.set("x" * 166, "report", every="20s", start=harness.at(20))
     harness.sweep(0)
     assert len(harness.tasks()) == 3
-    assert len(harness.recurring.run("x" * 166).key or "") == 191
+    assert len(harness.recurring.schedule_now("x" * 166).key or "") == 191
 
 
 def test_a_missed_occurrence_stays_missed_if_other_options_change(
@@ -854,7 +855,7 @@ def test_each_task_has_the_meta_of_its_schedule(harness: RecurringHarness) -> No
     again = harness.recurring.set("a", "report", meta={"tenant": "acme"}, **options)
     assert again.version == made.version
     harness.sweep(0)
-    harness.recurring.run("a")
+    harness.recurring.schedule_now("a")
     tasks = harness.tasks()
     assert len(tasks) > 1
     assert {task.meta["tenant"] for task in tasks} == {"acme"}

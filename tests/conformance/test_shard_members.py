@@ -271,8 +271,8 @@ def test_a_session_is_for_a_member(shards: Shards, tmp_path: Path) -> None:
 
 
 def test_callbacks_and_messages_are_routed_like_other_tasks(shards: Shards) -> None:
-    for schedule in (shards.schedule_callback, shards.schedule_message):
-        to = "https://example.org/" if schedule == shards.schedule_callback else "invoices"
+    calls = shards.callbacks
+    for schedule, to in ((calls.post, "https://example.org/"), (calls.publish, "invoices")):
         made = [schedule(to, {}, 60, key=f"k{number}") for number in range(9)]
         assert len({shard_of(task.id) for task in made}) > 1
         for number in range(9):
@@ -350,8 +350,8 @@ def test_a_search_has_the_tasks_of_the_others_and_goes_on_when_the_member_is_bac
     assert [task.id for task in page] == [ids[0], ids[2]]
     rest = whole.find(cursor=page.cursor)
     assert {task.id for task in rest} == {*ids} - {ids[0], ids[2]}
-    assert down.cancel_many(tag=TAG).missing == (1,)
-    assert whole.cancel_many(tag=TAG).changed == 3
+    assert down.bulk.cancel(tag=TAG).missing == (1,)
+    assert whole.bulk.cancel(tag=TAG).changed == 3
 
 
 def test_without_any_member_calls_fail(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_without_any_member_calls_fail(tmp_path: Path) -> None:
     for call in (
         lambda: shards.schedule_delay(TAG, None, 60),
         lambda: shards.find(),
-        lambda: shards.cancel_many(tag=TAG),
+        lambda: shards.bulk.cancel(tag=TAG),
     ):
         with pytest.raises(StoreUnavailableError):
             call()
@@ -367,8 +367,8 @@ def test_without_any_member_calls_fail(tmp_path: Path) -> None:
 
 def test_a_call_of_each_member_says_which_ones_have_done_it(process: Process) -> None:
     with pytest.raises(StoreUnavailableError, match=r"shards \[0, 2\] have done the call"):
-        process(down=1).each(lambda member: member.pause(tag=TAG))
-    policies = process().each(lambda member: member.policies(tag=TAG))
+        process(down=1).each(lambda member: member.policies.pause(tag=TAG))
+    policies = process().each(lambda member: member.policies.list(tag=TAG))
     assert [bool(policies[number]) for number in range(3)] == [True, False, True]
 
 
@@ -428,23 +428,23 @@ def test_bulk_operations_add_the_members_up(shards: Shards) -> None:
     for _ in shards.members:
         shards.schedule_many([(TAG, None, 600)] * 4)
     reports: list[int] = []
-    moved = shards.reschedule_many(
+    moved = shards.bulk.reschedule(
         "1h", tag=TAG, actor="maria", on_progress=lambda result: reports.append(result.changed)
     )
     assert (moved.matched, moved.changed, moved.refused, moved.missing) == (12, 12, 0, ())
     assert sum(reports) >= 12
-    assert shards.cancel_many(tag=TAG, dry_run=True).matched == 12
-    cancelled = shards.cancel_many(tag=TAG, actor="otto")
+    assert shards.bulk.cancel(tag=TAG, dry_run=True).matched == 12
+    cancelled = shards.bulk.cancel(tag=TAG, actor="otto")
     assert cancelled.changed == 12
     assert len(cancelled.runs) == len(moved.runs) == 3
-    rerun = shards.rerun_many(tag=TAG, status="CANCELLED", actor="eva")
+    rerun = shards.bulk.rerun(tag=TAG, status="CANCELLED", actor="eva")
     assert rerun.changed == 12
     assert rerun.started >= cancelled.started
-    entries = shards.audit()
+    entries = shards.bulk.log()
     starts = [entry.started_at for entry in entries if entry.actor == "otto"]
     assert cancelled.started == min(starts) < max(starts)
     assert [entry.actor for entry in entries] == ["eva"] * 3 + ["otto"] * 3 + ["maria"] * 3
-    assert [entry.id for entry in shards.audit(limit=4)] == [entry.id for entry in entries[:4]]
+    assert [entry.id for entry in shards.bulk.log(limit=4)] == [entry.id for entry in entries[:4]]
 
 
 # -- adding a member ------------------------------------------------------------------------------
@@ -543,10 +543,10 @@ def test_twins_call_the_right_members(shards: Shards) -> None:
         assert (await shards.arerun(made[2].id)).id == made[2].id
         assert await shards.aschedule_many([(TAG, None, 60)] * 3) == 3
         assert len(await shards.afind(tag=TAG)) == 6
-        assert (await shards.areschedule_many("1h", tag=TAG)).changed == 6
-        assert (await shards.acancel_many(tag=TAG)).changed == 6
-        assert (await shards.arerun_many(tag=TAG, status="CANCELLED")).changed == 6
-        assert len(await shards.aaudit()) == 9
+        assert (await shards.bulk.areschedule("1h", tag=TAG)).changed == 6
+        assert (await shards.bulk.acancel(tag=TAG)).changed == 6
+        assert (await shards.bulk.arerun(tag=TAG, status="CANCELLED")).changed == 6
+        assert len(await shards.bulk.alog()) == 9
         assert await shards.aeach(lambda member: member.settings.shard) == {0: 0, 1: 1, 2: 2}
         key = key_at(shards, 2)
         assert await shards.amember(TAG, key) is shards.members[2]

@@ -249,7 +249,7 @@ def test_bulk_functions_move_the_tasks_of_a_group(store: Store, delays: DelayTas
         failed(store, delays, "card 1 refused", "b"),
     ]
     pattern = error_pattern("card 4711 refused")
-    assert delays.rerun_many(tag="a", error=pattern).changed == 3
+    assert delays.bulk.rerun(tag="a", error=pattern).changed == 3
     assert {delays.get(task.id).status for task in mine} == {Status.NOT_COMPLETE}
     assert {delays.get(task.id).status for task in others} == {Status.FAILED}
 
@@ -270,7 +270,7 @@ def test_the_pattern_of_a_real_failure_finds_its_task(store: Store, delays: Dela
     assert [one.id for one in delays.find(tag="charge", error=patterns["charge"])] == [waits.id]
     found = delays.find(tag="charge.once", error=patterns["charge"])
     assert [one.id for one in found] == [fails.id]
-    assert delays.cancel_many(tag="charge", error=patterns["charge"]).changed == 1
+    assert delays.bulk.cancel(tag="charge", error=patterns["charge"]).changed == 1
     assert harness.now(other).status is Status.NOT_COMPLETE
 
 

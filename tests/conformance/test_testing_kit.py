@@ -176,9 +176,9 @@ def test_a_durable_celery_task_is_kept_instead_of_sent(shop: KitShop, tester: De
 
 def test_callbacks_and_messages_are_checked_and_kept(shop: KitShop, tester: DelaysTester) -> None:
     with pytest.raises(ForbiddenURLError):
-        shop.delays.schedule_callback("http://localhost/", 1, 60)
-    shop.delays.schedule_callback("https://1.1.1.1/paid", {"order": 7}, 60)
-    shop.delays.schedule_message("invoices", {"order": 7}, 60)
+        shop.delays.callbacks.post("http://localhost/", 1, 60)
+    shop.delays.callbacks.post("https://1.1.1.1/paid", {"order": 7}, 60)
+    shop.delays.callbacks.publish("invoices", {"order": 7}, 60)
     tester.fast_forward("2m")
     assert [sent.url for sent in tester.sent_callbacks] == ["https://1.1.1.1/paid"]
     assert [(sent.to, sent.body) for sent in tester.sent_messages] == [("invoices", {"order": 7})]
@@ -248,9 +248,9 @@ def test_the_instance_is_as_before_after_the_test(shop: KitShop) -> None:
 
 def test_clear_deletes_what_other_tests_have_committed(shop: KitShop, tester: DelaysTester) -> None:
     shop.delays.schedule_delay("order.close", 1, 0, key="7")
-    shop.delays.set_policy(tag="order.close", rate="2/m")
+    shop.delays.policies.set(tag="order.close", rate="2/m")
     tester.clear()
-    assert (tester.run_due(), shop.delays.policies()) == ([], [])
+    assert (tester.run_due(), shop.delays.policies.list()) == ([], [])
     shop.delays.schedule_delay("order.close", 1, 0, key="7")
 
 
@@ -383,7 +383,7 @@ def test_a_task_that_schedules_itself_again_and_again_is_an_error(
 
 @pytest.mark.slow
 def test_limits_are_kept(shop: KitShop, tester: DelaysTester) -> None:
-    shop.delays.set_policy(tag="order.close", rate="2/m")
+    shop.delays.policies.set(tag="order.close", rate="2/m")
     for number in range(4):
         shop.delays.schedule_delay("order.close", number, 0)
     tester.run_due()
@@ -393,13 +393,21 @@ def test_limits_are_kept(shop: KitShop, tester: DelaysTester) -> None:
 
 
 def test_a_paused_tag_runs_after_it_is_resumed(shop: KitShop, tester: DelaysTester) -> None:
-    shop.delays.pause(tag="order.close")
+    shop.delays.policies.pause(tag="order.close")
     shop.delays.schedule_delay("order.close", 1, 60)
     assert tester.fast_forward("1h") == []
     assert len(tester.scheduled("order.close")) == 1
-    shop.delays.resume(tag="order.close")
+    shop.delays.policies.resume(tag="order.close")
     tester.run_due()
     assert shop.noted == [1]
+
+
+def test_a_pause_ends_at_its_time(shop: KitShop, tester: DelaysTester) -> None:
+    shop.delays.policies.pause(tag="order.close", until="1h")
+    shop.delays.schedule_delay("order.close", 1, 60)
+    assert tester.fast_forward("59m") == []
+    [run] = tester.fast_forward("1h")
+    assert (shop.noted, (run.at - run.task.expected_time).total_seconds() // 60) == ([1], 59)
 
 
 def test_recurring_schedules_run_at_each_occurrence(shop: KitShop, tester: DelaysTester) -> None:
@@ -548,7 +556,7 @@ def test_a_task_runs_inline_when_its_session_commits(
 def test_limits_keys_and_recurring_schedules_work_in_the_transaction_of_the_test(
     shop: KitShop, bound_tester: DelaysTester
 ) -> None:
-    shop.delays.set_policy(tag="order.close", concurrency=1)
+    shop.delays.policies.set(tag="order.close", concurrency=1)
     for number in range(3):
         shop.delays.schedule_delay("order.close", number, 0, key=str(number))
     shop.delays.schedule_delay("order.close", 1, 0, key="1", on_conflict="keep")

@@ -167,14 +167,14 @@ def test_a_peak_is_spread(
 ) -> None:
     peak(400)
     other = delays.schedule_at("other", {}, NINE)
-    result = delays.reschedule_many(
+    result = delays.bulk.reschedule(
         spread="10m", tag="mail", since=NINE, until=NINE + timedelta(minutes=1), actor="ann"
     )
     assert counts(result) == (400, 400, 0)
     offsets = offsets_s(delays)
     assert is_uniform(offsets, 600), offsets
     assert delays.get(other).due == NINE
-    [entry] = delays.audit(limit=1)
+    [entry] = delays.bulk.log(limit=1)
     assert (entry.action, entry.actor, entry.state) == ("reschedule", "ann", "done")
     assert entry.filter["to"] == "spread over 600.0 s"
 
@@ -184,7 +184,7 @@ def test_overdue_tasks_are_spread_from_now_on(store: Store, delays: DelayTasks) 
         put(store, delays.schedule_delay("mail", n, 60), expected_time=NINE.replace(year=2020))
     pass_a_moment(delays)
     now = store.bulk.now()
-    assert delays.reschedule_many(spread=3600, tag="mail").changed == 20
+    assert delays.bulk.reschedule(spread=3600, tag="mail").changed == 20
     offsets = offsets_s(delays, since=now)
     assert min(offsets) >= 0
     assert 600 < max(offsets) < 3660
@@ -194,8 +194,8 @@ def test_a_repeated_spread_with_the_first_start_moves_no_task_twice(
     delays: DelayTasks, peak: Callable[[int], list[DelayTask]]
 ) -> None:
     peak(5)
-    first = delays.reschedule_many(spread="10m", tag="mail")
+    first = delays.bulk.reschedule(spread="10m", tag="mail")
     before = offsets_s(delays)
-    again = delays.reschedule_many(spread="10m", tag="mail", updated_until=first.started)
+    again = delays.bulk.reschedule(spread="10m", tag="mail", updated_until=first.started)
     assert counts(again) == (0, 0, 0)
     assert offsets_s(delays) == before

@@ -158,10 +158,10 @@ def serve(store: Store) -> None:
 
 def test_a_task_of_a_bulk_cancel_names_the_actor_and_the_audit_entry(delays: DelayTasks) -> None:
     by_ann, by_bob = delays.schedule_delay("a", {}, 60), delays.schedule_delay("b", {}, 60)
-    [run] = delays.cancel_many(tag="a", actor="ann").runs
-    delays.cancel_many(tag="b", actor="bob")
+    [run] = delays.bulk.cancel(tag="a", actor="ann").runs
+    delays.bulk.cancel(tag="b", actor="bob")
     [reason] = explain(delays, by_ann).reasons
-    assert f"by ann (entry {run} of the audit)" in reason.sentence
+    assert f"by ann (entry {run} of the log)" in reason.sentence
     assert reason.facts["actor"] == "ann"
     assert explain(delays, by_bob).reasons[0].facts["actor"] == "bob"
 
@@ -175,9 +175,9 @@ def test_a_task_that_a_person_cancelled_alone_names_the_actor(delays: DelayTasks
     record("cancel_task", {"id": str(mine.id)}, "bob", task=mine.id, is_refused=True)
     record("cancel_task", {"id": f"{mine.id}0"}, "bob")
     record("rerun_task", {"id": str(mine.id)}, "bob", task=mine.id)
-    [entry] = [entry for entry in delays.audit() if entry.actor == "ann"]
+    [entry] = [entry for entry in delays.bulk.log() if entry.actor == "ann"]
     [reason] = explain(delays, mine).reasons
-    assert f"by ann (entry {entry.id} of the audit)" in reason.sentence
+    assert f"by ann (entry {entry.id} of the log)" in reason.sentence
     assert reason.facts["actor"] == "ann"
     assert explain(delays, other).reasons[0].facts["actor"] is None
 
@@ -194,7 +194,7 @@ def test_the_task_of_a_recurring_schedule_names_the_schedule(
 ) -> None:
     serve(store)
     delays.recurring.set("nightly", "report.send", cron="0 2 * * *")
-    task = delays.recurring.run("nightly")
+    task = delays.recurring.schedule_now("nightly")
     assert codes(delays, task) == ["due", "recurring"]
     reason = explain(delays, task).reasons[-1]
     assert reason.sentence.startswith("It is a task of the recurring schedule nightly (0 2 * * *)")
@@ -227,7 +227,7 @@ def test_a_redis_timer_that_is_down_is_named(store: Store, database_url: str) ->
 
 def test_a_waitlist_names_the_limit_and_its_length(delays: DelayTasks, store: Store) -> None:
     serve(store)
-    delays.set_policy(tag="mail", concurrency=1)
+    delays.policies.set(tag="mail", concurrency=1)
     delays.processor("mail")(lambda body: None)
     tasks = [delays.schedule_delay("mail", {}, 0) for _ in range(4)]
     harness = RunnerHarness(store)

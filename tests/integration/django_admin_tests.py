@@ -203,7 +203,7 @@ def test_selected_tasks_are_counted_before_an_action_and_audited_after_it() -> N
     assert "1 of the selected tasks will not change" in question
     assert "1 task is cancelled." in message
     assert status(waits) is Status.CANCELLED
-    [entry] = delays.audit()
+    [entry] = delays.bulk.log()
     assert (entry.action, entry.filter["ids"]) == ("cancel_tasks", [waits.id])
 
 
@@ -285,4 +285,4 @@ def test_staff_can_view_the_console_and_superusers_can_change_policies(
     data = {"csrf": token, "kind": "tag", "name": "mail", "concurrency": "3"}
     answer = client.post("/console/policies/limits", data)
     assert answer.status_code == (303 if is_superuser else 403)
-    assert len(delays.policies()) == int(is_superuser)
+    assert len(delays.policies.list()) == int(is_superuser)

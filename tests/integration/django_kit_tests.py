@@ -9,7 +9,7 @@ from django.db import IntegrityError, connection
 from django.test import TestCase, TransactionTestCase
 from orders.models import Order  # type: ignore[import-not-found]
 
-from delaytasks import aschedule_delay, processor, schedule_delay, schedule_many, set_policy
+from delaytasks import aschedule_delay, current_delays, processor, schedule_delay
 from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.testing import DelaysTester
 
@@ -57,7 +57,7 @@ class TestCaseTest(TestCase):
         assert order.status == "closed"
 
     def test_limits_apply(self) -> None:
-        set_policy(tag="order.close", concurrency=1)
+        current_delays().policies.set(tag="order.close", concurrency=1)
         orders = [Order.objects.create(item="a hat") for _ in range(3)]
         for order in orders:
             schedule_delay("order.close", {"order": order.pk}, 0)
@@ -66,7 +66,7 @@ class TestCaseTest(TestCase):
 
     def test_keys_retries_and_many_rows_work(self) -> None:
         orders = [Order.objects.create(item="a hat") for _ in range(3)]
-        schedule_many(("order.close", {"order": order.pk}, 60) for order in orders)
+        current_delays().schedule_many(("order.close", {"order": order.pk}, 60) for order in orders)
         schedule_delay("order.close", {"order": 0}, 60, key="a")
         schedule_delay("order.close", {"order": 0}, 30, key="a", on_conflict="replace")
         schedule_delay("order.name", {"order": orders[0].pk}, 0, retries="1m 1m")

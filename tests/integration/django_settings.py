@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from celery import Celery
 
-from delaytasks import api
+from delaytasks import current
 from tests.django_site import database_entry, replace_mysqlclient
 
 
@@ -43,14 +43,14 @@ def configured() -> Iterator[None]:
     """
     from django.conf import settings
 
-    before = api._default
+    before = current._of_project
     if not settings.configured:
         _set_up()
     from delaytasks.contrib.django.instance import project_delays
 
-    api.set_default(project_delays())
+    current.set_project_delays(project_delays())
     yield
-    api.set_default(before)
+    current.set_project_delays(before)
 
 
 def _set_up() -> None:

@@ -79,11 +79,11 @@ def test_secrets_and_bodies_appear_in_no_output(
         d.schedule(body={"card": BODY}),
         d.schedule("test.fail", body={"card": BODY}),
         d.schedule("test.fail", body={"file": 5, "card": BODY}),
-        delays.schedule_callback(web.url(), {"card": BODY}, 0, headers=hidden, retries="0s"),
-        delays.schedule_callback(
+        delays.callbacks.post(web.url(), {"card": BODY}, 0, headers=hidden, retries="0s"),
+        delays.callbacks.post(
             "http://127.0.0.1:1/", {"card": BODY}, 0, headers=hidden, retries="0s"
         ),
-        delays.schedule_message("orders", {"card": BODY}, 0, headers={"key": BODY}, retries="0s"),
+        delays.callbacks.publish("orders", {"card": BODY}, 0, headers={"key": BODY}, retries="0s"),
     ]
     d.schedule("test.nobody", body={"card": BODY})
     d.schedule(delay=3600, body={"card": BODY}, key="k")

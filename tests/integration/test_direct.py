@@ -65,8 +65,8 @@ def workers(d: Deployment, tasks: list[DelayTask]) -> set[str]:
 
 
 def set_policies(d: Deployment) -> None:
-    d.delays.pause(tag="test.word")
-    d.delays.set_policy(tag="test.note", concurrency=1)
+    d.delays.policies.pause(tag="test.word")
+    d.delays.policies.set(tag="test.note", concurrency=1)
 
 
 def everything(d: Deployment) -> tuple[list[DelayTask], list[DelayTask], list[DelayTask]]:

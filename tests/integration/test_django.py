@@ -379,9 +379,9 @@ def test_bulk_calls_use_their_own_transactions(delays: DjangoDelays) -> None:
     with (
         nullcontext() if connections[delays.alias].vendor == "sqlite" else rolled_back(delays.alias)
     ):
-        assert delays.cancel_many(tag="many").changed == 1
+        assert delays.bulk.cancel(tag="many").changed == 1
     assert delays.get(task).status is Status.CANCELLED
-    assert [entry.changed for entry in delays.audit(limit=1)] == [1]
+    assert [entry.changed for entry in delays.bulk.log(limit=1)] == [1]
 
 
 def test_a_broken_transaction_is_reported_and_nothing_is_armed(

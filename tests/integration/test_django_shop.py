@@ -169,8 +169,8 @@ def test_delays_modules_are_imported_and_the_module_level_functions_are_the_proj
         "manage.py",
         "shell",
         "-c",
-        "from delaytasks.api import default; from delaytasks.runtime import runtime_of; "
-        "from shop.celery import app; d = default(); w = runtime_of(d); "
+        "from delaytasks import current_delays; from delaytasks.runtime import runtime_of; "
+        "from shop.celery import app; d = current_delays(); w = runtime_of(d); "
         "tags = [p.tag for p in w.registry if not p.tag.startswith('delaytasks.')]; "
         "print('tags', tags, w.celery is app, d.settings.namespace)",
     )

@@ -247,12 +247,12 @@ def fail():
 """
 CALLS = """
 import json
-from delaytasks import wait
+from delaytasks import current_delays
 from django.db import transaction
 from receipts.tasks import count, fail, write
 
 def ended(result):
-    wait(result.id, 30)
+    current_delays().wait(result.id, 30)
     result.refresh()
     return result
 

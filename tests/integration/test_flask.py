@@ -19,7 +19,7 @@ from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from delaytasks import DelayTask, Status, api, schedule_delay
+from delaytasks import DelayTask, Status, current, current_delays, schedule_delay
 from delaytasks.cli.main import flask_delays
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.errors import ConfigError, SessionUnusableError, StoreError
@@ -34,7 +34,7 @@ pytest.importorskip("flask_sqlalchemy")
 @pytest.fixture(autouse=True)
 def own_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore the default instance after the test."""
-    monkeypatch.setattr(api, "_default", None)
+    monkeypatch.setattr(current, "_of_project", None)
 
 
 class FlaskProject:
@@ -273,13 +273,13 @@ def test_the_celery_app_is_the_one_given_or_the_apps_or_made_from_its_configurat
     assert "delaytasks.run" in app.extensions["celery"].tasks
 
 
-def test_the_module_level_functions_use_the_extension_unless_default_is_false(
+def test_the_functions_of_the_package_use_the_extension_unless_default_is_false(
     project: FlaskProject,
 ) -> None:
     task = schedule_delay("order.close", 1, 60)
     assert project.delays.get(task).tag == "order.close"
     FlaskDelays(default=False)
-    assert api.default() is project.delays
+    assert current_delays() is project.delays
 
 
 def test_each_app_of_a_test_suite_has_its_own_database_and_settings(
@@ -490,7 +490,7 @@ class FlaskCommands:
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FlaskCommands]:
-    monkeypatch.setattr(api, "_default", None)
+    monkeypatch.setattr(current, "_of_project", None)
     made = FlaskCommands(tmp_path)
     assert made.json("db", "upgrade")["is_current"]
     yield made

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from sqlalchemy import text
 
 import delaytasks
-from delaytasks import DelayTasks, api
+from delaytasks import DelayTasks
 from delaytasks.core.errors import ConfigError, TaskNotFoundError
+from delaytasks.current import set_project_delays
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.arming import SWEEP
@@ -63,20 +64,25 @@ def test_an_app_has_one_instance() -> None:
         DelayTasks(app, "sqlite://")
 
 
-def test_the_module_level_functions_are_the_default_instances(tmp_path: Path) -> None:
-    mine = instance(tmp_path, "mine")
-    api.set_default(mine)
+def test_the_functions_of_the_package_are_those_of_the_current_instance(tmp_path: Path) -> None:
+    mine, other = instance(tmp_path, "mine"), instance(tmp_path, "other")
+    set_project_delays(mine)
     try:
 
         @delaytasks.processor("default.tag")
         def process(body: Any) -> None: ...
 
         task = delaytasks.schedule_delay("default.tag", {"a": 1}, 60, key="k")
-        assert mine.get(task).body == delaytasks.get(tag="default.tag", key="k").body == {"a": 1}
+        assert mine.get(task).body == {"a": 1}
         with pytest.raises(ConfigError, match=r"default\.tag.*process"):
             delaytasks.processor("default.tag")(lambda body: None)
     finally:
-        api.set_default(None)
+        set_project_delays(None)
+    before = _state._tls.current_app
+    for delays in (mine, other):
+        runtime_of(delays).celery.set_current()
+        assert delaytasks.current_delays() is delays
+    _state._set_current_app(before)
 
 
 @pytest.fixture

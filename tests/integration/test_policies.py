@@ -44,6 +44,18 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
     wait_until(is_so, 3, f"a task to be {status.name}", every_s=0.05)
 
 
+def test_paused_tasks_run_within_a_sweep_after_the_end_of_the_pause(site: Deployment) -> None:
+    site.worker()
+    end = site.delays.policies.pause(tag=TAG, until="4s").paused_until
+    assert end is not None
+    tasks = [site.schedule(delay=0) for _ in range(20)]
+    wait_until(lambda: site.status(tasks[0]) is Status.HELD, 4, "a task to be held", every_s=0.02)
+    site.wait_for(tasks)
+    began = [site.delays.get(task).execution_time for task in tasks]
+    assert min(at for at in began if at) >= end
+    assert site.delays.policies.list() == []
+
+
 @pytest.mark.parametrize(
     ("pool", "kind"),
     [
@@ -61,7 +73,7 @@ def test_paused_tasks_do_not_run_until_they_are_resumed(
     names = {"tag": TAG} if kind == "tag" else {"queue": "default"}
     site.worker(pool=pool)
     site.wait_for([site.schedule()])
-    heard(site, lambda: site.delays.pause(**names), Status.HELD)
+    heard(site, lambda: site.delays.policies.pause(**names), Status.HELD)
     ran = len(site.runs())
     waits = [site.schedule(delay=n / 20) for n in range(20)]
     far = [site.schedule(delay=60 + n) for n in range(3)]
@@ -72,11 +84,13 @@ def test_paused_tasks_do_not_run_until_they_are_resumed(
     assert len(noted) == ran, "nothing of it ran"
     # A sweep moves the distant rows to HELD, possibly between the two queries.
     wait_until(
-        lambda: site.delays.policies()[0].held == len(site.delays.find(status="HELD", limit=1000)),
+        lambda: (
+            site.delays.policies.list()[0].held == len(site.delays.find(status="HELD", limit=1000))
+        ),
         10,
         "a count",
     )
-    site.delays.resume(**names)
+    site.delays.policies.resume(**names)
     site.wait_for(waits)
     ids = {str(task.id) for task in waits}
     order = [run[0] for run in site.runs() if run[0] in ids]
@@ -100,8 +114,8 @@ def test_if_a_worker_is_killed_while_it_holds_rows_another_one_holds_the_rest(
         return counted(site.store)[status]
 
     for verb, status in (
-        (site.delays.pause, Status.HELD),
-        (site.delays.resume, Status.NOT_COMPLETE),
+        (site.delays.policies.pause, Status.HELD),
+        (site.delays.policies.resume, Status.NOT_COMPLETE),
     ):
         worker = site.worker()
         verb(tag=TAG)
@@ -117,4 +131,4 @@ def test_if_a_worker_is_killed_while_it_holds_rows_another_one_holds_the_rest(
         )
         second.terminate()
         assert done < count, "it was killed in the middle"
-    assert site.delays.policies() == []
+    assert site.delays.policies.list() == []

@@ -83,7 +83,7 @@ def delays(make: Make, rabbitmq_url: str) -> DelayTasks:
 
 
 def send(delays: DelayTasks, to: str, body: Any = None, **options: Any) -> DelayTask:
-    return run_now(delays, delays.schedule_message(to, body, 0, **options))
+    return run_now(delays, delays.callbacks.publish(to, body, 0, **options))
 
 
 def bodies(channel: Any, queue: str) -> list[Any]:
@@ -256,7 +256,7 @@ def test_connections_are_kept_and_never_used_by_two_threads_simultaneously(
 ) -> None:
     rabbit.queue_declare(name, durable=True, auto_delete=False)
     delays = make(proxy.url(rabbitmq_url))
-    task = delays.schedule_message(name, None, 60)
+    task = delays.callbacks.publish(name, None, 60)
     with ThreadPoolExecutor(4) as pool:
         list(
             pool.map(lambda n: delays._runtime.callbacks.queue(Message(name, n), task), range(100))
@@ -290,9 +290,9 @@ BAD_NAMES = [None, 7, "", "a\n", "\x00", "\ud800", "é" * 128]
 @pytest.mark.parametrize("to", BAD_NAMES)
 def test_an_invalid_queue_name_is_refused(delays: DelayTasks, to: Any) -> None:
     with invalid("queue"):
-        delays.schedule_message(to, None, 0)
+        delays.callbacks.publish(to, None, 0)
     with pytest.raises(InvalidInputError):
-        delays.schedule_message("key", None, 0, exchange=to or 7)
+        delays.callbacks.publish("key", None, 0, exchange=to or 7)
     with pytest.raises(BodyRefusedError):
         delays.schedule_delay(MESSAGE, {"to": "x", "exchange": 7}, 0)
 
@@ -300,7 +300,7 @@ def test_an_invalid_queue_name_is_refused(delays: DelayTasks, to: Any) -> None:
 @pytest.mark.parametrize("headers", [["a"], {7: "a"}, {"a": None}, {"a": ["b"]}])
 def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
     with invalid("headers"):
-        delays.schedule_message("queue", None, 0, headers=headers)
+        delays.callbacks.publish("queue", None, 0, headers=headers)
 
 
 def test_a_worker_sends_callbacks_and_messages(
@@ -311,8 +311,8 @@ def test_a_worker_sends_callbacks_and_messages(
     deployment = Deployment(tmp_path, postgresql_url, redis_url, **allow)
     try:
         deployment.worker()
-        calls = [deployment.delays.schedule_callback(web.url("/paid"), n, 0.5) for n in range(20)]
-        messages = [deployment.delays.schedule_message(name, n, 0.5) for n in range(20)]
+        calls = [deployment.delays.callbacks.post(web.url("/paid"), n, 0.5) for n in range(20)]
+        messages = [deployment.delays.callbacks.publish(name, n, 0.5) for n in range(20)]
         deployment.wait_for([*calls, *messages])
     finally:
         deployment.close()

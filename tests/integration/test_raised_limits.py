@@ -42,12 +42,12 @@ def test_a_raised_concurrency_is_used_while_long_rows_run(
     deploy: Deploy, database: str, pool: str, processes: int, few: int, many: int
 ) -> None:
     d = deploy(database)
-    d.delays.set_policy(tag="test.sleep", concurrency=few)
+    d.delays.policies.set(tag="test.sleep", concurrency=few)
     d.worker(pool=pool, concurrency=processes)
     tasks = [d.schedule("test.sleep", 1, body={"seconds": LONG_S}) for _ in range(3 * many)]
     wait_until(lambda: begun(d) == few, 20, lambda: f"the first ones to begin\n{d.stacks()}")
     wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
-    d.delays.set_policy(tag="test.sleep", concurrency=many)
+    d.delays.policies.set(tag="test.sleep", concurrency=many)
     wait_until(lambda: begun(d) >= many, USED_S + SLACK_S, lambda: f"{many} to run, not {begun(d)}")
     other = d.schedule()
     d.wait_for([other], deadline_s=10)
@@ -56,10 +56,10 @@ def test_a_raised_concurrency_is_used_while_long_rows_run(
 
 def test_a_raised_rate_is_used_while_long_rows_run(deploy: Deploy) -> None:
     d = deploy("postgresql")
-    d.delays.set_policy(tag="test.sleep", rate="1/h")
+    d.delays.policies.set(tag="test.sleep", rate="1/h")
     d.worker(pool="threads", concurrency=40)
     tasks = [d.schedule("test.sleep", 1, body={"seconds": LONG_S}) for _ in range(60)]
     wait_until(lambda: begun(d) == 1, 20, lambda: f"the first one to begin\n{d.stacks()}")
     wait_until(lambda: d.status(tasks[-1]) is Status.HELD, 20, "the others to wait in line", 0.1)
-    d.delays.set_policy(tag="test.sleep", rate="600/m")
+    d.delays.policies.set(tag="test.sleep", rate="600/m")
     wait_until(lambda: begun(d) >= 20, USED_S + 2 + SLACK_S, lambda: f"20 to run, not {begun(d)}")

@@ -17,11 +17,11 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.slow
 
 DECLARED = """
-from delaytasks import api, recurring
+from delaytasks import current_delays, processor
 from tests.project import note
 
-@recurring(every="1s", body={{"file": {file!r}}})
-@api.processor("test.declared")
+@current_delays().recurring(every="1s", body={{"file": {file!r}}})
+@processor("test.declared")
 def declared(body):
     note(body, "declared")
 """

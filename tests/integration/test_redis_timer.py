@@ -69,10 +69,10 @@ def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(
     moved = [d.schedule(delay=60) for _ in range(20)]
     assert runtime_of(d.delays).flush()
     assert timer.counts(["default"]) == {"default": (720, 0)}
-    assert d.delays.cancel_many(tag="test.mail").changed == len(gone)
+    assert d.delays.bulk.cancel(tag="test.mail").changed == len(gone)
     assert timer.counts(["default"]) == {"default": (20, 0)}
     d.worker()
-    assert d.delays.reschedule_many(0.5, tag="test.note").changed == len(moved)
+    assert d.delays.bulk.reschedule(0.5, tag="test.note").changed == len(moved)
     d.wait_for(moved)
     assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in moved)
     wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")

@@ -50,7 +50,7 @@ def test_a_concurrency_limit_is_never_exceeded(
     deploy: Deploy, database: str, broker: str, pool: str, timer: str
 ) -> None:
     d = deploy(database, broker, timer=timer)
-    d.delays.set_policy(tag="test.sleep", concurrency=3)
+    d.delays.policies.set(tag="test.sleep", concurrency=3)
     for _ in range(2):
         d.worker(pool=pool, concurrency=4)
     tasks = schedule(d, 40)
@@ -63,7 +63,7 @@ def test_a_concurrency_limit_is_never_exceeded(
 
 def test_one_process_with_concurrent_tasks_uses_all_slots(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy(tag="test.wait", concurrency=10)
+    d.delays.policies.set(tag="test.wait", concurrency=10)
     d.worker(pool="prefork", concurrency=1)
     tasks = [d.schedule("test.wait", 2, body={"seconds": 0.2}) for _ in range(80)]
     d.wait_for(tasks, deadline_s=20)
@@ -73,7 +73,7 @@ def test_one_process_with_concurrent_tasks_uses_all_slots(deploy: Deploy) -> Non
 @pytest.mark.quick
 def test_the_next_task_starts_immediately_and_not_at_the_next_sweep(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy(tag="test.sleep", concurrency=1)
+    d.delays.policies.set(tag="test.sleep", concurrency=1)
     d.worker(pool="threads", concurrency=4)
     tasks = schedule(d, 60, seconds=0.01, delay=1)
     d.wait_for(tasks, deadline_s=40)
@@ -82,7 +82,7 @@ def test_the_next_task_starts_immediately_and_not_at_the_next_sweep(deploy: Depl
 
 def test_each_key_has_its_limit_and_does_not_delay_other_keys(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy(tag="test.sleep", key_concurrency=1)
+    d.delays.policies.set(tag="test.sleep", key_concurrency=1)
     d.worker(pool="threads", concurrency=6)
     slow = schedule(d, 5, seconds=1.5, concurrency_key="slow")
     quick = [task for key in "abc" for task in schedule(d, 5, seconds=0.02, concurrency_key=key)]
@@ -94,7 +94,7 @@ def test_each_key_has_its_limit_and_does_not_delay_other_keys(deploy: Deploy) ->
 def test_the_slots_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
     # Without this setting the rows would run again and block the slots again.
     d = deploy(max_lost_leases=1)
-    d.delays.set_policy(tag="test.sleep", concurrency=2)
+    d.delays.policies.set(tag="test.sleep", concurrency=2)
     killed = d.worker(pool="threads", concurrency=4)
     stuck = schedule(d, 2, seconds=600, delay=0.5)
     d.wait_for(stuck, Status.RUNNING)
@@ -112,7 +112,7 @@ def test_the_slots_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deplo
 
 def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
-    d.delays.set_policy(tag="test.sleep", concurrency=1)
+    d.delays.policies.set(tag="test.sleep", concurrency=1)
     first = d.worker(pool="threads", concurrency=2)
     second = d.worker("-Q", d.settings["namespace"] + ".mail", pool="threads", concurrency=2)
     tasks = schedule(d, 80, seconds=0.1, delay=1)
@@ -133,7 +133,7 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
 
 def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
     d = deploy()
-    d.delays.set_policy(tag="test.note", rate="20/s")
+    d.delays.policies.set(tag="test.note", rate="20/s")
     for _ in range(2):
         d.worker(pool="threads", concurrency=4)
     tasks = [d.schedule(delay=1) for _ in range(60)]
@@ -152,7 +152,7 @@ def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_re
 ) -> None:
     d = deploy(sweep_s=2)
     d.worker(pool="threads", concurrency=4)
-    d.delays.set_policy(tag="test.sleep", rate="1/h")
+    d.delays.policies.set(tag="test.sleep", rate="1/h")
     time.sleep(1.5)
     tasks = schedule(d, 6, delay=0)
     wait_until(
@@ -160,5 +160,5 @@ def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_re
         10,
         "them to wait in line",
     )
-    d.delays.set_policy(tag="test.sleep", rate=None)
+    d.delays.policies.set(tag="test.sleep", rate=None)
     d.wait_for(tasks, deadline_s=15)

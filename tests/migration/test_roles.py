@@ -21,6 +21,7 @@ from delaytasks.core.errors import ConfigError, DelayTaskError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.why import why
 from delaytasks.operations.health import HealthChecks, HealthQuestion
+from delaytasks.recurrence.recurring import follow
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.storage.schema import build_schema
@@ -167,7 +168,7 @@ def test_a_producer_schedules_and_moves_tasks(role_tables: RoleTables) -> None:
     assert len(delays.find(tag="mail")) == 4
     assert delays.attempts(task) == []
     with pytest.raises(StoreError):
-        delays.pause(tag="mail")
+        delays.policies.pause(tag="mail")
     checks = HealthChecks(runtime_of(delays).store, runtime_of(delays).settings)
     assert all(check.is_ok for check in checks.ready(HealthQuestion("api")))
     delays.close()
@@ -180,9 +181,9 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     delays.processor("good", keep_result=True)(ran.append)
     delays.processor("bad", retries="1h")(lambda body: 1 / 0)
     operator = role_tables.delays("operator")
-    operator.set_policy(tag="good", concurrency=2)
-    operator.pause(tag="bad")
-    operator.resume(tag="bad")
+    operator.policies.set(tag="good", concurrency=2)
+    operator.policies.pause(tag="bad")
+    operator.policies.resume(tag="bad")
     tasks = [
         web.schedule_delay(tag, {}, 0, key=f"{tag}{n}")
         for tag in ("good", "bad", "nobody")
@@ -192,7 +193,7 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     web.recurring.set("soon", "good", every="20s")
     operator.recurring.pause("each hour")
     delays.recurring(every="20s", body={})(delays.processor("declared")(lambda body: None))
-    delays.recurring.follow_code()
+    follow(runtime_of(delays))
     store = runtime_of(delays).store
     store.workers.report("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
@@ -260,9 +261,12 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
     assert stats.standby_problem() is None
     assert list(stats.pending()) is not None
     assert delays.find() is not None
-    assert delays.policies() is not None
+    assert delays.policies.list() is not None
     assert runtime_of(delays).store.workers.all() is not None
-    for call in (lambda: delays.schedule_delay("mail", {}, 5), lambda: delays.pause(tag="mail")):
+    for call in (
+        lambda: delays.schedule_delay("mail", {}, 5),
+        lambda: delays.policies.pause(tag="mail"),
+    ):
         with pytest.raises(DelayTaskError):
             call()
     delays.close()
@@ -271,10 +275,10 @@ def test_a_console_can_read(role_tables: RoleTables) -> None:
 def test_an_operator_pauses_and_moves_many(role_tables: RoleTables) -> None:
     web, delays = role_tables.delays("web"), role_tables.delays("operator")
     web.schedule_many([("many", {}, 60)] * 3)
-    assert delays.cancel_many(tag="many").changed == 3
-    assert delays.rerun_many(tag="many", status="CANCELLED").changed == 3
-    delays.pause(queue="slow")
-    delays.resume(queue="slow")
+    assert delays.bulk.cancel(tag="many").changed == 3
+    assert delays.bulk.rerun(tag="many", status="CANCELLED").changed == 3
+    delays.policies.pause(queue="slow")
+    delays.policies.resume(queue="slow")
     web.close()
     delays.close()
 

@@ -93,7 +93,7 @@ class Schedules(RuleBasedStateMachine):
     def run_now(self) -> None:
         self.now_s += 0.01  # two runs in one millisecond would have one key
         self._set_clock()
-        self._harness.recurring.run("r")
+        self._harness.recurring.schedule_now("r")
 
     @invariant()
     def no_occurrence_has_two_tasks(self) -> None:

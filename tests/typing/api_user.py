@@ -14,12 +14,12 @@ from typing_extensions import assert_type
 
 import delaytasks
 from delaytasks import (
-    AuditEntry,
     BulkResult,
     CancelResult,
     DelayTask,
     DelayTasks,
     Done,
+    LogEntry,
     NewTask,
     Page,
     Retry,
@@ -58,29 +58,29 @@ assert_type(
 assert_type(
     delays.schedule_delay("a", {}, 2, key="k", on_conflict="replace", max_wait="30s"), DelayTask
 )
-assert_type(delaytasks.schedule_many(stream()), int)
-assert_type(delaytasks.cancel(tag="order.close", key="1"), CancelResult)
+assert_type(delays.schedule_many(stream()), int)
+assert_type(delays.cancel(tag="order.close", key="1"), CancelResult)
 assert_type(delays.cancel(7, strict=True).status, Status | None)
-assert_type(delaytasks.reschedule(7, 60), DelayTask)
+assert_type(delays.reschedule(7, 60), DelayTask)
 assert_type(
-    delaytasks.touch(tag="order.close", key="1", delay="1m"), TouchResult[int] | TouchResult[str]
+    delays.touch(tag="order.close", key="1", delay="1m"), TouchResult[int] | TouchResult[str]
 )
-assert_type(delaytasks.touch_many([1, "2"], 60), TouchResult[int])
-assert_type(delaytasks.new_id(), int)
+assert_type(delays.touch_many([1, "2"], 60), TouchResult[int])
+assert_type(delays.new_id(), int)
 assert_type(delays.touch_many(tag="order.close", keys={"1", "2"}, delay=60), TouchResult[str])
-assert_type(delaytasks.touch_many(tag="order.close", keys=["1"], delay=60), TouchResult[str])
-assert_type(delaytasks.rerun("7"), DelayTask)
-assert_type(delaytasks.get(7).status, Status)
-assert_type(delaytasks.find(tag="order.close", status=Status.FAILED), Page)
-assert_type([task.id for task in delaytasks.find().tasks], list[int])
-assert_type(delays.cancel_many(tag="order.close", key_prefix="eu-", on_progress=print), BulkResult)
+assert_type(delays.touch_many(tag="order.close", keys=["1"], delay=60), TouchResult[str])
+assert_type(delays.rerun("7"), DelayTask)
+assert_type(delays.get(7).status, Status)
+assert_type(delays.find(tag="order.close", status=Status.FAILED), Page)
+assert_type([task.id for task in delays.find().tasks], list[int])
+assert_type(delays.bulk.cancel(tag="order.close", key_prefix="eu-", on_progress=print), BulkResult)
 assert_type(
-    delaytasks.reschedule_many(by=timedelta(hours=-1), status="HELD", dry_run=True).changed, int
+    delays.bulk.reschedule(by=timedelta(hours=-1), status="HELD", dry_run=True).changed, int
 )
-assert_type(delaytasks.rerun_many(60, since=datetime.now(timezone.utc)), BulkResult)
-assert_type(delays.audit(limit=5), list[AuditEntry])
+assert_type(delays.bulk.rerun(60, since=datetime.now(timezone.utc)), BulkResult)
+assert_type(delays.bulk.log(limit=5), list[LogEntry])
 
-delays.cancel_many(colour="red")  # type: ignore[call-arg]
+delays.bulk.cancel(colour="red")  # type: ignore[call-arg]
 delaytasks.schedule_delay("order.close", {}, [5])  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, on_conflict="ignore")  # type: ignore[arg-type]
 delaytasks.schedule_delay("order.close", {}, 5, colour="red")  # type: ignore[call-arg]
@@ -109,16 +109,16 @@ async def ask(body: dict[str, int], task: DelayTask) -> int:
 
 
 assert_type(store([]), dict[int, Retry])
-asked: Coroutine[Any, Any, int] = ask({"order": 7}, delaytasks.get(7))
+asked: Coroutine[Any, Any, int] = ask({"order": 7}, delays.get(7))
 delays.processor("store", batch="many")  # type: ignore[call-overload]
 
 delays.schedule_delay("pay", {}, 5, retries=3)
 delays.schedule_delay("pay", {}, 5, retries=RetrySchedule.fixed("1s", times=3), expires=60)
 
 assert_type(
-    delays.schedule_callback("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),
+    delays.callbacks.post("https://partner.example/paid", {"order": 7}, 60, headers={"X": "y"}),
     DelayTask,
 )
 assert_type(
-    delays.schedule_message("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayTask
+    delays.callbacks.publish("invoices", {"order": 7}, 60, exchange="shop", key="7"), DelayTask
 )

@@ -82,7 +82,7 @@ close_order.find(tag="other")  # type: ignore[call-arg]
 close_order("order")  # type: ignore[arg-type]
 
 remind.schedule(OrderBody(1), timedelta(hours=1))
-remind(OrderBody(1), delaytasks.get(7))
+remind(OrderBody(1), delays.get(7))
 remind.schedule({"id": 1}, 5)  # type: ignore[arg-type]
 
 asked: Coroutine[Any, Any, int] = ask("how")

@@ -94,12 +94,12 @@ def fill(delays: DelayTasks) -> None:
         delays.schedule_delay(
             "feed.read", {"feed": number}, 3600 * 24 * (number + 1), queue="feeds"
         )
-    delays.pause(tag="mail.send", actor="maria")
-    delays.set_policy(tag="pay.notify", concurrency=10, rate="100/s", actor="maria")
+    delays.policies.pause(tag="mail.send", actor="maria")
+    delays.policies.set(tag="pay.notify", concurrency=10, rate="100/s", actor="maria")
     delays.recurring.set("report-nightly", "report.build", {}, cron="0 2 * * *", tz="Europe/Berlin")
     delays.recurring.set("feeds", "feed.read", {"feed": 1}, every="5m", overlap="skip")
     delays.recurring.pause("feeds", actor="maria")
-    delays.cancel_many(
+    delays.bulk.cancel(
         tag="feed.read",
         since=runtime_of(delays).clock.now().replace(microsecond=0) + timedelta(days=9, hours=1),
         actor="maria",
@@ -126,11 +126,11 @@ def add_hostile(delays: DelayTasks) -> None:
     delays.runner().run_due("default", range(10), limit=10)
     delays.schedule_delay(HOSTILE, body, 600, key=f"{HOSTILE} waits", **options)
     delays.recurring.set(HOSTILE, HOSTILE, body, cron="0 2 * * *", actor=HOSTILE)
-    delays.recurring.run(HOSTILE)
+    delays.recurring.schedule_now(HOSTILE)
     delays.schedule_delay(HOSTILE, body, 3600, key="cancelled")
-    delays.cancel_many(tag=HOSTILE, key_prefix="cancelled", actor=HOSTILE)
-    delays.pause(tag=HOSTILE, actor=HOSTILE)
-    delays.set_policy(tag=HOSTILE, concurrency=1, actor=HOSTILE)
+    delays.bulk.cancel(tag=HOSTILE, key_prefix="cancelled", actor=HOSTILE)
+    delays.policies.pause(tag=HOSTILE, actor=HOSTILE)
+    delays.policies.set(tag=HOSTILE, concurrency=1, actor=HOSTILE)
     for name in (HOSTILE, f"{HOSTILE} lost"):
         store.workers.report(name, ["default"], HOSTILE, 2, 0, [HOSTILE])
     schema = store.schema

@@ -26,7 +26,7 @@ from delaytasks.console.viewers import (
     Viewer,
 )
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.filters import AuditEntry, BulkResult
+from delaytasks.core.filters import BulkResult, LogEntry
 from delaytasks.operations import health as probes
 from delaytasks.operations.bulk_calls import record_action
 from delaytasks.runtime import runtime_of
@@ -48,7 +48,7 @@ ROLES = {
             "cancel_task rerun_task reschedule_task run_task_now pause resume start_bulk stop_bulk "
             "rerun_entry pause_recurring resume_recurring run_recurring"
         ),
-        Role.ADMIN: "set_limits clear_policy set_recurring remove_recurring",
+        Role.ADMIN: "set_limits remove_policy set_recurring remove_recurring",
     },
 }
 LEAST = {
@@ -101,28 +101,28 @@ def test_each_route_is_refused_below_its_role(own_site: Site, role: Role | None)
             assert answer.status_code not in (401, 403, 500), where
 
 
-#: Actions without an audit entry, and one whose entry has a test of its own below.
+#: Actions without a log entry, and one whose entry has a test of its own below.
 UNAUDITED = {"log_out", "preferences", "stop_bulk"}
 
 
 def test_each_action_is_audited_with_the_name_of_its_viewer(own_site: Site) -> None:
     client, delays = own_site.client(Role.ADMIN), own_site.delays
-    known = {entry.id for entry in delays.audit()}
+    known = {entry.id for entry in delays.bulk.log()}
     done: set[str] = set()
 
     def do(endpoint: str, id: object = None, **fields: Any) -> str:
-        """Do the action, wait for the end of its audit entry, and return the id of this entry."""
+        """Do the action, wait for the end of its log entry, and return the id of this entry."""
         values: dict[str, Any] = {} if id is None else {"id": id}
         with own_site.app.test_request_context():
             path = own_site.app.url_for(endpoint, **values)
         answer = post(client, path, **fields)
         assert answer.status_code == 303, f"{endpoint}: {answer.text}"
 
-        def ended() -> list[AuditEntry]:
-            found = [entry for entry in delays.audit() if entry.id not in known]
+        def ended() -> list[LogEntry]:
+            found = [entry for entry in delays.bulk.log() if entry.id not in known]
             return [] if any(entry.state == "running" for entry in found) else found
 
-        [entry] = wait_until(ended, 10, f"the audit entry of {endpoint}")
+        [entry] = wait_until(ended, 10, f"the log entry of {endpoint}")
         assert (entry.actor, entry.state) == ("maria", "done"), f"{endpoint}: {entry}"
         known.add(entry.id)
         done.add(endpoint)
@@ -139,7 +139,7 @@ def test_each_action_is_audited_with_the_name_of_its_viewer(own_site: Site) -> N
     do("pause", **tag)
     do("resume", **tag)
     do("set_limits", **tag, concurrency="3")
-    do("clear_policy", **tag)
+    do("remove_policy", **tag)
     do("set_recurring", **schedule, tag="report.build", cron="0 * * * *")
     do("pause_recurring", **schedule)
     do("resume_recurring", **schedule)
@@ -356,8 +356,8 @@ def test_the_header_of_a_proxy_counts_only_from_its_address(site: Site) -> None:
 # -- The audit table names who has done, stopped or tried an action in the console ----------------
 
 
-def newest(site: Site, count: int = 1) -> list[AuditEntry]:
-    return site.delays.audit(limit=count)
+def newest(site: Site, count: int = 1) -> list[LogEntry]:
+    return site.delays.bulk.log(limit=count)
 
 
 def refusal(site: Site) -> tuple[str, str, int, dict[str, Any]]:

@@ -78,12 +78,12 @@ def test_a_bulk_cancel_is_taken_back_from_the_audit_page(own_site: Site) -> None
     before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
     finish(client, post(client, "/bulk", action="cancel", tag="order.close").location)
     assert len(delays.find(tag="order.close", status="NOT_COMPLETE")) == 0
-    [entry] = [entry for entry in delays.audit() if entry.filter.get("tag") == "order.close"]
+    [entry] = [entry for entry in delays.bulk.log() if entry.filter.get("tag") == "order.close"]
     [path] = re.findall(rf'action="(/audit/{entry.id}/rerun)"', client.get("/audit").text)
     text = finish(client, post(client, path).location)
     assert f"{before} changed, 0 left as they were" in text
     assert len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000)) == before
-    assert (delays.audit()[0].action, delays.audit()[0].actor) == ("rerun", "maria")
+    assert (delays.bulk.log()[0].action, delays.bulk.log()[0].actor) == ("rerun", "maria")
 
 
 def test_a_bulk_run_that_is_stopped_leaves_the_rest(
@@ -91,9 +91,9 @@ def test_a_bulk_run_that_is_stopped_leaves_the_rest(
 ) -> None:
     client, delays = own_site.client(Role.OPERATE), own_site.delays
     before = len(delays.find(tag="order.close", status="NOT_COMPLETE", limit=1000))
-    has_begun, may_go_on, cancel_many = threading.Event(), threading.Event(), delays.cancel_many
+    has_begun, may_go_on, cancel = threading.Event(), threading.Event(), delays.bulk.cancel
 
-    def cancel_slowly(**options: Any) -> Any:
+    def cancel_slowly(_: bulk.Bulk, **options: Any) -> Any:
         report = options.pop("on_progress")
 
         def wait_and_report(result: Any) -> None:
@@ -101,10 +101,10 @@ def test_a_bulk_run_that_is_stopped_leaves_the_rest(
             assert may_go_on.wait(30)
             report(result)
 
-        return cancel_many(**options, on_progress=wait_and_report)
+        return cancel(**options, on_progress=wait_and_report)
 
     monkeypatch.setattr(bulk, "BULK_ROWS", 10)
-    monkeypatch.setattr(delays, "cancel_many", cancel_slowly)
+    monkeypatch.setattr(bulk.Bulk, "cancel", cancel_slowly)
     page = post(client, "/bulk", action="cancel", tag="order.close").location
     assert has_begun.wait(30)
     assert f'action="{page}/stop"' in client.get(page).text
@@ -114,7 +114,7 @@ def test_a_bulk_run_that_is_stopped_leaves_the_rest(
     assert ">stopped</span>" in text
     assert f"10 changed, 0 left as they were, of {before}." in text
     assert len(delays.find(tag="order.close", status="CANCELLED", limit=1000)) == 10
-    [stopped] = [entry for entry in delays.audit(limit=2) if entry.action == "cancel"]
+    [stopped] = [entry for entry in delays.bulk.log(limit=2) if entry.action == "cancel"]
     assert (stopped.state, stopped.changed) == ("stopped", 10)
 
 
@@ -205,7 +205,7 @@ def test_selected_tasks_are_cancelled_and_no_others(own_site: Site) -> None:
     assert f"ids: {', '.join(map(str, ids[:3]))}</span>" in question
     assert "3 changed, 0 left as they were, of 3." in text
     assert states(own_site, ids) == ["CANCELLED"] * 3 + ["NOT_COMPLETE"]
-    entry = own_site.delays.audit(limit=1)[0]
+    entry = own_site.delays.bulk.log(limit=1)[0]
     assert (entry.action, entry.actor) == ("cancel", "maria")
     assert entry.filter == {"ids": [str(id) for id in sorted(ids[:3])]}
     [path] = re.findall(rf'action="(/audit/{entry.id}/rerun)"', client.get("/audit").text)

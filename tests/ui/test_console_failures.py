@@ -180,7 +180,7 @@ def test_a_few_retried_failures_of_many_runs_are_a_note(shop: FailingShop) -> No
 
 def test_failures_that_are_repaired_are_no_problem(shop: FailingShop) -> None:
     shop.run("pay.notify", 50, retries="1h")
-    shop.delays.cancel_many(tag="pay.notify")
+    shop.delays.bulk.cancel(tag="pay.notify")
     verdict = shop.verdict()
     assert (verdict.level, verdict.problems) == ("good", [])
     assert "no task has the status FAILED" in shop.page("/")

@@ -53,7 +53,7 @@ def check_console(client: Any, delays: DelayTasks, get_text: Any) -> None:
     answer = client.post("/delays/policies/pause", data=data, follow_redirects=False)
     assert answer.status_code == 303
     assert answer.headers["Location"] == "/delays/policies"
-    assert delays.policies(tag="mail")[0].updated_by == "ann"
+    assert delays.policies.list(tag="mail")[0].updated_by == "ann"
     data["csrf"] = "wrong"
     assert client.post("/delays/policies/resume", data=data).status_code == 403
 

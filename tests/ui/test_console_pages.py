@@ -120,7 +120,7 @@ def test_the_headline_names_the_worst_problem_while_tasks_are_on_time(tmp_path: 
     wiring = runtime_of(delays)
     wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["order.close"])
     wiring.sweeper.sweep(0)
-    delays.set_policy(tag="order.close", concurrency=1)
+    delays.policies.set(tag="order.close", concurrency=1)
     for _ in range(3):
         delays.schedule_delay("order.close", {}, 0)
     rows = wiring.store.schema.tasks
@@ -318,7 +318,7 @@ def test_reasons_audit_entries_and_charts_are_in_the_zone_of_the_viewer(own_site
     client, delays = own_site.client(), own_site.delays
     failed = delays.find(status="FAILED", tag="report.build").tasks[0]
     until = datetime(2030, 1, 31, 18, tzinfo=UTC)
-    delays.cancel_many(tag="order.close", until=until)
+    delays.bulk.cancel(tag="order.close", until=until)
     at = failed.update_time
     assert at is not None
     assert f"It failed at {at:%Y-%m-%d %H:%M:%S} UTC: " in client.get(f"/tasks/{failed.id}").text
@@ -345,7 +345,7 @@ def test_the_timeline_of_a_task_names_its_scheduling_call_or_schedule(own_site: 
         [events] = re.findall(r'<ol class="timeline">(.*?)</ol>', text, re.DOTALL)
         return re.sub(r"<[^>]*>", " ", events)
 
-    made = life(delays.recurring.run("traced"))
+    made = life(delays.recurring.schedule_now("traced"))
     assert "Scheduled by the recurring schedule traced " in made
     assert f"for now, in the trace {trace} " in made
     task = delays.schedule_delay("order.close", {"order": 1}, 60, meta=other)
@@ -407,9 +407,11 @@ def test_a_task_is_cancelled_run_again_and_rescheduled(own_site: Site) -> None:
     do("run")
     assert delays.get(task.id).due <= runtime_of(delays).clock.now()
     assert "The task was made due at " in client.get(page).text
-    actions = [entry.action for entry in delays.audit() if entry.filter.get("id") == str(task.id)]
+    actions = [
+        entry.action for entry in delays.bulk.log() if entry.filter.get("id") == str(task.id)
+    ]
     assert actions == ["run_task", "reschedule_task", "rerun_task", "cancel_task"]
-    assert {entry.actor for entry in delays.audit()} == {"maria"}
+    assert {entry.actor for entry in delays.bulk.log()} == {"maria"}
 
 
 def test_the_page_of_a_task_names_no_command_that_its_viewers_may_call_differently(
@@ -443,7 +445,7 @@ def test_a_task_that_moved_meanwhile_is_left_alone(own_site: Site) -> None:
     delays.reschedule(task, 5000)
     post(client, f"/tasks/{task.id}/cancel", version=task.version)
     assert delays.get(task.id).status is Status.NOT_COMPLETE
-    assert delays.audit()[0].state == "failed"
+    assert delays.bulk.log()[0].state == "failed"
     assert 'class="notice bad"' in client.get("/").text
 
 
@@ -463,15 +465,20 @@ def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
     client, delays = own_site.client(Role.ADMIN), own_site.delays
 
     def policy() -> Any:
-        return next(iter(delays.policies(tag="order.close")), None)
+        return next(iter(delays.policies.list(tag="order.close")), None)
 
     post(client, "/policies/pause", kind="tag", name="order.close")
     assert policy().is_paused
     assert policy().updated_by == "maria"
+    post(client, "/policies/pause", kind="tag", name="order.close", until="2h")
+    until = f"{policy().paused_until:%Y-%m-%d %H:%M:%S} UTC"
+    for page in ("/policies", "/tags/order.close"):
+        assert "</span> until <time" in (text := client.get(page).text)
+        assert until in text
     post(client, "/policies/resume", kind="tag", name="order.close")
     post(client, "/policies/limits", kind="tag", name="order.close", concurrency="3", rate="5/s")
     assert (policy().concurrency, policy().rate_text) == (3, "5/s")
     post(client, "/policies/limits", kind="tag", name="order.close", concurrency="many")
     assert policy().concurrency == 3
-    post(client, "/policies/clear", kind="tag", name="order.close")
+    post(client, "/policies/remove", kind="tag", name="order.close")
     assert policy() is None

@@ -10,6 +10,8 @@ import pytest
 
 from delaytasks.console.viewers import Role
 from delaytasks.recurrence.definition import DEFINED
+from delaytasks.recurrence.recurring import follow
+from delaytasks.runtime import runtime_of
 from tests.ui.console_site import Site, post
 
 
@@ -23,7 +25,7 @@ def test_recurring_schedules_are_changed(own_site: Site) -> None:
     post(client, "/recurring/run", name="hourly")
     post(client, "/recurring/remove", name="hourly")
     assert "hourly" not in {each.name for each in recurring.list()}
-    actions = [entry.action for entry in own_site.delays.audit(limit=4)]
+    actions = [entry.action for entry in own_site.delays.bulk.log(limit=4)]
     assert actions == ["remove_recurring", "run_recurring", "pause_recurring", "set_recurring"]
     post(client, "/recurring", **{**fields, "body": "{"})
     assert "not JSON" in html.unescape(client.get("/recurring").text)
@@ -101,7 +103,7 @@ def test_the_form_of_schedules_is_for_those_that_can_be_changed(own_site: Site) 
     @own_site.delays.processor("declared.report")
     def report(body: Any) -> None: ...
 
-    own_site.delays.recurring.follow_code()
+    follow(runtime_of(own_site.delays))
     text = own_site.client(Role.ADMIN).get("/recurring").text
     assert "<code>every 5m</code>" in text
     assert re.findall(r'href="/recurring\?name=([\w-]+)#edit"', text) == ["feeds", "report-nightly"]
@@ -123,7 +125,7 @@ def form_of_limits(text: str) -> dict[str, str]:
 
 
 def limits(site: Site, tag: str) -> Any:
-    [policy] = site.delays.policies(tag=tag)
+    [policy] = site.delays.policies.list(tag=tag)
     return policy.concurrency, policy.key_concurrency, policy.rate_text
 
 

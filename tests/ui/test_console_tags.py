@@ -107,7 +107,7 @@ def test_a_tag_is_paused_and_resumed_on_its_page(own_site: Site) -> None:
         [form] = re.findall(rf'action="(/policies/{action})".*?</form>', text)
         answer = post(client, form, kind="tag", name="order.close", next=path)
         assert answer.location == path
-        policies = own_site.delays.policies(tag="order.close")
+        policies = own_site.delays.policies.list(tag="order.close")
         assert any(policy.is_paused for policy in policies) is is_paused
     assert "/policies/" not in client.get("/tag", query_string={"name": OTHER_TAGS}).text
 
@@ -244,7 +244,7 @@ def suggested(client: FlaskClient, path: str, field: str, form: str = "") -> lis
 def test_tags_of_workers_policies_and_statistics_are_suggested(own_site: Site, path: str) -> None:
     add_worker(own_site, "of.a.worker")
     write_runs(own_site.delays, "of.statistics", timedelta(minutes=2), 1)
-    own_site.delays.pause(tag="of.a.policy")
+    own_site.delays.policies.pause(tag="of.a.policy")
     tags = suggested(own_site.client(Role.ADMIN), path, "tag")
     others = ["mail.send", "order.close", "pay.notify"]
     assert tags == sorted([*others, "of.a.policy", "of.a.worker", "of.statistics"])
@@ -264,10 +264,10 @@ def test_the_names_are_bounded_and_those_of_policies_stay(
 ) -> None:
     monkeypatch.setattr(pages_tags, "MOST_SUGGESTED", 4)
     for number in range(5):
-        own_site.delays.pause(queue=f"queue-{number}")
+        own_site.delays.policies.pause(queue=f"queue-{number}")
     add_worker(own_site, *(f"a.worker.{number}" for number in range(5)))
     client = own_site.client(Role.VIEW)
-    own_site.delays.pause(tag="paused.tag")
+    own_site.delays.policies.pause(tag="paused.tag")
     tags = suggested(client, "/tasks", "tag")
     assert len(tags) == 4
     assert "paused.tag" in tags

@@ -107,7 +107,7 @@ def test_since_when_is_in_the_zone_of_the_viewer(site: Site) -> None:
 
 
 def test_a_limit_is_reached_since_its_oldest_task_was_due(site: Site) -> None:
-    site.delays.set_policy(tag="report.build", rate="5/m")
+    site.delays.policies.set(tag="report.build", rate="5/m")
     add(site, 2, Status.HELD, age_s=60)
     add(site, 1, Status.HELD, age_s=605)
     [sentence] = sentences(page(site))
@@ -138,7 +138,7 @@ def tile(text: str, label: str) -> str:
 def test_a_tile_has_the_number_of_the_sentence_while_tasks_move(
     site: Site, monkeypatch: pytest.MonkeyPatch, status: Status, label: str, sentence: str
 ) -> None:
-    site.delays.set_policy(tag="report.build", concurrency=1)
+    site.delays.policies.set(tag="report.build", concurrency=1)
     add(site, 3, status)
     count: Callable[..., Any] = Stats.counts
     overdue: Callable[..., Any] = OverdueRows.count
@@ -191,7 +191,7 @@ def test_waiting_and_running_tasks_without_a_worker_are_counted_separately(site:
 @pytest.fixture
 def faulty(site: Site) -> Site:
     """A deployment with several problems, each of which another page shows."""
-    site.delays.set_policy(tag="report.build", concurrency=1)
+    site.delays.policies.set(tag="report.build", concurrency=1)
     add(site, 3, Status.HELD)
     add(site, 3, Status.FAILED)
     report(site, "celery@b", broker_down_s=200, beat_s=90)

@@ -20,12 +20,15 @@ import pytest
 from sqlalchemy import event
 
 import delaytasks
-from delaytasks import DelayTask, DelayTasks, NewTask, Processor, api
+from delaytasks import DelayTask, DelayTasks, NewTask, Processor, current
 from delaytasks.cli.schedule_commands import schedule
 from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core import errors
 from delaytasks.core.task import TaskOptions
 from delaytasks.http_api.schemas import TASK
+from delaytasks.operations.bulk_calls import Bulk
+from delaytasks.operations.callbacks import CallbackCalls
+from delaytasks.operations.policy_calls import PolicyCalls
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import Statistics
@@ -52,7 +55,6 @@ def is_twin(member: Any) -> bool:
 
 
 TWINS = {name for name, _ in inspect.getmembers(DelayTasks, is_twin)}
-FUNCTIONS = [name for name in api.__all__ if not is_twin(getattr(api, name))]
 #: The public methods without a twin, each with the reason.
 WITHOUT_TWIN = {
     "new_id": "waits for nothing",
@@ -64,7 +66,9 @@ WITHOUT_TWIN = {
 }
 
 
-@pytest.mark.parametrize("kind", [DelayTasks, Processor, Recurring, Statistics])
+@pytest.mark.parametrize(
+    "kind", [DelayTasks, Bulk, CallbackCalls, PolicyCalls, Processor, Recurring, Statistics]
+)
 def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> None:
     methods = {
         name: method
@@ -78,16 +82,6 @@ def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> No
         if name != "check":  # its twin is an iterator
             assert inspect.signature(twin) == inspect.signature(methods[name])
         assert f"the asynchronous twin of `{name}`" in twin.__doc__
-
-
-def test_the_module_has_each_function_in_both_forms() -> None:
-    twins = {f"a{name}" for name in set(FUNCTIONS) - WITHOUT_TWIN.keys()} | {"await_"}
-    assert set(api.__all__) == twins.union(FUNCTIONS)
-
-
-def test_delaytasks_has_at_most_39_public_names_and_their_twins() -> None:
-    assert len(public_names() - TWINS) <= 39, sorted(public_names() - TWINS)
-    assert set(api.__all__) < public_names()
 
 
 def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) -> None:
@@ -189,7 +183,7 @@ def test_a_call_reaches_the_insert_statement_within_few_frames(
     database = runtime_of(delays).store.database
     with database.begin() as connection:
         delays.create_tables(connection)
-    monkeypatch.setattr(api, "_default", delays)
+    monkeypatch.setattr(current, "_of_project", delays)
     schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
     seen: list[list[str]] = []
 
@@ -208,7 +202,7 @@ def test_a_call_reaches_the_insert_statement_within_few_frames(
     delays.close()
 
 
-# -- the module-level functions -------------------------------------------------------------------
+# -- the functions of the package -----------------------------------------------------------------
 
 STANDALONE = """
 import os
@@ -227,48 +221,66 @@ def run(folder: Path, code: str) -> str:
     ).stdout
 
 
-def test_a_module_level_call_is_refused_if_the_celery_app_has_its_own_instance(
+def test_the_functions_use_the_instance_of_the_current_celery_app_or_the_newest_one(
     tmp_path: Path,
 ) -> None:
     code = """
-delays = delaytasks.DelayTasks(Celery("shop", broker="memory://"), "sqlite:///shop.sqlite3")
 import threading
+made = {}
+for name in ("old", "new"):
+    made[name] = delaytasks.DelayTasks(Celery(name, broker="memory://"), f"sqlite:///{name}.sqlite3")
+    with create_engine(f"sqlite:///{name}.sqlite3").begin() as connection:
+        made[name].create_tables(connection)
+def schedule():
+    task = delaytasks.schedule_delay("mail", {}, 60)
+    print([name for name in made if made[name].find(ids=task.id).tasks])
+schedule()
+Celery("without", broker="memory://")
+schedule()
+thread = threading.Thread(target=schedule)
+thread.start()
+thread.join()
+made["old"]._celery.set_current()
+schedule()
+delaytasks.processor("mail")(lambda body: None)
+print(made["old"]._registry.get("mail") is not None, made["new"]._registry.get("mail") is None)
+print("delaytasks.celery" in __import__("sys").modules)
+"""
+    assert run(tmp_path, code).splitlines() == [
+        "['new']",
+        "['new']",
+        "['new']",
+        "['old']",
+        "True True",
+        "False",
+    ]
+
+
+def test_a_process_whose_celery_app_has_no_instance_schedules_nothing(tmp_path: Path) -> None:
+    code = """
+import threading
+app = Celery("shop", broker="memory://")
 def schedule():
     try:
         delaytasks.schedule_delay("mail", {}, 60)
     except ConfigError as error:
         print(error)
 schedule()
-threads = [threading.Thread(target=schedule)]
-for thread in threads:
-    thread.start()
-    thread.join()
+thread = threading.Thread(target=schedule)
+thread.start()
+thread.join()
 print(os.listdir("."))
 """
     message, in_thread, files = run(tmp_path, code).splitlines()
-    assert "'shop' has a DelayTasks of its own: call the methods of that object" in message
-    assert "delays.schedule_delay(...)" in message
-    assert in_thread == message
-    assert files == "[]"
+    assert message.startswith("the Celery app 'shop' has no DelayTasks: write delays = DelayTasks(")
+    assert (in_thread, files) == (message, "[]")
 
 
-def test_a_module_level_call_uses_the_instance_that_was_set_as_the_default(tmp_path: Path) -> None:
+def test_a_process_without_a_celery_app_has_the_standalone_instance(tmp_path: Path) -> None:
     code = """
-delays = delaytasks.DelayTasks(Celery("shop", broker="memory://"), "sqlite:///shop.sqlite3")
-delaytasks.api.set_default(delays)
-with create_engine("sqlite:///shop.sqlite3").begin() as connection:
-    delays.create_tables(connection)
-print(delays.get(delaytasks.schedule_delay("mail", {}, 60)).tag)
-"""
-    assert run(tmp_path, code) == "mail\n"
-
-
-def test_a_celery_app_without_an_instance_does_not_hinder_module_level_calls(
-    tmp_path: Path,
-) -> None:
-    code = """
-app = Celery("shop", broker="memory://")
-print(delaytasks.api.default() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
+from celery import current_app
+current_app.main  # Celery makes an app of its own
+print(delaytasks.current_delays() is __import__("delaytasks.celery", fromlist=["delays"]).delays)
 """
     assert run(tmp_path, code) == "True\n"
 

@@ -250,10 +250,10 @@ def test_the_documented_values_to_watch_exist(tmp_path: Path) -> None:
         for name in re.findall(r"`([^`]+)`", row)
     }
     program = (
-        "from delaytasks.api import default; from delaytasks.cli.main import main; "
+        "from delaytasks import current_delays; from delaytasks.cli.main import main; "
         "from delaytasks.storage import migrations; from delaytasks.runtime import runtime_of; "
-        "migrations.upgrade(runtime_of(default()).store.database); "
-        "runtime_of(default()).store.workers.report('w', [], 'prefork', 1, 0); "
+        "migrations.upgrade(runtime_of(current_delays()).store.database); "
+        "runtime_of(current_delays()).store.workers.report('w', [], 'prefork', 1, 0); "
         "main(['stats', '--json'])"
     )
     done = subprocess.run(

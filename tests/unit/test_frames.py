@@ -69,7 +69,7 @@ def test_a_job_calls_a_processor_within_six_frames(
 
 def test_a_waitlist_adds_two_frames(delays: DelayTasks) -> None:
     seen: list[Frames] = []
-    delays.set_policy(tag="look", concurrency=1)
+    delays.policies.set(tag="look", concurrency=1)
     delays.processor("look")(lambda body: seen.append(own_frames()))
     tasks = [delays.schedule_delay("look", None, 0) for _ in range(3)]
     run_chunk(ChunkRequest(tuple(Entry.of(task) for task in tasks), policies=None))

@@ -24,7 +24,6 @@ from delaytasks import DelayTask, DelayTasks, Done, Processor, StaleVersionError
 from delaytasks.core.errors import BodyRefusedError, InvalidInputError
 from delaytasks.core.retry_schedule import (
     MAX_RETRY_DELAYS,
-    NOTIFY,
     Retries,
     RetrySchedule,
     retry_schedule_of,
@@ -449,8 +448,8 @@ def test_exponential_waits_grow_to_their_cap() -> None:
 
 @given(st.floats(0, 1), st.integers(1, 9))
 def test_jitter_stays_within_its_share(jitter: float, failures: int) -> None:
-    wait = RetrySchedule(NOTIFY.retry_delays_s, jitter=jitter).wait_s(failures)
-    retry_delay = NOTIFY.retry_delays_s[failures - 1]
+    wait = RetrySchedule(RetrySchedule.NOTIFY.retry_delays_s, jitter=jitter).wait_s(failures)
+    retry_delay = RetrySchedule.NOTIFY.retry_delays_s[failures - 1]
     assert wait is not None
     assert retry_delay * (1 - jitter) - 1e-6 <= wait <= retry_delay * (1 + jitter) + 1e-6
 
@@ -502,12 +501,12 @@ def test_an_invalid_number_of_retries_is_refused_with_the_remedy(retry: Any) -> 
 
 def test_the_nearest_class_of_an_error_selects_the_retry_schedule() -> None:
     retries = Retries.of(
-        {OSError: "1s", ConnectionError: "2s", ValueError: None, Exception: NOTIFY}
+        {OSError: "1s", ConnectionError: "2s", ValueError: None, Exception: RetrySchedule.NOTIFY}
     )
     assert retries.retry_schedule_for(ConnectionResetError) == RetrySchedule("2s")
     assert retries.retry_schedule_for(FileNotFoundError) == RetrySchedule("1s")
     assert retries.retry_schedule_for(UnicodeDecodeError) is None
-    assert retries.retry_schedule_for(KeyError) is NOTIFY
+    assert retries.retry_schedule_for(KeyError) is RetrySchedule.NOTIFY
     assert retries.retry_schedule_for(SystemExit) is None
 
 

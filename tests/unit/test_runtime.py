@@ -270,7 +270,7 @@ def test_a_chunk_states_that_its_worker_has_not_read_the_policies_yet(
 ) -> None:
     """Without the policies, the chunks would run paused tasks."""
     runtime = make_runtime(tmp_path)
-    runtime.celery_worker.delays.pause(tag="test.note")
+    runtime.celery_worker.delays.policies.pause(tag="test.note")
     sent: list[ChunkRequest] = []
     pool = SimpleNamespace(
         limit=2, apply_async=lambda _run, args, **_: sent.append(args[0]) or object()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from delaytasks import DelayTask, LogFormatter
+from delaytasks import DelayTask
 from delaytasks.core import events as repeats_module
 from delaytasks.core.events import (
     _LOG_LEVELS,
@@ -21,7 +21,7 @@ from delaytasks.core.events import (
     Repeats,
     logger,
 )
-from delaytasks.core.structured_log import log_structured
+from delaytasks.logging import LogFormatter, log_structured
 
 # -- structured log lines have the fields of their tasks ------------------------------------------
 

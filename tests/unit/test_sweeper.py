@@ -16,7 +16,7 @@ from delaytasks import DelayTask, Status
 from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.filters import AuditEntry
+from delaytasks.core.filters import LogEntry
 from delaytasks.core.interfaces import Entry, FoundRow, Level
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.maintenance import sweeper
@@ -265,7 +265,7 @@ def test_a_stage_that_fails_does_not_prevent_the_other_stages(
     lapsed = field.row(-5, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
     old = field.row(-7200, Status.DONE, update_time=long_ago)
     field.store.bulk.begin(
-        AuditEntry(1, "cancel", {}, "ann", "done", long_ago, long_ago, long_ago, 0, 0, 0)
+        LogEntry(1, "cancel", {}, "ann", "done", long_ago, long_ago, long_ago, 0, 0, 0)
     )
     field.row(-60)
     field.serve("w1", "default")
@@ -285,7 +285,7 @@ def test_a_stage_that_fails_does_not_prevent_the_other_stages(
         "recover": field.status(lapsed) is Status.NOT_COMPLETE,
         "levels_of": len(field.timer.requested_drains) == 1,
         "purge": field.store.tasks.get(old) is None,
-        "purge_audit": field.store.bulk.audit(10) == [],
+        "purge_audit": field.store.bulk.log(10) == [],
     }
     assert [name for name, is_done in done.items() if not is_done] == [stage]
     [failure] = [fields for name, fields in field.told if name == "loop.failed"]
@@ -343,7 +343,7 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Sweepe
         return Policies(())
 
     holding: Any = SimpleNamespace(
-        cache=SimpleNamespace(refresh=policies),
+        read=policies,
         walk=lambda *_: done.append("walk"),
         hold_near=lambda *_: None,
     )
@@ -545,9 +545,7 @@ def test_a_worker_drains_its_own_queues_without_a_sweep(field: SweeperHarness) -
     field.row(60, queue="later")
     sweeper, here = field.sweeper(), list[tuple[str, Sequence[int]]]()
     paused: Any = SimpleNamespace(
-        cache=SimpleNamespace(
-            refresh=lambda: Policies((Policy("queue", "paused", is_paused=True),))
-        )
+        read=lambda: Policies((Policy("queue", "paused", is_paused=True),))
     )
     sweeper._pauses = paused
     sweeper.start_own_drains(

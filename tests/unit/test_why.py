@@ -51,6 +51,8 @@ def test_a_pause_names_its_author_and_the_command_that_ends_it(kind: str, name: 
         assert codes(found) == ["paused"]
         assert "by ann@desk since 2030-01-31T18:00:00Z" in text(found)
         assert text(found).endswith(f"delaytasks resume --{kind} {name}")
+    ends = replace(policy, paused_until=NOW + timedelta(hours=1))
+    assert "T18:00:00Z (0s), until 2030-01-31T19:00:00Z." in text(facts(TASK, policies=[ends]))
 
 
 def test_a_full_limit_has_the_number_of_running_tasks() -> None:

@@ -350,7 +350,7 @@ class DelayTaskRowAdmin(admin.ModelAdmin):
     def get_readonly_fields(self, request: Any, obj: Any = None) -> list[str]:
         return [name for _, options in self.get_fieldsets(request) for name in options["fields"]]
 
-    # An action writes audit entries on another connection, which SQLite would let wait for the
+    # An action writes log entries on another connection, which SQLite would let wait for the
     # transaction of ATOMIC_REQUESTS.
     @transaction.non_atomic_requests(using=project_delays().alias)
     def changelist_view(self, request: Any, extra_context: Any = None) -> Any:

@@ -6,9 +6,9 @@ from typing import Any
 
 from django.apps import AppConfig
 
-from delaytasks import api
 from delaytasks.contrib.django.checks import register_checks
 from delaytasks.contrib.django.instance import project_delays
+from delaytasks.current import set_project_delays
 
 
 class DelayTasksConfig(AppConfig):
@@ -20,7 +20,7 @@ class DelayTasksConfig(AppConfig):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         # Before Django imports any models.py, which may register processors.
-        api.set_default(project_delays())
+        set_project_delays(project_delays())
 
     def ready(self) -> None:
         project_delays().import_processors()

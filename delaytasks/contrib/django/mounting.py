@@ -18,9 +18,9 @@ from django.urls import re_path
 from django.views.decorators.csrf import csrf_exempt
 from django.views.decorators.http import require_POST
 
-from delaytasks import api
 from delaytasks.client import DelayTasks
 from delaytasks.core.errors import InvalidInputError
+from delaytasks.current import current_delays
 from delaytasks.webhooks import verify
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def console_urls(
             return viewer(environ[_REQUEST_VARIABLE])
 
         key = derived_key(settings.SECRET_KEY)
-        return make_console(delays or api.default(), HostAccess(find), secret_key=key)
+        return make_console(delays or current_delays(), HostAccess(find), secret_key=key)
 
     # The console has CSRF tokens of its own.
     return _wsgi_urls(console, "delaytasks-console")
@@ -102,7 +102,7 @@ def api_urls(keys: FindsKeys, delays: DelayTasks | None = None, **options: Any) 
     @functools.cache
     def made() -> Flask:
         # Made with the first request: the settings may not be complete before.
-        return make_api(delays or api.default(), keys, **options)
+        return make_api(delays or current_delays(), keys, **options)
 
     return _wsgi_urls(made, "delaytasks-api")
 

@@ -4,7 +4,7 @@ from django.http import HttpRequest, JsonResponse
 from django.shortcuts import get_object_or_404
 from django.views.decorators.http import require_GET, require_POST
 
-from delaytasks import cancel, schedule_delay
+from delaytasks import current_delays, schedule_delay
 from orders.models import Order
 from orders.tasks import send_receipt
 
@@ -28,9 +28,8 @@ def fail(request: HttpRequest) -> JsonResponse:
 def pay(request: HttpRequest, number: int) -> JsonResponse:
     with transaction.atomic():
         order = get_object_or_404(Order.objects.select_for_update(), pk=number)
-        if not cancel(
-            tag="order.close", key=str(order.pk)
-        ):  # the order is closed, or is being closed
+        if not current_delays().cancel(tag="order.close", key=str(order.pk)):
+            # The order is closed, or is being closed.
             return JsonResponse({"number": order.pk, "error": "too late to pay"}, status=409)
         order.status = "paid"
         order.save()

@@ -88,9 +88,9 @@ def test_many_are_named_by_their_ids(shop: Project) -> None:
 
 
 def test_audit_shows_some_of_many_ids(shop: Project) -> None:
-    shop.delays.cancel_many(ids=[7])
+    shop.delays.bulk.cancel(ids=[7])
     assert "more" not in shop("audit").stdout
-    shop.delays.cancel_many(ids=range(1, 51))
+    shop.delays.bulk.cancel(ids=range(1, 51))
     assert '"1, 2, 3 and 47 more"' in shop("audit").stdout
     assert len(shop.json("audit")[0]["filter"]["ids"]) == 50
 

@@ -93,7 +93,7 @@ def test_the_busiest_hour_is_shown_with_its_share_of_the_hour(shop: Project) -> 
 def test_only_the_busiest_hours_are_shown_without_all(shop: Project) -> None:
     for hour in range(20):
         shop.schedule("mail", hour * 3600 + 1800)
-    shop.delays.pause(tag="mail")
+    shop.delays.policies.pause(tag="mail")
     said = shop("forecast").stdout
     assert "20 of them paused" in said
     assert "and 8 hours more; --all prints them" in said

@@ -166,9 +166,9 @@ def test_a_queue_with_late_tasks_and_no_worker_fails_only_the_deployment(healthy
     assert failed(healthy) == ["queues"]
     detail = next(c for c in healthy.json("health", exit_code=1)["checks"] if c["name"] == "queues")
     assert detail["detail"] == "no live worker serves letters, where tasks are late"
-    healthy.delays.pause(queue="letters")
+    healthy.delays.policies.pause(queue="letters")
     assert failed(healthy) == []
-    healthy.delays.resume(queue="letters")
+    healthy.delays.policies.resume(queue="letters")
     assert failed(healthy, "worker") == failed(healthy, "worker", "--live") == []
     runtime_of(healthy.delays).store.workers.report("w", ["*"], "prefork", 2, 0)
     assert failed(healthy) == []

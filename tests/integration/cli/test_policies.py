@@ -37,6 +37,20 @@ def test_pause_and_resume_report_their_effect_and_the_number_of_held_tasks(shop:
     assert {shop.status(task) for task in tasks} == {Status.NOT_COMPLETE}
 
 
+def test_a_pause_may_have_an_end(shop: Project) -> None:
+    end = shop.json("pause", "--tag", "mail", "--until", "2030-01-31T18:00:00Z")["paused_until"]
+    assert end == "2030-01-31T18:00:00+00:00"
+    said = "until 2030-01-31T18:00:00Z"
+    assert (
+        f"tag mail is paused {said}; held" in shop("pause", "--tag", "mail", "--until", end).stdout
+    )
+    assert said in shop("policy", "list").stdout
+    assert said in shop("stats").stdout
+    assert shop.json("pause", "--tag", "mail", "--until", "2h")["paused_until"] < "2030"
+    assert shop.error("pause", "--tag", "mail", "--until", "soon", exit_code=2)
+    assert shop.json("resume", "--tag", "mail")["paused_until"] is None
+
+
 def test_policies_are_listed_with_their_authors(shop: Project) -> None:
     assert shop.json("policy", "list") == NO_POLICIES
     assert "No policies" in shop("policy", "list").stderr
@@ -162,6 +176,6 @@ def test_many_policies_are_shown_page_by_page_and_counted(shop: Project) -> None
         r"tag t0230 .* tag t0239 \(0 held\), and 10 more; delaytasks -A \S+ policy list",
         shop("stats").stdout,
     )
-    [one] = shop.delays.policies(tag="t0007")
+    [one] = shop.delays.policies.list(tag="t0007")
     assert (one.name, one.concurrency) == ("t0007", 1)
-    assert shop.delays.policies(queue="t0007") == []
+    assert shop.delays.policies.list(queue="t0007") == []

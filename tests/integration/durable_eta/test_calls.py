@@ -318,7 +318,7 @@ def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(
 
 def test_a_paused_task_name_waits_until_it_is_resumed(project: Shop) -> None:
     tag = "celery:durable.total"
-    project.delays.pause(tag=tag)
+    project.delays.policies.pause(tag=tag)
     result = project.task("total").apply_async(([1, 2],), countdown=3)
     wait_until(
         lambda: project.delays.get(tag=tag, key=result.id).status is Status.HELD,
@@ -326,7 +326,7 @@ def test_a_paused_task_name_waits_until_it_is_resumed(project: Shop) -> None:
         "the row to be held",
     )
 
-    project.delays.resume(tag=tag)
+    project.delays.policies.resume(tag=tag)
 
     assert result.get(timeout=WAIT_S) == 3
 

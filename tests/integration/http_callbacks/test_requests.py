@@ -203,7 +203,7 @@ def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
         answer()(exchange)
 
     web.answers["/"] = count
-    tasks = [delays.schedule_callback(web.url(), {"order": n}, 0) for n in range(20)]
+    tasks = [delays.callbacks.post(web.url(), {"order": n}, 0) for n in range(20)]
     while delays.runner().run_due("default", range(10), 100).claimed:
         pass
     assert {delays.get(task).status for task in tasks} == {Status.DONE}
@@ -216,7 +216,7 @@ def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
 
 def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/paid"] = answer(500, b"busy")
-    scheduled = delays.schedule_callback(
+    scheduled = delays.callbacks.post(
         web.url("/paid"), {"order": 7}, 0, headers={"X-Shop": "one"}, key="order-7"
     )
     assert scheduled.tag == CALLBACK
@@ -242,14 +242,14 @@ def test_a_partner_is_notified_until_it_answers(delays: DelayTasks, web: WebServ
 
 def test_status_410_fails_the_task_without_a_retry(delays: DelayTasks, web: WebServer) -> None:
     web.answers["/"] = answer(410)
-    assert run_now(delays, delays.schedule_callback(web.url(), None, 0)).status is Status.FAILED
+    assert run_now(delays, delays.callbacks.post(web.url(), None, 0)).status is Status.FAILED
 
 
 def test_a_callback_may_have_its_own_retry_schedule_and_expiry(
     delays: DelayTasks, web: WebServer
 ) -> None:
     web.answers["/"] = answer(500)
-    task = delays.schedule_callback(
+    task = delays.callbacks.post(
         web.url(), None, 0, retries=RetrySchedule("1h"), expires="1d", priority=3, queue="slow"
     )
     assert (task.priority, task.queue, task.expires_s) == (3, "slow", 86400)
@@ -281,7 +281,7 @@ def test_rows_of_other_programs_are_callbacks_too(delays: DelayTasks, web: WebSe
 )
 def test_a_forbidden_url_is_refused_when_it_is_scheduled(delays: DelayTasks, url: str) -> None:
     with pytest.raises(ForbiddenURLError):
-        delays.schedule_callback(url, None, 0)
+        delays.callbacks.post(url, None, 0)
     assert len(delays.find()) == 0
 
 
@@ -299,12 +299,12 @@ def test_a_forbidden_url_is_refused_when_it_is_scheduled(delays: DelayTasks, url
 )  # fmt: skip
 def test_a_header_that_cannot_be_sent_is_refused(delays: DelayTasks, headers: Any) -> None:
     with invalid("headers"):
-        delays.schedule_callback("https://partner.example/", None, 0, headers=headers)
+        delays.callbacks.post("https://partner.example/", None, 0, headers=headers)
 
 
 def test_a_body_that_is_not_json_is_refused_by_its_path(delays: DelayTasks) -> None:
     with invalid("body", match=r"\$\.body\.items"):
-        delays.schedule_callback("https://partner.example/", {"items": {1}}, 0)
+        delays.callbacks.post("https://partner.example/", {"items": {1}}, 0)
 
 
 def test_secrets_are_not_shown() -> None:

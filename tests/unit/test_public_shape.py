@@ -1,0 +1,47 @@
+"""The size of the public API. A new name needs a user, and makes another name unnecessary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+
+import delaytasks
+from delaytasks import DelayTasks
+from delaytasks.core import errors
+
+#: The names of the package, without the errors.
+VALUES = """
+Attempt BulkResult Cancel CancelResult DelayTask DelayTasks Done Fail Finding Forecast LogEntry
+NewTask Outcome Page Policy Processor RecurringSchedule Retry RetrySchedule Shards Snooze Status
+TouchResult
+""".split()
+FUNCTIONS = "aschedule_delay current_delays processor schedule_delay".split()
+
+
+def test_the_package_has_these_names() -> None:
+    assert sorted({*delaytasks.__all__} - {*errors.__all__}) == sorted([*VALUES, *FUNCTIONS])
+    assert {*errors.__all__} < {*delaytasks.__all__}
+    for name in delaytasks.__all__:
+        assert getattr(delaytasks, name).__doc__, f"{name} has no docstring"
+    with pytest.raises(AttributeError, match="no attribute 'cancel'"):
+        _ = delaytasks.cancel
+
+
+def methods() -> list[str]:
+    """Return the public names of `DelayTasks`, without the asynchronous twins."""
+    names = {name for name in dir(DelayTasks) if not name.startswith("_")}
+    return sorted(name for name in names if not (name[0] == "a" and name[1:] in names))
+
+
+#: What is counted, its names, and the most of them.
+LIMITS: list[tuple[str, Callable[[], Collection[str]], int]] = [
+    ("names of DelayTasks", methods, 29),
+    ("functions of the package", lambda: FUNCTIONS, 4),
+]
+
+
+@pytest.mark.parametrize(("what", "names", "most"), LIMITS, ids=[each[0] for each in LIMITS])
+def test_the_api_stays_small(what: str, names: Callable[[], Collection[str]], most: int) -> None:
+    found = names()
+    assert len(found) <= most, f"{len(found)} {what}: {', '.join(found)}"
