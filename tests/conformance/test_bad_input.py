@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone, tzinfo
@@ -22,10 +21,9 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
-from delaytasks.storage.types import db_now_plus
 from tests.conformance.store_rows import status_columns
 from tests.fuzzing import fuzz
-from tests.recording import counted, delays_on, record
+from tests.recording import delays_on, record
 
 UTC = timezone.utc
 SECRET = "s3cr3t-canary"
@@ -474,15 +472,6 @@ def test_touch_many_takes_one_list(place: RefusingClient) -> None:
         with place.refuses("tag"):
             place.delays.touch_many(tag=tag, keys=["k"], delay=500)
     assert place.delays.get(task).expected_time == task.expected_time
-
-
-def test_a_key_that_is_taken_names_the_task_that_has_it(place: RefusingClient) -> None:
-    first = place.put(key="k")
-    with place.refuses(e.DuplicateTaskError, str(first.id), "'k'"):
-        place.delays.schedule_delay("mail", {}, 5, key="k")
-    with pytest.raises(e.DuplicateTaskError) as caught:
-        place.delays.schedule_delay("mail", {}, 5, key="k")
-    assert caught.value.id == first.id
 
 
 def test_schedule_many_inserts_no_task_if_one_key_is_taken(place: RefusingClient) -> None:
@@ -1019,40 +1008,3 @@ def test_any_arguments_are_answered_with_a_task_or_with_our_error(
 
 
 # Invalid rows that other programs write
-
-
-def test_rows_with_invalid_values_break_neither_a_claim_nor_the_api(
-    make: Callable[..., RefusingClient],
-) -> None:
-    place = make(chunk_time_budget_s=15)
-    ran: list[Any] = []
-    place.delays.processor("mail")(ran.append)
-    before = {"expected_time": db_now_plus(-10)}
-    not_json = place.insert(message_body="{'a': nope", **before)
-    empty_body = place.insert(message_body="", **before)
-    deep = place.insert(message_body="[" * 100_000, **before)
-    nan = place.insert(message_body="NaN", **before)
-    huge = place.insert(message_body=json.dumps("x" * 5_000_000), **before)
-    nasty_tag = place.insert(tag="\x1b[31m\r\nx", **before)
-    far = place.insert(expected_time=datetime(9999, 12, 30, 23, 59, 59, tzinfo=UTC))
-    below_zero = place.insert(id=-4, **before)
-    good = place.insert(message_body="7", **before)
-    everything = {not_json, empty_body, deep, nan, huge, nasty_tag}
-    everything |= {far, below_zero, good}
-
-    report = place.delays.runner().run_due("default", [0], 100)
-    assert report.claimed == 8
-
-    by_id = {task.id: task for task in place.delays.find(limit=100)}
-    assert set(by_id) == everything
-    assert all(json.dumps(task.as_json()) for task in by_id.values())
-    failed = {id for id, task in by_id.items() if task.status is Status.FAILED}
-    assert failed == {not_json, empty_body, deep}
-    assert "JSONDecodeError" in (by_id[not_json].error or "")
-    assert {by_id[id].status for id in (nan, huge, below_zero, good)} == {Status.DONE}
-    assert len(ran) == 4
-    assert by_id[nasty_tag].status is Status.NOT_COMPLETE
-    assert "no such processor" in (by_id[nasty_tag].error or "")
-    assert by_id[far].status is Status.NOT_COMPLETE
-    assert counted(runtime_of(place.delays).store)[Status.DONE] == 4
-    assert place.delays.cancel(far)

@@ -151,16 +151,6 @@ def test_a_shift_at_the_end_of_time_leaves_a_task_where_it_is(
 
 
 @pytest.mark.usefixtures("small")
-def test_a_shift_does_not_move_a_task_again_in_a_later_window(delays: DelayTasks) -> None:
-    tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
-    pass_a_moment(delays)
-    assert counts(delays.bulk.reschedule(by=7, tag="mail")) == (20, 20, 0)
-    assert {
-        (delays.get(task).expected_time - task.expected_time).total_seconds() for task in tasks
-    } == {7}
-
-
-@pytest.mark.usefixtures("small")
 def test_a_stopped_shift_can_be_continued_without_shifting_a_task_twice(delays: DelayTasks) -> None:
     tasks = [schedule(delays, delay=FAR + n) for n in range(20)]
     pass_a_moment(delays)

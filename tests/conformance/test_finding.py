@@ -16,14 +16,13 @@ from delaytasks.core.filters import Filter, Filters, filter_of
 from delaytasks.operations.explanations import Follower
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import state_queries as changes
-from delaytasks.storage.claims import Claims
 from delaytasks.storage.searching import SearchTimeoutError, limited_search
 from delaytasks.storage.state_queries import Stats
 from delaytasks.storage.store import Store
 from delaytasks.storage.types import for_database
 from tests.conformance.bulk_tasks import NOON
 from tests.conformance.bulk_tasks import put as change
-from tests.conformance.store_rows import RUNNING, add, keyed, put, seconds
+from tests.conformance.store_rows import add, put, seconds
 from tests.recording import RecordingTimer, RunnerHarness, counted
 from tests.refusals import invalid
 
@@ -41,27 +40,6 @@ def test_pages_of_a_status_are_in_due_order_over_all_queues_and_priorities(store
         if cursor is None:
             break
     assert found == [one.id for one in added]
-
-
-def test_find_applies_each_of_its_filters(store: Store, claims: Claims) -> None:
-    now = store.tasks.now()
-    mail = add(store, 10.0, tag="mail")
-    sms = add(store, 20.0, tag="sms")
-    order = keyed(store, 30.0, tag="order")
-
-    def found(**question: Any) -> list[int]:
-        page = store.tasks.find(filter_of(question), 10)
-        assert page.cursor is None
-        return [one.id for one in page]
-
-    assert found() == [mail.id, sms.id, order.id]
-    assert found(tag="sms") == [sms.id]
-    assert found(key="order-1") == [order.id]
-    assert found(since=seconds(now, 15), until=seconds(now, 25)) == [sms.id]
-    assert found(since=sms.expected_time, until=order.expected_time) == [sms.id]
-    store.tasks.cancel(sms.id)
-    assert found(status=Status.CANCELLED) == [sms.id]
-    assert found(status=Status.NOT_COMPLETE) == [mail.id, order.id]
 
 
 def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> None:
@@ -205,14 +183,6 @@ def test_the_bulk_functions_move_the_tasks_with_some_ids_only(
     assert delays.bulk.rerun("1h", ids=[first, failed, done]).changed == 1
     assert delays.bulk.rerun("1h", ids=[first], status="CANCELLED").changed == 1
     assert delays.bulk.cancel(ids=[first, second], queue="slow").changed == 1
-
-
-def test_a_task_of_some_ids_that_runs_is_left_as_it_is(
-    store: Store, delays: DelayTasks, tasks: dict[str, DelayTask]
-) -> None:
-    change(store, tasks["first"], **RUNNING)
-    result = delays.bulk.cancel(ids=[tasks["first"].id, tasks["second"].id])
-    assert (result.matched, result.changed, result.refused) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(

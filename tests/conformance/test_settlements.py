@@ -12,7 +12,7 @@ from sqlalchemy import insert
 
 from delaytasks.core.body import dump_json
 from delaytasks.core.events import Events
-from delaytasks.core.interfaces import Recovered, Settlement
+from delaytasks.core.interfaces import Settlement
 from delaytasks.core.states import MOST_VERSIONS, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import emit_recovered
@@ -271,26 +271,6 @@ def test_settling_again_after_a_lost_answer_is_accepted_and_changes_nothing(
     assert read(store, made.id).version == one.version + 1
 
 
-@pytest.mark.quick
-def test_only_rows_whose_lease_is_kept_are_settled(store: Store, claims: Claims) -> None:
-    mine, theirs = add(store, key="a"), add(store, key="b")
-    claimed = claims.claim([entry(mine), entry(theirs)])
-    lapse_all(store, [theirs])
-    assert claims.settle([Settlement(one, "succeed") for one in claimed]) == {mine.id}
-    assert read(store, theirs.id).status is Status.NOT_COMPLETE
-
-
-@pytest.mark.quick
-def test_a_success_resets_the_lapses_and_giving_back_does_not(store: Store, claims: Claims) -> None:
-    made = add(store)
-    lapse_all(store, claims.claim([entry(made)]))
-    for move, lapses in (("give_back", 1), ("succeed", 0)):
-        found = read(store, made.id)
-        [claimed] = claims.claim_alone(found.id, found.version)
-        assert claims.settle([Settlement(claimed, move)]) == {made.id}
-        assert read(store, made.id).lapses == lapses
-
-
 # Rows that failed because their workers died can be found, on each database
 
 
@@ -304,19 +284,6 @@ def _add(store: Store, **values: Any) -> None:
     }
     with store.database.begin() as connection:
         connection.execute(insert(store.schema.tasks).values(**row))
-
-
-def test_only_rows_that_lapsed_for_the_last_time_were_given_up(store: Store) -> None:
-    running = {**RUNNING, "worker": "w/1", "attempts": 1}
-    _add(store, id=1, **running, lapses=2)
-    _add(store, id=2, **running, lapses=0)
-    _add(store, id=3, status=int(Status.FAILED), lapses=0, attempts=1)
-    lapsed = store.leases.release(["w/1"], 3)
-    [task] = lapsed.worker_lost
-    assert lapsed.total == 2
-    assert (task.id, task.status, task.lapses) == (1, Status.FAILED, 3)
-    assert "3 times in a row" in (task.error or "")
-    assert store.leases.release(["w/1"], 3) == Recovered(0, [])
 
 
 def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ import pytest
 from sqlalchemy.exc import NoResultFound
 
 from delaytasks import Cancel, DelayTask, DelayTasks, Fail, Retry, Snooze, Status
-from delaytasks.core.clock import from_us
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.run_counts import (
@@ -23,14 +21,12 @@ from delaytasks.core.run_counts import (
     RunStatistics,
     bucket_of,
 )
-from delaytasks.core.text import error_pattern
 from delaytasks.execution.runner import Report
 from delaytasks.execution.settlement import MAX_FAILURE_GROUPS
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics import statistics_table
 from delaytasks.statistics.reading import StepRange, count_rows, run_counts
 from delaytasks.statistics.statistics_table import (
-    MINUTE_US,
     WRITE_S,
     StatisticsTable,
     StatisticsWriter,
@@ -242,18 +238,6 @@ def test_a_pattern_matches_the_whole_text_and_only_its_star_is_special(
         assert ours == sorted(matches)
 
 
-def test_bulk_functions_move_the_tasks_of_a_group(store: Store, delays: DelayTasks) -> None:
-    mine = [failed(store, delays, f"card {number} refused") for number in range(3)]
-    others = [
-        failed(store, delays, "no connection"),
-        failed(store, delays, "card 1 refused", "b"),
-    ]
-    pattern = error_pattern("card 4711 refused")
-    assert delays.bulk.rerun(tag="a", error=pattern).changed == 3
-    assert {delays.get(task.id).status for task in mine} == {Status.NOT_COMPLETE}
-    assert {delays.get(task.id).status for task in others} == {Status.FAILED}
-
-
 def test_the_pattern_of_a_real_failure_finds_its_task(store: Store, delays: DelayTasks) -> None:
     harness = RunnerHarness(store)
 
@@ -444,15 +428,6 @@ def test_a_wrong_range_is_refused(
         delays.statistics.series(**options)
 
 
-def test_coroutines_have_twins(delays: DelayTasks, store: Store, table: StatisticsTable) -> None:
-    write(table, store, NOON, "a", 0.1)
-
-    async def read() -> int:
-        return (await delays.statistics.atotals(since=NOON, until=NOON + HOUR))["a"].done
-
-    assert asyncio.run(read()) == 1
-
-
 # The tables of statistics: adding counts, and purging them
 
 
@@ -622,13 +597,6 @@ def test_values_of_another_program_are_no_error(store: Store, table: StatisticsT
     assert [one.started for one in minutes(table).values()] == [0]
     add(store, table, some(NOON_2030, a=1))
     assert [one.started for one in minutes(table).values()] == [1]
-
-
-def test_minutes_are_utc(store: Store, table: StatisticsTable) -> None:
-    add(store, table, some(NOON_2030, a=1))
-    [(start, _)] = minutes(table)
-    assert start == from_us(minute_of(NOON_2030) * MINUTE_US) == NOON_2030
-    assert start.tzinfo is timezone.utc
 
 
 # A write that fails is repeated if it was certainly not committed, and otherwise given up

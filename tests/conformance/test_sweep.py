@@ -278,18 +278,6 @@ def test_the_services_that_a_worker_lacks_are_in_its_row_until_they_are_back(sto
     assert worker.services == ServiceTimes()
 
 
-def test_a_silent_worker_is_expired_once(store: Store) -> None:
-    store.workers.report("w1", [], "solo", 1, 0)
-    store.workers.report("w2", [], "solo", 1, 0)
-    w = store.schema.workers
-    with store.database.begin() as connection:
-        silent = update(w).where(w.c.name == "w1").values(seen_at=seconds(store.tasks.now(), -100))
-        connection.execute(silent)
-    assert store.workers.expire(60) == ["w1"]
-    assert store.workers.expire(60) == []
-    assert [one["name"] for one in store.workers.all()] == ["w2"]
-
-
 def test_several_threads_may_report_a_worker_simultaneously(store: Store) -> None:
     start = threading.Barrier(4)
 

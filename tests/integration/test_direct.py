@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import select
 
 from delaytasks import DelayTask, NewTask, Status
 from delaytasks.runtime import runtime_of
-from tests.running import Deployment, Process
+from tests.running import Deployment
 from tests.services import free_port
 from tests.waiting import wait_until
 
@@ -165,19 +165,6 @@ def test_a_task_that_kills_its_process_is_given_up_and_other_tasks_run(
     assert max(d.delays.get(task).lapses for task in others) <= 1
 
 
-def test_the_tasks_of_a_killed_drain_lapse_or_are_found_by_other_drains(
-    on_postgresql: Deploy,
-) -> None:
-    d = on_postgresql()
-    first, second = d.drainer(concurrency=1), d.drainer(concurrency=1)
-    sleepers = [d.schedule("test.sleep", body={"seconds": 1}) for _ in range(2)]
-    tasks = [d.schedule(delay=2 + n / 50) for n in range(50)]
-    wait_until(lambda: sum(run[1] == "began" for run in d.runs()) == 2, 20, "both to be at work")
-    first.kill()
-    d.wait_for([*sleepers, *tasks], deadline_s=30)
-    assert not second.ended()
-
-
 def test_a_second_signal_gives_up_the_running_task(on_postgresql: Deploy) -> None:
     d = on_postgresql(lease_s=60)
     drainer = d.drainer()
@@ -218,38 +205,3 @@ def test_drains_run_tasks_with_the_eta_timer_while_the_broker_is_down(
     finally:
         # No broker contains queues that the teardown must delete.
         d.settings["timer"] = "direct"
-
-
-def test_tasks_run_while_the_notify_listener_is_disconnected(on_postgresql: Deploy) -> None:
-    d = on_postgresql()
-    drainer = d.drainer()
-    hearing(drainer)
-    end_listener(d)
-    wait_until(lambda: "notices.down" in drainer.log(), 10, "it to hear nothing any more")
-    d.wait_for([d.schedule() for _ in range(5)])
-    wait_until(lambda: "notices.up" in drainer.log(), 20, "it to listen again")
-    d.wait_for([d.schedule() for _ in range(5)])
-
-
-LISTENERS = (
-    "FROM pg_stat_activity "
-    "WHERE query LIKE 'LISTEN%' AND query LIKE :name AND datname = current_database()"
-)
-
-
-def hearing(drainer: Process) -> None:
-    """Wait until the drainer listens for notifications."""
-    wait_until(
-        lambda: "notices.up" in drainer.log(), 20, f"it to hear\n{drainer.log()}", every_s=0.05
-    )
-
-
-def end_listener(d: Deployment) -> None:
-    name = {"name": f"%{d.settings['table_prefix']}%"}
-    with d.store.database.auto.connect() as connection:
-        ended = (
-            connection.execute(text(f"SELECT pg_terminate_backend(pid) {LISTENERS}"), name)
-            .scalars()
-            .all()
-        )
-    assert ended == [True]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from delaytasks import DelayTask, NewTask, Status
-from tests.recording import counted
+from delaytasks import Status
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -100,35 +99,3 @@ def test_paused_tasks_do_not_run_until_they_are_resumed(
             str(task.id) for task in sorted(waits, key=lambda task: task.expected_time)
         ]
     assert {site.status(task) for task in far} == {Status.NOT_COMPLETE}
-
-
-def test_if_a_worker_is_killed_while_it_holds_rows_another_one_holds_the_rest(
-    site: Deployment,
-) -> None:
-    count = 4000
-    tasks: list[DelayTask] = []
-    rows = (NewTask(TAG, {"file": str(site.file)}, 3600 + n) for n in range(count))
-    site.delays.schedule_many(rows, on_batch=tasks.extend)
-
-    def waiting(status: Status) -> int:
-        return counted(site.store)[status]
-
-    for verb, status in (
-        (site.delays.policies.pause, Status.HELD),
-        (site.delays.policies.resume, Status.NOT_COMPLETE),
-    ):
-        worker = site.worker()
-        verb(tag=TAG)
-        wait_until(lambda status=status: waiting(status) > 0, 20, "the first step", every_s=0.005)  # type: ignore[misc]
-        worker.kill()
-        done = waiting(status)
-        second = site.worker()
-        wait_until(
-            lambda status=status: waiting(status) == count,  # type: ignore[misc]
-            20,
-            "the last step",
-            every_s=0.05,
-        )
-        second.terminate()
-        assert done < count, "it was killed in the middle"
-    assert site.delays.policies.list() == []

@@ -14,7 +14,6 @@ from delaytasks.core.clock import to_us
 from delaytasks.runtime import runtime_of
 from tests.conformance.timer_faults import R1_S, SLACK_S
 from tests.conformance.timers import ran_once
-from tests.proxy import Proxy, proxy_to
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -76,30 +75,6 @@ def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(
     d.wait_for(moved)
     assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in moved)
     wait_until(lambda: timer.counts(["default"]) == {"default": (0, 0)}, 10, "Redis to be empty")
-
-
-@pytest.fixture
-def proxy(redis_url: str) -> Iterator[Proxy]:
-    proxy = proxy_to(redis_url)
-    yield proxy
-    proxy.close()
-
-
-def test_tasks_run_from_the_table_without_redis_and_are_armed_again_afterwards(
-    proxy: Proxy, deploy: Deploy, redis_url: str
-) -> None:
-    d = deploy("rabbitmq", redis_url=proxy.url(redis_url))
-    worker = d.worker()
-    ran_once(d, [d.schedule()])
-    proxy.swallow()
-    ran_once(d, [d.schedule(delay=0.2) for _ in range(10)], deadline_s=R1_S + SLACK_S)
-    wait_until(lambda: "timer.down" in worker.log(), 10, "the worker to tell of it", 0.05)
-    near = [d.schedule(delay=5) for _ in range(10)]
-    proxy.heal()
-    for row in ran_once(d, near):
-        assert row.execution_time is not None
-        assert row.execution_time - row.expected_time < timedelta(seconds=d.settings["grace_s"])
-    assert "timer.up" in worker.log()
 
 
 @pytest.mark.parametrize("step", ["taken", "handed on", "deleted"])

@@ -1,4 +1,4 @@
-"""Statistics of real workers: exact after a normal stop, and up to a minute short after a kill."""
+"""Statistics of real workers are exact after a normal stop."""
 
 from __future__ import annotations
 
@@ -11,15 +11,8 @@ import pytest
 from delaytasks import DelayTask, Status
 from delaytasks.statistics.reading import RunTotals
 from tests.running import Deployment, combination
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
-
-#: A module that a worker imports, so that the test need not wait for a minute.
-OFTEN = """
-from delaytasks.statistics import writer
-writer.WRITE_S = 0.2
-"""
 
 
 @pytest.fixture
@@ -28,7 +21,6 @@ def site(
 ) -> Iterator[Deployment]:
     url = "memory://" if broker == "direct" else request.getfixturevalue(broker)
     settings: dict[str, Any] = {"timer": "direct"} if broker == "direct" else {}
-    (tmp_path / "written_often.py").write_text(OFTEN)
     made = Deployment(tmp_path, request.getfixturevalue(database), url, **settings)
     yield made
     made.close()
@@ -80,30 +72,3 @@ def test_workers_that_stop_have_counted_every_run_once(site: Deployment, pool: s
     assert sum(group.hours.values()) == 10
     grouped = site.delays.find(**group.filters, status="FAILED", limit=100)
     assert {task.id for task in grouped} == {task.id for task in fails}
-
-
-@pytest.mark.parametrize(
-    ("database", "broker", "pool"),
-    [
-        combination("postgresql_url", "redis_url", "prefork"),
-        combination("mysql_url", "rabbitmq_url", "threads"),
-    ],
-)
-def test_a_killed_worker_loses_only_the_counts_that_it_has_not_written(
-    site: Deployment, pool: str
-) -> None:
-    site.conf["imports"] = ["tests.project", "written_often"]
-
-    def done() -> int:
-        found = totals(site).get("test.quiet")
-        return 0 if found is None else found.done
-
-    killed = site.worker(pool=pool)
-    site.wait_for(schedule_quiet(site, 40))
-    wait_until(lambda: done() == 40, 20, "the counts to be written", every_s=0.1)
-    killed.kill()
-    assert done() == 40
-    other = site.worker(pool=pool)
-    site.wait_for(schedule_quiet(site, 30))
-    other.terminate()
-    assert done() == 70

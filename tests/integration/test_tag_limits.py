@@ -80,36 +80,6 @@ def test_the_next_task_starts_immediately_and_not_at_the_next_sweep(deploy: Depl
     assert most_at_once(d) == 1
 
 
-def test_each_key_has_its_limit_and_does_not_delay_other_keys(deploy: Deploy) -> None:
-    d = deploy(**NO_SWEEP)
-    d.delays.policies.set(tag="test.sleep", key_concurrency=1)
-    d.worker(pool="threads", concurrency=6)
-    slow = schedule(d, 5, seconds=1.5, concurrency_key="slow")
-    quick = [task for key in "abc" for task in schedule(d, 5, seconds=0.02, concurrency_key=key)]
-    d.wait_for(quick, deadline_s=20)
-    assert any(d.status(task) is not Status.DONE for task in slow)
-    d.wait_for(slow, deadline_s=20)
-
-
-def test_the_slots_of_a_killed_worker_are_free_when_its_leases_end(deploy: Deploy) -> None:
-    # Without this setting the rows would run again and block the slots again.
-    d = deploy(max_lost_leases=1)
-    d.delays.policies.set(tag="test.sleep", concurrency=2)
-    killed = d.worker(pool="threads", concurrency=4)
-    stuck = schedule(d, 2, seconds=600, delay=0.5)
-    d.wait_for(stuck, Status.RUNNING)
-    d.worker(pool="threads", concurrency=4)
-    waiting = schedule(d, 6, delay=0)
-    wait_until(
-        lambda: all(d.status(task) is Status.HELD for task in waiting), 10, "them to wait in line"
-    )
-    time.sleep(2.5)
-    assert {d.status(task) for task in waiting} == {Status.HELD}, "there is no room for them"
-    killed.kill()
-    d.wait_for(stuck, Status.FAILED, deadline_s=20)
-    d.wait_for(waiting, deadline_s=20)
-
-
 def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: Deploy) -> None:
     d = deploy(**NO_SWEEP)
     d.delays.policies.set(tag="test.sleep", concurrency=1)
@@ -129,22 +99,6 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
     assert not second.ended()
     d.wait_for(tasks, deadline_s=20)
     assert most_at_once(d) == 1
-
-
-def test_a_rate_holds_over_all_workers(deploy: Deploy) -> None:
-    d = deploy()
-    d.delays.policies.set(tag="test.note", rate="20/s")
-    for _ in range(2):
-        d.worker(pool="threads", concurrency=4)
-    tasks = [d.schedule(delay=1) for _ in range(60)]
-    d.wait_for(tasks, deadline_s=20)
-    began = sorted(
-        task.execution_time.timestamp() for task in map(d.delays.get, tasks) if task.execution_time
-    )
-    assert len(began) == 60
-    worst = max(sum(since <= start < since + 1 for start in began) for since in began)
-    assert worst <= 20
-    assert began[-1] - began[0] > 2.5
 
 
 def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_removed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from datetime import timedelta
 
 import pytest
@@ -97,19 +96,6 @@ def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
     assert len(ended(d)) == 5
 
 
-def test_concurrent_tasks_of_a_worker_that_quits_run_elsewhere(deploy: Deploy) -> None:
-    d = deploy(lease_s=3)
-    worker = d.worker()
-    tasks = [d.schedule("test.wait", 0, body={"seconds": 5}) for _ in range(5)]
-    wait_until(lambda: len(began(d)) == 5, 10, "them to begin")
-    worker.signal(signal.SIGQUIT)
-    wait_until(worker.ended, 20, "the worker to stop")
-    assert ended(d) == []
-    d.worker()
-    d.wait_for(tasks)
-    assert len(ended(d)) == 5
-
-
 @in_each_pool
 def test_the_leases_of_long_concurrent_tasks_are_renewed(
     deploy: Deploy,
@@ -133,18 +119,6 @@ def test_waiting_tasks_do_not_delay_other_tasks(deploy: Deploy) -> None:
     d.wait_for(others, deadline_s=4)
     assert {d.status(task) for task in slow} == {Status.RUNNING}
     d.wait_for(slow)
-
-
-def test_concurrent_tasks_of_a_killed_worker_run_elsewhere(deploy: Deploy) -> None:
-    d = deploy(lease_s=3)
-    first = d.worker()
-    tasks = [d.schedule("test.wait", 0, body={"seconds": 2}) for _ in range(10)]
-    wait_until(lambda: len(began(d)) == 10, 10, "them to begin")
-    first.kill()
-    d.worker()
-    d.wait_for(tasks)
-    assert {d.delays.get(task).attempts for task in tasks} == {2}
-    assert len(ended(d)) == 10
 
 
 def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:

@@ -22,7 +22,7 @@ from tests.conformance.store_rows import counts_moves
 from tests.integration.conftest import Deploy
 from tests.recording import counted
 from tests.running import QUICK, combination
-from tests.waiting import IS_LONG, SLACK_S, wait_until
+from tests.waiting import SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +43,6 @@ COMBINATIONS = [
     combination("mysql", "rabbitmq", "gevent"),
     combination("sqlite", "filesystem", "gevent"),
 ]
-#: A row that blocks its chunk runs for this many seconds.
-SLOW_S = 600 if IS_LONG else 6
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS)
@@ -122,22 +120,6 @@ def test_tasks_without_a_processor_in_old_workers_run_after_the_deployment(
     assert len(d.runs()) == len(tasks)
 
 
-def test_thousands_of_waiting_tasks_do_not_delay_an_earlier_one_on_embedded_services(
-    deploy: Deploy,
-) -> None:
-    d = deploy("sqlite", horizon_s=30)
-    d.worker()
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=10)
-    # Each call sends a message of its own.
-    for _ in range(3000):
-        d.delays.schedule_at("test.quiet", {}, due)
-    near = d.schedule(delay=1)
-    d.wait_for([near], deadline_s=10)
-    # Held up, it would be 9 s late.
-    assert int(d.runs()[0][1]) < 2_000_000, "the near one did not wait for the others"
-    wait_until(lambda: counted(d.store)[Status.DONE] == 3001, 40, "all of them to run", 0.1)
-
-
 @pytest.mark.quick
 def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
     d = deploy()
@@ -145,17 +127,6 @@ def test_each_row_has_celerys_request_and_the_tags_name(deploy: Deploy) -> None:
     task = d.schedule("test.request", 0)
     d.wait_for([task])
     assert d.runs() == [["test.request", str(task.id), "0", "default"]]
-
-
-@pytest.mark.quick
-def test_a_processor_that_exits_fails_its_task_and_not_the_worker(deploy: Deploy) -> None:
-    d = deploy("postgresql", "redis")
-    d.worker(pool="threads")
-    task = d.schedule("test.exit", 0)
-    d.wait_for([task], Status.FAILED)
-    assert "SystemExit: 3" in (d.delays.get(task).error or "")
-    after = d.schedule()
-    d.wait_for([after])
 
 
 def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
@@ -194,24 +165,6 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
         for task in d.delays.find(limit=1000).tasks
     }
     assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
-
-
-def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
-    d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=60)
-    due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
-    body = {"file": str(d.file), "seconds": SLOW_S}
-    slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
-    others = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(9)]
-    d.worker(concurrency=2)
-    d.wait_for(others, deadline_s=8)
-    assert d.status(slow) is Status.RUNNING
-    assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000, (
-        "the time budget, and a moment"
-    )
-    d.wait_for([slow], deadline_s=SLOW_S + 20)
-    assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"], (
-        "its lease was renewed"
-    )
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
@@ -314,19 +267,6 @@ def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
     assert d.store.workers.all()
 
 
-@pytest.mark.quick
-def test_overdue_rows_are_drained_without_messages_of_their_own(deploy: Deploy) -> None:
-    d = deploy()
-    past = runtime_of(d.delays).clock.now() - timedelta(hours=1)
-    rows = [{"tag": "test.quiet", "message_body": "{}", "expected_time": past} for _ in range(5000)]
-    with d.store.database.begin() as connection:
-        connection.execute(insert(d.store.schema.tasks), rows)
-    d.worker()
-    fresh = d.schedule(delay=1)
-    d.wait_for([fresh])
-    wait_until(lambda: counted(d.store)[Status.DONE] == 5001, 20, "the backlog to be drained", 0.05)
-
-
 @pytest.mark.parametrize(
     ("database", "broker", "pool"),
     [
@@ -354,24 +294,6 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
         d.worker(pool=pool, concurrency=4)
     wait_until(lambda: counted(d.store)[Status.DONE] == 100, 8, "the quick rows to be run", 0.05)
     assert {run[1] for run in d.runs()} == {"began"}, "the slow ones run still"
-
-
-@pytest.mark.quick
-def test_two_beat_processes_sweep_as_often_as_one(deploy: Deploy) -> None:
-    d = deploy(self_sweep_s=60)
-    d.beat()
-    d.beat()
-    d.worker()
-    with d.store.database.begin() as connection:
-        connection.execute(
-            insert(d.store.schema.tasks).values(
-                tag="test.note",
-                message_body=f'{{"file": "{d.file}"}}',
-                expected_time=db_now_plus(4),
-            )
-        )
-    wait_until(lambda: counted(d.store)[Status.DONE] == 1, 15, "beat's sweep to find the row", 0.05)
-    assert len(d.runs()) == 1
 
 
 def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_all_busy(

@@ -30,7 +30,7 @@ from tests.conftest import settings_for
 from tests.proxy import Proxy, proxy_to
 from tests.recording import counted
 from tests.running import QUICK, Deployment, Process, marked
-from tests.services import MissingServiceError, PostgresServer, RabbitServer, RedisServer
+from tests.services import MissingServiceError, PostgresServer, RabbitServer
 from tests.waiting import SLACK_S, wait_until
 
 # Faults that need private servers or processes, each with its bound from docs/reliability.md
@@ -439,28 +439,6 @@ def test_a_slow_database_does_not_make_requests_pile_up(
 
 
 # -- the broker -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("timer", ["eta", "redis"])
-def test_a_full_redis_delays_tasks_but_loses_none(
-    start_redis: Callable[..., RedisServer], deploy_inline: Deploy, timer: str
-) -> None:
-    server = start_redis("--maxmemory-policy", "noeviction")
-    d = deploy_inline(server.url, timer=timer)
-    worker = d.worker()
-    wait_until(lambda: is_on_time(d), 10, "the fast path")
-    server.client().config_set("maxmemory", 1)
-    schedule_in_vain(d)
-    wait_until(
-        lambda: counted(d.store)[Status.NOT_COMPLETE] == 0, 20, "the worker to drain them", 0.1
-    )
-    assert "does the broker answer" in worker.log()
-    server.client().config_set("maxmemory", 0)
-    wait_until(lambda: is_on_time(d), 15, "the fast path again", 0.2)
-    assert d.delays.events.counts["timer.up"] == 1
-    runs = [run[0] for run in d.runs()]
-    assert len(runs) == len(set(runs))
 
 
 @pytest.mark.slow

@@ -407,15 +407,6 @@ def make_due(bench: RunnerHarness, task: DelayTask, late_s: float) -> DelayTask:
     return bench.now(task)
 
 
-def test_the_next_deferral_counts_from_the_same_due_time(bench: RunnerHarness) -> None:
-    task = make_due(bench, made_long_ago(bench), 600)
-    bench.run(task)
-    again = make_due(bench, task, 1)
-    assert again.due == task.due, "the row has a due time of its own since the first deferral"
-    bench.run(again)
-    assert wait_s(bench, task) == pytest.approx(60, abs=2)
-
-
 @pytest.mark.parametrize(
     "outcome", [lambda: Retry(after=1), lambda: Snooze(1)], ids=["retry", "snooze"]
 )
@@ -429,15 +420,6 @@ def test_a_task_that_ran_before_its_processor_vanished_is_tried_again_soon(
     task = make_due(bench, task, 1)
     bench.run(task)
     assert wait_s(bench, task) == pytest.approx(DEFER_MIN_S, abs=1)
-
-
-def test_the_deferral_for_time_limits_counts_from_the_due_time(bench: RunnerHarness) -> None:
-    bench.registry.processor("limited", time_limit=10)(lambda body: None)
-    bench.runner = bench.make_runner(keeps_time_limits=False)
-    task = make_due(bench, made_long_ago(bench, "limited"), 1)
-    bench.run(task)
-    assert wait_s(bench, task) == pytest.approx(DEFER_MIN_S, abs=1)
-    assert "can not keep time limits" in (bench.now(task).error or "")
 
 
 # -- one thread ends the time budgetes of all chunks of a process ---------------------------------

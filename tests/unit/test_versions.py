@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import runpy
 import socket
@@ -17,7 +16,6 @@ from celery import signals
 
 from delaytasks.attachment import NEWEST_TESTED_CELERY, OLDEST_CELERY
 from delaytasks.core.errors import ConfigError
-from tests.celery_shapes import Records
 from tests.proxy import WebServer, answer
 from tests.recording import delays_on
 from tests.running import ROOT
@@ -86,36 +84,37 @@ def test_the_package_asks_for_the_same_version() -> None:
     assert asked[1] == ".".join(map(str, OLDEST_CELERY))
 
 
-def warnings_at_start(version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(celery, "VERSION", version)
-    monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
-    handler = Records()
-    logger = logging.getLogger("delaytasks.attachment")
-    logger.addHandler(handler)
-    try:
+@pytest.fixture
+def warnings_at_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Callable[[tuple[object, ...]], list[str]]:
+    def warnings(version: tuple[object, ...]) -> list[str]:
+        monkeypatch.setattr(celery, "VERSION", version)
+        monkeypatch.setattr(celery, "__version__", ".".join(map(str, version)))
         delays_on("sqlite://").close()
         signals.celeryd_after_setup.send(sender="worker", instance=None, conf=None)
-    finally:
-        logger.removeHandler(handler)
-    return [record.getMessage() for record in handler.records]
+        return [r.getMessage() for r in caplog.records if r.name == "delaytasks.attachment"]
+
+    return warnings
 
 
 @pytest.mark.parametrize("newer", [(0, 1), (1, 0)])
 def test_a_worker_warns_of_a_celery_that_is_newer_than_the_newest_tested_one(
-    newer: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    newer: tuple[int, int], warnings_at_start: Callable[[tuple[object, ...]], list[str]]
 ) -> None:
     major, minor = NEWEST_TESTED_CELERY
     version = (major + newer[0], minor + newer[1], 3)
-    [warning] = warnings_at_start(version, monkeypatch)
+    [warning] = warnings_at_start(version)
     assert f"Celery {'.'.join(map(str, version))} is installed" in warning
     assert f"pip install 'celery~={major}.{minor}.0'" in warning
 
 
 @pytest.mark.parametrize("version", [(*OLDEST_CELERY, 0), (*NEWEST_TESTED_CELERY, 9)])
 def test_a_worker_does_not_warn_of_a_celery_in_the_tested_range(
-    version: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+    version: tuple[object, ...],
+    warnings_at_start: Callable[[tuple[object, ...]], list[str]],
 ) -> None:
-    assert warnings_at_start(version, monkeypatch) == []
+    assert warnings_at_start(version) == []
 
 
 def test_the_docs_state_the_tested_range() -> None:

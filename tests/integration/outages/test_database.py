@@ -269,18 +269,6 @@ def test_a_database_lost_between_calls_raises_unavailable_not_unknown(
             caller.delays.schedule_delay("mail", {}, 60, key=key)
 
 
-@DATABASES
-def test_a_failed_connection_attempt_raises_unavailable_not_unknown(
-    connect: Connect, database: str
-) -> None:
-    caller = connect(database)
-    caller.warm_up()
-    runtime_of(caller.delays).store.close()
-    caller.database.swallow()
-    with pytest.raises(e.StoreUnavailableError, match="cannot be reached"):
-        caller.delays.schedule_delay("mail", {}, 60)
-
-
 CANARY = "s3cr3t-canary"
 
 
