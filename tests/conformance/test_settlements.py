@@ -13,7 +13,7 @@ from sqlalchemy import insert
 from delaytasks.core.body import dump_json
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Settlement
-from delaytasks.core.states import MOST_VERSIONS, Status
+from delaytasks.core.states import MOST_VERSIONS, MOVES, Status
 from delaytasks.core.task import DelayTask
 from delaytasks.maintenance.sweeper import emit_recovered
 from delaytasks.storage import settlements
@@ -241,20 +241,15 @@ def test_a_stale_worker_cannot_settle_a_reclaimed_task(store: Store, claims: Cla
 
 
 @pytest.mark.quick
-def test_a_give_back_is_not_mistaken_for_a_lapse(store: Store, claims: Claims) -> None:
+@pytest.mark.parametrize(("end", "max_lost_leases"), [("give_back", 5), ("fail", 1)])
+def test_the_end_of_a_run_is_not_mistaken_for_a_lapse_that_leaves_the_same_status(
+    store: Store, claims: Claims, end: Any, max_lost_leases: int
+) -> None:
     made = add(store)
     [old] = claims.claim([entry(made)])
-    lapse_all(store, [made])
-    assert claims.settle([Settlement(old, "give_back")]) == set()
-
-
-@pytest.mark.quick
-def test_a_failure_is_not_mistaken_for_the_last_lapse(store: Store, claims: Claims) -> None:
-    made = add(store)
-    [old] = claims.claim([entry(made)])
-    lapse_all(store, [made], max_lost_leases=1)
-    assert read(store, made.id).status is Status.FAILED
-    assert claims.settle([Settlement(old, "fail", error="mine")]) == set()
+    lapse_all(store, [made], max_lost_leases=max_lost_leases)
+    assert read(store, made.id).status is MOVES[end].target
+    assert claims.settle([Settlement(old, end, error="mine")]) == set()
 
 
 @pytest.mark.quick
