@@ -43,6 +43,8 @@ COMBINATIONS = [
     combination("mysql", "rabbitmq", "gevent"),
     combination("sqlite", "filesystem", "gevent"),
 ]
+#: A row that blocks its chunk runs for this many seconds.
+SLOW_S = 600 if IS_LONG else 6
 
 
 @pytest.mark.parametrize(("database", "broker", "pool"), COMBINATIONS)
@@ -165,6 +167,24 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
         for task in d.delays.find(limit=1000).tasks
     }
     assert ran_by == {("mail", d.node(0)), ("default", d.node(1))}
+
+
+def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
+    d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=60)
+    due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
+    body = {"file": str(d.file), "seconds": SLOW_S}
+    slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
+    others = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(9)]
+    d.worker(concurrency=2)
+    d.wait_for(others, deadline_s=8)
+    assert d.status(slow) is Status.RUNNING
+    assert max(int(run[1]) for run in d.runs() if run[1].isdigit()) < 2_000_000, (
+        "the time budget, and a moment"
+    )
+    d.wait_for([slow], deadline_s=SLOW_S + 20)
+    assert [run[1] for run in d.runs() if run[0] == str(slow.id)] == ["began", "ended"], (
+        "its lease was renewed"
+    )
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads"])

@@ -69,6 +69,29 @@ def test_a_worker_whose_database_connections_are_killed_runs_all(
     assert all(d.delays.get(task).attempts <= 5 for task in tasks)
 
 
+@BROKERS
+def test_a_worker_whose_broker_is_cut_again_and_again_resumes(
+    site: Callable[..., ProxiedSite], broker: str
+) -> None:
+    place = site("postgresql", broker)
+    d = place.deployment
+    worker = d.worker()
+    for round in range(5):
+        if round % 2:
+            place.broker.refuse()
+        else:
+            place.broker.reset()
+        # The broker is unreachable, or has just become reachable again.
+        away = [d.schedule(delay=0.2) for _ in range(5)]
+        place.broker.heal()
+        d.wait_for(away, deadline_s=15)
+        # The broker accepts messages again when a task runs on time without a sweep.
+        wait_until(lambda: runs_on_time(d), 15, "a task on time", every_s=0.2)
+    assert not worker.ended()
+    runs = [run[0] for run in d.runs()]
+    assert len(runs) == len(set(runs))
+
+
 def runs_on_time(d: Deployment) -> bool:
     task = d.schedule(delay=0.3)
     d.wait_for([task])
