@@ -22,7 +22,7 @@ from tests.conformance.store_rows import counts_moves
 from tests.integration.conftest import Deploy
 from tests.recording import counted
 from tests.running import QUICK, combination
-from tests.waiting import SLACK_S, wait_until
+from tests.waiting import IS_LONG, SLACK_S, wait_until
 
 pytestmark = pytest.mark.slow
 
