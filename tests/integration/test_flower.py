@@ -244,6 +244,39 @@ def test_the_worker_is_online_with_its_counts(site: FlowerSite) -> None:
 # -- docs/flower.md -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("broker", "pool"), [("redis", "prefork"), ("rabbitmq", "threads"), ("redis", "solo")]
+)
+def test_celery_control_switches_the_events_of_rows_on_and_off(
+    make_site: Callable[..., FlowerSite], broker: str, pool: str
+) -> None:
+    site = make_site(broker)
+    d = site.deployment
+    d.worker(pool=pool)
+    site.url = d.flower("--enable-events=False")
+    wait_until(lambda: d.node(0) in site.online(), 20, "Flower to see the worker")
+
+    def run_one() -> DelayTask:
+        task = d.schedule()
+        d.wait_for([task])
+        return task
+
+    def switch(state: str) -> None:
+        said = d.command("control", f"{state}_events", "-d", d.node(0), "-t", "10").log()
+        assert f"task events {state}d" in said, said
+
+    unseen = run_one()
+    switch("enable")
+    seen = run_one()
+    site.wait_for("SUCCESS", seen)
+    switch("disable")
+    also_unseen = run_one()
+    switch("enable")
+    # Events arrive in order, so all events of earlier tasks have arrived when this one has.
+    site.wait_for("SUCCESS", run_one())
+    assert [bool(site.info(task)) for task in (unseen, seen, also_unseen)] == [False, True, False]
+
+
 def test_flower_is_protected_as_documented(
     make_site: Callable[..., FlowerSite], tmp_path: Path
 ) -> None:

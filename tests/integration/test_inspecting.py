@@ -95,3 +95,16 @@ def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) 
     assert d.status(task) is Status.NOT_COMPLETE
     d.worker(concurrency=1)
     d.wait_for([task], deadline_s=d.r1_s() + 15)
+
+
+def test_a_worker_that_celery_shuts_down_ends_its_task_and_sends_back_the_near_ones(
+    open_deployment: Callable[..., Deployment],
+) -> None:
+    d = open_deployment(horizon_s=120)
+    worker = d.worker()
+    near, running = d.schedule(delay=100), d.schedule("test.sleep", body={"seconds": 4})
+    wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")
+    d.command("control", "shutdown", "--destination", d.node(0))
+    wait_until(worker.ended, 20, "the worker to shut down", every_s=0.05)
+    assert "sent back 1 near tasks" in worker.log()
+    assert (d.status(running), d.status(near)) == (Status.DONE, Status.NOT_COMPLETE)

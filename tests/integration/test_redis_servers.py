@@ -22,7 +22,7 @@ from redis.exceptions import NoPermissionError
 from delaytasks.core.errors import ConfigError
 from delaytasks.timers import redis_timer as redislink
 from tests import services as redis_server
-from tests.conformance.timers import ALONE, burst, ran_once
+from tests.conformance.test_timers import ALONE, burst, ran_once
 from tests.proxy import Proxy
 from tests.recording import RedisTimerHarness
 from tests.running import Deployment

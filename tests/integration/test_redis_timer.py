@@ -12,8 +12,7 @@ import pytest
 from delaytasks import DelayTask, NewTask
 from delaytasks.core.clock import to_us
 from delaytasks.runtime import runtime_of
-from tests.conformance.timer_faults import R1_S, SLACK_S
-from tests.conformance.timers import ran_once
+from tests.conformance.test_timers import FAULT_SLACK_S, R1_S, ran_once
 from tests.running import Deployment
 from tests.waiting import wait_until
 
@@ -93,7 +92,7 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
         [NewTask("test.note", {"file": str(d.file)}, at=due)] * 300, on_batch=tasks.extend
     )
     wait_until(mortal.ended, 10, "the worker to be killed")
-    d.wait_for(tasks, deadline_s=R1_S + SLACK_S)
+    d.wait_for(tasks, deadline_s=R1_S + FAULT_SLACK_S)
     assert sorted(int(run[0]) for run in d.runs()) == sorted(task.id for task in tasks), "each once"
     timer = runtime_of(d.delays).redis_timer
     assert timer is not None
@@ -142,5 +141,5 @@ def test_switching_the_timer_loses_and_repeats_nothing(d: Deployment) -> None:
     tasks += [d.schedule(delay=n / 5) for n in range(10)]
     d.delays = d.producer()
     tasks += [d.schedule(delay=n / 5) for n in range(10)]
-    ran_once(d, tasks, deadline_s=4 + R1_S + SLACK_S)
+    ran_once(d, tasks, deadline_s=4 + R1_S + FAULT_SLACK_S)
     old_producer.close()

@@ -14,7 +14,7 @@ import pytest
 
 from delaytasks import DelayTask, NewTask, Status
 from delaytasks.runtime import runtime_of
-from tests.conformance.timers import ALONE
+from tests.conformance.test_timers import ALONE
 from tests.integration.conftest import Deploy
 from tests.running import Deployment, Process
 from tests.waiting import SLACK_S, wait_until

@@ -4,123 +4,75 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable, Iterator
 from datetime import datetime, timedelta, timezone
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Entry, Level, QueuePlace
 from delaytasks.core.settings import Settings
-from delaytasks.core.workers import ServiceTimes
 from delaytasks.maintenance.sweeper import MOST_OTHERS
+from delaytasks.storage.types import db_now_plus
 from delaytasks.timers.direct import NOTIFIED_POLL_S
 from delaytasks.worker import sweep_loop as sweep_loop_module
 from delaytasks.worker import table_poller
 from delaytasks.worker.lease_keeper import WorkerShares
-from delaytasks.worker.sweep_loop import SweepLoop
 from delaytasks.worker.table_poller import (
     MAX_POLL_REST_S,
     MIN_POLL_REST_S,
     REST_GROWTH,
     TablePoller,
 )
+from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.recording import ManualClock
-from tests.unit.worker_harness import ManualMonotonic
+from tests.unit.worker_harness import ManualMonotonic, make_runtime, stop_loops
 
 # -- sweep loop -----------------------------------------------------------------------------------
 
 
-class SweepLoopHarness:
-    """Record the calls of the loop. Each call in `fails` fails once."""
+class SweepTurns:
+    """The sweep loop of a worker on a SQLite file, and the calls of its turns.
 
-    def __init__(self, sweep_partitions: int = 1) -> None:
+    Each call in `fails` fails once.
+    """
+
+    def __init__(self, runtime: WorkerRuntime, patch: pytest.MonkeyPatch) -> None:
+        self.runtime, self.loop, self.store = runtime, runtime.sweep_loop, runtime.store
         self.done: list[str] = []
         self.fails: set[str] = set()
-        self.stale: list[int] = []
-        self.events = Events()
-        self.told: list[dict[str, Any]] = []
-        self.events.subscribe(
-            lambda name, fields: self.told.append(fields) if name == "loop.failed" else None
-        )
-        self.settings = SimpleNamespace(
-            sweep_partitions=sweep_partitions,
-            sweep_s=5.0,
-            self_sweep_s=10.0,
-            uses_broker=True,
-            default_queue="default",
-        )
-        self.processes = SimpleNamespace(queues=["default"], keeps_time_limits=True)
-        self.workers = [{"name": "w1", "started_at": 1}]
-        self.published: list[str] = []
-        self.busy: int | None = None
-        self.registry = [SimpleNamespace(tag="mail")]
-        self.defer: list[Any] = []
-        self.brought: list[Any] = []
-        self.dispatcher = SimpleNamespace(in_flight=[1.0])
-        self.timer = SimpleNamespace(arm=self.brought.append)
-        self.pool = SimpleNamespace(limit=2)
-        self.service_watch = SimpleNamespace(times=lambda reads_beat: ServiceTimes())
-        here: Any = self
-        self.polls_table = True
-        self.celery_worker = SimpleNamespace(pool=self.pool, hostname="w1")
-        self.make_runtime()
-        declared: Any = SimpleNamespace(is_due=False)
-        self.loop = SweepLoop(here, declared)
+        self.failed: list[tuple[str, str]] = []
+        runtime.events.subscribe(self._note_failure)
+        runtime.processes.queues = ["default"]
+        for owner, name, what in (
+            (self.store.workers, "report", "report"),
+            (self.store.sweeps, "forget_armed", "forget"),
+            (self.store.sweeps, "stale_sweep_partitions", "stale"),
+            (runtime.runtime.sweeper, "start_own_drains", "drain own"),
+            (runtime.runtime.sweeper, "sweep", "sweep {}"),
+        ):
+            patch.setattr(owner, name, partial(self._call, getattr(owner, name), what))
 
-    def make_runtime(self) -> None:
-        workers = SimpleNamespace(
-            report=self.report, remove=lambda _: None, all=lambda: list(self.workers)
-        )
-        deferred_rows = SimpleNamespace(bring_forward=self.bring_forward)
-        sweeps = SimpleNamespace(
-            forget_armed=lambda: self.note("forget"),
-            stale_sweep_partitions=self.stale_sweep_partitions,
-        )
-        self.store = SimpleNamespace(
-            workers=workers, sweeps=sweeps, deferred_rows=deferred_rows, close=lambda: None
-        )
-        self.clock = SimpleNamespace(offset_s=0.0)
-        self.runtime = SimpleNamespace(
-            sweeper=SimpleNamespace(
-                sweep=lambda sweep_partition, *_: self.note(f"sweep {sweep_partition}"),
-                start_own_drains=lambda *_: self.note("drain own"),
-            ),
-        )
-
-    def report(
-        self,
-        _name: str,
-        _queues: Any,
-        _pool: str,
-        _size: int,
-        _offset_us: int,
-        tags: list[str],
-        _services: ServiceTimes,
-        busy: int,
-    ) -> None:
-        self.note("report")
-        self.published, self.busy = tags, busy
-
-    def stale_sweep_partitions(self, sweep_partitions: int, age_s: float) -> list[int]:
-        self.note("stale")
-        return self.stale
-
-    def bring_forward(self, tags: list[str], queues: list[str], within_s: float) -> list[Any]:
-        self.asked = (tags, queues, within_s)
-        defer, self.defer = self.defer, []
-        return defer
-
-    def note(self, what: str) -> None:
+    def _call(self, call: Callable[..., Any], what: str, *args: Any, **options: Any) -> Any:
+        what = what.format(*args[:1])
         if what in self.fails:
             self.fails.discard(what)
             raise OSError(f"{what} failed")
         self.done.append(what)
+        return call(*args, **options)
+
+    def _note_failure(self, name: str, fields: dict[str, Any]) -> None:
+        if name == "loop.failed":
+            self.failed.append((fields["stage"], fields["error"]))
 
     def turn(self) -> list[str]:
-        del self.done[:]
+        self.done.clear()
         self.loop._turn()
         return list(self.done)
 
@@ -133,104 +85,121 @@ def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
 
 
 @pytest.fixture
-def place(time: ManualMonotonic) -> SweepLoopHarness:
-    return SweepLoopHarness(sweep_partitions=3)
+def turns(
+    tmp_path: Path, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[SweepTurns]:
+    runtime = make_runtime(tmp_path, sweep_partitions=3)
+    runtime.registry.processor("mail")(lambda body: None)
+    for partition in range(3):
+        runtime.store.sweeps.begin_sweep(partition, 3, 0)
+    yield SweepTurns(runtime, monkeypatch)
+    stop_loops(runtime)
 
 
 def test_without_beat_a_worker_checks_every_second_for_stale_partitions(
-    place: SweepLoopHarness, time: ManualMonotonic
+    turns: SweepTurns, time: ManualMonotonic
 ) -> None:
     """Otherwise, the time between two sweeps could reach one and a half times `self_sweep_s`."""
     asked_at = []
     for _ in range(40):
-        if "stale" in place.turn():
+        if "stale" in turns.turn():
             asked_at.append(time.at)
         time.at += 0.5
     assert max(later - earlier for earlier, later in itertools.pairwise(asked_at)) == 1.0
 
 
-def test_a_worker_that_cannot_report_sweeps_nevertheless(
-    place: SweepLoopHarness,
-) -> None:
-    place.fails = {"report"}
-    place.loop.request(1)
-    assert place.turn() == ["drain own", "sweep 1", "stale"]
-    assert [(f["loop"], f["stage"], f["error"]) for f in place.told] == [
-        ("sweep", "report", "OSError: report failed")
-    ]
-    assert place.turn() == ["report"], "and says it at the next turn"
+def test_a_worker_that_cannot_report_sweeps_nevertheless(turns: SweepTurns) -> None:
+    turns.fails = {"report"}
+    turns.loop.request(1)
+    assert turns.turn() == ["drain own", "sweep 1", "stale"]
+    assert turns.failed == [("report", "OSError: report failed")]
+    assert turns.turn() == ["report"], "and says it at the next turn"
 
 
 def test_a_worker_publishes_its_load_and_the_tags_that_it_has_processors_for(
-    place: SweepLoopHarness,
+    turns: SweepTurns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place.loop._turn()
-    assert (place.published, place.busy) == (["mail"], 1)
+    monkeypatch.setattr(type(turns.runtime.dispatcher), "in_flight", [1.0])
+    turns.turn()
+    [worker] = turns.store.workers.all()
+    assert ("mail" in worker["tags"], worker["busy"]) == (True, 1)
 
 
 def test_a_worker_checks_its_queues_for_overdue_rows_at_its_start_and_periodically(
-    place: SweepLoopHarness, time: ManualMonotonic
+    turns: SweepTurns, time: ManualMonotonic
 ) -> None:
-    place.fails = {"drain own"}
-    assert place.turn() == ["report", "stale"]
-    assert place.turn() == ["drain own"], "the first look failed"
-    assert place.turn() == []
-    time.at += place.settings.self_sweep_s - 1
-    assert "drain own" not in place.turn()
+    turns.fails = {"drain own"}
+    assert turns.turn() == ["report", "stale"]
+    assert turns.turn() == ["drain own"], "the first look failed"
+    assert turns.turn() == []
+    time.at += turns.runtime.settings.self_sweep_s - 1
+    assert "drain own" not in turns.turn()
     time.at += 1
-    assert "drain own" in place.turn()
+    assert "drain own" in turns.turn()
 
 
 def test_deferred_rows_are_brought_forward_when_workers_come_or_go(
-    place: SweepLoopHarness, monkeypatch: pytest.MonkeyPatch
+    turns: SweepTurns, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(place.settings, "sweep_s", 0)
-    changes = [
+    asked, armed = list[tuple[Any, ...]](), list[Any]()
+    monkeypatch.setattr(
+        turns.store.deferred_rows, "bring_forward", lambda *args: asked.append(args) or ["entries"]
+    )
+    monkeypatch.setattr(turns.loop, "_timer", SimpleNamespace(arm=armed.append))
+    w = turns.store.schema.workers
+
+    def restart() -> None:
+        with turns.store.database.begin() as connection:
+            connection.execute(update(w).values(started_at=db_now_plus(-60)))
+
+    changes: list[Callable[[], object]] = [
         lambda: None,  # the start of the worker brings rows forward, too
-        lambda: place.workers.append({"name": "w2", "started_at": 2}),
-        lambda: place.workers.remove({"name": "w2", "started_at": 2}),
-        lambda: place.workers[0].update(started_at=3),  # the worker restarts with the same name
+        lambda: turns.store.workers.report("w2", ["default"], "prefork", 2, 0),
+        lambda: turns.store.workers.remove("w2"),
+        restart,
     ]
-    for change in changes:
+    for number, change in enumerate(changes, 1):
         change()
-        for expected in (["entries"], []):
-            place.defer = ["entries"]
-            place.turn()
-            assert place.brought == ([["entries"]] if expected else [])
-            place.brought.clear()
-    assert place.asked == (["mail"], ["default"], 600.0)
+        for _ in range(2):
+            time.at += turns.runtime.settings.sweep_s
+            turns.turn()
+            assert armed == [["entries"]] * number
+    tags = [each.tag for each in turns.runtime.registry]
+    assert asked == [(tags, ["default"], 600.0)] * len(changes)
 
 
-def test_a_requested_partition_is_kept_until_it_is_swept(place: SweepLoopHarness) -> None:
-    place.fails = {"sweep 0"}
-    place.loop.request(None)
-    assert place.turn() == ["report", "drain own", "sweep 1", "sweep 2", "stale"]
-    assert [f["stage"] for f in place.told] == ["sweep partition 0"]
-    assert place.turn() == ["sweep 0"]
-    assert place.turn() == []
+def test_a_requested_partition_is_kept_until_it_is_swept(turns: SweepTurns) -> None:
+    turns.fails = {"sweep 0"}
+    turns.loop.request(None)
+    assert turns.turn() == ["report", "drain own", "sweep 1", "sweep 2", "stale"]
+    assert [stage for stage, _ in turns.failed] == ["sweep partition 0"]
+    assert turns.turn() == ["sweep 0"]
+    assert turns.turn() == []
 
 
 def test_a_broker_outage_is_remembered_while_the_database_is_unavailable(
-    place: SweepLoopHarness,
+    turns: SweepTurns,
 ) -> None:
-    place.fails = {"forget"}
-    place.loop.forget_armed()
-    place.loop.request(2)
-    assert place.turn() == ["report", "drain own", "sweep 2", "stale"]
-    assert place.turn() == ["forget"]
-    assert place.turn() == []
+    turns.fails = {"forget"}
+    turns.loop.forget_armed()
+    turns.loop.request(2)
+    assert turns.turn() == ["report", "drain own", "sweep 2", "stale"]
+    assert turns.turn() == ["forget"]
+    assert turns.turn() == []
 
 
 def test_the_check_for_stale_partitions_is_repeated_until_the_query_succeeds(
-    place: SweepLoopHarness,
+    turns: SweepTurns,
 ) -> None:
-    place.fails, place.stale = {"stale"}, [2]
-    assert place.turn() == ["report", "drain own"]
-    assert place.turn() == ["stale", "sweep 2"]
-    assert place.turn() == []
-
-
-# -- A worker without a broker reads its table, and takes its share of the entries ----------------
+    s = turns.store.schema.sweeps
+    with turns.store.database.begin() as connection:
+        connection.execute(
+            update(s).where(s.c.sweep_partition == 2).values(swept_at=db_now_plus(-3600))
+        )
+    turns.fails = {"stale"}
+    assert turns.turn() == ["report", "drain own"]
+    assert turns.turn() == ["stale", "sweep 2"]
+    assert turns.turn() == []
 
 
 # -- test how often a worker without a broker reads its table, and which entries it takes ---------

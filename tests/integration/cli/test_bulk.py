@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -223,30 +224,51 @@ def test_a_bulk_command_asks_for_a_confirmation_with_the_count(
     assert (running.returncode, out) == ((0, b"cancelled 3 tasks\n") if typed == "y" else (1, b""))
 
 
-def test_a_stopped_shift_prints_the_command_that_continues_it(
-    shop: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
-    tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
-    wait_until(
-        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
-        5,
-        "time",
-    )
+@pytest.fixture
+def ctrl_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """Interrupt each bulk command in its first step of two rows, until the patch is undone."""
     step: Any = bulk.BulkRun._step
 
     def stopped(run: Any, ids: Any, versions: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
         return step(run, ids, versions)
 
-    monkeypatch.setattr(bulk.BulkRun, "_step", stopped)
+    monkeypatch.setattr(bulk, "BULK_ROWS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bulk.BulkRun, "_step", stopped)
+        yield patch
+
+
+def test_a_stopped_bulk_command_prints_its_state_as_json(
+    shop: Project, ctrl_c: pytest.MonkeyPatch
+) -> None:
+    for _ in range(6):
+        shop.schedule(delay=3600)
+    said = shop("cancel", "--tag", "ok", "--yes", "--json")
+    assert said.exit_code == 1
+    told = json.loads(said.stdout)
+    assert (told["state"], told["matched"], told["changed"]) == ("stopped", 6, 2)
+    assert len(shop.delays.find(status="CANCELLED")) == 2
+    ctrl_c.undo()
+    assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 4
+
+
+def test_a_stopped_shift_prints_the_command_that_continues_it(
+    shop: Project, ctrl_c: pytest.MonkeyPatch
+) -> None:
+    tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
+    wait_until(
+        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
+        5,
+        "time",
+    )
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
     assert said.exit_code == 1
     more = re.fullmatch(
         r"stopped: rescheduled 2 of 6 tasks; to go on run it again, with (\S+) (\S+)\n", said.stdout
     )
     assert more is not None, said.stdout
-    monkeypatch.setattr(bulk.BulkRun, "_step", step)
+    ctrl_c.undo()
     assert (
         shop.json("reschedule", "--tag", "ok", "--by", "1h", "--yes", *more.groups())["changed"]
         == 4

@@ -1,0 +1,527 @@
+"""The conformance suite of every timer on every broker, with real workers.
+
+Timers survive failures of brokers, Redis and workers: no task is lost, and no task runs twice.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from delaytasks import DelayTask, NewTask, Status
+from delaytasks.core.clock import to_us
+from delaytasks.core.interfaces import Entry
+from delaytasks.runtime import runtime_of
+from delaytasks.storage.types import db_now_plus
+from delaytasks.timers.redis_timer import RedisTimer
+from tests.proxy import proxy_to
+from tests.running import BROKERS, QUICK, Deployment
+from tests.services import RedisServer
+from tests.waiting import IS_LONG, SLACK_S, wait_until
+
+pytestmark = pytest.mark.slow
+
+#: Not `direct`, which keeps no entries and uses no broker: the tests send both.
+#: `tests/integration/test_direct.py` and `tests/conformance/test_notices.py` have its tests.
+TIMERS = ["eta", "redis"]
+#: A caller's transaction stays open for this time after it has scheduled.
+OPEN_S = 60.0 if IS_LONG else 0.5
+#: With these settings only the timer can run a task in time: no sweep runs, and no late task is
+#: left to the table.
+ALONE: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "grace_s": 30, "horizon_s": 120}
+
+
+class Row(NamedTuple):
+    id: int
+    status: int
+    attempts: int
+    expected_time: datetime
+    execution_time: datetime | None
+    worker: str | None
+
+    @property
+    def node(self) -> str:
+        return (self.worker or "").partition("@")[0]
+
+
+def read(d: Deployment, tasks: Iterable[DelayTask]) -> list[Row]:
+    t = d.store.schema.tasks
+    query = (
+        select(*(t.c[name] for name in Row._fields))
+        .where(t.c.id.in_([task.id for task in tasks]))
+        .order_by(t.c.id)
+    )
+    with d.store.database.auto.connect() as connection:
+        return [Row(*row) for row in connection.execute(query)]
+
+
+def ran_once(d: Deployment, tasks: Sequence[DelayTask], deadline_s: float = 20) -> list[Row]:
+    """Return the rows of tasks after each one ran once, in time and not early."""
+
+    def is_over() -> bool:
+        return all(row.status == Status.DONE for row in read(d, tasks))
+
+    wait_until(is_over, deadline_s, f"{len(tasks)} tasks to run", every_s=0.02)
+    runs, rows = Counter(run[0] for run in d.runs() if run[1] != "ended"), read(d, tasks)
+    for row in rows:
+        assert (row.attempts, runs[str(row.id)]) == (1, 1), row
+        assert row.execution_time is not None
+        assert row.execution_time >= row.expected_time, "nothing runs early"
+    return rows
+
+
+def burst(
+    d: Deployment, tag: str, count: int, due_s: float = 0.5, **options: Any
+) -> list[DelayTask]:
+    """Schedule tasks together, all due at the same instant."""
+    due, tasks = runtime_of(d.delays).clock.now() + timedelta(seconds=due_s), list[DelayTask]()
+    d.delays.schedule_many(
+        (NewTask(tag, at=due, **options) for _ in range(count)), on_batch=tasks.extend
+    )
+    return tasks
+
+
+def did_not_run(d: Deployment, task: DelayTask) -> DelayTask:
+    row = d.delays.get(task)
+    assert (row.attempts, row.execution_time) == (0, None)
+    assert str(task.id) not in [run[0] for run in d.runs()]
+    return row
+
+
+def entry(task: DelayTask, **changes: Any) -> Entry:
+    return Entry.of(task)._replace(**changes)
+
+
+#: Each timer with each broker.
+COMBINATIONS = [(broker, timer) for broker in BROKERS for timer in TIMERS]
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS, ids="-".join)
+def d(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    postgresql_url: str,
+    redis_url: str,
+) -> Iterator[Deployment]:
+    """Yield a deployment with two workers, which tests share.
+
+    One of them also serves another queue with a single process.
+    """
+    broker, timer = request.param
+    fixture, conf = BROKERS[broker]
+    place = (
+        tmp_path_factory.mktemp("timers"),
+        postgresql_url,
+        request.getfixturevalue(fixture),
+    )
+    deployment = Deployment(*place, conf, **ALONE, timer=timer, redis_url=redis_url)
+    runtime_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later
+    queue = deployment.settings["namespace"] + ".{}"
+    deployment.worker("-Q", queue.format("default"))
+    deployment.worker("-Q", queue.format("default") + "," + queue.format("mail"), concurrency=1)
+    yield deployment
+    deployment.close()
+
+
+def test_tasks_run_once_and_never_early(d: Deployment) -> None:
+    ran_once(d, [d.schedule(delay=n / 100) for n in range(50)])
+
+
+def test_a_burst_at_one_instant_runs_once_each(d: Deployment) -> None:
+    ran_once(d, burst(d, "test.note", 1000, body={"file": str(d.file)}))
+
+
+def test_all_workers_share_a_burst_of_tasks_that_take_a_while(d: Deployment) -> None:
+    rows = ran_once(d, burst(d, "test.sleep", 80, body={"file": str(d.file), "seconds": 0.1}))
+    assert {row.node for row in rows} == {"w0", "w1"}
+
+
+def test_many_tasks_that_wait_do_not_hold_up_one_that_is_due(d: Deployment) -> None:
+    waiting = burst(d, "test.quiet", 1000, due_s=100, body={})
+    for task in waiting:
+        # Also arm each task on its own, as if it had been scheduled alone.
+        runtime_of(d.delays).producer_timer.arm([entry(task)])
+    ran_once(d, [d.schedule(delay=0.3)])
+    assert d.status(waiting[0]) is Status.NOT_COMPLETE
+
+
+def test_a_cancelled_task_does_not_run(d: Deployment) -> None:
+    task, after = d.schedule(delay=0.4), d.schedule(delay=0.5)
+    assert d.delays.cancel(task)
+    ran_once(d, [after])
+    assert did_not_run(d, task).status is Status.CANCELLED
+
+
+def test_a_task_that_is_rescheduled_for_later_runs_at_the_new_time_only(d: Deployment) -> None:
+    task = d.schedule(delay=0.4)
+    later = d.delays.reschedule(task, 0.6)
+    [row] = ran_once(d, [task])
+    assert row.expected_time == later.expected_time
+
+
+@pytest.mark.parametrize("delay_s", [30, 3600], ids=["near", "far"])
+def test_a_task_that_is_rescheduled_for_earlier_runs_then(d: Deployment, delay_s: float) -> None:
+    task = d.schedule(delay=delay_s)
+    d.delays.reschedule(task, 0.3)
+    ran_once(d, [task])
+
+
+def test_a_replaced_task_runs_once_with_the_new_body_at_the_new_time(d: Deployment) -> None:
+    for first_s, second_s in ((0.4, 0.6), (30, 0.3)):
+        key = f"replaced after {first_s}"
+        d.schedule("test.word", first_s, key=key, body={"word": "old"})
+        task = d.schedule(
+            "test.word", second_s, key=key, on_conflict="replace", body={"word": "new"}
+        )
+        ran_once(d, [task])
+        assert [run[1] for run in d.runs() if run[0] == str(task.id)] == ["new"]
+
+
+def test_a_touched_task_runs_once_when_it_is_left_alone(d: Deployment) -> None:
+    task = d.schedule(delay=0.4)
+    for delay_s in (0.5, 0.6, 0.7):
+        assert d.delays.touch(task, delay_s)
+    [row] = ran_once(d, [task])
+    assert row.expected_time - task.expected_time > timedelta(seconds=0.2)
+
+
+def test_a_task_that_its_caller_rolled_back_does_not_run(d: Deployment) -> None:
+    engine = d.store.database.tx
+    with Session(engine) as session:
+        task = d.schedule(delay=0.1, session=session)
+        session.rollback()
+    with engine.connect() as connection:
+        other = d.schedule(delay=0.1, session=connection)
+        connection.rollback()
+    ran_once(d, [d.schedule(delay=0.2)])
+    assert {str(task.id), str(other.id)}.isdisjoint(run[0] for run in d.runs())
+
+
+def test_a_task_that_is_committed_after_its_due_time_runs_then(d: Deployment) -> None:
+    with Session(d.store.database.tx) as session:
+        task = d.schedule(delay=0.1, session=session)
+        time.sleep(OPEN_S)  # waits to show that nothing happens
+        assert runtime_of(d.delays).clock.now() > task.expected_time
+        session.commit()
+    began = time.monotonic()
+    ran_once(d, [task])
+    assert time.monotonic() - began < d.r1_s() + SLACK_S
+
+
+def test_tasks_of_a_higher_priority_run_first_when_processes_are_busy(d: Deployment) -> None:
+    d.schedule("test.sleep", 0, queue="mail", body={"seconds": 0.8})
+    wait_until(lambda: d.runs()[-1][1] == "began", 10, "the sleeper to begin")
+    body, options = {"file": str(d.file)}, {"queue": "mail", "due_s": 0.3}
+    low, high = (
+        burst(d, "test.note", 20, body=body, priority=priority, **options) for priority in (1, 8)
+    )
+    ran_once(d, low + high)
+    order = [run[0] for run in d.runs()]
+    first = sorted(low + high, key=lambda task: order.index(str(task.id)))[:20]
+    # A few tasks that were already on their way to the process may run earlier.
+    assert sum(task.priority == 8 for task in first) >= 15, order
+
+
+def test_tasks_reach_only_workers_that_serve_their_queue(d: Deployment) -> None:
+    mail = [d.schedule("test.mail", n / 50, queue="mail") for n in range(10)]
+    assert {row.node for row in ran_once(d, mail)} == {"w1"}
+
+
+def test_an_entry_that_is_armed_many_times_in_any_order_runs_once(d: Deployment) -> None:
+    tasks = [d.schedule(delay=0.5) for _ in range(5)]
+    moved = [d.delays.reschedule(task, 0.6) for task in tasks]
+    entries = [entry(task) for task in tasks + moved] * 10
+    random.Random(7).shuffle(entries)
+    for one in entries:
+        assert runtime_of(d.delays).producer_timer.arm([one])
+    assert runtime_of(d.delays).producer_timer.arm(entries)
+    ran_once(d, tasks)
+    ran_once(d, [d.schedule(delay=0.1)])
+    ran_once(d, tasks)
+
+
+def test_a_forged_entry_runs_nothing(d: Deployment) -> None:
+    waits, cancelled, soon = d.schedule(delay=40), d.schedule(delay=0.4), d.schedule(delay=0.6)
+    d.delays.cancel(cancelled)
+    now_us = runtime_of(d.delays).clock.now_us()
+    runtime_of(d.delays).producer_timer.arm(
+        [
+            entry(waits, due_us=now_us),
+            entry(waits, due_us=now_us, id=2**62),
+            entry(waits, due_us=now_us, id=1),
+            entry(soon, due_us=now_us),
+            entry(soon, due_us=now_us, version=soon.version + 7),
+            entry(cancelled),
+            entry(cancelled, version=cancelled.version + 1),
+        ]
+    )
+    ran_once(d, [soon])
+    did_not_run(d, waits)
+    did_not_run(d, cancelled)
+
+
+def test_invalid_entries_are_dropped_and_tasks_run(d: Deployment) -> None:
+    near, far = (
+        burst(d, "test.note", 30, due_s=1, body={"file": str(d.file)}),
+        d.schedule(delay=3600),
+    )
+    publish_garbage(d, near[0], far)
+    if isinstance(timer := runtime_of(d.delays).timer, RedisTimer):
+        put_garbage(timer, near[0], far)
+    ran_once(d, near)
+    ran_once(d, [d.schedule() for _ in range(10)])
+    did_not_run(d, far)
+    assert "message.refused" in d.logs()
+
+
+def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
+    """Publish messages that any program could write into our queue."""
+    id, version, due_us, now_us = (
+        near.id,
+        near.version,
+        to_us(near.expected_time),
+        runtime_of(d.delays).clock.now_us(),
+    )
+    payloads: list[Any] = [
+        [[], {}, {}],
+        ["x", {}, {}],
+        [[[[1, 2]]], {}, {}],
+        [[[[-1, 0, 0, 0]]], {}, {}],
+        [[[["1", 0, 0, 0]]], {}, {}],
+        [[[[id, version + 7, due_us, 0]]], {}, {}],  # a different version
+        [[[[id, version, now_us, 0]]], {}, {}],  # not yet due
+        [[[[far.id, far.version, now_us, 0]]], {}, {}],
+        [[[[2**62, 0, now_us, 0]]], {}, {}],  # no such row
+        [[[[1, 0, 0, 0]] * 5000], {}, {}],
+        [[[[id, version, 2**62, 0]]], {}, {}],  # a time that no datetime can represent
+        [[[[id, version, due_us + 10**15, 0]]], {}, {}],  # far beyond the horizon
+        [[[[id, version, 0, 10**30]]], {}, {}],
+        [[[], {"drain": "all"}], {}, {}],
+    ]
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
+        producer = connection.Producer(serializer="json")
+        headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
+        place = {
+            "exchange": "",
+            "routing_key": d.settings["namespace"] + ".default",
+            "headers": headers,
+        }
+        for payload in payloads:
+            producer.publish(payload, **place)
+        pickled = {"content_type": "application/x-python-serialize", "content_encoding": "binary"}
+        producer.publish(b"\x80\x04]", **place, **pickled)
+
+
+def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
+    """Add entries that any program could write to our slots, due together with `due_between`."""
+    due_ms = -(-to_us(near.expected_time) // 1000)
+    members = [
+        "",
+        "x",
+        "1",
+        ":",
+        "1:",
+        ":0",
+        "1:2:3:4",
+        "-1:0",
+        "1:-1",
+        "1:0:10000000",
+        "1.5:0",
+        "é",
+        "0:0",
+        "1:0 5",
+    ]
+    members += [
+        f"{near.id}:{near.version + 7}",
+        f" {near.id}:{near.version}",
+        f"{2**62}:0",
+        "9" * 400 + ":0",
+    ]
+    for number, slot in enumerate(timer.slots("default")):
+        some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[number % 8 :: 8]]
+        timer.link.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))
+
+
+#: The slow path runs a task that the timer lost within the grace period, one sweep and the
+#: delivery.
+R1_S = QUICK["grace_s"] + QUICK["sweep_s"] + 2
+#: Allowance for a busy machine.
+FAULT_SLACK_S = 5
+
+
+# -- failures of brokers, Redis and workers --------------------------------------------------------
+
+
+class Rig:
+    """A deployment whose broker and optional timer Redis can become unreachable or lose their
+    data."""
+
+    def __init__(
+        self,
+        folder: Path,
+        database_url: str,
+        broker: str,
+        broker_url: str,
+        redis: RedisServer,
+        **settings: Any,
+    ) -> None:
+        self._redis = redis
+        self._proxies = [proxy_to(url) for url in (broker_url, redis.url)]
+        urls = [
+            proxy.url(url)
+            for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)
+        ]
+        self.deployment = Deployment(
+            folder, database_url, urls[0], BROKERS[broker][1], **{"redis_url": urls[1], **settings}
+        )
+
+    def away(self, how: str) -> None:
+        for proxy in self._proxies:
+            getattr(proxy, how)()
+
+    def heal(self) -> None:
+        for proxy in self._proxies:
+            proxy.heal()
+
+    def lose(self) -> None:
+        """Delete all messages in the broker and all entries in the timer's Redis."""
+        d = self.deployment
+        with runtime_of(d.delays).celery.connection_for_write() as connection:
+            queue = runtime_of(d.delays).publisher.queue("default")(connection)
+            queue.declare()
+            queue.purge()
+        self._redis.client().flushall()
+
+    def close(self) -> None:
+        self.heal()
+        self.deployment.close()
+        for proxy in self._proxies:
+            proxy.close()
+
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture(params=COMBINATIONS, ids="-".join)
+def make(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    postgresql_url: str,
+    start_redis: Callable[[], RedisServer],
+) -> Iterator[Make]:
+    made: list[Rig] = []
+    broker, timer = request.param
+
+    def new(**settings: Any) -> Rig:
+        redis = start_redis()
+        url = redis.url if broker == "redis" else request.getfixturevalue(BROKERS[broker][0])
+        made.append(Rig(tmp_path, postgresql_url, broker, url, redis, timer=timer, **settings))
+        return made[-1]
+
+    yield new
+    for rig in made:
+        rig.close()
+
+
+def test_armed_tasks_wait_for_a_worker_and_survive_the_stop_of_a_worker(make: Make) -> None:
+    d = make(**ALONE).deployment
+    runtime_of(d.delays).sweeper.sweep()  # the next sweep is a minute later
+    early = [d.schedule() for _ in range(10)]
+    first = d.worker()
+    later = [d.schedule(delay=3) for _ in range(20)]
+    ran_once(d, [*early, d.schedule()])  # sent after their messages
+    first.terminate()
+    d.worker()
+    ran_once(d, later)
+
+
+def test_tasks_in_the_memory_of_a_killed_worker_run_after_the_next_sweep(make: Make) -> None:
+    d = make().deployment
+    first = d.worker()
+    held = [d.schedule(delay=3) for _ in range(20)]  # due only after the worker is killed
+    ran_once(d, [d.schedule()])  # sent after their messages
+    first.kill()
+    assert messages(d) == [], (
+        "acknowledged on receipt: no timeout of a broker's has anything to deliver again"
+    )
+    assert unacknowledged(d) == 0, "nor has Celery's of Redis"
+    d.worker()
+    ran_once(d, held, deadline_s=3 + R1_S + FAULT_SLACK_S)
+
+
+def test_tasks_that_the_timer_lost_or_refused_run_after_the_next_sweep(make: Make) -> None:
+    rig = make()
+    d = rig.deployment
+    tasks = [d.schedule(delay=delay_s) for delay_s in (0, 0, 2, 2)]
+    rig.lose()
+    d.worker()
+    ran_once(d, tasks, deadline_s=2 + R1_S + FAULT_SLACK_S)
+    tasks = [d.schedule(delay=0.3) for _ in range(5)]
+    rig.lose()
+    for how in ("swallow", "refuse"):
+        rig.away(how)
+        began = time.monotonic()
+        tasks += [d.schedule(delay=0.2) for _ in range(5)]
+        assert time.monotonic() - began < 2, "nobody waits for a broker that is away"
+        rig.heal()
+    ran_once(d, tasks, deadline_s=R1_S + FAULT_SLACK_S)
+
+
+def test_far_tasks_are_only_rows_until_a_sweep_arms_them_in_batches(make: Make) -> None:
+    d = make(**ALONE).deployment
+
+    def waiting() -> list[list[int]]:
+        timer = runtime_of(d.delays).timer
+        return messages(d) + (slots(timer) if isinstance(timer, RedisTimer) else [])
+
+    far = burst(d, "test.note", 250, due_s=3600, body={})
+    assert waiting() == []
+    t = d.store.schema.tasks
+    # Simulate that an hour passed.
+    with d.store.database.begin() as connection:
+        connection.execute(update(t).values(expected_time=db_now_plus(60)))
+    runtime_of(d.delays).sweeper.sweep()
+    found = waiting()
+    assert len(found) <= 8, "messages of 100, or slots"
+    assert sorted(id for ids in found for id in ids) == sorted(task.id for task in far)
+
+
+def messages(d: Deployment) -> list[list[int]]:
+    """Take all waiting messages from the broker, and return the ids of each message."""
+    found = []
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
+        queue = runtime_of(d.delays).publisher.queue("default")(connection)
+        queue.declare()
+        while (message := queue.get(no_ack=True)) is not None:
+            found.append([item[0] for item in message.payload[0][0]])
+    return [ids for ids in found if ids]
+
+
+def unacknowledged(d: Deployment) -> int:
+    """Return how many messages Redis would redeliver after its visibility timeout.
+
+    Brokers that detect a closed connection have already redelivered them.
+    """
+    with runtime_of(d.delays).celery.connection_for_write() as connection:
+        channel = connection.default_channel
+        return (
+            int(channel.client.hlen(channel.unacked_key)) if hasattr(channel, "unacked_key") else 0
+        )
+
+
+def slots(timer: RedisTimer) -> list[list[int]]:
+    """Return the ids that wait in each slot."""
+    members = [
+        timer.link.connect().zrange(timer.keys(slot)[0], 0, -1) for slot in timer.slots("default")
+    ]
+    found = [[int(member.split(b":")[0]) for member in some if member != b"."] for some in members]
+    return [ids for ids in found if ids]
