@@ -398,11 +398,11 @@ def touch(
 @click.command(cls=Command)
 @_ids
 @click.option("--delay", type=DURATION, help="Run after this time [now].")
-@click.option("--audit", metavar="ID", help="Many: cancelled by this operation that `audit` lists.")
+@click.option("--entry", metavar="ID", help="Many: cancelled by this operation that `audit` lists.")
 @takes_many
 @pass_cli
 def rerun(
-    cli: Cli, ids: tuple[str, ...], delay: timedelta | None, audit: str | None, many: Many
+    cli: Cli, ids: tuple[str, ...], delay: timedelta | None, entry: str | None, many: Many
 ) -> None:
     """Run FAILED or CANCELLED tasks again: by their ids, or many FAILED ones that match filters.
 
@@ -410,14 +410,14 @@ def rerun(
     delaytasks rerun 2305843009213693952
     delaytasks rerun --tag pay.notify --since 2030-01-31T00:00:00Z --dry-run
 
-    Filters match CANCELLED tasks only with --status CANCELLED. With --audit, tasks that have not
+    Filters match CANCELLED tasks only with --status CANCELLED. With --entry, tasks that have not
     moved since their cancel run at their own due times, unless --delay is given.
     """
     delays = cli.delays
-    if many.is_meant(ids) or audit is not None:
+    if many.is_meant(ids) or entry is not None:
         if ids:
-            raise click.UsageError("Name the tasks by ids or by --audit; not by both.")
-        move_many(cli, "rerun", many, partial(delays.bulk.rerun, delay, entry=audit))
+            raise click.UsageError("Name the tasks by ids or by --entry; not by both.")
+        move_many(cli, "rerun", many, partial(delays.bulk.rerun, delay, entry=entry))
         return
     started: list[DelayTask] = []
 

@@ -45,13 +45,14 @@ def heard(site: Deployment, say: Callable[[], object], status: Status) -> None:
 
 def test_paused_tasks_run_within_a_sweep_after_the_end_of_the_pause(site: Deployment) -> None:
     site.worker()
-    end = site.delays.policies.pause(tag=TAG, until="4s").paused_until
-    assert end is not None
-    tasks = [site.schedule(delay=0) for _ in range(20)]
-    wait_until(lambda: site.status(tasks[0]) is Status.HELD, 4, "a task to be held", every_s=0.02)
+    site.wait_for([site.schedule()])
+    heard(site, lambda: site.delays.policies.pause(tag=TAG, until="5s"), Status.HELD)
+    [policy] = site.delays.policies.list()
+    assert policy.paused_until is not None
+    tasks = [site.schedule() for _ in range(20)]
     site.wait_for(tasks)
     began = [site.delays.get(task).execution_time for task in tasks]
-    assert min(at for at in began if at) >= end
+    assert min(at for at in began if at) >= policy.paused_until
     assert site.delays.policies.list() == []
 
 

@@ -472,7 +472,7 @@ def test_tags_are_paused_limited_and_resumed(own_site: Site) -> None:
     assert policy().updated_by == "maria"
     post(client, "/policies/pause", kind="tag", name="order.close", until="2h")
     until = f"{policy().paused_until:%Y-%m-%d %H:%M:%S} UTC"
-    for page in ("/policies", "/tags/order.close"):
+    for page in ("/policies", "/tag?name=order.close"):
         assert "</span> until <time" in (text := client.get(page).text)
         assert until in text
     post(client, "/policies/resume", kind="tag", name="order.close")

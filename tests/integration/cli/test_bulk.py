@@ -282,15 +282,15 @@ def test_rerun_runs_the_tasks_of_a_cancel_again(shop: Project) -> None:
     ids = [shop.json("schedule", "ok", "--delay", "1h")["id"] for _ in range(2)]
     assert shop.json("cancel", "--tag", "ok", "--yes")["changed"] == 2
     [entry] = shop.json("audit")
-    assert shop("rerun", "--audit", entry["id"], "--dry-run").stdout == "2 tasks would be rerun\n"
-    answer = shop.json("rerun", "--audit", entry["id"], "--yes")
+    assert shop("rerun", "--entry", entry["id"], "--dry-run").stdout == "2 tasks would be rerun\n"
+    answer = shop.json("rerun", "--entry", entry["id"], "--yes")
     assert (answer["changed"], answer["refused"]) == (2, 0)
     assert [shop.json("show", id)["status"] for id in ids] == ["NOT_COMPLETE"] * 2
-    said = shop("rerun", "--audit", entry["id"], "--yes")
+    said = shop("rerun", "--entry", entry["id"], "--yes")
     assert said.stdout == "rerun 0 tasks\n"
     assert "left as they are: 2 tasks" in said.stderr
-    assert shop.error("rerun", "--audit", "7", "--yes", exit_code=2)["argument"] == "audit"
-    assert shop.error("rerun", ids[0], "--audit", "7", exit_code=2)["type"] == "UsageError"
+    assert shop.error("rerun", "--entry", "7", "--yes", exit_code=2)["argument"] == "entry"
+    assert shop.error("rerun", ids[0], "--entry", "7", exit_code=2)["type"] == "UsageError"
 
 
 def test_list_and_cancel_take_several_statuses_and_meta(shop: Project) -> None:
