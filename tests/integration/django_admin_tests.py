@@ -236,7 +236,7 @@ def test_a_task_that_moved_after_the_question_is_left_as_it_is() -> None:
 
 def test_wrong_answers_change_nothing() -> None:
     client, task = operator(), delays.schedule_delay("mail", {}, 3600)
-    assert "delay is a duration" in act(client, "reschedule_tasks", task, delay="soon")[1]
+    assert "Delay is a duration" in act(client, "reschedule_tasks", task, delay="soon")[1]
     for version in ("x", "1", f"{task.id}:-1", f"{task.id}:²"):
         answer = {"action": "cancel_tasks", "_selected_action": task.id, "is_confirmed": "yes"}
         assert client.post(TASKS, {**answer, "version": version}).status_code == 302
