@@ -41,7 +41,7 @@ def make(
         task_default_queue="bench_idle",
     )
     if timer == "redis":
-        settings |= {"timer": timer, "redis_url": redis_url()}
+        settings |= {"timer": redis_url()}
     if timer == "direct":
         settings |= {"timer": timer}
     found = DelayTasks(
@@ -51,7 +51,7 @@ def make(
         table_prefix=TABLE_PREFIX,
         callback_allow="127.0.0.1",
         data_dir=data_dir(),
-        metrics_port=metrics_port(),
+        metrics=metrics_port(),
         **settings,
     )
     return made, found

@@ -38,7 +38,7 @@ def sweep_concurrently(partitions: int, folder: Path, deadline_s: float) -> floa
 
 def _main() -> None:
     partition, partitions = int(sys.argv[1]), int(sys.argv[2])
-    app, delays = ours.make("bench_sweeper", sweep_partitions=partitions, horizon_s=HORIZON_S)
+    app, delays = ours.make("bench_sweeper", sweep=(5, partitions), horizon=HORIZON_S)
     runtime_of(delays).clock.now()
     app.connection_for_write().ensure_connection(max_retries=1)
     print("ready", flush=True)

@@ -32,11 +32,11 @@ from tests.services import (
 
 #: Leases and sweeps are short, so that a run takes minutes.
 SETTINGS: dict[str, Any] = {
-    "lease_s": 4,
-    "sweep_s": 1,
-    "self_sweep_s": 2,
-    "grace_s": 0.5,
-    "horizon_s": 10,
+    "lease": 4,
+    "sweep": 1,
+    "_self_sweep_s": 2,
+    "_grace_s": 0.5,
+    "horizon": 10,
     "durable_eta": True,
 }
 #: The modules that workers import.
@@ -94,7 +94,7 @@ class SystemUnderTest:
         if self.site.timer == "redis" and self.site.broker == "rabbitmq":
             redis_server = RedisServer(folder)
             self._ends.append(redis_server.stop)
-            settings["redis_url"] = redis_server.url
+            settings["timer"] = redis_server.url
         self.producers_url = producers
         self.deployment = Deployment(
             folder,

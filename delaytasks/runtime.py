@@ -180,7 +180,7 @@ class Runtime:
     @part
     def redis_timer(self) -> RedisTimer | None:
         """The timer if it is of this kind."""
-        if not self.settings.uses_broker or self.settings.timer != "redis":
+        if self.settings.timer_kind != "redis":
             return None
         from delaytasks.timers.redis_timer import RedisTimer, redis_location
 

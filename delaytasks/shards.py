@@ -601,5 +601,5 @@ class Shards:
 _DISTINCT: dict[str, Callable[[Any], object]] = {
     "delaytasks_shard": lambda s: s.shard,
     "delaytasks_namespace": lambda s: s.namespace,
-    "database": lambda s: (s.database_url or s.data_dir, s.table_prefix, s.table_schema),
+    "database": lambda s: (s.database_url or s.data_dir, s.table_prefix),
 }

@@ -51,7 +51,7 @@ def check_sweeps(celery_app: Any, settings: Settings) -> None:
         if entry.get("task") == SWEEP and not settings.has_sweep_partition(sweep_partition):
             raise ConfigError(
                 f"beat_schedule[{name!r}] names sweep partition {shown(sweep_partition)}, and "
-                f"delaytasks_sweep_partitions = {count}: the sweep partitions are 0 to "
+                f"delaytasks_sweep has {count}: the sweep partitions are 0 to "
                 f"{count - 1}; correct its args, or "
                 "leave the entries to delaytasks"
             )
@@ -128,7 +128,7 @@ class StartChecks:
             ) from None
         if horizon is not None and visible_s is not None and horizon >= visible_s:
             raise ConfigError(
-                f"delaytasks_horizon_s = {horizon:g} is not below the broker's "
+                f"delaytasks_horizon = {horizon:g} s is not below the broker's "
                 f"visibility_timeout = {visible_s:g}: messages could be delivered twice; lower "
                 "the horizon, or raise visibility_timeout in broker_transport_options"
             )

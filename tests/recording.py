@@ -28,7 +28,7 @@ from delaytasks.core.events import Events
 from delaytasks.core.ids import IdMaker
 from delaytasks.core.interfaces import Claimed, Entry, Settlement
 from delaytasks.core.policies import Policies, Policy
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import load_settings
 from delaytasks.core.states import Status
 from delaytasks.core.task import NewTask
 from delaytasks.execution.executor import Finish, ProcessorCall
@@ -147,8 +147,8 @@ class RedisTimerHarness:
     def __init__(self, url: str, options: dict[str, Any] | None = None, **settings: Any) -> None:
         self.clock = ManualClock(datetime(2030, 1, 1, tzinfo=timezone.utc))
         self.events = Events()
-        usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "publish_limit_s": 10}
-        self.settings = Settings(**{**usual, **settings})
+        usual = {"timer": "redis", "namespace": "t" + secrets.token_hex(4), "_publish_limit_s": 10}
+        self.settings = load_settings({}, {}, **{**usual, **settings})
         publisher = Publisher(Celery(broker="memory://"), self.settings.namespace, 0.5, self.events)
         location = redis_location(url, None, options)
         self.timer = RedisTimer(
@@ -322,9 +322,7 @@ class RunnerHarness:
 
     def __init__(self, store: Store, may_detach: bool = False, **changes: Any) -> None:
         url = store.database.url.render_as_string(hide_password=False)
-        self.settings = settings_for(
-            url, **{"chunk_time_budget_s": 5, "strict_tags": False, **changes}
-        )
+        self.settings = settings_for(url, **{"_chunk_time_budget_s": 5, "tags": "any", **changes})
         self.store = store
         self.registry, self.events, self.timer = Registry(), Events(), RecordingTimer()
         self.clock = Clock(self.store.tasks.now)

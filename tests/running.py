@@ -29,11 +29,11 @@ from tests.waiting import STACKS, wait_until
 ROOT = Path(__file__).parent.parent
 #: Short intervals, so that tests of slow paths take seconds.
 QUICK: dict[str, Any] = {
-    "sweep_s": 1,
-    "self_sweep_s": 2,
-    "grace_s": 0.5,
-    "horizon_s": 10,
-    "lease_s": 4,
+    "sweep": 1,
+    "_self_sweep_s": 2,
+    "_grace_s": 0.5,
+    "horizon": 10,
+    "lease": 4,
 }
 #: As in the bounds of docs/reliability.md.
 DISPATCH_S = 2
@@ -230,11 +230,11 @@ class Deployment:
 
     def r1_s(self) -> float:
         """R1 of docs/reliability.md, without beat: the time until a sweep recovers a lost entry."""
-        return float(self.settings["grace_s"] + self.settings["self_sweep_s"] + DISPATCH_S)
+        return float(self.settings["_grace_s"] + self.settings["_self_sweep_s"] + DISPATCH_S)
 
     def r2_s(self) -> float:
         """R2, without beat: the time until a task of a dead worker runs again."""
-        return float(self.settings["lease_s"] + self.settings["self_sweep_s"] + DISPATCH_S)
+        return float(self.settings["lease"] + self.settings["_self_sweep_s"] + DISPATCH_S)
 
     def status(self, task: DelayTask) -> Status:
         return self.delays.get(task).status
@@ -298,8 +298,8 @@ class Deployment:
                 except connection.channel_errors + connection.connection_errors:
                     pass
             delete_keys(connection, self.settings["namespace"])
-        if url := self.settings.get("redis_url"):
-            with Redis.from_url(url) as client:
+        if "://" in (timer := self.settings.get("timer", "")):
+            with Redis.from_url(timer) as client:
                 _delete_keys(client, self.settings["namespace"])
 
 

@@ -33,11 +33,11 @@ from tests.running import Deployment, Process
 
 GRACE_S, SWEEP_S, DISPATCH_S = 0.1, 0.5, 2.0
 SETTINGS: dict[str, Any] = {
-    "lease_s": LEASE_S,
-    "sweep_s": SWEEP_S,
-    "self_sweep_s": 2 * SWEEP_S,
-    "grace_s": GRACE_S,
-    "horizon_s": HORIZON_S,
+    "lease": LEASE_S,
+    "sweep": SWEEP_S,
+    "_self_sweep_s": 2 * SWEEP_S,
+    "_grace_s": GRACE_S,
+    "horizon": HORIZON_S,
 }
 BOUNDS_S = {
     "R1": GRACE_S + SWEEP_S + DISPATCH_S,
@@ -83,9 +83,8 @@ class FailpointDeployment:
             {VARIABLE: str(folder), NOTES: str(folder / "notes"), **time_environment()}
         )
         conf = {"imports": ["chaos.failpoints.project", "chaos.celery_messages"]}
-        self._deployment = Deployment(
-            folder, database_url, broker_url, conf, **SETTINGS, timer=timer, redis_url=redis_url
-        )
+        settings = {**SETTINGS, "timer": redis_url if timer == "redis" else timer}
+        self._deployment = Deployment(folder, database_url, broker_url, conf, **settings)
         self._store = self._deployment.store
         self._deployment.delays.policies.set(tag="fail.limited", concurrency=1)
         self._recorder = Recorder(self._store)

@@ -39,13 +39,13 @@ from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.redis_timer import RedisLocation, RedisTimer
 
 SETTINGS: dict[str, Any] = {
-    "lease_s": 6,
-    "sweep_s": 2,
-    "self_sweep_s": 4,
-    "grace_s": 0.5,
-    "horizon_s": 10,
+    "lease": 6,
+    "sweep": 2,
+    "_self_sweep_s": 4,
+    "_grace_s": 0.5,
+    "horizon": 10,
     "max_lost_leases": 4,
-    "redis_slots": 2,
+    "_redis_slots": 2,
     # Simulated workers have no table of statistics.
     "statistics": False,
 }

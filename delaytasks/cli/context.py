@@ -200,7 +200,7 @@ class Cli:
     def tables(self) -> tuple[Database, str, str | None]:
         """The database, and the prefix and the schema of its tables."""
         settings = self.delays.settings
-        return self.store.database, settings.table_prefix, settings.table_schema or None
+        return self.store.database, settings.name_prefix, settings.table_schema or None
 
     def _delays_of_app(self) -> DelayTasks | None:
         return getattr(self.app, "delaytasks", None)

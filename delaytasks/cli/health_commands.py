@@ -46,7 +46,7 @@ _EXIT_CODES_OF_HEALTH = "Exit codes: 0 healthy; 1 not healthy; 2 wrong usage or 
 @click.option(
     "--max-sweep-age",
     type=DURATION,
-    help="Oldest sweep. [delaytasks_self_sweep_s + delaytasks_sweep_s]",
+    help="Oldest sweep. [three times the interval of delaytasks_sweep]",
 )
 @click.option(
     "--timeout",

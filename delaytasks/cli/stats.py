@@ -61,7 +61,7 @@ def read_deployment(delays: DelayTasks) -> DeploymentState:
     if uses_broker:
         queue = wiring.publisher.queue(settings.default_queue)
         error = broker_error(wiring.celery, queue, settings.publish_limit_s)
-    services = ServicesState(settings.timer, uses_broker, error)
+    services = ServicesState(settings.timer_kind, uses_broker, error)
     now = wiring.clock.now()
     state = read_state(wiring, recent_failures, services, now)
     if state.database.error is not None:
@@ -213,7 +213,7 @@ def _timer(
     """Return the timer. For `redis`, it counts the tasks of each queue that wait or were taken."""
     if not delays.settings.uses_broker:
         return {"name": "direct", "url": None, "is_up": True, "queues": {}}
-    name, timer = delays.settings.timer, runtime_of(delays).redis_timer
+    name, timer = delays.settings.timer_kind, runtime_of(delays).redis_timer
     if timer is None:
         return {"name": name, "url": broker["url"], "is_up": broker["is_up"], "queues": {}}
     served = {queue for worker in workers for queue in worker["queues"]}

@@ -255,7 +255,7 @@ class ConsoleState:
 
     def _read_state(self) -> DeploymentState:
         delays, wiring = self.delays, runtime_of(self.delays)
-        services = ServicesState(delays.settings.timer, wiring.direct_timer is None)
+        services = ServicesState(delays.settings.timer_kind, wiring.direct_timer is None)
         return read_state(wiring, recent_failures, services, wiring.clock.now(), MOST_COUNTED_ROWS)
 
     def _broker_error(self) -> str | None:

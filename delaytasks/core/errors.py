@@ -83,7 +83,7 @@ class ForbiddenURLError(InvalidInputError):
 class UnknownTagError(InvalidInputError):
     """The tag has no processor in this process, which has processors of other tags.
 
-    The message has the nearest tag. The settings `tags` and `strict_tags` permit other tags.
+    The message has the nearest tag. The setting `tags` permits other tags.
     """
 
 

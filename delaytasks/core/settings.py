@@ -2,135 +2,24 @@
 
 They come from Celery's configuration (`delaytasks_*` keys), the environment (`DELAYTASKS_*`) and
 the arguments of `DelayTasks(...)`. The environment overrides the configuration, and arguments
-override both.
+override both. A duration is a number of seconds, a timedelta, or a text such as "30s" or "1h30m".
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from datetime import timedelta
+from typing import Any, NamedTuple, NoReturn
 
 from delaytasks.core.body import are_keys, names_of
-from delaytasks.core.errors import ConfigError
+from delaytasks.core.errors import ConfigError, InvalidInputError
 from delaytasks.core.ids import MAX_SHARDS
-from delaytasks.core.inputs import is_queue
+from delaytasks.core.inputs import check_wait, is_queue, parse_duration, show_duration
 from delaytasks.core.text import hide, mask_secret, shown
-
-# -- Rules for the values of single settings ------------------------------------------------------
-
-
-_IDENTIFIER = re.compile(r"[A-Za-z0-9_]*")
-
-
-class Rule(NamedTuple):
-    #: The end of the error message.
-    text: str
-    allows: Callable[[Any], bool]
-
-
-def one_of(*names: str) -> Rule:
-    return Rule(f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}", lambda v: v in names)
-
-
-NAME = Rule("has letters, digits, '_', '.' and '-' only", is_queue)
-QUEUES = Rule(
-    "queues have letters, digits, '_', '.' and '-' only", lambda v: all(map(is_queue, v.values()))
-)
-IDENTIFIER = Rule("has letters, digits and '_' only", lambda v: bool(_IDENTIFIER.fullmatch(v)))
-SLOT_COUNT = Rule("is a power of two, at most 1024", lambda v: v in {1 << n for n in range(11)})
-KEYS = Rule(
-    "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them",
-    are_keys,
-)
-NOT_NEGATIVE = Rule("must not be negative", lambda v: v >= 0)
-SHARD = Rule(f"is from 0 to {MAX_SHARDS - 1}", lambda v: 0 <= v < MAX_SHARDS)
-AT_MOST_1000 = Rule("is at most 1000", lambda v: v <= 1000)
-AT_MOST_1000_YEARS = Rule("is at most a thousand years", lambda v: v <= 1000 * 366 * 86400)
-
-
-# -- Convert the values of settings, which may come as text, to the types of the settings ---------
-
-
-T = TypeVar("T")
-_BOOLS = {
-    **dict.fromkeys(("true", "1", "yes", "on"), True),
-    **dict.fromkeys(("false", "0", "no", "off"), False),
-}
-
-
-def convert_setting(name: str, kind: str, value: Any) -> Any:
-    """Convert the value of a setting to a type, which is given as the text of its annotation.
-
-    Raises
-    ------
-    ValueError
-        If the value does not have this type and cannot be converted.
-    """
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
-        _checked("None" in kind, value)
-        return None
-    try:
-        return _CONVERTERS[kind.removesuffix(" | None")](name, value)
-    except (TypeError, LookupError, OverflowError) as error:
-        raise ValueError from error
-
-
-def _text(name: str, value: Any) -> str:
-    if name == "redis_url" and isinstance(value, (list, tuple)):
-        return ";".join(value)
-    return str(_checked(isinstance(value, str), value))
-
-
-def _texts(name: str, value: Any) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return tuple(value.split())
-    is_list = isinstance(value, (list, tuple))
-    return tuple(_checked(is_list and all(isinstance(v, str) and v for v in value), value))
-
-
-def _names(_: str, value: Any) -> dict[str, str]:
-    mapping = json.loads(value) if isinstance(value, str) else value
-    is_right = isinstance(mapping, Mapping) and all(
-        isinstance(name, str) and name for pair in mapping.items() for name in pair
-    )
-    return dict(_checked(is_right, mapping))
-
-
-def _bool(_: str, value: Any) -> bool:
-    return _BOOLS[str(value).lower()]
-
-
-def _int(_: str, value: Any) -> int:
-    is_whole = not isinstance(value, bool) and float(value) == int(value)
-    return int(_checked(is_whole, value))
-
-
-def _float(_: str, value: Any) -> float:
-    is_number = not isinstance(value, bool) and math.isfinite(float(value))
-    return float(_checked(is_number, value))
-
-
-def _checked(is_right: bool, value: T) -> T:
-    if not is_right:
-        raise ValueError
-    return value
-
-
-#: The function that converts a value, by the type of its setting.
-_CONVERTERS: dict[str, Callable[[str, Any], Any]] = {
-    "str": _text,
-    "tuple[str, ...]": _texts,
-    "Mapping[str, str]": _names,
-    "bool": _bool,
-    "int": _int,
-    "float": _float,
-}
-
 
 PREFIX = "delaytasks_"
 #: Tasks of recurring schedules are made this far ahead if all tasks are sent to the broker.
@@ -138,191 +27,373 @@ NO_HORIZON_S = 30.0
 #: A worker counts as dead if it was silent for this many sweep intervals.
 SILENT_SWEEPS = 3
 
+# -- Readers: convert a value, which may be text, or raise a ValueError with the rule -------------
 
-def _setting(default: Any, about: str, rule: Rule | None = None, secret: bool = False) -> Any:
-    given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
-    metadata = {"about": about, "rule": rule, "secret": secret}
-    return field(repr=not secret, metadata=metadata, **given)
+Reader = Callable[[Any], Any]
+_BOOLS = {
+    **dict.fromkeys(("true", "1", "yes", "on"), True),
+    **dict.fromkeys(("false", "0", "no", "off"), False),
+}
+_TIMERS = ("eta", "direct", "redis")
+_LONGEST_S = 1000 * 366 * 86400.0
+_ADDRESS = re.compile(r"(?:(.+):)?([0-9]{1,5})")
+
+
+class Sweep(NamedTuple):
+    interval: timedelta
+    partitions: int = 1
+
+
+def _text(value: Any) -> str:
+    return str(_checked(isinstance(value, str), value, "is a text"))
+
+
+def _matching(is_right: Callable[[str], object], rule: str) -> Reader:
+    return lambda value: _checked(isinstance(value, str) and bool(is_right(value)), value, rule)
+
+
+def _one_of(*names: str) -> Reader:
+    return _matching(names.__contains__, f"is {', '.join(map(repr, names[:-1]))} or {names[-1]!r}")
+
+
+_NAME = _matching(is_queue, "has letters, digits, '_', '.' and '-' only")
+
+
+def _bool(value: Any) -> bool:
+    is_known = str(value).lower() in _BOOLS
+    return bool(_checked(is_known, is_known and _BOOLS[str(value).lower()], "is true or false"))
+
+
+def _whole(least: int, most: int = 2**31) -> Reader:
+    def read(value: Any) -> int:
+        rule = f"is a whole number from {least}" + (f" to {most}" if most < 2**31 else "")
+        try:
+            number = int(value)
+            is_right = not isinstance(value, bool) and number == float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(rule) from None
+        return int(_checked(is_right and least <= number <= most, number, rule))
+
+    return read
+
+
+def _duration(value: Any) -> timedelta:
+    try:
+        seconds = check_wait(value, _LONGEST_S)
+    except InvalidInputError:
+        seconds = 0
+    return timedelta(seconds=_checked(seconds > 0, seconds, "is a duration, as 30s, 5m or 1h30m"))
+
+
+def _duration_or_none(value: Any) -> timedelta | None:
+    return None if _is_none(value) else _duration(value)
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(value.split())
+    is_right = isinstance(value, (list, tuple)) and all(isinstance(v, str) and v for v in value)
+    return tuple(_checked(is_right, value, "is a list of texts, or a text with blanks between"))
+
+
+def _keys(value: Any) -> tuple[str, ...]:
+    rule = (
+        "each is a different key, the URL-safe base64 of 32 random bytes; 'plain' may precede them"
+    )
+    keys = _texts(value)
+    return tuple(_checked(are_keys(keys), keys, rule))
+
+
+def _queues(value: Any) -> dict[str, str]:
+    rule = (
+        'maps tags and patterns to queues, as {"mail.*": "mail", "*": "other"}, which in the '
+        "environment is JSON; a queue has letters, digits, '_', '.' and '-' only"
+    )
+    try:
+        mapping = json.loads(value) if isinstance(value, str) else value
+        names = [(_checked(bool(_text(tag)), tag, rule), _NAME(q)) for tag, q in mapping.items()]
+    except (AttributeError, ValueError):
+        raise ValueError(rule) from None
+    return dict(names)
+
+
+def _timer(value: Any) -> str:
+    text = ";".join(value) if isinstance(value, (list, tuple)) else _text(value)
+    is_right = text in _TIMERS or "://" in text
+    return str(_checked(is_right, text, "is 'eta', 'direct', 'redis', or the URL of a Redis"))
+
+
+def _tags(value: Any) -> str | tuple[str, ...]:
+    return value if value in ("auto", "any") else _texts(value)
+
+
+def _durable_eta(value: Any) -> bool | timedelta:
+    if str(value).lower() in _BOOLS:
+        return _bool(value)
+    try:
+        return _duration(value)
+    except ValueError:
+        raise ValueError("is true, false, or the shortest delay of durable tasks, as 5m") from None
+
+
+def _sweep(value: Any) -> Sweep:
+    parts = value.split() if isinstance(value, str) else value
+    try:
+        interval, *more = parts if isinstance(parts, (list, tuple)) else [parts]
+        return Sweep(_duration(interval), *map(_whole(1), more))
+    except (TypeError, ValueError):
+        rule = "is the interval of sweeps, as 5s, or the interval and the partitions, as '5s 4'"
+        raise ValueError(rule) from None
+
+
+def _metrics(value: Any) -> str:
+    text = "" if _is_none(value) else str(value)
+    address = _ADDRESS.fullmatch(text)
+    is_right = 0 < int(address[2]) < 65536 if address else not text or "/" in text
+    rule = "is a port, as 9819, an address, as 0.0.0.0:9819, or the path of a file"
+    return str(_checked(is_right and not isinstance(value, bool), text, rule))
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value.lower() == "none")
+
+
+def _checked(is_right: bool, value: Any, rule: str) -> Any:
+    if not is_right:
+        raise ValueError(rule)
+    return value
+
+
+# -- The settings ---------------------------------------------------------------------------------
+
+
+def _setting(
+    default: Any, read: Reader, about: str, mask: Callable[[str], str] | None = None
+) -> Any:
+    """Return the field of a setting. `mask` returns a secret text as it is shown."""
+    metadata = {"read": read, "about": about, "mask": mask}
+    return field(default_factory=lambda: default, repr=mask is None, metadata=metadata)
+
+
+def _derived() -> Any:
+    return field(init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The settings of one `DelayTasks`. Durations are in seconds and end in `_s`."""
+    """The settings of one `DelayTasks`, what follows from them, and constants."""
 
     database_url: str = _setting(
-        "", "SQLAlchemy URL of the database; empty: SQLite in data_dir", secret=True
+        "", _text, "SQLAlchemy URL of the database; empty: SQLite in data_dir", mask_secret
     )
     shard: int = _setting(
-        0, "number that new ids carry; each member of Shards has a number of its own", SHARD
+        0,
+        _whole(0, MAX_SHARDS - 1),
+        "number that new ids carry; each member of Shards has a number of its own",
     )
-    data_dir: str = _setting(".delaytasks", "folder of the SQLite file and the message files")
+    data_dir: str = _setting(
+        ".delaytasks", _text, "folder of the SQLite file and the message files"
+    )
     namespace: str = _setting(
-        "delaytasks", "prefix of the queues, so that deployments can share a broker", NAME
+        "delaytasks", _NAME, "prefix of the queues, so that deployments can share a broker"
     )
     table_prefix: str = _setting(
-        "", "prefix of the tables, so that deployments can share a database", IDENTIFIER
-    )
-    table_schema: str = _setting(
         "",
-        "schema of the tables (PostgreSQL, MySQL); empty: the connection's default",
-        IDENTIFIER,
+        _matching(
+            re.compile(r"(?:\w+\.)?\w*", re.ASCII).fullmatch,
+            "has letters, digits and '_' only, and may begin with a schema and a dot",
+        ),
+        "prefix of the tables, so that deployments can share a database; may begin with a schema "
+        "(PostgreSQL, MySQL) and a dot, as jobs.shop_",
     )
-    pool_size: int = _setting(5, "database connections that each process keeps")
+    pool_size: int = _setting(5, _whole(1), "database connections that each process keeps")
 
     timer: str = _setting(
         "eta",
-        "where rows due within the horizon wait: broker and workers (eta), Redis "
-        "(redis), or the table (direct)",
-        one_of("eta", "redis", "direct"),
-    )
-    redis_url: str = _setting(
-        "", "Redis of the redis timer; empty: the broker's, if it is Redis", secret=True
-    )
-    redis_slots: int = _setting(
-        8,
-        "slots of a queue in the redis timer; must be the same in all processes",
-        SLOT_COUNT,
+        _timer,
+        "where rows due within the horizon wait: broker and workers (eta), the table (direct), "
+        "the broker's Redis (redis), or another Redis (its URL)",
+        lambda value: value if value in _TIMERS else mask_secret(value),
     )
     arm: str = _setting(
         "background",
+        _one_of("inline", "background"),
         "what sends tasks due within the horizon to the broker: a thread (background) or the "
         "call (inline)",
-        one_of("inline", "background"),
     )
-    horizon_s: float | None = _setting(
-        30.0,
+    horizon: timedelta | None = _setting(
+        "30s",
+        _duration_or_none,
         "only tasks due within this time are sent to the broker; none: all tasks",
-        AT_MOST_1000_YEARS,
     )
-    publish_limit_s: float = _setting(
-        0.5, "longest time for sending a message; after it the sweep sends it"
-    )
-    default_queue: str = _setting("default", "queue of tasks for which no other queue is set", NAME)
     queues: Mapping[str, str] = _setting(
-        {},
+        {"*": "default"},
+        _queues,
         "queues of tags, and of patterns such as mail.*; in the environment as JSON",
-        QUEUES,
     )
-    tags: tuple[str, ...] = _setting(
-        (), "tags that this process may schedule in addition to those of its processors"
+    tags: str | tuple[str, ...] = _setting(
+        "auto",
+        _tags,
+        "tags that this process may schedule: those of its processors and of a list; any; or all "
+        "if it has no processors (auto)",
     )
-    durable_eta: bool = _setting(
+    durable_eta: bool | timedelta = _setting(
         False,
-        "Celery tasks with an eta or a countdown wait as rows; "
+        _durable_eta,
+        "Celery tasks with an eta or a countdown wait as rows, all or from this delay on; "
         "overridden by @app.task(durable_eta=…)",
     )
-    durable_eta_min_s: float = _setting(
-        0.0,
-        "Celery tasks with a shorter delay than this are sent to the broker as without delaytasks",
-        NOT_NEGATIVE,
-    )
-    strict_tags: bool | None = _setting(
-        None,
-        "refuse to schedule tags that are neither in tags nor have a processor in this process; "
-        "none: if there are such tags",
-    )
-    max_delay_s: float = _setting(10 * 366 * 86400.0, "longest delay", AT_MOST_1000_YEARS)
     event_bodies: bool = _setting(
-        True, "Flower and other monitors see bodies and results, as they see Celery's"
+        True, _bool, "Flower and other monitors see bodies and results, as they see Celery's"
     )
-    log_successes: bool = _setting(False, "log each successful task at INFO (task.done)")
     log_format: str = _setting(
         "text",
+        _one_of("text", "json", "logfmt"),
         "lines for people (text), or for programs with one line for each change of a task (json, "
         "logfmt)",
-        one_of("text", "json", "logfmt"),
     )
-    max_body_bytes: int = _setting(256 * 1024, "longest body, as JSON")
-    max_error_bytes: int = _setting(64 * 1024, "longest error text that is stored")
+    max_body_bytes: int = _setting(256 * 1024, _whole(1), "longest body, as JSON")
     encryption_keys: tuple[str, ...] = _setting(
         (),
+        _keys,
         "bodies and results are encrypted with the first key and decrypted with all; "
         "'plain' as the first: new ones are not encrypted",
-        KEYS,
-        secret=True,
+        mask_secret,
     )
 
-    chunk_time_budget_s: float = _setting(
-        0.05, "time budget of a chunk; rows that have not started by then are given back"
-    )
-    chunk_max: int = _setting(200, "most rows in one chunk", AT_MOST_1000)
-    grace_s: float = _setting(
-        1.0, "a task that is later than this is found through the table, where all workers help"
-    )
-    lease_s: float = _setting(
-        60.0, "time for which a running task belongs to its worker; renewed after a third of it"
+    lease: timedelta = _setting(
+        "1m",
+        _duration,
+        "time for which a running task belongs to its worker; renewed after a third of it",
     )
     max_lost_leases: int = _setting(
-        5, "a task that loses its worker this many times in a row is FAILED", AT_MOST_1000
+        5, _whole(1, 1000), "a task that loses its worker this many times in a row is FAILED"
     )
-
-    sweep_s: float = _setting(5.0, "time between sweeps")
-    self_sweep_s: float = _setting(
-        10.0,
-        "time without a sweep after which a worker sweeps by itself, within a second; each worker "
-        "drains its own queues as often",
+    sweep: Sweep = _setting(
+        "5s",
+        _sweep,
+        "time between sweeps; with the number of sweep partitions, each with its own share of the "
+        "table, as '5s 4'",
     )
-    sweep_partitions: int = _setting(
-        1, "number of sweep partitions, each with its own share of the table"
-    )
-    drain_messages: int = _setting(
-        2, "drain messages per worker and queue at each sweep, and per queue that a worker leaves"
-    )
-    purge_after_s: float | None = _setting(
-        None, "finished tasks older than this are deleted; none: never"
+    purge_after: timedelta | None = _setting(
+        None, _duration_or_none, "finished tasks older than this are deleted; none: never"
     )
     statistics: bool = _setting(
-        True, "workers count what they run, and write the counts to the database once a minute"
+        True,
+        _bool,
+        "workers count what they run, and write the counts to the database once a minute",
     )
-    statistics_tags: int = _setting(
-        200, "most tags that a worker counts by name; the others are counted together"
-    )
-
-    metrics_port: int | None = _setting(
-        None, "port at which a worker serves its metrics to Prometheus; none: it does not"
-    )
-    metrics_host: str = _setting("127.0.0.1", "address at which a worker serves its metrics")
-    metrics_file: str = _setting(
+    metrics: str = _setting(
         "",
-        "file into which a worker writes its metrics; %h, %n and %d stand for its name, as in "
-        "Celery; empty: none",
+        _metrics,
+        "where a worker shows its metrics to Prometheus: at a port (9819, only for this host) or "
+        "an address (0.0.0.0:9819), or in a file, in whose path %h, %n and %d stand for the "
+        "worker's name, as in Celery; empty: nowhere",
     )
 
     callback_secrets: tuple[str, ...] = _setting(
-        (), "keys that sign HTTP callbacks (whsec_…)", secret=True
+        (), _texts, "keys that sign HTTP callbacks (whsec_…)", mask_secret
     )
     callback_allow: tuple[str, ...] = _setting(
-        (), "hosts and networks that callbacks may reach in addition to public https"
-    )
-    callback_ca_file: str = _setting(
-        "", "CA certificates that callbacks trust, as PEM; empty: the public ones"
+        (), _texts, "hosts and networks that callbacks may reach in addition to public https"
     )
     callback_broker_url: str = _setting(
-        "", "broker of queue callbacks; empty: the app's own broker", secret=True
+        "", _text, "broker of queue callbacks; empty: the app's own broker", mask_secret
     )
-    callback_connect_s: float = _setting(5.0, "longest time for each step of sending a callback")
-    callback_read_s: float = _setting(10.0, "longest silence of a callback's receiver")
-    callback_total_s: float = _setting(30.0, "longest time for a whole callback")
-    callback_in_flight: int = _setting(
-        100, "callbacks that each process sends simultaneously", AT_MOST_1000
-    )
+    callback_timeout: timedelta = _setting("30s", _duration, "longest time for a whole callback")
+
+    # -- Derived from the settings ----------------------------------------------------------------
+
+    table_schema: str = _derived()
+    #: The prefix of the tables without the schema.
+    name_prefix: str = _derived()
+    #: The URL of the Redis timer; empty: the broker's.
+    redis_url: str = _derived()
+    default_queue: str = _derived()
+    horizon_s: float | None = _derived()
+    #: The shortest delay of Celery tasks that wait as rows; None: only those that ask for it.
+    durable_eta_s: float | None = _derived()
+    lease_s: float = _derived()
+    sweep_s: float = _derived()
+    sweep_partitions: int = _derived()
+    purge_after_s: float | None = _derived()
+    metrics_address: tuple[str, int] | None = _derived()
+    metrics_file: str = _derived()
+    callback_timeout_s: float = _derived()
+
+    # -- Constants. Only tests change them: `DelayTasks(…, _grace_s=0)`, `delaytasks__grace_s` ----
+
+    #: Slots of a queue in the Redis timer: a power of two, the same in all processes.
+    redis_slots: int = 8
+    #: The longest time for sending a message. After it the sweep sends the message.
+    publish_limit_s: float = 0.5
+    max_delay_s: float = 10 * 366 * 86400.0
+    max_error_bytes: int = 64 * 1024
+    #: The time budget of a chunk. Rows that have not started by then are given back.
+    chunk_time_budget_s: float = 0.05
+    chunk_max: int = 200
+    #: A task that is later than this is found through the table, where all workers help.
+    grace_s: float = 1.0
+    #: After this time without a sweep a worker sweeps by itself, within a second. Each worker
+    #: drains its own queues as often. 0 means twice the interval of sweep.
+    self_sweep_s: float = 0.0
+    #: Drain messages per worker and queue at each sweep, and per queue that a worker leaves.
+    drain_messages: int = 2
+    #: The most tags that a worker counts by name; the others are counted together.
+    statistics_tags: int = 200
+    #: The longest time for each step of sending a callback.
+    callback_connect_s: float = 5.0
+    #: The longest silence of a callback's receiver.
+    callback_read_s: float = 10.0
+    #: Callbacks that each process sends simultaneously.
+    callback_in_flight: int = 100
 
     origins: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, spec in _SPECS.items():
-            value, rule = getattr(self, name), spec.metadata["rule"]
-            if type(value) in (int, float) and value <= 0 and rule not in _RULES_WITH_ZERO:
-                self._refuse(name, "must be above 0")
-            if value is not None and rule is not None and not rule.allows(value):
-                self._refuse(name, rule.text)
-        for name, is_kept, text in _RULES_FOR_PAIRS:
-            if getattr(self, name) is not None and not is_kept(self):
-                self._refuse(name, text)
+            try:
+                value = spec.metadata["read"](getattr(self, name))
+            except ValueError as error:
+                self._refuse(name, str(error))
+            self._set(name, hide(value) if spec.metadata["mask"] else value)
+        schema, _, prefix = self.table_prefix.rpartition(".")
+        self._set("table_schema", schema)
+        self._set("name_prefix", prefix)
+        self._set("redis_url", self.timer if "://" in self.timer else "")
+        self._set("default_queue", self.queues.get("*", "default"))
+        self._set("horizon_s", _seconds(self.horizon))
+        is_all = self.durable_eta is True
+        self._set("durable_eta_s", 0.0 if is_all else _seconds(self.durable_eta or None))
+        self._set("lease_s", _seconds(self.lease))
+        self._set("sweep_s", _seconds(self.sweep.interval))
+        self._set("sweep_partitions", self.sweep.partitions)
+        self._set("self_sweep_s", self.self_sweep_s or 2 * self.sweep_s)
+        self._set("purge_after_s", _seconds(self.purge_after))
+        found = _ADDRESS.fullmatch(self.metrics)
+        self._set("metrics_address", found and (found[1] or "127.0.0.1", int(found[2])))
+        self._set("metrics_file", "" if found else self.metrics)
+        self._set("callback_timeout_s", _seconds(self.callback_timeout))
+        if self.lease_s < 4 * self.chunk_time_budget_s:  # rows claimed ahead wait for two budgets
+            self._refuse("lease", f"is at least {4 * self.chunk_time_budget_s:g} s")
+        if self.horizon_s is not None and self.horizon_s < 2 * self.sweep_s:
+            self._refuse("horizon", "is at least twice the interval of sweep, or rows fall between")
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)
 
     def _refuse(self, name: str, rule: str) -> NoReturn:
-        value = "***" if _SPECS[name].metadata["secret"] else repr(getattr(self, name))
-        raise ConfigError(f"{PREFIX}{name} = {value} (from {self.origin(name)}): {rule}")
+        spec, value = _SPECS[name], getattr(self, name)
+        mask = spec.metadata["mask"]
+        text = mask(value) if mask and isinstance(value, str) else "***" if mask else shown(value)
+        if isinstance(value, timedelta):
+            text = _shown(spec, value)
+        raise ConfigError(f"{PREFIX}{name} = {text} (from {self.origin(name)}): the value {rule}")
+
+    @property
+    def timer_kind(self) -> str:
+        """The kind of the timer: eta, direct or redis."""
+        return "redis" if self.redis_url else str(self.timer)
 
     @property
     def uses_broker(self) -> bool:
@@ -368,19 +439,44 @@ class Settings:
         ]
 
 
+def _seconds(duration: Any) -> float | None:
+    return None if duration is None else float(duration.total_seconds())
+
+
 def _shown(spec: Field[Any], value: Any) -> str:
+    mask = spec.metadata["mask"]
     if spec.name == "encryption_keys":
         return " ".join(names_of(value))
+    if isinstance(value, Sweep):
+        interval = _shown(spec, value.interval)
+        return interval if value.partitions == 1 else f"{interval} {value.partitions}"
+    if isinstance(value, timedelta):
+        text = show_duration(value.total_seconds())
+        return text if parse_duration(text) == value else f"{value.total_seconds():g}s"
     if isinstance(value, tuple):
-        return " ".join(map(mask_secret, value) if spec.metadata["secret"] else value)
-    if spec.metadata["secret"]:
-        return mask_secret(value)
+        return " ".join(map(mask, value) if mask else value)
+    if mask:
+        return str(mask(value))
     if value is None:
         return "none"
     return json.dumps(value) if isinstance(value, Mapping) else str(value)
 
 
 _SPECS = {spec.name: spec for spec in fields(Settings) if spec.metadata}
+_CONSTANTS = {
+    "_" + spec.name: type(spec.default)
+    for spec in fields(Settings)
+    if isinstance(spec.default, (int, float))
+}
+#: The settings that people look for under other names.
+_MEANT = {
+    "default_queue": "queues",
+    "redis_url": "timer",
+    "schema": "table_prefix",
+    "strict_tags": "tags",
+    "sweep_partitions": "sweep",
+    "table_schema": "table_prefix",
+}
 
 
 def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -392,23 +488,7 @@ def hide_secrets(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def secret_names() -> list[str]:
     """Return the names of the settings that contain passwords or keys."""
-    return [name for name, spec in _SPECS.items() if spec.metadata["secret"]]
-
-
-_RULES_WITH_ZERO = (NOT_NEGATIVE, SHARD)
-_RULES_FOR_PAIRS: list[tuple[str, Callable[[Any], bool], str]] = [
-    (
-        "lease_s",
-        lambda s: s.lease_s >= 4 * s.chunk_time_budget_s,  # rows claimed ahead wait for two
-        "must be at least four times chunk_time_budget_s",
-    ),
-    ("self_sweep_s", lambda s: s.self_sweep_s >= s.sweep_s, "must not be below sweep_s"),
-    (
-        "horizon_s",
-        lambda s: s.horizon_s >= 2 * s.sweep_s,
-        "must be at least twice sweep_s, or rows fall between",
-    ),
-]
+    return [name for name, spec in _SPECS.items() if spec.metadata["mask"]]
 
 
 def load_settings(
@@ -421,37 +501,36 @@ def load_settings(
     ConfigError
         If a setting is unknown, has the wrong type, or violates a rule.
     """
-    sources = {
-        "celery configuration": {k: v for k, v in conf.items() if k.startswith(PREFIX)},
-        "environment": {
-            k.lower(): v
-            for k, v in environ.items()
-            if k.startswith(PREFIX.upper()) and not _is_for_tools(k)
-        },
-        "arguments": {PREFIX + name: value for name, value in arguments.items()},
+    # Only these values are read: some of a Django project's settings cannot be.
+    own = {key: conf[key] for key in conf if key.startswith(PREFIX)}
+    variables = {
+        name.lower(): value
+        for name, value in environ.items()
+        if name.startswith(PREFIX.upper()) and not _is_for_tools(name)
     }
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
-    for origin, given in sources.items():
-        for full_name, value in given.items():
+    for origin, found in (
+        ("celery configuration", own),
+        ("environment", variables),
+        ("arguments", {PREFIX + name: value for name, value in arguments.items()}),
+    ):
+        for full_name, value in found.items():
             name = full_name.removeprefix(PREFIX)
-            values[name], origins[name] = _read(name, value, origin), origin
+            if name in _CONSTANTS:
+                values[name[1:]] = _CONSTANTS[name](value)
+            elif name in _SPECS:
+                values[name], origins[name] = value, origin
+            else:
+                raise ConfigError(_unknown(name, origin))
     return Settings(**values, origins=origins)
 
 
-def _read(name: str, value: Any, origin: str) -> Any:
-    if name not in _SPECS:
-        close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
-        hint = f"; did you mean {PREFIX}{close[0]}?" if close else ""
-        raise ConfigError(f"unknown setting {PREFIX}{name} (from {origin}){hint}")
-    kind, is_secret = str(_SPECS[name].type), _SPECS[name].metadata["secret"]
-    try:
-        converted = convert_setting(name, kind, value)
-    except ValueError:
-        text = "***" if is_secret else shown(value)
-        fact = f"{PREFIX}{name} = {text} (from {origin}) is not of type {kind}"
-        raise ConfigError(fact) from None
-    return hide(converted) if is_secret else converted
+def _unknown(name: str, origin: str) -> str:
+    close = difflib.get_close_matches(name, _SPECS, n=1, cutoff=0.5)
+    meant = _MEANT.get(name) or (close[0] if close else None)
+    hint = f"; did you mean {PREFIX}{meant}?" if meant else ""
+    return f"unknown setting {PREFIX}{name} (from {origin}){hint}"
 
 
 def _is_for_tools(variable: str) -> bool:

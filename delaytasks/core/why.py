@@ -439,7 +439,7 @@ def _transport(facts: Facts) -> Iterator[Reason]:
             "timer_down",
             f"The Redis of the timer does not answer: {timer}. Until it does, the sweep finds the "
             "task when it is overdue.",
-            "Bring this Redis back (delaytasks_redis_url).",
+            "Bring this Redis back (delaytasks_timer).",
             {"error": timer},
         )
 

@@ -275,7 +275,7 @@ class Settler:
         done = [s for s in settlements if s.move == "succeed" and s.task.id in accepted]
         if done:
             self._events.emit("task.succeeded", count=len(done))
-            if self._settings.log_successes or self._settings.has_structured_log:
+            if self._settings.has_structured_log:
                 self._report_each(done)
         for s in settlements:
             if s.task.id not in accepted:

@@ -155,7 +155,7 @@ PORT_S = 10.0
 
 
 class MetricsEndpoint:
-    """Serves metrics as the settings `metrics_port` and `metrics_file` ask for.
+    """Serves metrics as the setting `metrics` asks for.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ class MetricsEndpoint:
         self.loops: list[Loop] = []
         if path:
             self.loops.append(Loop("metrics_writer", self._write, events, STUCK_S))
-        if settings.metrics_port is not None:
+        if settings.metrics_address is not None:
             self.loops.append(Loop("metrics_server", self._serve, events, STUCK_S))
 
     def stop(self) -> None:
@@ -193,8 +193,8 @@ class MetricsEndpoint:
 
     def _serve(self) -> float:
         """Serve at the port unless a server does so already; return when to check again."""
-        host, port = self._settings.metrics_host, self._settings.metrics_port
-        assert port is not None
+        assert self._settings.metrics_address is not None
+        host, port = self._settings.metrics_address
         if self._server is not None:
             if self._server.is_alive:
                 return PORT_S

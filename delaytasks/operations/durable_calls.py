@@ -51,10 +51,10 @@ class CeleryTasks:
         if is_forced(self._app):
             return True
         own = getattr(task, "durable_eta", None) if asked is None else asked
-        if not (self._settings.durable_eta if own is None else own):
-            return False
-        least_s = self._settings.durable_eta_min_s
-        return not least_s or self._delay_s(call) >= least_s
+        if own is not None:
+            return bool(own)
+        least_s = self._settings.durable_eta_s
+        return least_s is not None and (not least_s or self._delay_s(call) >= least_s)
 
     def send(self, send: Send, call: CeleryCall, *more: Any, **options: Any) -> Any:
         """Write the message as a row that `send`, the app's `send_task`, would send to the broker.

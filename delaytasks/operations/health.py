@@ -181,7 +181,7 @@ class HealthChecks:
     def _answer(self, question: HealthQuestion) -> _Answer:
         settings, store = self._settings, self._store
         now = store.tasks.now()
-        names = (settings.table_prefix, settings.table_schema or None)
+        names = (settings.name_prefix, settings.table_schema or None)
         revision = migrations.current(store.database, *names)
         has_tables = revision is not None or migrations.has_tables(store.database, store.schema)
         if question.component == "api":  # a producer's role may not read the other tables

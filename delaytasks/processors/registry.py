@@ -136,7 +136,7 @@ class ThreadSlots:
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: The most rows of a batch, since a chunk has at most as many.
-MAX_BATCH = 1000
+MAX_BATCH = 200
 #: The beginning of the tags that each registry has.
 _INTERNAL = "delaytasks."
 #: The slots of an `async def` function without `in_flight`.
@@ -288,19 +288,20 @@ class Registry:
         spec = self._processors.get(tag)
         return spec or self._processors.get(processor_tag(tag))
 
-    def check_unknown(self, tag: str, listed: Collection[str], is_strict: bool | None) -> None:
+    def check_unknown(self, tag: str, allowed: str | Collection[str]) -> None:
         """Raise `UnknownTagError` for a tag without a processor, unless it may be scheduled.
 
-        `listed` and `is_strict` are the settings `tags` and `strict_tags`.
+        `allowed` is the setting `tags`.
         """
+        listed = () if isinstance(allowed, str) else allowed
         known = {*listed, *(name for name in self._processors if not name.startswith(_INTERNAL))}
-        if tag in listed or not (bool(known) if is_strict is None else is_strict):
+        if tag in listed or allowed == "any" or (allowed == "auto" and not known):
             return
         close = difflib.get_close_matches(tag, known, n=1, cutoff=0.0)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UnknownTagError(
             f"this process has no processor for tag {tag!r}; {hint}Otherwise import its module, "
-            "add the tag to the setting tags, or set strict_tags to False",
+            "add the tag to the setting tags, or set tags to 'any'",
             "tag",
         )
 

@@ -247,7 +247,7 @@ class TaskBuilder:
         name = check_tag(asked)
         processor = self._registry.get(name)
         if processor is None:
-            self._registry.check_unknown(name, self._settings.tags, self._settings.strict_tags)
+            self._registry.check_unknown(name, self._settings.tags)
         return Tag(name, self._queues.of(name), processor)
 
 

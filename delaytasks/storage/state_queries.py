@@ -15,6 +15,7 @@ from delaytasks.core.body import MARK_LENGTH, NO_NAME, PREFIX, marks_of, name_in
 from delaytasks.core.clock import Clock, from_us
 from delaytasks.core.filters import Filter
 from delaytasks.core.ids import MAX_ID, first_id
+from delaytasks.core.inputs import show_duration
 from delaytasks.core.interfaces import Level, Pending, UntrustedInput
 from delaytasks.core.settings import Settings
 from delaytasks.core.states import LIVE, Status
@@ -160,7 +161,7 @@ class Stats:
         waits, runs = t.c.status == int(Status.NOT_COMPLETE), t.c.status == int(Status.RUNNING)
         is_far = t.c.expected_time > db_now_plus(max_delay_s)
         problems = {
-            f"due later than max_delay_s = {max_delay_s:g} s": and_(waits, is_far),
+            f"due later than {show_duration(max_delay_s)} from now": and_(waits, is_far),
             "RUNNING, with a longer lease than any worker sets": and_(
                 runs, t.c.lease_until > db_now_plus(LONG_LEASES * lease_s)
             ),

@@ -102,12 +102,12 @@ class Store:
         tables_remedy: str = TABLES_REMEDY,
     ) -> None:
         self.database = make_database(url, settings.pool_size, tables_remedy)
-        self.schema = build_schema(settings.table_prefix, settings.table_schema, cipher)
+        self.schema = build_schema(settings.name_prefix, settings.table_schema, cipher)
         self.tasks = Tasks(self.database, self.schema)
         self.bulk = Bulk(self.database, self.schema)
         self.celery_rows = CeleryRows(self.database, self.schema)
         self.touches = Touches(self.database, self.schema)
-        self.sweeps = SweepQueries(self.database, self.schema, settings.timer)
+        self.sweeps = SweepQueries(self.database, self.schema, settings.timer_kind)
         self.leases = Leases(self.database, self.schema, settings.lease_s)
         self.inspection = Inspection(self.database, self.schema)
         self.workers = WorkerTable(self.database, self.schema)

@@ -375,8 +375,8 @@ class InstanceInTest:
         return result
 
     def _settings(self) -> dict[str, Any]:
-        settings = {"chunk_time_budget_s": CHUNK_IN_TEST_S, "lease_s": 4 * CHUNK_IN_TEST_S}
-        return {**settings, "horizon_s": None} if self._runs_inline else settings
+        settings = {"_chunk_time_budget_s": CHUNK_IN_TEST_S, "lease": 4 * CHUNK_IN_TEST_S}
+        return {**settings, "horizon": None} if self._runs_inline else settings
 
     def _replace_parts(self, runtime: Runtime, source: ConnectionSource | None) -> None:
         settings = runtime.settings

@@ -113,19 +113,18 @@ def broker_urls(broker_url: Any) -> list[str]:
 def redis_location(
     given: str, broker_url: Any, transport_options: Mapping[str, Any] | None = None
 ) -> RedisLocation:
-    """Return the location in `delaytasks_redis_url`, or else in the broker's URL.
+    """Return the location in `given`, the URL of the setting `timer`, or else in the broker's URL.
 
     Raises `ConfigError` if it is not a Redis.
     """
-    where = "delaytasks_redis_url" if given else "the broker's URL"
+    where = "delaytasks_timer" if given else "the broker's URL"
     urls = tuple(_readable(url) for url in broker_urls(given or broker_url))
     is_sentinel = bool(urls) and all(url.startswith(SENTINEL) for url in urls)
     if not urls or not (is_sentinel or all(url.startswith(_SCHEMES) for url in urls)):
         found = ";".join(map(mask_secret, urls)) or "empty"
         raise ConfigError(
-            f"delaytasks_timer = 'redis' needs a Redis, and {where} is {found}: set "
-            "delaytasks_redis_url to redis://…, rediss://…, unix://… or sentinel://…, with ';' "
-            "between several URLs"
+            f"this timer needs a Redis, and {where} is {found}: set delaytasks_timer to redis://…, "
+            "rediss://…, unix://… or sentinel://…, with ';' between several URLs"
         )
     for url in urls:
         try:
@@ -136,7 +135,7 @@ def redis_location(
             pool.make_connection()
         except (ValueError, TypeError, RedisError):  # their messages may quote a password
             raise ConfigError(
-                f"delaytasks_timer = 'redis' cannot read {where}: the form is "
+                f"the timer cannot read {where}: the form is "
                 "redis://user:password@host:6379/0, with the password's special characters written "
                 "as %…, and with options of redis-py"
             ) from None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import os
 import re
 import socket
 import ssl
@@ -337,9 +338,9 @@ class HttpCallbacks:
         import requests
 
         settings, adapter, where = self._settings, self._adapter(), target.host_and_port
-        deadline.set(monotonic() + settings.callback_total_s)
+        deadline.set(monotonic() + settings.callback_timeout_s)
         # The time limit of each step: look up the name, connect, negotiate TLS, send head and body.
-        step_s = min(settings.callback_connect_s, settings.callback_total_s / 5)
+        step_s = min(settings.callback_connect_s, settings.callback_timeout_s / 5)
         try:
             address = self._guard.address(target, task.attempts - 1, step_s)
             where = f"{target.host_and_port} ({address})"
@@ -376,9 +377,7 @@ class HttpCallbacks:
 
         with self._lock:
             if self._made is None:
-                self._made = Adapter(
-                    self._settings.callback_ca_file, self._settings.callback_in_flight
-                )
+                self._made = Adapter(self._settings.callback_in_flight)
             return self._made
 
     def _outcome(self, response: requests.Response, task: DelayTask) -> Outcome:
@@ -598,10 +597,11 @@ class Adapter(HTTPAdapter):
     proxies, and read redirects to their end.
     """
 
-    def __init__(self, ca_file: str, in_flight: int) -> None:
+    def __init__(self, in_flight: int) -> None:
         # All connections share it: reading the certificate authorities takes as long as 40
         # callbacks.
-        self._tls = ssl.create_default_context(cafile=ca_file or DEFAULT_CA_BUNDLE_PATH)
+        ca_file = os.environ.get("SSL_CERT_FILE") or DEFAULT_CA_BUNDLE_PATH
+        self._tls = ssl.create_default_context(cafile=ca_file)
         super().__init__(
             pool_connections=MAX_OPEN_CONNECTIONS, pool_maxsize=max(MAX_OPEN_CONNECTIONS, in_flight)
         )

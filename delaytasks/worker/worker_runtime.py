@@ -200,7 +200,7 @@ class WorkerRuntime:
     def _make_endpoint(self) -> MetricsEndpoint | None:
         """Return what serves this worker's metrics, or None if the settings ask for none."""
         settings = self.settings
-        if settings.metrics_port is None and not settings.metrics_file:
+        if not settings.metrics:
             return None
         # Imported here, since other deployments need no client of Prometheus.
         from delaytasks.metrics.prometheus import MetricsEndpoint
@@ -297,7 +297,7 @@ class WorkerRuntime:
             "held": len(self.near_entries.wheel),
             "waiting": self.dispatcher.waiting,
             "chunks": len(in_flight),
-            "timer": self.settings.timer,
+            "timer": self.settings.timer_kind,
             "timer_is_up": self.timer.is_up,
             # `celery inspect` prints the answer as JSON, so it is text.
             "oldest_chunk": from_us(int(min(in_flight))).isoformat() if in_flight else None,

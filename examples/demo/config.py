@@ -9,8 +9,6 @@ imports = ["examples.demo.shop"]
 broker_connection_retry_on_startup = True
 task_ignore_result = True
 
-delaytasks_horizon_s = 10
-delaytasks_sweep_s = 1
-delaytasks_self_sweep_s = 2
-delaytasks_grace_s = 0.5
-delaytasks_lease_s = 3
+delaytasks_horizon = 10
+delaytasks_sweep = 1
+delaytasks_lease = 3

@@ -17,7 +17,7 @@ from tests.recording import RecordingTimer, WaitingTimer, delays_on, record
 
 @pytest.fixture
 def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_", strict_tags=False)
+    made = delays_on(database_url, table_prefix="s_", tags="any")
     yield made
     made.close()
 

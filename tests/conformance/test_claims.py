@@ -244,7 +244,7 @@ def test_a_row_that_its_processor_left_locked_is_named_and_delays_no_other_row(
     make_world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(database, "RETRY_FOR_S", 0)
-    world: World = make_world(lease_s=2, chunk_time_budget_s=0.5)
+    world: World = make_world(lease=2, _chunk_time_budget_s=0.5)
     engine = create_engine(world.store.database.url)
     connection = engine.connect()
     t = world.store.schema.tasks

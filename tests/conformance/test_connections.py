@@ -84,7 +84,7 @@ class TripCounter:
         self.app = Celery("trips", broker=self._broker.url(broker_url), set_as_current=False)
         # A slow machine does not settle a part of a chunk at the end of its time budget.
         self.delays = DelayTasks(
-            self.app, self.url, table_prefix=f"{NAME}_", namespace=NAME, chunk_time_budget_s=10
+            self.app, self.url, table_prefix=f"{NAME}_", namespace=NAME, _chunk_time_budget_s=10
         )
         self.store = open_store(self.url, table_prefix=f"{NAME}_")
         self._last = RoundTrips(0, 0)

@@ -245,7 +245,7 @@ def test_a_deferred_task_keeps_its_due_time_after_it_has_run(bench: RunnerHarnes
 
 
 def test_the_event_of_a_late_success_counts_from_the_first_due_time(store: Store) -> None:
-    bench = RunnerHarness(store, log_successes=True)
+    bench = RunnerHarness(store, log_format="json")
     task, _ = deferred(bench)
     bench.change(task, due_time=bench.clock.now() - timedelta(seconds=5))
     bench.registry.processor("new")(bench.ran.append)

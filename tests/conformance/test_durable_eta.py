@@ -297,7 +297,7 @@ def test_the_task_and_the_call_decide_before_the_setting(make_office: Make) -> N
 
 
 def test_shorter_delays_than_the_setting_go_to_the_broker(make_office: Make) -> None:
-    office = make_office(durable_eta_min_s=30)
+    office = make_office(durable_eta=30)
     soon = datetime.now(timezone.utc) + timedelta(seconds=20)
     for due in ({"countdown": 20}, {"eta": soon}, {"countdown": -1}):
         office.remind.apply_async((7,), **due)

@@ -254,7 +254,7 @@ class FrozenWorker:
         for module in (run_module, keeper_module):
             monkeypatch.setattr(module, "monotonic", lambda: self.now_s)
         self.renewals = Renewals()
-        self.bench = bench = RunnerHarness(store, lease_s=LEASE_S, chunk_time_budget_s=1)
+        self.bench = bench = RunnerHarness(store, lease=LEASE_S, _chunk_time_budget_s=1)
         bench.runner = bench.make_runner(last_renewal=lambda: self.renewals.last())
         runtime: Any = SimpleNamespace(
             store=store,

@@ -132,7 +132,7 @@ REFUSED_BY: dict[str, list[dict[str, str]]] = {
 
 @pytest.fixture
 def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_", sweep_s=0.001)
+    made = delays_on(database_url, table_prefix="s_", sweep=0.001)
     record(made)
     yield made
     made.close()

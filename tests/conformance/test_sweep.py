@@ -308,7 +308,7 @@ def near_rows(store: Store, count: int) -> list[int]:
 
 
 def sweeper(store: Store, sweep_partitions: int) -> tuple[Sweeper, RecordingTimer]:
-    settings: Any = settings_for("sqlite://", sweep_partitions=sweep_partitions)
+    settings: Any = settings_for("sqlite://", sweep=(5, sweep_partitions))
     timer = RecordingTimer()
     return Sweeper(
         settings, store.sweeps, store.workers, Clock(store.tasks.now), timer, Events()

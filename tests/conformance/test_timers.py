@@ -37,7 +37,7 @@ TIMERS = ["eta", "redis"]
 OPEN_S = 60.0 if IS_LONG else 0.5
 #: With these settings only the timer can run a task in time: no sweep runs, and no late task is
 #: left to the table.
-ALONE: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "grace_s": 30, "horizon_s": 120}
+ALONE: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "_grace_s": 30, "horizon": 120}
 
 
 class Row(NamedTuple):
@@ -123,7 +123,8 @@ def d(
         postgresql_url,
         request.getfixturevalue(fixture),
     )
-    deployment = Deployment(*place, conf, **ALONE, timer=timer, redis_url=redis_url)
+    timer = redis_url if timer == "redis" else timer
+    deployment = Deployment(*place, conf, **ALONE, timer=timer)
     runtime_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later
     queue = deployment.settings["namespace"] + ".{}"
     deployment.worker("-Q", queue.format("default"))
@@ -353,7 +354,7 @@ def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
 
 #: The slow path runs a task that the timer lost within the grace period, one sweep and the
 #: delivery.
-R1_S = QUICK["grace_s"] + QUICK["sweep_s"] + 2
+R1_S = QUICK["_grace_s"] + QUICK["sweep"] + 2
 #: Allowance for a busy machine.
 FAULT_SLACK_S = 5
 
@@ -380,9 +381,9 @@ class Rig:
             proxy.url(url)
             for proxy, url in zip(self._proxies, (broker_url, redis.url), strict=True)
         ]
-        self.deployment = Deployment(
-            folder, database_url, urls[0], BROKERS[broker][1], **{"redis_url": urls[1], **settings}
-        )
+        if settings.get("timer") == "redis":
+            settings["timer"] = urls[1]
+        self.deployment = Deployment(folder, database_url, urls[0], BROKERS[broker][1], **settings)
 
     def away(self, how: str) -> None:
         for proxy in self._proxies:

@@ -219,7 +219,7 @@ def test_a_broker_that_is_down_is_named_for_a_task_that_is_due_soon(
 def test_a_redis_timer_that_is_down_is_named(store: Store, database_url: str) -> None:
     serve(store)
     redis = f"redis://127.0.0.1:{free_port()}/0"
-    options = {"timer": "redis", "redis_url": redis, "arm": "inline"}
+    options = {"timer": redis, "arm": "inline"}
     delays = delays_on(database_url, table_prefix="s_", **options)
     assert codes(delays, delays.schedule_delay("a", {}, 5)) == ["future", "timer_down"]
     delays.close()

@@ -35,8 +35,6 @@ def deploy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deploy]:
         else:
             fixture, own = BROKERS[broker]
             broker_url = request.getfixturevalue(fixture)
-        if settings.get("timer") == "redis":
-            settings.setdefault("redis_url", broker_url)
         made.append(
             Deployment(tmp_path, database_url, broker_url, {**own, **(conf or {})}, **settings)
         )

@@ -20,7 +20,7 @@ settings.configure(
         TESTS,
         # Each view is a transaction, with which the actions must not collide.
         DATABASES={"default": {**database, "ATOMIC_REQUESTS": True}},
-        DELAYTASKS={"celery_app": f"{__name__}.app", "strict_tags": False},
+        DELAYTASKS={"celery_app": f"{__name__}.app", "tags": "any"},
     )
 )
 django.setup()

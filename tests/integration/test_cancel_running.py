@@ -22,7 +22,7 @@ LEASE_S = 30
 @pytest.fixture
 def deploy(deploy: Deploy) -> Deploy:
     return partial(
-        deploy, conf={"imports": ["tests.project", "tests.cancel_project"]}, lease_s=LEASE_S
+        deploy, conf={"imports": ["tests.project", "tests.cancel_project"]}, lease=LEASE_S
     )
 
 

@@ -133,7 +133,7 @@ def test_drain_does_all_kinds_of_work_of_a_worker_and_ends(deploy: Deploy) -> No
 
 def test_permanent_drains_do_all_kinds_of_work_of_a_worker(deploy: Deploy) -> None:
     """Two drainers share all kinds of work, and one of them runs the rest when the other stops."""
-    d = deploy(lease_s=60)
+    d = deploy(lease=60)
     set_policies(d)
     first, second = d.drainer(), d.drainer()
     kinds = everything(d)
@@ -166,7 +166,7 @@ def test_a_task_that_kills_its_process_is_given_up_and_other_tasks_run(
 
 
 def test_a_second_signal_gives_up_the_running_task(on_postgresql: Deploy) -> None:
-    d = on_postgresql(lease_s=60)
+    d = on_postgresql(lease=60)
     drainer = d.drainer()
     task = d.schedule("test.sleep", body={"seconds": 60})
     wait_until(lambda: d.runs(), 20, "it to begin")
@@ -197,7 +197,7 @@ def test_the_direct_timer_makes_no_connection_to_the_broker(on_postgresql: Deplo
 def test_drains_run_tasks_with_the_eta_timer_while_the_broker_is_down(
     on_postgresql: Deploy,
 ) -> None:
-    d = on_postgresql(timer="eta", publish_limit_s=0.1)
+    d = on_postgresql(timer="eta", _publish_limit_s=0.1)
     try:
         d.drainer()
         tasks = [d.schedule(delay=n / 10) for n in range(10)]

@@ -65,7 +65,7 @@ def test_a_usual_project_has_no_problem(make_project: MakeProject) -> None:
 
 
 def test_a_horizon_above_the_brokers_timeout_is_an_error(make_project: MakeProject) -> None:
-    delays = make_project(horizon_s=30)
+    delays = make_project(horizon=30)
     runtime_of(delays).celery.conf.broker_transport_options = {"visibility_timeout": 20}
     assert list(found()) == ["E001"]
     assert "lower the horizon" in found()["E001"]
@@ -121,7 +121,7 @@ def test_tables_that_are_missing_or_of_another_version_are_reported(
 
 
 def test_waiting_tasks_whose_tag_has_no_processor_are_reported(make_project: MakeProject) -> None:
-    delays = make_project(strict_tags=False)
+    delays = make_project(tags="any")
     migrations.upgrade(runtime_of(delays).store.database)
     delays.processor("known")(lambda body: None)
     for tag in ("known", "removed", "removed"):
@@ -134,7 +134,7 @@ def test_waiting_tasks_whose_tag_has_no_processor_are_reported(make_project: Mak
 def test_a_large_number_of_waiting_tasks_is_not_read_as_a_whole(
     make_project: MakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    delays = make_project(strict_tags=False)
+    delays = make_project(tags="any")
     migrations.upgrade(runtime_of(delays).store.database)
     monkeypatch.setattr(live_tags, "MOST_TAG_ROWS", 2)
     for queue, tag in (("a", "removed"), ("a", "removed"), ("a", "removed"), ("b", "renamed")):

@@ -31,7 +31,7 @@ from tests.integration.test_django import django  # noqa: F401
 def delays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[DjangoDelays]:
     """Return the project's instance, on an SQLite file."""
     django_settings.add_database("commanded", f"sqlite:///{tmp_path / 'shop.sqlite3'}")
-    made = DjangoDelays(django_settings.new_celery_app(), "commanded", strict_tags=False)
+    made = DjangoDelays(django_settings.new_celery_app(), "commanded", tags="any")
     migrations.upgrade(runtime_of(made).store.database)
     monkeypatch.setattr(command, "project_delays", lambda: made)
     yield made

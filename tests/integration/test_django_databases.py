@@ -146,13 +146,13 @@ def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: s
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
-        ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
+        ({"horizon": 30}, "did you mean delaytasks_horizon"),
+        ({"horizon": -1}, "delaytasks_horizon = -1"),
         ({"database": "orders"}, r"'orders' is not in settings.DATABASES \('default'"),
         ({"database": ["default", "orders"]}, "not one alias .* several databases need"),
         ({"database_url": "sqlite://"}, "name an alias"),
         ({"celery_app": "delaytasks.client.DelayTasks"}, "not a Celery app"),
-        ([("horizon_s", 30)], "is a dict"),
+        ([("horizon", 30)], "is a dict"),
     ],
 )
 def test_a_wrong_setting_is_reported_at_the_start(

@@ -187,7 +187,7 @@ def test_a_worker_receives_several_tasks_in_a_round_trip_to_a_distant_broker(
     place = proxy_to(broker_url)
     place.delay_s = DELAY_S
     # Only messages can start tasks within the time of this test.
-    d = Deployment(tmp_path, postgresql_url, broker_url, arm=arm, self_sweep_s=600, grace_s=60)
+    d = Deployment(tmp_path, postgresql_url, broker_url, arm=arm, _self_sweep_s=600, _grace_s=60)
     try:
         d.conf["broker_url"] = place.url(broker_url)
         worker = d.worker(concurrency=1)
@@ -204,7 +204,7 @@ def test_many_threads_reach_the_redis_timer_when_it_is_far_away(redis_url: str) 
     place = proxy_to(redis_url)
     place.delay_s = DELAY_S
     bench = RedisTimerHarness(
-        place.url(redis_url), publish_limit_s=LIMIT_S, namespace=f"far{id(place):x}"
+        place.url(redis_url), _publish_limit_s=LIMIT_S, namespace=f"far{id(place):x}"
     )
     try:
         with ThreadPoolExecutor(THREADS) as pool:

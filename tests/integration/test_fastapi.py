@@ -24,7 +24,7 @@ from tests.recording import delays_on, engine_at, run
 
 @pytest.fixture
 def delays(store: Store, database_url: str) -> Iterator[DelayTasks]:
-    made = delays_on(database_url, table_prefix="s_", timer="direct", strict_tags=False)
+    made = delays_on(database_url, table_prefix="s_", timer="direct", tags="any")
     yield made
     made.close()
 
@@ -145,7 +145,7 @@ def test_the_lifespan_closes_after_that_of_the_application(
 
 
 def test_a_wrong_setting_stops_the_application_at_its_start() -> None:
-    delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///x", lease_s=-1)
+    delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///x", lease=-1)
 
     async def go() -> None:
         app = Starlette(lifespan=delays_lifespan(delays))

@@ -346,9 +346,9 @@ def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"horizon": 30}, "did you mean delaytasks_horizon_s"),
-        ({"horizon_s": -1}, "delaytasks_horizon_s = -1"),
-        ([("horizon_s", 30)], "is a dict"),
+        ({"horizon": 30}, "did you mean delaytasks_horizon"),
+        ({"horizon": -1}, "delaytasks_horizon = -1"),
+        ([("horizon", 30)], "is a dict"),
     ],
 )
 def test_init_app_reports_a_wrong_setting(options: Any, message: str) -> None:

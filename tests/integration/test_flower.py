@@ -200,7 +200,7 @@ def test_the_messages_that_start_chunks_are_not_shown(site: FlowerSite) -> None:
 def test_the_sweeps_of_beat_are_not_shown_even_if_sent_tasks_are(
     make_site: Callable[..., FlowerSite],
 ) -> None:
-    site = make_site(conf={"task_send_sent_event": True}, self_sweep_s=60)
+    site = make_site(conf={"task_send_sent_event": True}, _self_sweep_s=60)
     site.url = site.deployment.flower()
     site.deployment.beat()
     site.deployment.worker("-E")

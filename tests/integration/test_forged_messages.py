@@ -96,8 +96,6 @@ def open_scene(
         # Each worker on a Redis server receives broadcast commands, so this test starts its own
         # server.
         url = request.getfixturevalue("rabbitmq_url") if broker == "rabbitmq" else start_redis().url
-        if settings.get("timer") == "redis":
-            settings["redis_url"] = url
         made.append(
             PickleWorker(tmp_path, request.getfixturevalue("postgresql_url"), url, **settings)
         )

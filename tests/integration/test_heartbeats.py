@@ -81,8 +81,8 @@ def connections(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Conn
     database, broker, _, timer = request.param
     fixture, conf = BROKERS[broker]
     urls = [request.getfixturevalue(name) for name in (f"{database}_url", fixture)]
-    settings = {"redis_url": request.getfixturevalue("redis_url")} if timer == "redis" else {}
-    deployment = Connections(tmp_path, *urls, conf, timer=timer, **settings)  # type: ignore[call-arg]
+    timer = request.getfixturevalue("redis_url") if timer == "redis" else timer
+    deployment = Connections(tmp_path, *urls, conf, timer=timer)  # type: ignore[call-arg]
     yield deployment
     deployment.close()
 

@@ -46,7 +46,7 @@ def test_celery_inspect_answers_while_a_chunk_runs(
     open_deployment: Callable[..., Deployment], timer: str
 ) -> None:
     """`celery inspect` prints the answer with the JSON encoder of the standard library."""
-    d = open_deployment(timer=timer, horizon_s=3000)
+    d = open_deployment(timer=timer, horizon=3000)
     worker = d.worker(concurrency=1)
     running, near = d.schedule("test.sleep", body={"seconds": 600}), d.schedule(delay=2900)
     wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")
@@ -84,7 +84,7 @@ def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) 
 
     `celery purge` empties Celery's own queues, and the queues of delaytasks if it names them.
     """
-    d = open_deployment(horizon_s=60)
+    d = open_deployment(horizon=60)
     task = d.schedule(delay=1)
     queue = runtime_of(d.delays).publisher.queue("default").name
     with Redis.from_url(d.conf["broker_url"]) as redis:
@@ -100,7 +100,7 @@ def test_celery_purge_loses_no_task(open_deployment: Callable[..., Deployment]) 
 def test_a_worker_that_celery_shuts_down_ends_its_task_and_sends_back_the_near_ones(
     open_deployment: Callable[..., Deployment],
 ) -> None:
-    d = open_deployment(horizon_s=120)
+    d = open_deployment(horizon=120)
     worker = d.worker()
     near, running = d.schedule(delay=100), d.schedule("test.sleep", body={"seconds": 4})
     wait_until(lambda: d.status(running) is Status.RUNNING, 10, "the sleeper to run")

@@ -101,7 +101,7 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
         for d in made:
             migrations.upgrade(
                 runtime_of(d).store.database,
-                d.settings.table_prefix,
+                d.settings.name_prefix,
                 d.settings.table_schema or None,
             )
             runtime_of(d).store.check()
@@ -113,7 +113,7 @@ def test_deployments_share_a_database_by_schema_or_prefix(schema_url: tuple[str,
         for d in made:
             migrations.downgrade(
                 runtime_of(d).store.database,
-                d.settings.table_prefix,
+                d.settings.name_prefix,
                 d.settings.table_schema or None,
                 "base",
             )
@@ -127,7 +127,7 @@ def test_the_horizon_must_be_below_the_brokers_visibility_timeout(tmp_path: Path
     app.conf.broker_transport_options = {"visibility_timeout": 20}
     with pytest.raises(ConfigError, match="visibility_timeout = 20"):
         runtime_of(
-            DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon_s=20)
+            DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", horizon=20)
         ).checks.check_ready()
 
 
@@ -144,7 +144,7 @@ def test_a_schedule_of_the_app_may_only_name_existing_sweep_partitions(
         **entries,
         "mine": {"task": SWEEP, "schedule": 5, "args": (sweep_partition,)},
     }
-    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", sweep_partitions=2)
+    delays = DelayTasks(app, f"sqlite:///{tmp_path / 'x.db'}", sweep=(5, 2))
     with pytest.raises(
         ConfigError, match=r"beat_schedule\['mine'\] .* the sweep partitions are 0 to 1"
     ):
@@ -167,7 +167,7 @@ def test_the_horizon_must_be_below_the_visibility_timeout_that_kombu_has_for_eve
     tmp_path: Path, url: Any
 ) -> None:
     app = Celery(set_as_current=False, broker=url)
-    delays = DelayTasks(app, data_dir=str(tmp_path), horizon_s=3600)
+    delays = DelayTasks(app, data_dir=str(tmp_path), horizon=3600)
     with pytest.raises(ConfigError, match="visibility_timeout = 3600"):
         runtime_of(delays).checks.check_settings()
 
@@ -178,7 +178,7 @@ def test_without_a_horizon_a_message_beyond_the_visibility_timeout_runs_once(
     """A worker acknowledges a message on receipt, so the broker does not deliver it again."""
     conf = {"broker_transport_options": {"visibility_timeout": 2}}
     d = Deployment(
-        tmp_path, postgresql_url, redis_url, conf, horizon_s=None, sweep_s=60, self_sweep_s=120
+        tmp_path, postgresql_url, redis_url, conf, horizon=None, sweep=60, _self_sweep_s=120
     )
     try:
         d.worker()
@@ -200,7 +200,7 @@ def test_without_a_horizon_a_message_beyond_the_consumer_timeout_runs_once(
         for queue_type in ("classic", "quorum"):
             (folder := tmp_path / queue_type).mkdir()
             conf = {"task_default_queue_type": queue_type}
-            settings = {"horizon_s": None, "grace_s": 30, "sweep_s": 60, "self_sweep_s": 120}
+            settings = {"horizon": None, "_grace_s": 30, "sweep": 60, "_self_sweep_s": 120}
             made.append(Deployment(folder, postgresql_url, own_rabbitmq.url, conf, **settings))
         workers = [d.worker() for d in made]
         held = [(d, [d.schedule(delay=far_s) for _ in range(20)]) for d in made]

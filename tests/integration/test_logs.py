@@ -27,7 +27,7 @@ def proxied(
     """
     url = request.getfixturevalue(f"{request.param}_url")
     proxy = proxy_to(url)
-    deployment = Deployment(tmp_path, url, redis_url, log_successes=True)
+    deployment = Deployment(tmp_path, url, redis_url, log_format="logfmt")
     deployment._database_url = proxy.url(url)
     yield deployment, proxy
     proxy.heal()

@@ -65,7 +65,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[DelayTasks] = []
 
     def new(broker_url: str, **settings: Any) -> DelayTasks:
-        settings = {"callback_broker_url": broker_url, "callback_connect_s": 5, **settings}
+        settings = {"callback_broker_url": broker_url, "_callback_connect_s": 5, **settings}
         delays = delays_on(f"sqlite:///{tmp_path / f'{len(made)}.sqlite3'}", **settings)
         migrations.upgrade(runtime_of(delays).store.database)
         record(delays)
@@ -213,11 +213,11 @@ def test_a_message_that_the_queue_refuses_is_not_done(
 def test_an_unavailable_broker_is_a_failure_in_bounded_time(
     make: Make, proxy: Proxy, rabbitmq_url: str
 ) -> None:
-    away = send(make(f"amqp://127.0.0.1:{free_port()}//", callback_connect_s=1), "queue", BODY)
+    away = send(make(f"amqp://127.0.0.1:{free_port()}//", _callback_connect_s=1), "queue", BODY)
     assert away.status is Status.NOT_COMPLETE
     assert "refused" in (away.error or "")
     proxy.swallow()
-    silent = send(make(proxy.url(rabbitmq_url), callback_connect_s=0.5), "queue", BODY)
+    silent = send(make(proxy.url(rabbitmq_url), _callback_connect_s=0.5), "queue", BODY)
     assert silent.status is Status.NOT_COMPLETE
     assert "timed out" in (silent.error or "")
 
@@ -226,7 +226,7 @@ def test_a_missing_confirmation_is_a_failure_in_bounded_time(
     make: Make, proxy: Proxy, rabbitmq_url: str, rabbit: Any, name: str
 ) -> None:
     rabbit.queue_declare(name, durable=True, auto_delete=False)
-    delays = make(proxy.url(rabbitmq_url), callback_connect_s=1)
+    delays = make(proxy.url(rabbitmq_url), _callback_connect_s=1)
     assert send(delays, name, 1).status is Status.DONE
     proxy.swallow()
     unknown = send(delays, name, 2)

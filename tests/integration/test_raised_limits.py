@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 #: Rows run longer than the test, so that none ends and passes its slot on.
 LONG_S = 600
 #: These intervals are longer than the tests, so no sweep takes part.
-NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120, "grace_s": 30}
+NO_SWEEP: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "horizon": 120, "_grace_s": 30}
 USED_S = 2.0
 
 

@@ -65,7 +65,7 @@ def test_an_unavailable_redis_delays_no_caller_and_is_reported_once(
     start_redis: Start, connect: Callable[..., RedisTimerHarness], how: str
 ) -> None:
     proxy = Proxy("127.0.0.1", start_redis().port)
-    bench = connect(f"redis://127.0.0.1:{proxy.port}/0", publish_limit_s=LIMIT_S)
+    bench = connect(f"redis://127.0.0.1:{proxy.port}/0", _publish_limit_s=LIMIT_S)
     for number in range(2):
         assert bench.timer.arm([bench.entry(1)])
         getattr(proxy, how)()
@@ -90,7 +90,7 @@ def test_a_slow_redis_delays_no_caller_beyond_the_limit(
     proxy = Proxy("127.0.0.1", start_redis().port)
     # The proxy delays each direction of each step that opens a connection.
     proxy.delay_s = 0.1
-    bench = connect(f"redis://127.0.0.1:{proxy.port}/1", publish_limit_s=LIMIT_S)
+    bench = connect(f"redis://127.0.0.1:{proxy.port}/1", _publish_limit_s=LIMIT_S)
     for id in (1, 2, 3):
         assert took(lambda id=id: bench.timer.arm([bench.entry(id)])) < LIMIT_S + SLACK_S  # type: ignore[misc]
     wait_until(
@@ -357,7 +357,7 @@ def test_a_cluster_is_reached_through_any_of_its_nodes(
     cluster: list[RedisServer], connect: Callable[..., RedisTimerHarness]
 ) -> None:
     nobody = f"redis://127.0.0.1:{free_port()}/0"
-    bench = connect(f"{nobody};{cluster[1].url}", publish_limit_s=LIMIT_S)
+    bench = connect(f"{nobody};{cluster[1].url}", _publish_limit_s=LIMIT_S)
     wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the second URL to be tried")
     assert isinstance(bench.timer.link.connect(), RedisCluster)
 
@@ -368,7 +368,7 @@ def test_a_cluster_is_used_while_the_node_of_the_url_is_down(
 ) -> None:
     for server in cluster:
         server.client().config_set("cluster-require-full-coverage", "no")
-    bench = connect(cluster[0].url, publish_limit_s=LIMIT_S)
+    bench = connect(cluster[0].url, _publish_limit_s=LIMIT_S)
     entries = [bench.entry(id) for id in range(1, 201)]
     wait_until(lambda: bench.timer.arm(entries), 10, "the cluster to be found")
     keys = {entry: bench.timer.keys(bench.timer.slot(entry))[0] for entry in entries}
@@ -415,7 +415,7 @@ def test_sentinels_lead_to_the_primary_and_after_a_failover_to_the_new_one(
             every_s=0.1,
         )
         bench = connect(
-            f"{nobody};{sentinel.url}", {"master_name": "shop"}, publish_limit_s=LIMIT_S
+            f"{nobody};{sentinel.url}", {"master_name": "shop"}, _publish_limit_s=LIMIT_S
         )
         wait_until(lambda: bench.timer.arm([bench.entry(1)]), 10, "the primary to be found")
         listener = bench.timer.listen(["default"])
@@ -467,7 +467,7 @@ class SentinelServer(RedisServer):
 def test_a_worker_runs_the_tasks_of_a_redis_cluster(
     cluster: list[RedisServer], tmp_path: Path, postgresql_url: str, redis_url: str
 ) -> None:
-    options = {**ALONE, "timer": "redis", "redis_url": cluster[0].url}
+    options = {**ALONE, "timer": cluster[0].url}
     d = Deployment(tmp_path, postgresql_url, redis_url, **options)
     try:
         d.worker()

@@ -29,7 +29,7 @@ def deploy(
 
     def make(broker: str = "redis", **settings: Any) -> Deployment:
         broker_url = request.getfixturevalue(f"{broker}_url")
-        options = {"timer": "redis", "redis_url": redis_url, **settings}
+        options = {"timer": redis_url, **settings}
         made.append(Deployment(tmp_path, postgresql_url, broker_url, **options))
         return made[-1]
 
@@ -43,7 +43,7 @@ def deploy(
 )
 def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
     # These intervals are longer than the test, so only the timer dispatches the tasks.
-    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
+    d = deploy(sweep=60, _self_sweep_s=120, horizon=120, _grace_s=30)
     worker = d.worker(pool=pool)
     tasks = [d.schedule(delay=1 + n / 50) for n in range(50)] + [d.schedule("test.mail", 0.5)]
     cancelled = d.schedule(delay=1)
@@ -60,7 +60,7 @@ def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
 def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(
     deploy: Deploy,
 ) -> None:
-    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
+    d = deploy(sweep=60, _self_sweep_s=120, horizon=120, _grace_s=30)
     timer = runtime_of(d.delays).redis_timer
     assert timer is not None
     gone = [d.schedule("test.mail", 60) for _ in range(700)]
@@ -81,7 +81,7 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
     deploy: Deploy, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     # With small chunks, one worker does not take all tasks.
-    d = deploy(chunk_max=10)
+    d = deploy(_chunk_max=10)
     monkeypatch.setenv("DELAYTASKS_TEST_KILL", step)
     mortal = d.worker()
     monkeypatch.delenv("DELAYTASKS_TEST_KILL")
@@ -109,10 +109,7 @@ def test_entries_that_a_killed_redis_poller_had_taken_run_on_time_elsewhere(
 # No task is lost, and no task runs twice.
 
 
-OTHER = {"eta": "redis", "redis": "eta"}
-
-
-@pytest.fixture(params=OTHER)
+@pytest.fixture(params=["eta", "redis"])
 def d(
     request: pytest.FixtureRequest,
     tmp_path: Path,
@@ -120,19 +117,18 @@ def d(
     rabbitmq_url: str,
     redis_url: str,
 ) -> Iterator[Deployment]:
-    deployment = Deployment(
-        tmp_path, postgresql_url, rabbitmq_url, timer=request.param, redis_url=redis_url
-    )
+    timer = redis_url if request.param == "redis" else "eta"
+    deployment = Deployment(tmp_path, postgresql_url, rabbitmq_url, timer=timer)
     yield deployment
     deployment.close()
 
 
-def test_switching_the_timer_loses_and_repeats_nothing(d: Deployment) -> None:
+def test_switching_the_timer_loses_and_repeats_nothing(d: Deployment, redis_url: str) -> None:
     old_worker, old_producer = d.worker(), d.delays
     tasks = [d.schedule(delay=n / 5) for n in range(20)]
     ran_once(d, tasks[:2])
 
-    d.settings["timer"] = OTHER[d.settings["timer"]]
+    d.settings["timer"] = redis_url if d.settings["timer"] == "eta" else "eta"
     d.worker()
     # Workers of both timers run.
     tasks += [d.schedule(delay=n / 5) for n in range(10)]

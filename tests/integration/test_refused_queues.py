@@ -159,7 +159,7 @@ class RedisDeployment:
 
         def is_on_time() -> bool:
             [task] = self.run_soon(1)
-            return self.lateness_s(task) < float(QUICK["grace_s"])
+            return self.lateness_s(task) < float(QUICK["_grace_s"])
 
         wait_until(
             is_on_time, RETRY_S + 30, lambda: f"the queue to be used again\n{self.d.stacks()}"

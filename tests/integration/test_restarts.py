@@ -129,7 +129,7 @@ def is_in_time(d: Deployment) -> bool:
     task = d.schedule(delay=0.2)
     d.wait_for([task])
     late_us = next(int(run[1]) for run in d.runs() if run[0] == str(task.id))
-    return late_us < float(QUICK["grace_s"]) * 1e6
+    return late_us < float(QUICK["_grace_s"]) * 1e6
 
 
 # -- Test RabbitMQ clusters with unreachable queues, and URLs without a server --------------------
@@ -245,10 +245,10 @@ def test_tasks_run_in_time_over_amqps_and_a_client_without_the_certificate_sends
         postgresql_url,
         amqps["broker_url"],
         amqps,
-        sweep_s=30,
-        self_sweep_s=60,
-        grace_s=20,
-        horizon_s=90,
+        sweep=30,
+        _self_sweep_s=60,
+        _grace_s=20,
+        horizon=90,
     )
     try:
         d.worker()

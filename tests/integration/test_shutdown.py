@@ -40,7 +40,7 @@ def test_after_sigterm_a_worker_finishes_its_task_and_gives_back_the_rest_immedi
     deploy: Deploy, pool: str
 ) -> None:
     """The worker itself returns its rows: leases are long, and no sweep runs during the test."""
-    d = deploy(**ALONE, lease_s=60)
+    d = deploy(**ALONE, lease=60)
     runtime_of(d.delays).sweeper.sweep()
     worker = d.worker(pool=pool, concurrency=1)
     d.wait_for([d.schedule()])
@@ -84,7 +84,7 @@ def quit_or_kill(worker: Process, number: signal.Signals) -> None:
 def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
     deploy: Deploy, pool: str, number: signal.Signals
 ) -> None:
-    d = deploy(lease_s=2)
+    d = deploy(lease=2)
     for _ in range(2):
         d.worker(pool=pool, concurrency=1)
     task = asleep(d, 60)
@@ -98,7 +98,7 @@ def test_the_running_task_of_a_killed_worker_lapses_and_runs_again(
 
 
 def test_celerys_soft_shutdown_waits_for_running_tasks(deploy: Deploy) -> None:
-    d = deploy(conf={"worker_soft_shutdown_timeout": 6}, lease_s=60)
+    d = deploy(conf={"worker_soft_shutdown_timeout": 6}, lease=60)
     worker = d.worker(concurrency=1)
     task, held = asleep(d, 4), d.schedule(delay=3)
     quit_or_kill(worker, signal.SIGQUIT)

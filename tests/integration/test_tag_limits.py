@@ -25,7 +25,7 @@ COMBINATIONS = [
     ("sqlite", "redis", "solo", "eta"),
 ]
 #: These intervals are longer than the tests, so no sweep takes part.
-NO_SWEEP: dict[str, Any] = {"sweep_s": 60, "self_sweep_s": 120, "horizon_s": 120}
+NO_SWEEP: dict[str, Any] = {"sweep": 60, "_self_sweep_s": 120, "horizon": 120}
 
 
 def schedule(
@@ -104,7 +104,7 @@ def test_another_worker_runs_the_waitlist_that_a_stopped_worker_leaves(deploy: D
 def test_a_limit_that_is_set_later_applies_to_the_remaining_tasks_until_it_is_removed(
     deploy: Deploy,
 ) -> None:
-    d = deploy(sweep_s=2)
+    d = deploy(sweep=2)
     d.worker(pool="threads", concurrency=4)
     d.delays.policies.set(tag="test.sleep", rate="1/h")
     time.sleep(1.5)

@@ -102,7 +102,7 @@ def test_the_leases_of_long_concurrent_tasks_are_renewed(
     database: str,
     pool: str,
 ) -> None:
-    d = deploy(database, lease_s=2)
+    d = deploy(database, lease=2)
     d.worker(pool=pool)
     tasks = [d.schedule(tag, 0, body={"seconds": 7}) for tag in WAITS]
     d.wait_for(tasks)

@@ -61,7 +61,7 @@ def workers(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Wor
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_broken_loops_are_replaced_and_tasks_run(workers: WorkerTable, pool: str) -> None:
     worker, node = workers.worker(pool=pool), workers.node(0)
-    running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease_s"]})
+    running = workers.schedule("test.sleep", 0, body={"seconds": 3 * workers.settings["lease"]})
     wait_until(workers.runs, 10, "the sleeper to begin")
     near = [workers.schedule(delay=2 + n / 10) for n in range(20)]
     # The watchdog breaks alone, because no loop would replace both the watchdog and the watch.

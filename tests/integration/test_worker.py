@@ -117,7 +117,7 @@ def test_tasks_without_a_processor_in_old_workers_run_after_the_deployment(
     del d.conf["imports"]
     d.worker()
     old.terminate()
-    d.wait_for(tasks, deadline_s=QUICK["self_sweep_s"] + SLACK_S)
+    d.wait_for(tasks, deadline_s=QUICK["_self_sweep_s"] + SLACK_S)
     assert [d.delays.get(task).attempts for task in tasks] == [1] * len(tasks)
     assert len(d.runs()) == len(tasks)
 
@@ -170,7 +170,7 @@ def test_a_worker_never_claims_rows_of_another_queue(deploy: Deploy) -> None:
 
 
 def test_rows_behind_a_slow_one_are_given_back_and_run_elsewhere(deploy: Deploy) -> None:
-    d = deploy(sweep_s=30, self_sweep_s=60, grace_s=20, horizon_s=60)
+    d = deploy(sweep=30, _self_sweep_s=60, _grace_s=20, horizon=60)
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
     body = {"file": str(d.file), "seconds": SLOW_S}
     slow = d.delays.schedule_at("test.sleep", body, due, priority=9)
@@ -198,7 +198,7 @@ def test_the_garbage_collector_ignores_the_objects_that_a_worker_loaded(
 
 
 def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy) -> None:
-    d = deploy(lease_s=3)
+    d = deploy(lease=3)
     d.worker()
     task = d.schedule("test.hold_gil", 0, body={"seconds": 12})
     d.wait_for([task])
@@ -209,7 +209,7 @@ def test_a_processor_that_holds_the_gil_for_four_leases_runs_once(deploy: Deploy
 def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_run(
     deploy: Deploy,
 ) -> None:
-    d = deploy(max_lost_leases=3, lease_s=5)
+    d = deploy(max_lost_leases=3, lease=5)
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=4)
     poison = d.delays.schedule_at("test.abort", {"file": str(d.file)}, due)
     neighbours = [d.delays.schedule_at("test.note", {"file": str(d.file)}, due) for _ in range(20)]
@@ -230,7 +230,7 @@ def test_a_task_that_kills_its_process_fails_after_its_lapses_and_other_tasks_ru
 def test_the_task_of_a_dead_pool_process_runs_again_immediately(
     deploy: Deploy, database: str
 ) -> None:
-    d = deploy(database, sweep_s=30, self_sweep_s=30, horizon_s=60, lease_s=60)
+    d = deploy(database, sweep=30, _self_sweep_s=30, horizon=60, lease=60)
     d.worker()
     task = d.schedule("test.sleep", body={"seconds": 5})
     mail = d.schedule("test.sleep", queue="mail", priority=7, body={"seconds": 5})
@@ -265,7 +265,7 @@ def test_an_effect_committed_with_its_task_happens_once_despite_kills_at_any_ste
 
 
 def test_a_killed_workers_tasks_run_elsewhere(deploy: Deploy) -> None:
-    d = deploy(lease_s=3)
+    d = deploy(lease=3)
     for _ in range(2):
         d.worker()
     running = d.schedule("test.sleep", 0, body={"seconds": 2})
@@ -300,7 +300,7 @@ def test_quick_overdue_rows_do_not_wait_for_slow_ones_while_a_process_is_free(
     deploy: Deploy, database: str, broker: str, pool: str
 ) -> None:
     timer = {"timer": "direct"} if pool == "drain" else {}
-    d = deploy(database, broker, sweep_s=15, self_sweep_s=15, horizon_s=30, lease_s=60, **timer)
+    d = deploy(database, broker, sweep=15, _self_sweep_s=15, horizon=30, lease=60, **timer)
     now = runtime_of(d.delays).clock.now()
     slow = {"tag": "test.sleep", "message_body": f'{{"file": "{d.file}", "seconds": 12}}'}
     quick = {"tag": "test.quiet", "message_body": "{}"}
@@ -320,7 +320,7 @@ def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_al
     deploy: Deploy,
 ) -> None:
     # The short horizon keeps the rows out of the first sweep.
-    d = deploy(sweep_partitions=2, horizon_s=3)
+    d = deploy(sweep=(1, 2), horizon=3)
     d.conf["beat_schedule"] = {"sweep": {"task": "delaytasks.sweep", "schedule": 0.5, "args": (0,)}}
     beat, worker = d.beat(), d.worker(concurrency=1)
     due = runtime_of(d.delays).clock.now() + timedelta(seconds=6)
@@ -338,12 +338,12 @@ def test_a_partition_that_beat_omits_is_swept_by_a_worker_whose_processes_are_al
     d.wait_for([sleeper])
     wait_until(lambda: all(d.delays.get(id).is_finished for id in ids), 15, "the rows to run", 0.05)
     late_us = [int(run[1]) for run in d.runs() if run[1].isdigit()]
-    assert max(late_us) < d.settings["grace_s"] * 1e6, "armed in time, not found overdue"
+    assert max(late_us) < d.settings["_grace_s"] * 1e6, "armed in time, not found overdue"
     assert "sweep.self sweep_partition=0" not in worker.log(), beat.log()
 
 
 def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
-    d = deploy("postgresql", "rabbitmq-quorum", self_sweep_s=60)
+    d = deploy("postgresql", "rabbitmq-quorum", _self_sweep_s=60)
     beat = d.beat("DEBUG")
     wait_until(
         lambda: "Sending due task" in beat.log(), 15, "beat to be first with the queue", 0.05
@@ -361,7 +361,7 @@ def test_beat_sweeps_on_quorum_queues(deploy: Deploy) -> None:
 
 
 def test_rows_of_other_programs_run_with_any_default_queue(deploy: Deploy) -> None:
-    d = deploy(default_queue="ours")
+    d = deploy(queues={"*": "ours"})
     d.worker()
     with d.store.database.begin() as connection:
         body = f'{{"file": "{d.file}"}}'
@@ -372,7 +372,7 @@ def test_rows_of_other_programs_run_with_any_default_queue(deploy: Deploy) -> No
 
 
 def test_a_worker_that_quits_immediately_returns_its_entries_to_the_broker(deploy: Deploy) -> None:
-    d = deploy(sweep_s=60, self_sweep_s=120, horizon_s=120, grace_s=30)
+    d = deploy(sweep=60, _self_sweep_s=120, horizon=120, _grace_s=30)
     first = d.worker(concurrency=1)
     d.schedule("test.sleep", 0, body={"seconds": 8})
     wait_until(d.runs, 10, "the sleeper to begin")

@@ -88,7 +88,7 @@ def shape_of(database: Database, name: str, schema: str | None = None) -> dict[s
 
 def store_of(database: Database, schema: str = "") -> Store:
     url = database.url.render_as_string(hide_password=False)
-    return Store(url, settings_for(url, table_prefix=PREFIX, table_schema=schema))
+    return Store(url, settings_for(url, table_prefix=f"{schema}.{PREFIX}" if schema else PREFIX))
 
 
 def insert_by_plain_sql(database: Database, tag: str) -> None:

@@ -105,7 +105,7 @@ def statements() -> dict[str, str]:
 
 def delays_of(server: Server) -> DelayTasks:
     app = Celery("parts", broker="memory://", set_as_current=False)
-    delays = DelayTasks(app, server.url, timer="direct", strict_tags=False)
+    delays = DelayTasks(app, server.url, timer="direct", tags="any")
     delays.processor(TAG)(lambda body: None)
     return delays
 

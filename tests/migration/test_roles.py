@@ -60,7 +60,7 @@ class RoleTables:
         )
 
     def delays(self, role: str) -> DelayTasks:
-        made = delays_on(self.url_of(role), sweep_s=0.001, purge_after_s=1)
+        made = delays_on(self.url_of(role), sweep=0.001, purge_after=1)
         record(made)
         return made
 

@@ -78,7 +78,7 @@ class Producers(RuleBasedStateMachine):
         publisher: Any = BrokerPublisher(self.broker, lambda: self.times.now_us)
         timer = EtaTimer(publisher, self.clock)
         settings = settings_for(
-            "sqlite://", sweep_s=SWEEP_S, horizon_s=HORIZON_S, max_lost_leases=MAX_LOST_LEASES
+            "sqlite://", sweep=SWEEP_S, horizon=HORIZON_S, max_lost_leases=MAX_LOST_LEASES
         )
         self.sweeper = Sweeper(
             settings, self.store.sweeps, self.store.workers, self.clock, timer, Events()

@@ -39,7 +39,7 @@ class RedisTimerModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bench = RedisTimerHarness(self.url, redis_slots=2)
+        self.bench = RedisTimerHarness(self.url, _redis_slots=2)
         self.timer = self.bench.timer
         self.waiting: dict[Name, int] = {}
         #: When a prepared entry returns, in milliseconds.

@@ -57,7 +57,7 @@ def deploy(tmp_path: Path, redis_url: str) -> Iterator[Deploy]:
 def test_a_worker_frozen_past_its_lease_cannot_finish_the_tasks_it_lost(
     deploy: Deploy, postgresql_url: str
 ) -> None:
-    d = deploy(postgresql_url, lease_s=LEASE_S)
+    d = deploy(postgresql_url, lease=LEASE_S)
     for _ in range(2):
         d.worker(concurrency=1)
     task = d.schedule("test.sleep", body={"seconds": 1})
@@ -93,7 +93,7 @@ def line(postgresql_url: str) -> Iterator[Proxy]:
 def test_a_processor_whose_lease_cannot_be_renewed_is_notified_before_the_lease_ends(
     line: Proxy, deploy: Deploy, postgresql_url: str
 ) -> None:
-    d = deploy(line.url(postgresql_url), lease_s=LEASE_S)
+    d = deploy(line.url(postgresql_url), lease=LEASE_S)
     d.worker(concurrency=1)
     task = d.schedule("test.guarded", body={"seconds": 10 * LEASE_S})
     wait_until(d.runs, 10, "it to begin")
@@ -300,14 +300,7 @@ def test_setting_the_clock_of_a_worker_that_holds_tasks_makes_no_task_early_or_l
     timer: str, postgresql_url: str, redis_url: str, tmp_path: Path
 ) -> None:
     dial = faketime.Dial(tmp_path / "dial")
-    settings: dict[str, Any] = {"redis_url": redis_url} if timer == "redis" else {}
-    d = Deployment(
-        tmp_path,
-        postgresql_url,
-        redis_url,
-        timer=timer,
-        **settings,
-    )
+    d = Deployment(tmp_path, postgresql_url, redis_url, timer=timer)
     try:
         worker = d.worker(**dict[str, Any](dial.environment))
         for ahead_s in (-HOUR_S, HOUR_S, 0):
@@ -394,7 +387,7 @@ def is_on_time(d: Deployment) -> bool:
     """Return whether the fast path runs a task, since the sweep waits for the grace period."""
     task = d.schedule(delay=0.3)
     d.wait_for([task])
-    grace_us = float(QUICK["grace_s"]) * 1e6
+    grace_us = float(QUICK["_grace_s"]) * 1e6
     return next(int(run[1]) for run in d.runs() if run[0] == str(task.id)) < grace_us
 
 

@@ -38,7 +38,7 @@ class SmallDeployment:
     """A small deployment in one process. The scene triggers all messages, sweeps and workers."""
 
     def __init__(self, store: Store) -> None:
-        self.bench = RunnerHarness(store, lease_s=60)
+        self.bench = RunnerHarness(store, lease=60)
         self.store, self.history = store, History()
         self.recorder = Recorder(store)
         self.recorder.start()

@@ -28,7 +28,7 @@ from delaytasks import (
     TouchResult,
 )
 
-delays = DelayTasks(Celery("shop"), "sqlite://", horizon_s=20)
+delays = DelayTasks(Celery("shop"), "sqlite://", horizon=20)
 
 
 @delaytasks.processor("order.close", queue="orders")

@@ -38,7 +38,7 @@ ON_TIME_S = 0.5
 def make_delays(url: str, **settings: Any) -> DelayTasks:
     """Return a `DelayTasks` with empty tables and a few processors."""
     delays = DelayTasks(
-        Celery("shop", broker="memory://"), url, timer="direct", strict_tags=False, **settings
+        Celery("shop", broker="memory://"), url, timer="direct", tags="any", **settings
     )
 
     @delays.processor("pay.notify")

@@ -44,7 +44,7 @@ def test_a_backlog_is_run_chunk_after_chunk_until_it_is_empty(bench: RunnerHarne
 def test_while_a_chunk_runs_the_previous_one_is_settled_and_one_more_is_claimed(
     make: Make,
 ) -> None:
-    bench = make(chunk_max=1)
+    bench = make(_chunk_max=1)
     expected = ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 
     def look(body: int) -> None:
@@ -58,7 +58,7 @@ def test_while_a_chunk_runs_the_previous_one_is_settled_and_one_more_is_claimed(
 
 
 def test_a_chunk_that_waits_for_a_slow_row_is_given_back(make: Make) -> None:
-    bench = make(chunk_time_budget_s=0.1, chunk_max=1)
+    bench = make(_chunk_time_budget_s=0.1, _chunk_max=1)
     goes_on = threading.Event()
     bench.registry.processor("slow")(lambda body: goes_on.wait(10))
     tasks = backlog(bench, 3, "slow")
@@ -77,7 +77,7 @@ def test_a_chunk_that_waits_for_a_slow_row_is_given_back(make: Make) -> None:
 def test_the_chunk_behind_a_row_that_is_known_to_be_slow_is_claimed_shortly_before_its_end(
     make: Make,
 ) -> None:
-    bench = make(chunk_time_budget_s=0.2, chunk_max=1)
+    bench = make(_chunk_time_budget_s=0.2, _chunk_max=1)
     is_claimed, seen = threading.Event(), list[bool]()
 
     def slow(number: int) -> None:
@@ -98,7 +98,7 @@ def test_the_chunk_behind_a_row_that_is_known_to_be_slow_is_claimed_shortly_befo
 
 
 def test_other_tasks_that_wait_end_the_backlog_of_this_process(make: Make) -> None:
-    bench = make(chunk_max=1)
+    bench = make(_chunk_max=1)
     others = [False, True]
     bench.runner = bench.make_runner(has_others=lambda: others.pop(0))
     tasks = backlog(bench, 4)
@@ -108,7 +108,7 @@ def test_other_tasks_that_wait_end_the_backlog_of_this_process(make: Make) -> No
 
 
 def test_nothing_is_claimed_ahead_of_a_row_that_may_end_the_process(make: Make) -> None:
-    bench = make(chunk_max=1)
+    bench = make(_chunk_max=1)
     seen: list[list[str]] = []
     tasks: list[DelayTask] = []
     bench.registry.processor("limited", time_limit=60)(lambda _: seen.append(bench.statuses(tasks)))
@@ -119,7 +119,7 @@ def test_nothing_is_claimed_ahead_of_a_row_that_may_end_the_process(make: Make) 
 
 
 def test_a_worker_that_stops_gives_back_the_rows_that_it_claimed_ahead(make: Make) -> None:
-    bench = make(chunk_max=1)
+    bench = make(_chunk_max=1)
 
     def stop(body: Any) -> None:
         wait_until(lambda: bench.statuses(tasks)[2] == "RUNNING", 5, "the claim ahead")
@@ -134,7 +134,7 @@ def test_a_worker_that_stops_gives_back_the_rows_that_it_claimed_ahead(make: Mak
 
 
 def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(make: Make) -> None:
-    bench = make(chunk_max=1)
+    bench = make(_chunk_max=1)
     claims: list[int] = []
 
     def fail_third() -> None:
@@ -154,7 +154,7 @@ def test_a_claim_ahead_that_fails_does_not_affect_the_chunk_that_runs(make: Make
 def test_a_settlement_that_fails_during_a_chunk_is_reported_and_the_chunk_is_settled(
     make: Make,
 ) -> None:
-    bench = make(chunk_max=1, lease_s=2, chunk_time_budget_s=0.1)
+    bench = make(_chunk_max=1, lease=2, _chunk_time_budget_s=0.1)
 
     def fail_first(settlements: Sequence[Any]) -> None:
         if settlements[0].task.id == tasks[0].id:
@@ -168,7 +168,7 @@ def test_a_settlement_that_fails_during_a_chunk_is_reported_and_the_chunk_is_set
 
 
 def test_rows_of_a_limited_tag_end_the_backlog_of_this_process(make: Make) -> None:
-    bench = make(chunk_max=1)
+    bench = make(_chunk_max=1)
     bench.store.policies.set("tag", "limited", {"concurrency": 1}, "a test")
     bench.registry.processor("limited")(bench.ran.append)
     tasks = [bench.schedule("limited"), bench.schedule(), bench.schedule()]

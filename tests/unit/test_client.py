@@ -87,7 +87,7 @@ def test_each_method_that_waits_has_a_twin_with_its_parameters(kind: type) -> No
 def test_an_instance_that_is_closed_and_no_longer_used_is_freed(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'shop.sqlite3'}"
     open_store(url).close()
-    delays = delays_on(url, strict_tags=False)
+    delays = delays_on(url, tags="any")
     delays.schedule_delay("mail", None, 60)
     delays.close()
     left = weakref.ref(delays)

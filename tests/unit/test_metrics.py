@@ -41,7 +41,7 @@ def is_served(port: int) -> bool:
 
 
 def endpoint_at(port: int, events: Events) -> MetricsEndpoint:
-    settings: Any = SimpleNamespace(metrics_host="127.0.0.1", metrics_port=port)
+    settings: Any = SimpleNamespace(metrics_address=("127.0.0.1", port))
     source: Any = SimpleNamespace(families=list)
     return MetricsEndpoint(settings, events, "", source)
 

@@ -60,7 +60,7 @@ def test_of_equally_specific_patterns_the_first_one_applies() -> None:
 
 
 def test_a_tag_without_a_mapping_uses_the_default_queue() -> None:
-    assert QueueRouting(Settings(default_queue="usual"), Registry()).of("mail.send") == "usual"
+    assert QueueRouting(Settings(queues={"*": "usual"}), Registry()).of("mail.send") == "usual"
 
 
 def make_delays(**settings: Any) -> DelayTasks:
@@ -96,7 +96,7 @@ def served(delays: DelayTasks, *chosen: str) -> tuple[list[str], set[str]]:
 
 
 def test_a_worker_without_a_choice_serves_all_queues_that_a_tag_may_have() -> None:
-    delays = make_delays(queues={"mail.*": "mail"}, default_queue="usual")
+    delays = make_delays(queues={"mail.*": "mail", "*": "usual"})
     delays.processor("report.make", queue="slow")(lambda body: None)
     assert served(delays)[0] == ["default", "mail", "slow", "usual"]
 

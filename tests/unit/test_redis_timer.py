@@ -66,7 +66,7 @@ def test_a_slot_that_redis_lost_is_noticed_once(timer_bench: RedisTimerHarness) 
 
 
 def test_only_an_entry_that_is_first_in_its_slot_is_published(redis_url: str) -> None:
-    timer_bench = RedisTimerHarness(redis_url, redis_slots=1)
+    timer_bench = RedisTimerHarness(redis_url, _redis_slots=1)
     try:
         listener = timer_bench.timer.listen(["default"])
         timer_bench.timer.arm([timer_bench.entry(7, 7000)])
@@ -146,7 +146,7 @@ def test_sentinels_are_asked_for_the_primary_that_the_url_or_celery_names() -> N
 
 def test_several_urls_may_be_a_list() -> None:
     urls = ["redis://a/0", "redis://b/0"]
-    assert load_settings({"delaytasks_redis_url": urls}, {}).redis_url == "redis://a/0;redis://b/0"
+    assert load_settings({"delaytasks_timer": urls}, {}).redis_url == "redis://a/0;redis://b/0"
 
 
 NO_REDIS: list[tuple[str, Any]] = [("", "amqp://u:secret@b"), ("http://u:secret@a", "redis://b")]
@@ -160,7 +160,7 @@ INVALID = ["", "redis://:se/cret@a", "redis://a:port/0", "redis://[::1", "redis:
 def test_a_missing_or_invalid_redis_is_an_error_that_names_the_setting_and_no_password(
     given: str, broker: Any
 ) -> None:
-    with pytest.raises(ConfigError, match=r"delaytasks_redis_url") as caught:
+    with pytest.raises(ConfigError, match=r"delaytasks_timer") as caught:
         redis_location(given, broker)
     assert "cret" not in str(caught.value)
 
@@ -198,15 +198,15 @@ class Post:
 
     def __init__(self, folder: Path, url: str, proxy: Proxy, clock: Clock | None = None) -> None:
         settings: dict[str, Any] = {
-            "timer": "redis", "namespace": "t" + secrets.token_hex(4), "grace_s": 60, "sweep_s": 60,
-            "horizon_s": 200, "self_sweep_s": 120, "publish_limit_s": 2,
+            "namespace": "t" + secrets.token_hex(4), "_grace_s": 60, "sweep": 60,
+            "horizon": 200, "_self_sweep_s": 120, "_publish_limit_s": 2,
         }  # fmt: skip
         database_url = f"sqlite:///{folder / 'test.db'}"
         migrations.upgrade(Database(database_url), "")
 
         def connect(name: str, redis_url: str) -> DelayTasks:
             app = Celery(name, broker="memory://", set_as_current=False)
-            delays = DelayTasks(app, database_url, redis_url=redis_url, **settings)
+            delays = DelayTasks(app, database_url, timer=redis_url, **settings)
             if clock is not None:
                 made = delays._make_runtime()
                 made.clock = clock

@@ -83,7 +83,7 @@ def test_a_processor_that_raises_fails_only_its_row(
 
 
 def test_an_error_text_is_bounded(make: Make) -> None:
-    bench = make(max_error_bytes=2000)
+    bench = make(_max_error_bytes=2000)
 
     def fail(body: Any) -> None:
         raise ValueError("é" * 100_000)
@@ -194,7 +194,7 @@ def test_rows_with_time_limits_are_deferred_if_the_pool_cannot_keep_them(
 def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_run(
     make: Make,
 ) -> None:
-    bench = make(chunk_time_budget_s=0.1)
+    bench = make(_chunk_time_budget_s=0.1)
     began, goes_on = threading.Event(), threading.Event()
 
     def wait(body: Any) -> None:
@@ -230,7 +230,7 @@ def test_after_the_time_budget_rows_are_given_back_and_results_settled_during_a_
 
 
 def test_no_row_is_started_if_its_lease_may_be_over(make: Make) -> None:
-    bench = make(lease_s=0.2, chunk_time_budget_s=0.05)
+    bench = make(lease=0.2, _chunk_time_budget_s=0.05)
     tasks = [bench.schedule() for _ in range(3)]
     # The answer to the claim took longer than the lease.
     bench.claims.after_claim = lambda: threading.Event().wait(0.3) and None
@@ -286,7 +286,7 @@ def size_after(*reports: Report) -> ChunkSize:
 
 def mixed(make: Make, slow: Callable[[Any], object], **changes: Any) -> RunnerHarness:
     """Return a bench whose tag "slow" was learned to outlast the time budget."""
-    bench = make(chunk_time_budget_s=BUDGET_S, **changes)
+    bench = make(_chunk_time_budget_s=BUDGET_S, **changes)
     waits = threading.Event()
 
     def run(body: Any) -> None:
@@ -369,7 +369,7 @@ def test_a_chunk_of_slow_rows_makes_the_next_one_small_although_only_one_row_ran
 
 
 def test_rows_without_a_processor_are_not_remembered(make: Make) -> None:
-    bench = make(chunk_time_budget_s=BUDGET_S, strict_tags=False)
+    bench = make(_chunk_time_budget_s=BUDGET_S, tags="any")
     learned: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         learn = TagCosts.learn
@@ -602,11 +602,11 @@ def test_an_entry_that_is_early_within_the_clock_tolerance_is_waited_for(
 
 
 def test_an_entry_beyond_the_horizon_is_dropped(make: Make) -> None:
-    bench = make(horizon_s=10)
+    bench = make(horizon=10)
     task = bench.schedule(delay=60)
     report = bench.run(task)
     assert (report.early, bench.events.counts["entry.dropped"]) == ((), 1)
-    forever = make(horizon_s=None)
+    forever = make(horizon=None)
     task = forever.schedule(delay=86400)
     assert [entry.id for entry in forever.run(task).early] == [task.id]
 

@@ -74,7 +74,7 @@ class AtWork:
 @pytest.fixture
 def at_work(tmp_path: Path) -> Iterator[AtWork]:
     # A worker that serves no queue does not connect to Redis.
-    at_work = AtWork(make_runtime(tmp_path, timer="redis", redis_url="redis://127.0.0.1:1/0"))
+    at_work = AtWork(make_runtime(tmp_path, timer="redis://127.0.0.1:1/0"))
     yield at_work
     at_work.close()
 
@@ -177,7 +177,7 @@ def test_a_redis_poller_that_was_stuck_passes_on_none_of_its_entries(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "runtime" + secrets.token_hex(4)
-    runtime = make_runtime(tmp_path, timer="redis", redis_url=redis_url, namespace=name, grace_s=60)
+    runtime = make_runtime(tmp_path, timer=redis_url, namespace=name, _grace_s=60)
     timer = runtime_of(runtime.celery_worker.delays).redis_timer
     came, stuck = list[Any](), list[threading.Thread]()
     assert timer is not None
@@ -318,7 +318,7 @@ def test_a_sweep_whose_connections_became_silent_continues_with_new_ones(
 ) -> None:
     proxy, prefix = proxy_to(postgresql_url), f"runtime{secrets.token_hex(4)}_"
     at_work = AtWork(
-        make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep_s=1, self_sweep_s=2)
+        make_runtime(proxy.url(postgresql_url), table_prefix=prefix, sweep=1, _self_sweep_s=2)
     )
     counts, database = (
         at_work.runtime.events.counts,

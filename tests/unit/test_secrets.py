@@ -102,7 +102,12 @@ def test_a_redis_url_that_is_wrong_is_not_shown(url: str) -> None:
         with pytest.raises(ConfigError) as caught:
             redis_location(redis_url, broker)
         assert WORD not in str(caught.value)
-    settings = load_settings({"delaytasks_redis_url": url}, {})
+    if "://" not in url:
+        with pytest.raises(ConfigError) as caught:
+            load_settings({"delaytasks_timer": url}, {})
+        assert WORD not in str(caught.value)
+        return
+    settings = load_settings({"delaytasks_timer": url}, {})
     assert WORD not in repr(settings.effective())
     with pytest.raises(ConfigError) as caught:
         redis_location(settings.redis_url, "")
@@ -144,14 +149,13 @@ def test_nothing_that_is_reachable_from_delays_shows_a_secret(tmp_path: Path) ->
     delays = DelayTasks(
         app,
         f"postgresql://shop:{WORD}@h/shop",
-        timer="redis",
-        redis_url=f"redis://:{WORD}@h/0",
+        timer=f"redis://:{WORD}@h/0",
         callback_secrets=[SIGNING],
         callback_broker_url=f"amqp://u:{WORD}@h//",
         encryption_keys=KEYS,
     )
     before = [repr(vars(delays))]
-    assert delays.settings.redis_url == f"redis://:{WORD}@h/0", "it can still be used"
+    assert delays.settings.timer == f"redis://:{WORD}@h/0", "it can still be used"
     assert runtime_of(delays).store.database.auto.url.password == WORD
     shown = {way: repr(found) for way, found in everything(delays)}
     assert len(shown) > 200

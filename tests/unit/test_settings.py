@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from delaytasks.core.errors import ConfigError
-from delaytasks.core.settings import Settings, load_settings
+from delaytasks.core.settings import Settings, Sweep, load_settings
+from delaytasks.core.text import Secret
 
 
 def test_without_settings_the_defaults_hold() -> None:
     settings = load_settings({}, {})
     assert settings == Settings()
-    assert settings.origin("lease_s") == "default"
+    assert settings.origin("lease") == "default"
 
 
 def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_both() -> None:
     conf = {
-        "delaytasks_lease_s": 10,
-        "delaytasks_sweep_s": 6,
-        "delaytasks_sweep_partitions": 2,
+        "delaytasks_lease": 10,
+        "delaytasks_horizon": "1m",
+        "delaytasks_max_lost_leases": 2,
         "broker_url": "memory://",
     }
-    environ = {"DELAYTASKS_LEASE_S": "20", "DELAYTASKS_SWEEP_S": "7", "PATH": "/bin"}
-    settings = load_settings(conf, environ, lease_s=30.0)
-    assert (settings.lease_s, settings.sweep_s, settings.sweep_partitions) == (30.0, 7.0, 2)
-    origins = [
-        settings.origin(name) for name in ("lease_s", "sweep_s", "sweep_partitions", "grace_s")
-    ]
+    environ = {"DELAYTASKS_LEASE": "20", "DELAYTASKS_HORIZON": "2m", "PATH": "/bin"}
+    settings = load_settings(conf, environ, lease=30.0)
+    assert (settings.lease_s, settings.horizon_s, settings.max_lost_leases) == (30, 120, 2)
+    origins = [settings.origin(name) for name in ("lease", "horizon", "max_lost_leases", "sweep")]
     assert origins == ["arguments", "environment", "celery configuration", "default"]
 
 
@@ -37,12 +37,16 @@ def test_the_environment_wins_over_celerys_configuration_and_arguments_win_over_
     ("load", "message"),
     [
         (
-            lambda: load_settings({"delaytasks_leas_s": 1}, {}),
-            "delaytasks_leas_s .*celery.*mean delaytasks_lease_s",
+            lambda: load_settings({"delaytasks_leas": 1}, {}),
+            "delaytasks_leas .*celery.*mean delaytasks_lease",
         ),
         (
-            lambda: load_settings({}, {"DELAYTASKS_HORIZON": "1"}),
-            "delaytasks_horizon .*mean delaytasks_horizon_s",
+            lambda: load_settings({}, {"DELAYTASKS_HORIZON_S": "1"}),
+            "delaytasks_horizon_s .*mean delaytasks_horizon",
+        ),
+        (
+            lambda: load_settings({}, {"DELAYTASKS_REDIS_URL": "redis://"}),
+            "delaytasks_redis_url .*mean delaytasks_timer",
         ),
         (
             lambda: load_settings({}, {}, databse_url="x"),
@@ -71,16 +75,28 @@ def test_variables_of_the_tests_are_no_settings() -> None:
 @pytest.mark.parametrize(
     ("name", "given", "value"),
     [
-        ("horizon_s", "none", None),
-        ("horizon_s", None, None),
-        ("purge_after_s", "86400", 86400.0),
-        ("strict_tags", "yes", True),
-        ("strict_tags", "0", False),
-        ("strict_tags", False, False),
+        ("horizon", "none", None),
+        ("horizon", None, None),
+        ("horizon", "1h30m", timedelta(minutes=90)),
+        ("purge_after", "86400", timedelta(days=1)),
+        ("purge_after", timedelta(days=1), timedelta(days=1)),
+        ("event_bodies", "yes", True),
+        ("event_bodies", "0", False),
+        ("event_bodies", False, False),
         ("pool_size", "7", 7),
         ("shard", "0", 0),
         ("shard", "31", 31),
-        ("lease_s", 30, 30.0),
+        ("lease", 30, timedelta(seconds=30)),
+        ("sweep", "2s", Sweep(timedelta(seconds=2), 1)),
+        ("sweep", "2s 4", Sweep(timedelta(seconds=2), 4)),
+        ("sweep", ("2s", 4), Sweep(timedelta(seconds=2), 4)),
+        ("durable_eta", "true", True),
+        ("durable_eta", "5m", timedelta(minutes=5)),
+        ("tags", "any", "any"),
+        ("tags", "mail.send mail.sent", ("mail.send", "mail.sent")),
+        ("tags", [], ()),
+        ("timer", "redis://a/0", Secret("redis://a/0")),
+        ("metrics", 9819, "9819"),
         ("queues", {"mail.*": "mail"}, {"mail.*": "mail"}),
         ("queues", '{"mail.*": "mail", "a,b=c": "slow"}', {"mail.*": "mail", "a,b=c": "slow"}),
     ],
@@ -88,6 +104,42 @@ def test_variables_of_the_tests_are_no_settings() -> None:
 def test_values_are_read_as_their_type(name: str, given: Any, value: Any) -> None:
     found = getattr(load_settings({PREFIXED + name: given}, {}), name)
     assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("given", "derived"),
+    [
+        ({"table_prefix": "shop_"}, {"name_prefix": "shop_", "table_schema": ""}),
+        ({"table_prefix": "jobs."}, {"name_prefix": "", "table_schema": "jobs"}),
+        ({"timer": "redis"}, {"timer_kind": "redis", "redis_url": ""}),
+        ({"timer": "redis://a"}, {"timer_kind": "redis", "redis_url": "redis://a"}),
+        ({"queues": {"mail.*": "mail"}}, {"default_queue": "default"}),
+        ({"queues": {"*": "other"}}, {"default_queue": "other"}),
+        ({"durable_eta": False}, {"durable_eta_s": None}),
+        ({"durable_eta": True}, {"durable_eta_s": 0.0}),
+        ({"durable_eta": "5m"}, {"durable_eta_s": 300.0}),
+        ({"sweep": "3s 2"}, {"sweep_s": 3.0, "sweep_partitions": 2, "self_sweep_s": 6.0}),
+        ({"metrics": "9819"}, {"metrics_address": ("127.0.0.1", 9819), "metrics_file": ""}),
+        ({"metrics": "0.0.0.0:80"}, {"metrics_address": ("0.0.0.0", 80)}),
+        ({"metrics": "/var/%n.prom"}, {"metrics_address": None, "metrics_file": "/var/%n.prom"}),
+    ],
+)
+def test_one_setting_may_mean_several_things(given: Any, derived: Any) -> None:
+    settings = load_settings({}, {}, **given)
+    assert {name: getattr(settings, name) for name in derived} == derived
+
+
+def test_settings_of_a_project_that_cannot_be_read_do_no_harm() -> None:
+    """In Django's `override_settings`, a name that Celery's configuration lists has no value."""
+
+    class Overridden(dict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            if name == "_explicit_settings":
+                raise KeyError(name)
+            return super().__getitem__(name)
+
+    conf = Overridden({"_explicit_settings": 1, "delaytasks_lease": "2m"})
+    assert load_settings(conf, {}).lease_s == 120
 
 
 PREFIXED = "delaytasks_"
@@ -100,23 +152,35 @@ PREFIXED = "delaytasks_"
         ("pool_size", 1.5),
         ("pool_size", True),
         ("pool_size", 0),
-        ("lease_s", "nan"),
-        ("lease_s", float("inf")),
-        ("lease_s", 10**400),
         ("pool_size", 10**400),
-        ("lease_s", None),
-        ("lease_s", -1),
-        ("lease_s", 0.15),  # shorter than four time budgets of a chunk
-        ("strict_tags", "perhaps"),
+        ("lease", "nan"),
+        ("lease", float("inf")),
+        ("lease", 10**400),
+        ("lease", None),
+        ("lease", -1),
+        ("lease", True),
+        ("lease", "soon"),
+        ("lease", 0.15),  # shorter than four time budgets of a chunk
+        ("event_bodies", "perhaps"),
         ("arm", "never"),
         ("namespace", "a b"),
         ("table_prefix", "x; DROP TABLE"),
-        ("table_schema", "a.b"),
-        ("chunk_max", 5000),
-        ("self_sweep_s", 1),  # below sweep_s
-        ("horizon_s", 6),  # below two sweeps
+        ("table_prefix", "a.b.c"),
+        ("max_lost_leases", 5000),
+        ("horizon", 6),  # below two sweeps
+        ("horizon", 1e12),  # no date is that far away
+        ("sweep", "5s 0"),
+        ("sweep", "5s 4 1"),
+        ("sweep", ()),
+        ("durable_eta", "sometimes"),
+        ("timer", "etaa"),
+        ("metrics", "port"),
+        ("metrics", 70000),
+        ("metrics", True),
+        ("tags", 5),
+        ("tags", ["", "a"]),
         ("database_url", 5),
-        ("default_queue", "a b"),
+        ("queues", {"*": "a b"}),
         ("queues", "mail.*=mail"),
         ("queues", '["mail"]'),
         ("queues", {"mail.*": 5}),
@@ -124,7 +188,6 @@ PREFIXED = "delaytasks_"
         ("queues", {"mail.*": "a b"}),
         ("queues", None),
         ("database_url", ["sqlite://", ""]),
-        ("horizon_s", 1e12),  # no date is that far away
         ("database_url", ["mysql://a/x", "mysql://b/x"]),
         ("shard", -1),
         ("shard", 32),
@@ -138,10 +201,10 @@ def test_a_wrong_value_is_named_with_its_origin(name: str, given: Any) -> None:
 
 def test_the_effective_settings_show_their_origin_and_no_secret() -> None:
     settings = load_settings(
-        {}, {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}, purge_after_s=None
+        {}, {"DELAYTASKS_DATABASE_URL": "mysql://me:canary@host/x"}, purge_after=None
     )
     rows = {name: (value, origin) for name, value, origin, _about in settings.effective()}
     assert rows["delaytasks_database_url"] == ("mysql://me:***@host/x", "environment")
-    assert rows["delaytasks_purge_after_s"] == ("none", "arguments")
+    assert rows["delaytasks_purge_after"] == ("none", "arguments")
     assert "canary" not in repr(rows)
     assert all(about for *_, about in settings.effective())

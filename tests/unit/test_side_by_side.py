@@ -89,7 +89,7 @@ def test_concurrent_rows_begin_first_and_other_rows_run_meanwhile(
 def test_an_invalid_number_is_refused_by_the_registration(
     bench: RunnerHarness, option: str, number: Any
 ) -> None:
-    with pytest.raises(ValueError, match=f"{option} is a number from 1 to 1000"):
+    with pytest.raises(ValueError, match=f"{option} is a number from 1 to "):
         bench.registry.processor("wait", **{option: number})
 
 
@@ -122,7 +122,7 @@ def test_a_concurrent_row_that_raises_worker_shutdown_fails(
 def test_rows_without_a_thread_slot_within_the_time_budget_are_given_back(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(chunk_time_budget_s=0.5)
+    bench = make(_chunk_time_budget_s=0.5)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(5)]
     with ThreadPoolExecutor(1) as pool:
@@ -145,7 +145,7 @@ def test_rows_without_a_thread_slot_within_the_time_budget_are_given_back(
 def test_a_long_row_delays_neither_other_settlements_nor_the_next_chunk(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=0.5)
+    bench = make(may_detach=True, _chunk_time_budget_s=0.5)
     bench.registry.processor("wait", in_flight=5)(gate)
     bench.registry.processor("quick", in_flight=5)(lambda body: None)
     slow, quick = bench.schedule("wait"), [bench.schedule("quick") for _ in range(3)]
@@ -162,7 +162,7 @@ def test_a_long_row_delays_neither_other_settlements_nor_the_next_chunk(
 
 
 def test_detached_rows_that_end_together_are_settled_soon_in_one_call(make: Make) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=0.5)
+    bench = make(may_detach=True, _chunk_time_budget_s=0.5)
     doors = [threading.Event() for _ in range(2)]
     bench.registry.processor("wait", in_flight=20)(lambda body: doors[body].wait(10))
     tasks = [bench.schedule("wait", n % 2) for n in range(20)]
@@ -187,7 +187,7 @@ def test_detached_rows_that_end_together_are_settled_soon_in_one_call(make: Make
 
 
 def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGate) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=0.2)
+    bench = make(may_detach=True, _chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=2)(gate)
     tasks = [bench.schedule("wait") for _ in range(2)]
     with ThreadPoolExecutor(1) as pool:
@@ -205,7 +205,7 @@ def test_a_chunk_is_reported_when_a_thread_slot_is_free(make: Make, gate: ForkGa
 def test_a_detached_row_that_cannot_be_settled_is_left_to_its_lease(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=0.2)
+    bench = make(may_detach=True, _chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     task = bench.schedule("wait")
     bench.run(task)
@@ -223,7 +223,7 @@ def test_a_detached_row_that_cannot_be_settled_is_left_to_its_lease(
 
 
 def test_a_recovered_row_runs_when_no_other_row_runs(make: Make, gate: ForkGate) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=0.2)
+    bench = make(may_detach=True, _chunk_time_budget_s=0.2)
     bench.registry.processor("wait", in_flight=5)(gate)
     others_inside: list[int] = []
     bench.registry.processor("suspect", in_flight=5)(lambda body: others_inside.append(gate.inside))
@@ -406,7 +406,7 @@ def test_time_limits_are_refused_for_concurrent_processors(bench: RunnerHarness)
 def test_a_row_that_its_time_limit_may_kill_waits_for_the_concurrent_rows(
     make: Make, gate: ForkGate
 ) -> None:
-    bench = make(may_detach=True, chunk_time_budget_s=1)
+    bench = make(may_detach=True, _chunk_time_budget_s=1)
     bench.registry.processor("wait", in_flight=5)(gate)
     others_inside: list[Any] = []
     bench.registry.processor("limited", time_limit=60)(

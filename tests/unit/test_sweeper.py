@@ -259,7 +259,7 @@ def test_a_clock_without_a_measurement_arms_nothing_and_marks_nothing(
 def test_a_stage_that_fails_does_not_prevent_the_other_stages(
     make: Make, stage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    field = make(purge_after_s=3600)
+    field = make(purge_after=3600)
     long_ago = field.clock.now() - timedelta(hours=2)
     near = field.row(5)
     lapsed = field.row(-5, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
@@ -370,7 +370,7 @@ def test_a_late_row_is_drained_although_the_broker_refuses_near_rows(
 
 
 def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
-    field = make(horizon_s=None)
+    field = make(horizon=None)
     field.row(5)
     assert field.sweep() == []
 
@@ -379,7 +379,7 @@ def test_without_a_horizon_nothing_is_armed_by_sweeps(make: Make) -> None:
 
 
 def test_partitions_share_the_rows_and_the_first_does_the_other_work(make: Make) -> None:
-    field = make(sweep_partitions=3)
+    field = make(sweep=(5, 3))
     ids = [field.row(5) for _ in range(60)]
     lapsed = field.row(-60, Status.RUNNING, lease_until=field.clock.now() - timedelta(seconds=1))
     field.serve("w1", "default")
@@ -423,7 +423,7 @@ def test_a_worker_that_was_silent_briefly_is_not_expired(field: SweeperHarness) 
 
 def test_a_worker_that_dies_while_a_partition_is_swept_is_not_forgotten(make: Make) -> None:
     """The sweep began before the worker expired, so it must not mark all rows as armed."""
-    field = make(sweep_partitions=2)
+    field = make(sweep=(5, 2))
     field.serve("w1", "default")
     ids = [field.row(15 + n / 100) for n in range(40)]
     mine = [*field.sweep(0), *field.sweep(1)]
@@ -470,7 +470,7 @@ def test_old_finished_rows_are_deleted_only_if_configured(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeper, "PURGE_ROWS", 10)
-    for changes, left in (({}, 28), ({"purge_after_s": 3600}, 3)):
+    for changes, left in (({}, 28), ({"purge_after": 3600}, 3)):
         field = make(**changes)
         old = field.clock.now() - timedelta(hours=2)
         for _ in range(25):

@@ -184,7 +184,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 @pytest.fixture
 def bench(make: Make, watch: Watch) -> RunnerHarness:
-    bench = make(lease_s=LEASE_S, chunk_time_budget_s=1)
+    bench = make(lease=LEASE_S, _chunk_time_budget_s=1)
     bench.runner = bench.make_runner(last_renewal=lambda: LastRenewal(watch.renewed, float("-inf")))
     return bench
 

@@ -14,7 +14,7 @@ from delaytasks import DelayTasks
 from delaytasks.core.events import Events
 from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Stamp
-from delaytasks.core.settings import Settings
+from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.worker import chunk_queue, pool
 from delaytasks.worker.celery_tasks import processes_of
@@ -112,7 +112,7 @@ class DispatcherHarness:
         self.capacity_request = CapacityRequest()
         self.others_wait = OthersWait()
         self.dispatcher = Dispatcher(
-            Settings(**settings),
+            load_settings({}, {}, **settings),
             self.clock,
             self.events,
             self.pool,

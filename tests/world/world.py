@@ -55,7 +55,7 @@ class World:
         url = store.database.url.render_as_string(hide_password=False)
         prefix = store.schema.tasks.name.removesuffix("yb_delay_task_message")
         app = Celery("world", broker="memory://", set_as_current=False)
-        settings = {"table_prefix": prefix, "strict_tags": False, **settings}
+        settings = {"table_prefix": prefix, "tags": "any", **settings}
         self.delays = DelayTasks(app, url, **settings)
         self.broker = WorldBroker()
         self.runtime: Any = runtime_of(self.delays)

@@ -124,7 +124,7 @@ def _server(connection: Any) -> tuple[str, tuple[int, ...]]:
 def _revision(delays: DjangoDelays) -> str | None:
     settings = delays.settings
     database, schema = runtime_of(delays).store.database, settings.table_schema or None
-    return migrations.current(database, settings.table_prefix, schema)
+    return migrations.current(database, settings.name_prefix, schema)
 
 
 def _tags_without_processor(delays: DjangoDelays) -> Iterator[CheckMessage]:
@@ -163,7 +163,7 @@ def downgrade(_apps: Any, schema_editor: Any) -> None:
 
 
 def make_tables(delays: DjangoDelays, schema_editor: Any) -> None:
-    prefix, schema = delays.settings.table_prefix, delays.settings.table_schema or None
+    prefix, schema = delays.settings.name_prefix, delays.settings.table_schema or None
     connection = schema_editor.connection
     ours = {table.name for table in runtime_of(delays).store.schema.metadata.tables.values()} | {
         migrations.version_table(prefix)
@@ -203,6 +203,6 @@ def _stamp(schema_editor: Any, prefix: str) -> None:
 
 def _run_alembic(delays: DjangoDelays, command: Any, revision: str) -> None:
     database, settings = runtime_of(delays).store.database, delays.settings
-    command(database, settings.table_prefix, settings.table_schema or None, revision)
+    command(database, settings.name_prefix, settings.table_schema or None, revision)
     # Otherwise Django's test runner could not copy or drop the database.
     database.dispose()

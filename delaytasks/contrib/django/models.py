@@ -18,7 +18,7 @@ from delaytasks.storage.schema import BODY
 def table_name(name: str = "yb_delay_task_message") -> str:
     """Return the name with the prefix and the schema of the settings."""
     settings = project_delays().settings
-    name = f"{settings.table_prefix}{name}"
+    name = f"{settings.name_prefix}{name}"
     if not settings.table_schema:
         return name
     # Django quotes a name unless it is quoted already.

@@ -22,7 +22,7 @@ from celery import Celery
 from delaytasks import DelayTasks
 
 app = Celery("shop", set_as_current=False)
-delays = DelayTasks(app, strict_tags=False)
+delays = DelayTasks(app, tags="any")
 
 @delays.processor("ok")
 def ok(body): pass

@@ -117,7 +117,7 @@ def test_a_module_that_the_app_imports_in_vain_is_one_line_if_its_own_name_is_wr
     assert is_traced or len(said.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("name", ["DELAYTASKS_HORIZON_S", "DELAYTASKS_LEASE"])
+@pytest.mark.parametrize("name", ["DELAYTASKS_HORIZON", "DELAYTASKS_LEASE"])
 def test_a_wrong_setting_ends_with_2(
     bare: Project, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -129,7 +129,7 @@ def test_a_horizon_beyond_the_brokers_timeout_ends_with_2(
     bare: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CELERY_BROKER_URL", "redis://127.0.0.1:1/0")
-    monkeypatch.setenv("DELAYTASKS_HORIZON_S", "3600")
+    monkeypatch.setenv("DELAYTASKS_HORIZON", "3600")
     assert "visibility_timeout" in bare.error("check", exit_code=2)["error"]
 
 

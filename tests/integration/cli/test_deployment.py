@@ -163,8 +163,7 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
 ) -> None:
     redis = start_redis()
     redis.client().execute_command("ACL", "SETUSER", "default", "resetpass", ">canary")
-    monkeypatch.setenv("DELAYTASKS_TIMER", "redis")
-    monkeypatch.setenv("DELAYTASKS_REDIS_URL", redis.url.replace("://", "://:canary@"))
+    monkeypatch.setenv("DELAYTASKS_TIMER", redis.url.replace("://", "://:canary@"))
     store = runtime_of(bare.delays).store
     with store.database.begin() as connection:
         store.schema.metadata.create_all(connection)
@@ -194,17 +193,15 @@ def test_stats_says_how_many_near_tasks_wait_in_redis(
 def test_config_prints_every_setting_with_its_origin(
     bare: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DELAYTASKS_LEASE_S", "33")
+    monkeypatch.setenv("DELAYTASKS_LEASE", "33")
     found = bare.json("config")
     settings = {setting["name"]: setting for setting in found["settings"]}
-    assert settings["delaytasks_lease_s"]["value"] == "33.0"
-    assert settings["delaytasks_lease_s"]["origin"] == "environment"
-    assert settings["delaytasks_sweep_partitions"]["origin"] == "default"
+    assert settings["delaytasks_lease"]["value"] == "33s"
+    assert settings["delaytasks_lease"]["origin"] == "environment"
+    assert settings["delaytasks_sweep"]["origin"] == "default"
     assert found["app"] == {"value": "shop", "origin": "command line"}
     assert found["broker"] == {"value": "memory://", "origin": "environment"}
-    assert re.search(
-        r"^delaytasks_lease_s +33\.0 +environment ", bare("config").stdout, re.MULTILINE
-    )
+    assert re.search(r"^delaytasks_lease +33s +environment ", bare("config").stdout, re.MULTILINE)
 
 
 def test_config_knows_the_broker_that_celery_takes_by_default(

@@ -96,7 +96,7 @@ def test_drain_recovers_rows_of_a_dead_worker(shop: Project) -> None:
 def test_drain_renews_the_lease_of_a_long_task(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DELAYTASKS_LEASE_S", "0.9")
+    monkeypatch.setenv("DELAYTASKS_LEASE", "0.9")
     sys.modules.pop(shop.name).delays.close()
     shop.schedule("long")
     assert shop.json("drain")["succeeded"] == 1
@@ -110,7 +110,7 @@ def test_output_of_processors_is_not_in_the_json_document(shop: Project) -> None
 def test_ctrl_c_stops_a_drain_after_the_current_chunk(
     shop: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DELAYTASKS_CHUNK_MAX", "10")
+    monkeypatch.setenv("DELAYTASKS__CHUNK_MAX", "10")
     tasks = [shop.schedule("stop", body=1)] + [shop.schedule("ok") for _ in range(30)]
     answer = shop.json("drain", exit_code=1)
     assert answer["is_stopped"]

@@ -183,7 +183,7 @@ def test_a_callback_that_shares_a_name_lookup_waits_no_longer_than_its_own_limit
 def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
     web: WebServer, tmp_path: Path
 ) -> None:
-    changes: dict[str, Any] = {"callback_in_flight": 7, "chunk_time_budget_s": 5}
+    changes: dict[str, Any] = {"_callback_in_flight": 7, "_chunk_time_budget_s": 5}
     delays = delays_on(
         f"sqlite:///{tmp_path / 'tasks.sqlite3'}", callback_allow="127.0.0.1", **changes
     )

@@ -43,7 +43,7 @@ class ScrapedSite:
         self._producer = serve("127.0.0.1", self.ports["producer"], metrics)
         self.deployment.beat()
         for pool in ("prefork", "threads"):
-            self.deployment.worker(pool=pool, DELAYTASKS_METRICS_PORT=str(self.ports[pool]))
+            self.deployment.worker(pool=pool, DELAYTASKS_METRICS=str(self.ports[pool]))
         self.export()
 
     def export(self) -> None:
@@ -78,7 +78,7 @@ def site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[Scrape
 
 @pytest.fixture
 def redis_timer_site(tmp_path: Path, postgresql_url: str, redis_url: str) -> Iterator[ScrapedSite]:
-    settings = {"timer": "redis", "redis_url": redis_url, "horizon_s": 120}
+    settings = {"timer": redis_url, "horizon": 120}
     made = ScrapedSite(tmp_path, postgresql_url, redis_url, **settings)
     yield made
     made.close()
@@ -213,7 +213,7 @@ def test_a_worker_writes_its_metrics_to_a_file(
 ) -> None:
     d = Deployment(tmp_path, postgresql_url, redis_url)
     try:
-        worker = d.worker(DELAYTASKS_METRICS_FILE=str(tmp_path / "%n.prom"))
+        worker = d.worker(DELAYTASKS_METRICS=str(tmp_path / "%n.prom"))
         d.wait_for([d.schedule("test.quiet")])
         worker.terminate()
         [file] = tmp_path.glob("*.prom")
@@ -227,8 +227,8 @@ def test_a_worker_whose_port_is_in_use_runs_without_metrics(
 ) -> None:
     d, port = Deployment(tmp_path, postgresql_url, redis_url), str(free_port())
     try:
-        first = d.worker(DELAYTASKS_METRICS_PORT=port)
-        second = d.worker(DELAYTASKS_METRICS_PORT=port)
+        first = d.worker(DELAYTASKS_METRICS=port)
+        second = d.worker(DELAYTASKS_METRICS=port)
         wait_until(
             lambda: "metrics.not_served" in second.log(), 20, lambda: second.log(), every_s=0.1
         )
