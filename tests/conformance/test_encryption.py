@@ -424,29 +424,6 @@ def test_a_body_that_was_moved_to_another_row_does_not_run_there(
     assert got == [2, 0], "in its own row it can be read again"
 
 
-def test_a_row_whose_tag_was_changed_does_not_run_as_the_other_tag(
-    store: Store, open_with: Open
-) -> None:
-    delays, got = open_with(NEW), list[Any]()
-    task = delays.schedule_delay("mail", BODY, 0)
-    delays.processor("log")(got.append)
-    change(store, task, tag="log")
-    delays.runner().run([Entry(task.id, 0, 0)])
-    assert (delays.get(task).status, got) == (Status.FAILED, [])
-
-
-def test_a_body_is_not_read_as_a_result_nor_the_reverse(store: Store, open_with: Open) -> None:
-    delays = open_with(NEW)
-    delays.processor("mail", keep_result=True)(lambda body: [body])
-    task = run_now(delays, delays.schedule_delay("mail", BODY, 60))
-    [(body, result)] = stored(store)
-    change(store, task, message_body=result, result=body)
-    found = delays.get(task)
-    for read in (lambda: found.body, lambda: found.result):
-        with pytest.raises(BodyEncryptedError, match="belongs to another task"):
-            read()
-
-
 def test_a_schema_check_names_a_body_that_was_moved(store: Store, open_with: Open) -> None:
     delays = open_with(NEW)
     delays.processor("mail", schema=lambda body: body)(lambda body: None)

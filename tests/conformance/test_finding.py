@@ -29,19 +29,6 @@ from tests.refusals import invalid
 # Look up and count rows, and read the clock, on every database
 
 
-def test_pages_of_a_status_are_in_due_order_over_all_queues_and_priorities(store: Store) -> None:
-    added = [add(store, n - 100.0, queue=f"q{n % 3}", priority=n % 2) for n in range(13)]
-    found: list[int] = []
-    cursor = None
-    while True:
-        page = store.tasks.find(filter_of({"status": Status.NOT_COMPLETE}), 5, cursor)
-        found += [one.id for one in page.tasks]
-        cursor = page.cursor
-        if cursor is None:
-            break
-    assert found == [one.id for one in added]
-
-
 def test_pages_show_each_resting_row_once_while_others_move(store: Store) -> None:
     now = seconds(store.tasks.now(), 1000)
     # Many rows have the same due time, so the cursor must compare ids and times.

@@ -205,13 +205,6 @@ def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(bench: RunnerHa
     assert run_again(bench, task).status is Status.FAILED
 
 
-def test_retry_without_a_time_waits_for_the_next_retry_delay(bench: RunnerHarness) -> None:
-    returns(bench, "pay", Retry(), retries="10s")
-    task = bench.schedule("pay")
-    bench.run(task)
-    assert 9 < wait_s(bench, bench.now(task)) <= 10
-
-
 def test_retry_without_a_time_and_a_retry_schedule_fails_with_an_explanation(
     bench: RunnerHarness,
 ) -> None:
@@ -356,27 +349,6 @@ def test_a_batch_ends_each_of_its_tasks_and_keeps_their_failed_attempts(
     kept = [[attempt.error for attempt in bench.store.tasks.attempts(task.id)] for task in tasks]
     assert kept == [[], ["busy"], [], [], ["no"]]
     assert bench.schedule("batch", key="0").id != tasks[0].id, "its key is free"
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-def test_each_of_several_concurrent_rows_has_its_own_outcome(
-    bench: RunnerHarness, is_async: bool
-) -> None:
-    def work(body: Any) -> Any:
-        if body == 1:
-            raise ConnectionError("busy")
-        return Snooze("30m") if body == 2 else None
-
-    async def work_on_loop(body: Any) -> Any:
-        return work(body)
-
-    bench.registry.processor("wait", in_flight=10, retries="10s")(
-        work_on_loop if is_async else work
-    )
-    tasks = [bench.schedule("wait", n) for n in range(30)]
-    bench.run(*tasks)
-    assert bench.statuses(tasks) == ["DONE", "NOT_COMPLETE", "NOT_COMPLETE", *["DONE"] * 27]
-    assert [bench.now(task).attempts for task in tasks[:3]] == [1, 1, 0]
 
 
 # A processor completes its task in its own transaction: the effect and DONE are committed

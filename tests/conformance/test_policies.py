@@ -13,7 +13,7 @@ from sqlalchemy import event, select, update
 from delaytasks import DelayTask, DelayTasks, NewTask, Snooze, Status
 from delaytasks.core import errors as e
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.policies import Stamp
+from delaytasks.core.policies import Policies, Policy, Stamp
 from delaytasks.execution import policy_cache as policies_of
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance import sweeper as engine_holding
@@ -445,20 +445,6 @@ def test_a_held_task_can_be_cancelled_rescheduled_touched_and_replaced(
     assert (field.statuses(due), field.ran) == (["HELD"], []), "it is paused all the same"
 
 
-def test_a_purge_leaves_held_tasks(field: PolicyHarness) -> None:
-    task, done = field.add(in_s=-5), field.add("sms", -5)
-    field.delays.policies.pause(tag="mail")
-    field.sweep()
-    field.run(done)
-    long_ago = field.store.tasks.now() - timedelta(days=9)
-    with field.store.database.begin() as connection:
-        connection.execute(
-            update(field.store.schema.tasks).values(update_time=long_ago, expected_time=long_ago)
-        )
-    assert field.store.sweeps.purge(86400, 100) == 1
-    assert field.statuses(task) == ["HELD"]
-
-
 # -- policies ------------------------------------------------------------------------------------
 
 
@@ -559,18 +545,6 @@ def test_invalid_policies_are_refused(field: PolicyHarness) -> None:
     assert field.delays.policies.list() == []
 
 
-def test_without_policies_a_chunk_executes_no_query_about_policies(field: PolicyHarness) -> None:
-    tasks = [field.add(in_s=-5) for _ in range(3)]
-    runtime_of(field.delays).policy_cache.follow(0)
-    field.delays.runner()
-    seen: list[str] = []
-    for engine in (field.store.database.auto, field.store.database.tx):
-        event.listen(engine, "before_cursor_execute", lambda *args: seen.append(args[2]))
-    field.run(*tasks)
-    assert field.statuses(*tasks) == ["DONE"] * 3
-    assert not [sql for sql in seen if "policy" in sql]
-
-
 # Held tasks are released step by step, by one process or several
 
 
@@ -664,6 +638,13 @@ def test_a_process_with_an_outdated_pause_holds_no_rows(field: PolicyHarness) ->
     field.delays.policies.pause(queue="default")
     assert field.store.paused_rows.hold([task.id]) == 1
     assert field.store.paused_rows.hold([task.id]) == 0
+    field.delays.policies.resume(queue="default")
+    near, steps = field.add(in_s=20), list[None]()
+    outdated = Policies((Policy("queue", "default", is_paused=True),))
+    pauses: Any = runtime_of(field.delays).sweeper._pauses
+    now = field.store.tasks.now()
+    pauses.hold_near(outdated, now, now + timedelta(seconds=30), lambda: steps.append(None))
+    assert (len(steps), field.statuses(near)) == (1, ["NOT_COMPLETE"])
 
 
 def test_a_resume_between_looking_and_holding_leaves_nothing_held_or_counted(

@@ -459,27 +459,6 @@ def test_without_a_commit_there_is_no_row_and_nothing_is_armed(
     assert (shop.seen(), shop.keys(), shop.timer.ids) == (set(), 0, [])
 
 
-def test_an_exception_in_the_callers_block_undoes_what_it_scheduled(shop: SessionCaller) -> None:
-    def buy() -> None:
-        with shop.session() as session, session.begin():
-            shop.schedule(session)
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        buy()
-    assert (shop.seen(), shop.timer.ids) == (set(), [])
-
-
-def test_a_flush_that_fails_undoes_what_was_scheduled(shop: SessionCaller) -> None:
-    with shop.session() as session:
-        shop.schedule(session)
-        with pytest.raises(Exception, match="no_such_table"):
-            session.execute(text("INSERT INTO no_such_table VALUES (1)"))
-        session.rollback()
-        session.commit()
-    assert (shop.seen(), shop.timer.ids) == (set(), [])
-
-
 def test_a_savepoint_rolled_back_in_a_session_leaves_no_row_and_arms_nothing(
     shop: SessionCaller,
 ) -> None:

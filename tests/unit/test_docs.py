@@ -19,7 +19,6 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.schema import CreateIndex
 
 from benchmarks.peers import pages
-from benchmarks.peers.results import Results
 from delaytasks import DelayTasks
 from delaytasks.attachment import ENTRY_POINTS
 from delaytasks.core import errors
@@ -421,34 +420,6 @@ def test_each_command_shown_exists_with_its_options(name: str) -> None:
 
 
 # -- peers pages ----------------------------------------------------------------------------------
-
-
-def results() -> Results:
-    found = Results(
-        machine={"cores": "2"}, sizes={"burst": "20 tasks", "steady_50": "50 tasks a second"}
-    )
-    for name, title in (
-        ("delaytasks", "delaytasks, `eta`"),
-        ("quick", "Quick & Co"),
-        ("whole", "Whole seconds"),
-    ):
-        found.systems[name] = {
-            "title": title,
-            "version": "1.0",
-            "servers": ["Redis"],
-            "setup": "as it comes",
-            "source": "",
-            "limits": [],
-        }
-    for value in (900.0, 1000.0, 1200.0):
-        found.add("burst", "delaytasks", value)
-        found.add("burst", "quick", value / 10)
-    found.remark("burst", "whole", "failed: it did not start")
-    found.remark("burst", "quick", "300 tasks of 2,000, the time was over")
-    found.add("steady_50_p99", "whole", 978.0)
-    found.add("steady_50_early", "whole", 48.0)
-    found.left_out["absent"] = "there is no Node here"
-    return found
 
 
 def test_the_page_in_the_docs_matches_its_values(tmp_path: Path) -> None:

@@ -31,26 +31,6 @@ from tests.waiting import wait_until
 # -- run and settle the rows of a chunk on SQLite, within its time and its lease ------------------
 
 
-def test_rows_are_run_and_settled_together(bench: RunnerHarness) -> None:
-    tasks = [bench.schedule(body=n) for n in range(5)]
-    settled: list[int] = []
-    bench.claims.before_settle = lambda settlements: settled.append(len(settlements))
-    report = bench.run(*tasks)
-    assert (report.claimed, report.ran, report.early) == (5, 5, ())
-    assert bench.ran == [0, 1, 2, 3, 4]
-    assert bench.statuses(tasks) == ["DONE"] * 5
-    assert settled == [5]
-    done = bench.now(tasks[0])
-    assert (done.attempts, done.version, done.worker, done.ip_address) == (
-        1,
-        2,
-        "worker-1",
-        "127.0.0.1",
-    )
-    assert done.execution_time is not None
-    assert bench.events.counts["task.succeeded"] == 5
-
-
 class UnsayableError(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")

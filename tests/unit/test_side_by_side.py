@@ -381,16 +381,6 @@ def test_a_forked_child_has_its_own_event_loop() -> None:
     assert coroutines.result_of(work()) != first
 
 
-def test_an_expired_task_is_not_run_concurrently_either(bench: RunnerHarness) -> None:
-    ran: list[Any] = []
-    bench.registry.processor("wait", in_flight=5, expires=10)(ran.append)
-    late, fine = bench.schedule("wait", "late"), bench.schedule("wait", "fine")
-    bench.change(late, expected_time=bench.clock.now() - timedelta(seconds=60))
-    bench.run(bench.now(late), fine)
-    assert bench.statuses([late, fine]) == ["CANCELLED", "DONE"]
-    assert ran == ["fine"]
-
-
 # -- rows with time limits ------------------------------------------------------------------------
 
 
@@ -618,16 +608,6 @@ def test_an_invalid_outcome_fails_only_its_own_task(bench: RunnerHarness) -> Non
     tasks = run_batch(bench, lambda tasks: [None, Retry(), Snooze(-1), None])
     assert statuses(tasks) == ["DONE", "FAILED", "FAILED", "DONE"]
     assert "needs a retry schedule" in (tasks[1].error or "")
-
-
-def test_each_result_is_stored_with_its_task(bench: RunnerHarness) -> None:
-    tasks = run_batch(
-        bench,
-        lambda tasks: [Done(7) if task.body else "first" for task in tasks],
-        2,
-        keep_result=True,
-    )
-    assert [task.result for task in tasks] == ["first", 7]
 
 
 # -- other properties of a run -------------------------------------------------------------------

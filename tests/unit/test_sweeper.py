@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta, timezone
+from datetime import datetime, timedelta
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,13 +17,13 @@ from delaytasks.core.clock import Clock
 from delaytasks.core.errors import StoreUnavailableError
 from delaytasks.core.events import Events
 from delaytasks.core.filters import LogEntry
-from delaytasks.core.interfaces import Entry, FoundRow, Level
+from delaytasks.core.interfaces import Entry
 from delaytasks.core.policies import Policies, Policy
 from delaytasks.maintenance import sweeper
-from delaytasks.maintenance.sweeper import PauseSweeper, Sweeper
+from delaytasks.maintenance.sweeper import Sweeper
 from delaytasks.storage.rows import values_of
 from tests.conftest import open_store, settings_for
-from tests.recording import CrashError, ManualClock, RecordingTimer, counted
+from tests.recording import CrashError, RecordingTimer, counted
 
 # -- sweeps on an SQLite file, with a timer that records what it is given -------------------------
 
@@ -144,28 +144,6 @@ def field(make: Make) -> SweeperHarness:
 
 
 # -- A sweep arms the rows that are due within the horizon ----------------------------------------
-
-
-def test_near_rows_are_armed_in_the_order_of_their_times_and_once(field: SweeperHarness) -> None:
-    late, far = field.row(-5), field.row(60)
-    ids = [field.row(in_s) for in_s in (20, 5, 29, 10)]
-    others = [field.row(5, status) for status in Status if status is not Status.NOT_COMPLETE]
-    assert field.sweep() == [ids[1], ids[3], ids[0], ids[2]]
-    assert field.sweep() == [], "what was armed is not armed again"
-    assert field.count("sweep.armed") == 4
-    assert {late, far, *others}.isdisjoint(field.timer.ids)
-    assert field.timer.armed[0].queue == "default"
-
-
-def test_each_sweep_arms_rows_that_came_within_the_horizon_since_the_last_one(
-    field: SweeperHarness,
-) -> None:
-    field.sweep()
-    field.near_until(10)
-    soon, new = field.row(9), field.row(11)
-    assert field.sweep() == [new], "the producer armed the other one"
-    assert soon not in field.timer.ids
-    assert abs((field.armed_until() - field.clock.now()).total_seconds() - 30) < 1
 
 
 def test_a_long_pause_leaves_no_gap(field: SweeperHarness) -> None:
@@ -558,85 +536,5 @@ def test_a_worker_drains_its_own_queues_without_a_sweep(field: SweeperHarness) -
     ]
 
 
-# -- pauses ---------------------------------------------------------------------------------------
-
-NOON = datetime(2030, 1, 31, 12, tzinfo=timezone.utc)
-
-
-class Rows:
-    """Waiting or held rows in memory. Each step moves at most `most` of the rows."""
-
-    def __init__(self, status: Status, ids: Sequence[int], most: int) -> None:
-        self.statuses = dict.fromkeys(ids, status)
-        self.most = most
-
-    def levels(self, status: Status, after: str | None) -> tuple[list[Level], None]:
-        return [Level("default", 0)], None
-
-    def look(
-        self, status: Status, level: Level, since: datetime | None, until: datetime | None
-    ) -> list[FoundRow]:
-        rows = [FoundRow(id, "mail", NOON + timedelta(seconds=id)) for id in self._of(status)]
-        return [row for row in rows if since is None or row.due > since]
-
-    def due_at(self, status: Status, level: Level, due: datetime, after: int) -> list[FoundRow]:
-        return []
-
-    def due_between(self, since: datetime, until: datetime) -> list[int]:
-        return self._of(Status.NOT_COMPLETE)
-
-    def hold(self, ids: Sequence[int]) -> int:
-        return len(self._move(ids, Status.HELD))
-
-    def release(self, ids: Sequence[int]) -> list[Entry]:
-        return [Entry(id, 1, 0) for id in self._move(ids, Status.NOT_COMPLETE)]
-
-    def _of(self, status: Status) -> list[int]:
-        return [id for id, each in self.statuses.items() if each is status]
-
-    def _move(self, ids: Sequence[int], status: Status) -> Sequence[int]:
-        moved = ids[: self.most]
-        self.statuses.update(dict.fromkeys(moved, status))
-        return moved
-
-
-class Field:
-    def __init__(self, rows: Rows) -> None:
-        self.rows, self.events, self.applied = rows, Events(), list[Policy]()
-        table: Any = SimpleNamespace(
-            applied=self.applied.extend, count=lambda _: {}, forget=lambda: 0
-        )
-        cache: Any = SimpleNamespace(refresh=Policies)
-        holder: Any = rows
-        settings, clock, timer = settings_for("sqlite://"), ManualClock(NOON), RecordingTimer()
-        self.sweeper = PauseSweeper(settings, cache, table, holder, clock, timer, self.events)
-
-
 def paused(is_paused: bool = True) -> Policies:
     return Policies((Policy("tag", "mail", is_paused=is_paused, version=1),))
-
-
-@pytest.mark.parametrize("most", [0, 1])
-def test_rows_whose_pause_ended_meanwhile_are_not_counted_as_held(most: int) -> None:
-    field = Field(Rows(Status.NOT_COMPLETE, range(1, 4), most))
-    field.rows.due_between = lambda since, until: [1, 2, 3]  # type: ignore[method-assign]
-    beats: list[None] = []
-
-    def beat() -> None:
-        beats.append(None)
-        field.rows.most = 0 if len(beats) > 1 else most  # the pause ends after the first step
-
-    field.sweeper.hold_near(paused(), NOON, NOON + timedelta(seconds=30), beat)
-    assert field.events.counts["task.held"] == most
-    assert len(beats) == 1 + most, "a step that holds no row is the last one"
-
-
-def test_a_walk_that_could_not_release_a_locked_row_is_repeated() -> None:
-    field = Field(Rows(Status.HELD, range(1, 4), most=2))
-    field.sweeper.walk(paused(is_paused=False), lambda: None)
-    assert field.events.counts["task.released"] >= 2
-    assert field.applied == [], "a row was locked"
-    field.rows.most = 3
-    field.sweeper.walk(paused(is_paused=False), lambda: None)
-    assert set(field.rows.statuses.values()) == {Status.NOT_COMPLETE}
-    assert [policy.name for policy in field.applied] == ["mail"]
