@@ -13,7 +13,7 @@ from sqlalchemy import event, select, update
 from delaytasks import DelayTask, DelayTasks, NewTask, Snooze, Status
 from delaytasks.core import errors as e
 from delaytasks.core.interfaces import Entry
-from delaytasks.core.policies import Policies, Policy, Stamp
+from delaytasks.core.policies import Stamp
 from delaytasks.execution import policy_cache as policies_of
 from delaytasks.execution.runner import Report
 from delaytasks.maintenance import sweeper as engine_holding
@@ -126,6 +126,10 @@ def small_steps(field: PolicyHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_holding, "ROWS_PER_QUERY", 2)
     monkeypatch.setattr(engine_holding, "PAUSE_ROWS", 1)
     monkeypatch.setattr(runtime_of(field.delays).sweeper._pauses, "_budget_s", -1)
+
+
+def pauses_of(field: PolicyHarness) -> Any:
+    return runtime_of(field.delays).sweeper._pauses
 
 
 # Tasks of a paused tag or queue are held, and the policies say so
@@ -638,12 +642,18 @@ def test_a_process_with_an_outdated_pause_holds_no_rows(field: PolicyHarness) ->
     field.delays.policies.pause(queue="default")
     assert field.store.paused_rows.hold([task.id]) == 1
     assert field.store.paused_rows.hold([task.id]) == 0
-    field.delays.policies.resume(queue="default")
-    near, steps = field.add(in_s=20), list[None]()
-    outdated = Policies((Policy("queue", "default", is_paused=True),))
-    pauses: Any = runtime_of(field.delays).sweeper._pauses
-    now = field.store.tasks.now()
-    pauses.hold_near(outdated, now, now + timedelta(seconds=30), lambda: steps.append(None))
+
+
+def test_a_sweep_ends_that_can_hold_none_of_the_near_rows(
+    field: PolicyHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pause ended meanwhile, or other transactions have locked the rows."""
+    field.delays.policies.pause(queue="default")
+    near, steps, pauses = field.add(in_s=20), list[None](), pauses_of(field)
+    monkeypatch.setattr(pauses, "_budget_s", 1)
+    monkeypatch.setattr(pauses._rows, "hold", lambda ids: 0)
+    policies, now = runtime_of(field.delays).policy_cache.refresh(), field.store.tasks.now()
+    pauses.hold_near(policies, now, now + timedelta(seconds=30), lambda: steps.append(None))
     assert (len(steps), field.statuses(near)) == (1, ["NOT_COMPLETE"])
 
 

@@ -193,6 +193,7 @@ def test_while_the_broker_is_unavailable_nothing_counts_as_armed(field: SweeperH
     assert field.count("sweep.armed") == 0
     field.timer.is_up = True
     assert field.sweep() == ids
+    assert field.count("sweep.armed") == 2
 
 
 class RefusingTimer(RecordingTimer):
