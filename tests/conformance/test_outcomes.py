@@ -169,26 +169,22 @@ def test_anything_that_is_no_outcome_is_success(bench: RunnerHarness, value: Any
 
 
 @pytest.mark.parametrize(
-    ("value", "kept"), [({"paid": 7}, {"paid": 7}), (Done([1, "é"]), [1, "é"]), (None, None)]
+    ("value", "kept", "dropped"),
+    [
+        ({"paid": 7}, {"paid": 7}, 0),
+        (Done([1, "é"]), [1, "é"], 0),
+        (None, None, 0),
+        *((value, None, 1) for value in (object(), "x" * 100_000, float("nan"))),
+    ],
 )
-def test_a_result_is_stored_if_the_processor_has_keep_result(
-    bench: RunnerHarness, value: Any, kept: Any
+def test_a_result_is_stored_if_the_processor_has_keep_result_and_it_can_be_stored(
+    bench: RunnerHarness, value: Any, kept: Any, dropped: int
 ) -> None:
     returns(bench, "pay", value, keep_result=True)
     task = bench.schedule("pay")
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).result) == (Status.DONE, kept)
-
-
-@pytest.mark.parametrize("value", [object(), "x" * 100_000, float("nan")])
-def test_a_result_that_cannot_be_stored_leaves_the_task_done(
-    bench: RunnerHarness, value: Any
-) -> None:
-    returns(bench, "pay", value, keep_result=True)
-    task = bench.schedule("pay")
-    bench.run(task)
-    assert (bench.now(task).status, bench.now(task).result) == (Status.DONE, None)
-    assert len(bench.named("result.dropped")) == 1
+    assert len(bench.named("result.dropped")) == dropped
 
 
 def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(bench: RunnerHarness) -> None:
@@ -205,14 +201,23 @@ def test_retry_with_a_time_waits_for_it_and_uses_one_retry_delay(bench: RunnerHa
     assert run_again(bench, task).status is Status.FAILED
 
 
-def test_retry_without_a_time_and_a_retry_schedule_fails_with_an_explanation(
-    bench: RunnerHarness,
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Retry(), "Retry() without after= needs a retry schedule"),
+        (Retry(after=-1), "after is"),
+        (Snooze("soon"), "after is"),
+        (Snooze(float("inf")), "after is"),
+    ],
+)
+def test_an_invalid_outcome_fails_the_task_with_an_explanation(
+    bench: RunnerHarness, value: Any, says: str
 ) -> None:
-    returns(bench, "pay", Retry())
+    returns(bench, "pay", value)
     task = bench.schedule("pay")
     bench.run(task)
     assert bench.now(task).status is Status.FAILED
-    assert "needs a retry schedule" in (bench.now(task).error or "")
+    assert f"InvalidInputError: {says}" in (bench.now(task).error or "")
 
 
 def test_snooze_uses_no_attempt(bench: RunnerHarness) -> None:
@@ -242,17 +247,6 @@ def test_fail_uses_no_further_retry(bench: RunnerHarness) -> None:
     bench.run(task)
     assert (bench.now(task).status, bench.now(task).error) == (Status.FAILED, "no such account")
     assert len(bench.store.tasks.attempts(task.id)) == 1
-
-
-@pytest.mark.parametrize("value", [Retry(after=-1), Snooze("soon"), Snooze(float("inf"))])
-def test_an_invalid_outcome_fails_the_task_with_an_explanation(
-    bench: RunnerHarness, value: Any
-) -> None:
-    returns(bench, "pay", value)
-    task = bench.schedule("pay")
-    bench.run(task)
-    assert bench.now(task).status is Status.FAILED
-    assert "InvalidInputError: after is" in (bench.now(task).error or "")
 
 
 # -- expiry and keys ------------------------------------------------------------------------------

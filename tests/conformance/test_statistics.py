@@ -632,13 +632,17 @@ def test_counts_are_written_once(delays: DelayTasks, counts: WorkerCounts) -> No
     assert written(delays) == 1
 
 
+@pytest.mark.parametrize("error", [StoreUnavailableError("down"), NoResultFound()])
 def test_counts_whose_write_failed_before_the_commit_are_written_later(
-    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
+    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
     writer = writer_of(delays, counts, Events())
     with monkeypatch.context() as patch:
-        patch.setattr(StatisticsTable, "add", refuse)
-        with pytest.raises(StoreError):
+        patch.setattr(StatisticsTable, "add", fail)
+        with pytest.raises(type(error)):
             writer.write()
     assert written(delays) == 0
     writer.write()
@@ -675,18 +679,3 @@ def test_after_a_failed_write_the_loop_rests_as_long_as_after_another(
     monkeypatch.setattr(StatisticsTable, "add", refuse)
     assert writer._turn() == WRITE_S
     assert events.counts["loop.failed"] == 1
-
-
-def test_counts_are_kept_after_an_error_that_is_not_of_the_database(
-    delays: DelayTasks, counts: WorkerCounts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose_group(*_: Any) -> None:
-        raise NoResultFound
-
-    writer = writer_of(delays, counts, Events())
-    with monkeypatch.context() as patch:
-        patch.setattr(StatisticsTable, "add", lose_group)
-        with pytest.raises(NoResultFound):
-            writer.write()
-    writer.write()
-    assert written(delays) == 1

@@ -49,34 +49,25 @@ def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
     return [delays.get(task) for task in tasks]
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["threads", "coroutines"])
 def test_each_thread_closes_its_connection_after_its_row(
     delays: DjangoDelays,  # noqa: F811
     alias: str,  # noqa: F811
+    is_async: bool,
 ) -> None:
+    """Django makes the connections of coroutines in a thread of its own."""
     used: list[tuple[int, Any]] = []
 
     def work(body: Any) -> None:
         query(alias, used)
 
-    runtime_of(delays).registry._processors.pop("shop.concurrent", None)
-    delays.processor("shop.concurrent", in_flight=2)(work)
-    assert {task.status for task in run(delays, "shop.concurrent")} == {Status.DONE}
-    assert threading.get_ident() not in {thread for thread, _ in used}
-    assert [connection.connection for _, connection in used] == [None] * 6
-
-
-def test_coroutines_connections_are_closed_in_the_thread_that_django_makes_them_in(
-    delays: DjangoDelays,  # noqa: F811
-    alias: str,  # noqa: F811
-) -> None:
-    used: list[tuple[int, Any]] = []
-
-    async def work(body: Any) -> None:
+    async def work_on_loop(body: Any) -> None:
         await sync_to_async(query)(alias, used)
 
-    runtime_of(delays).registry._processors.pop("shop.async", None)
-    delays.processor("shop.async")(work)
-    assert {task.status for task in run(delays, "shop.async")} == {Status.DONE}
+    runtime_of(delays).registry._processors.pop("shop.concurrent", None)
+    delays.processor("shop.concurrent", in_flight=2)(work_on_loop if is_async else work)
+    assert {task.status for task in run(delays, "shop.concurrent")} == {Status.DONE}
+    assert threading.get_ident() not in {thread for thread, _ in used}
     assert [connection.connection for _, connection in used] == [None] * 6
 
 

@@ -229,21 +229,26 @@ def test_a_worker_starts_where_a_queues_key_is_a_string(open_broker: Open) -> No
     assert not worker.ended()
 
 
+TIMERS = ("eta", "redis")
+ALLOW_ALL = "ACL SETUSER default on nopass ~* &* +@all"
+
+
 @pytest.mark.parametrize(
-    ("breaks", "mends"),
+    ("timer", "breaks", "mends"),
     [
-        ("ACL SETUSER default -brpop -lpush -llen", "ACL SETUSER default on nopass ~* &* +@all"),
-        ("ACL SETUSER default -brpop", "ACL SETUSER default on nopass ~* &* +@all"),
-        ("ACL SETUSER default resetkeys ~nothing", "ACL SETUSER default on nopass ~* &* +@all"),
-        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
-        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
+        ("eta", "ACL SETUSER default -brpop -lpush -llen", ALLOW_ALL),
+        ("eta", "ACL SETUSER default -brpop", ALLOW_ALL),
+        ("eta", "ACL SETUSER default resetkeys ~nothing", ALLOW_ALL),
+        ("redis", "ACL SETUSER default -evalsha -zadd", ALLOW_ALL),
+        *((timer, "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0") for timer in TIMERS),
+        *((timer, "REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE") for timer in TIMERS),
     ],
 )
 def test_a_worker_survives_a_redis_that_refuses_writes(
-    open_broker: Open, breaks: str, mends: str
+    open_broker: Open, timer: str, breaks: str, mends: str
 ) -> None:
     """Redis refuses writes: no rights, no memory, or it is a read-only replica."""
-    broker = open_broker()
+    broker = open_broker(timer=timer)
     worker = broker.worker()
     broker.run_soon()
     broker.redis.execute_command(*breaks.split())
@@ -255,29 +260,6 @@ def test_a_worker_survives_a_redis_that_refuses_writes(
         broker.redis.execute_command(*mends.split())
     broker.wait_until_on_time()
     assert not worker.ended()
-
-
-@pytest.mark.parametrize(
-    ("breaks", "mends"),
-    [
-        ("ACL SETUSER default -evalsha -zadd", "ACL SETUSER default on nopass ~* &* +@all"),
-        ("CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
-        ("REPLICAOF 127.0.0.1 1", "REPLICAOF NO ONE"),
-    ],
-)
-def test_the_redis_timer_survives_a_redis_that_refuses_writes(
-    open_broker: Open, breaks: str, mends: str
-) -> None:
-    broker = open_broker(timer="redis")
-    worker = broker.worker()
-    broker.run_soon()
-    broker.redis.execute_command(*breaks.split())
-    try:
-        broker.run_soon()
-        assert not worker.ended(), worker.log()
-    finally:
-        broker.redis.execute_command(*mends.split())
-    broker.wait_until_on_time()
 
 
 def test_a_worker_starts_where_the_redis_timers_keys_are_strings(open_broker: Open) -> None:

@@ -114,30 +114,16 @@ def test_the_entries_of_a_frozen_worker_run_once_elsewhere(
     assert {workers.delays.get(task).attempts for task in held} == {1}
 
 
+@pytest.mark.parametrize("outage", [{}, {"away_s": 1}], ids=["brief", "longer than a chunk"])
 def test_chunks_that_the_pool_forgets_with_the_broker_block_no_process(
-    workers: WorkerTable,
+    workers: WorkerTable, outage: dict[str, int]
 ) -> None:
     workers.worker(concurrency=1)
     node, control, forgotten = workers.node(0), runtime_of(workers.delays).celery.control, 0
     for _ in range(3):
         wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
         [answer] = control.broadcast(
-            "lose_broker", destination=[node], reply=True, timeout=10, limit=1
-        )
-        forgotten += answer[node]["forgotten"]
-        workers.wait_for([workers.schedule()], deadline_s=10)
-    assert forgotten
-
-
-def test_chunks_that_end_before_the_broker_is_back_block_no_process(
-    workers: WorkerTable,
-) -> None:
-    workers.worker(concurrency=1)
-    node, control, forgotten = workers.node(0), runtime_of(workers.delays).celery.control, 0
-    for _ in range(3):
-        wait_until(lambda: control.ping([node], timeout=1), 10, "it to be connected again")
-        [answer] = control.broadcast(
-            "lose_broker", {"away_s": 1}, destination=[node], reply=True, timeout=10, limit=1
+            "lose_broker", outage, destination=[node], reply=True, timeout=10, limit=1
         )
         forgotten += answer[node]["forgotten"]
         workers.wait_for([workers.schedule()], deadline_s=10)
