@@ -276,7 +276,9 @@ class Settings:
         "table, as '5s 4'",
     )
     purge_after: timedelta | None = _setting(
-        None, _duration_or_none, "finished tasks older than this are deleted; none: never"
+        "30d",
+        _duration_or_none,
+        "tasks that ended (DONE, FAILED, CANCELLED) longer ago than this are deleted; none: never",
     )
     statistics: bool = _setting(
         True,

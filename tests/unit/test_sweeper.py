@@ -445,26 +445,35 @@ def test_overdue_rows_cause_a_few_drain_messages_for_served_queues(field: Sweepe
     ]
 
 
-def test_old_finished_rows_are_deleted_only_if_configured(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("changes", "age", "left"),
+    [
+        ({}, timedelta(days=29), 28),
+        ({}, timedelta(days=31), 3),
+        ({"purge_after": None}, timedelta(days=31), 28),
+        ({"purge_after": "1h"}, timedelta(hours=2), 3),
+    ],
+    ids=str,
+)
+def test_rows_that_ended_long_ago_are_deleted_and_all_others_stay(
+    make: Make, monkeypatch: pytest.MonkeyPatch, changes: Any, age: timedelta, left: int
 ) -> None:
     monkeypatch.setattr(sweeper, "PURGE_ROWS", 10)
-    for changes, left in (({}, 28), ({"purge_after": 3600}, 3)):
-        field = make(**changes)
-        old = field.clock.now() - timedelta(hours=2)
-        for _ in range(25):
-            field.row(-7200, Status.DONE, update_time=old)
-        field.row(-7200, update_time=old)
-        field.row(
-            -7200,
-            Status.RUNNING,
-            update_time=old,
-            lease_until=field.clock.now() + timedelta(hours=1),
-        )
-        field.row(-7200, Status.FAILED)
-        field.sweep()
-        assert sum(counted(field.store).values()) == left
-        assert field.count("task.purged") == 28 - left
+    field = make(**changes)
+    old, past_s = field.clock.now() - age, -age.total_seconds()
+    for _ in range(25):
+        field.row(past_s, Status.DONE, update_time=old)
+    field.row(past_s, update_time=old)
+    field.row(
+        past_s,
+        Status.RUNNING,
+        update_time=old,
+        lease_until=field.clock.now() + timedelta(hours=1),
+    )
+    field.row(past_s, Status.FAILED)
+    field.sweep()
+    assert sum(counted(field.store).values()) == left
+    assert field.count("task.purged") == 28 - left
 
 
 def test_workers_without_a_broker_cause_no_drain_messages(tmp_path: Path) -> None:
