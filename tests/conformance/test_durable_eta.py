@@ -509,39 +509,6 @@ def test_a_row_is_seen_and_armed_after_the_commit(office: Office, session: Sessi
     assert (row.key, office.timer.ids) == (result.id, [row.id])
 
 
-def test_a_task_of_a_rolled_back_transaction_does_not_exist(
-    office: Office, session: Session
-) -> None:
-    with office.delays.using(session):
-        office.remind.apply_async((7,), countdown=5)
-
-    session.rollback()
-
-    assert (office.rows(), office.timer.ids, office.published()) == ([], [], [])
-
-
-def test_a_task_of_a_rolled_back_savepoint_does_not_exist(office: Office, session: Session) -> None:
-    with office.delays.using(session):
-        kept = office.remind.apply_async((7,), countdown=5)
-        nested = session.begin_nested()
-        office.remind.apply_async((8,), countdown=5)
-        nested.rollback()
-    session.commit()
-
-    assert [row.key for row in office.rows()] == [kept.id]
-
-
-def test_calls_after_the_block_have_a_transaction_of_their_own(
-    office: Office, session: Session
-) -> None:
-    with office.delays.using(session):
-        pass
-
-    office.remind.apply_async((7,), countdown=5)
-
-    assert len(office.rows()) == 1
-
-
 def test_other_calls_in_the_block_take_part_as_well(office: Office, session: Session) -> None:
     with office.delays.using(session):
         task = office.delays.schedule_delay("mail", 1, 60)

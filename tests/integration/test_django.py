@@ -19,7 +19,7 @@ from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext, override_settings
 from sqlalchemy import literal_column
 
-from delaytasks import NewTask, Status
+from delaytasks import Status
 from delaytasks.contrib.django import instance
 from delaytasks.contrib.django.connection import DjangoConnection, DjangoTransaction
 from delaytasks.contrib.django.instance import DjangoDelays
@@ -27,7 +27,6 @@ from delaytasks.core.body import key_name
 from delaytasks.core.errors import (
     BodyEncryptedError,
     ConfigError,
-    DuplicateTaskError,
     OutcomeUnknownError,
     SessionUnusableError,
     StoreError,
@@ -247,26 +246,6 @@ def test_without_use_tz_instants_are_the_same(delays: DjangoDelays) -> None:
     assert rows(delays)[0].expected_time == DUE
 
 
-def test_many_tasks_are_written_in_the_callers_transaction(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
-    with transaction.atomic(delays.alias):
-        count = delays.schedule_many(
-            [*[("order.close", n, 5) for n in range(1200)], NewTask("order.close", 0, 5, key="k")]
-        )
-        assert not armed
-    assert count == 1201 == len(armed)
-    page = delays.find(limit=1000)
-    assert len(page) + len(delays.find(limit=1000, cursor=page.cursor)) == 1201
-
-
-def test_many_large_bodies_are_written_in_several_statements(delays: DjangoDelays) -> None:
-    body = "x" * 250_000
-    with transaction.atomic(delays.alias):
-        assert delays.schedule_many(("order.close", [n, body], 60) for n in range(100)) == 100
-    assert len(delays.find(limit=1000)) == 100
-
-
 def test_bodies_are_encrypted_on_djangos_connection_and_the_model_reads_them(
     delays: DjangoDelays, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,24 +307,6 @@ def test_find_sees_the_uncommitted_tasks_of_its_transaction(delays: DjangoDelays
 
 
 # -- keys and status changes ---------------------------------------------------------------------
-
-
-def test_a_key_is_rejected_kept_or_replaced_in_a_transaction(
-    delays: DjangoDelays, armed: list[Entry]
-) -> None:
-    with transaction.atomic(delays.alias):
-        first = delays.schedule_delay("order.close", 1, 1, key="k")
-        with pytest.raises(DuplicateTaskError) as error:
-            delays.schedule_delay("order.close", 2, 1, key="k")
-        assert error.value.id == first.id
-        assert (
-            delays.schedule_delay("order.close", 3, 1, key="k", on_conflict="keep").id == first.id
-        )
-        replaced = delays.schedule_delay("order.close", 4, 2, key="k", on_conflict="replace")
-        assert (replaced.id, replaced.version) == (first.id, 1)
-    # The rejected schedule left the transaction usable.
-    assert [task.body for task in rows(delays)] == [4]
-    assert [(entry.id, entry.version) for entry in armed] == [(first.id, 0), (first.id, 1)]
 
 
 def test_operators_moves_are_part_of_the_transaction(

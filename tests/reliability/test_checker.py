@@ -391,26 +391,16 @@ def message_fault(second: float, **effects: Any) -> Fault:
     return Fault("broker killed", "Redis", at_us, at_us + S, **effects)
 
 
-def test_a_message_that_is_published_once_and_in_time_is_no_finding() -> None:
-    assert found_of_messages(row(*PUBLISHED)) == set()
+TWICE = ((0, WAITS), (2, RUNS), (3, WAITS), (4, RUNS), (5, DONE))
+#: The only claim comes after the first message.
+LATE = ((0, WAITS), (5, RUNS), (6, DONE))
+NEVER: dict[str, Any] = {"published": (), "ran": ()}
+LOST, TWICE_PUBLISHED = {"lost"}, (2.5, 4.5)
 
 
 @pytest.mark.parametrize("status", [DONE, FAILED, CANCELLED])
 def test_a_row_that_ends_without_a_published_message_is_lost(status: Status) -> None:
-    assert found_of_messages(row((0, WAITS), (2, RUNS), (3, status)), (), ()) == {"lost"}
-
-
-def test_a_row_that_was_given_up_is_lost_although_it_was_published() -> None:
-    assert found_of_messages(row((0, WAITS), (2, RUNS), (3, FAILED))) == {"lost"}
-
-
-def test_an_acknowledged_call_without_a_row_is_lost() -> None:
-    assert found_of_messages([], (), ()) == {"lost"}
-
-
-def test_a_call_that_was_rolled_back_is_never_published() -> None:
-    assert found_of_messages([], (), (), answer="failed") == set()
-    assert found_of_messages([], answer="failed") == {"unexpected"}
+    assert found_of_messages(row((0, WAITS), (2, RUNS), (3, status)), **NEVER) == LOST
 
 
 @pytest.mark.parametrize("due", [2.6, 2])
@@ -423,62 +413,85 @@ def test_a_message_is_not_published_without_a_claim() -> None:
     assert "unexpected" in found_of_messages(row(*PUBLISHED), (1.9, 2.5))
 
 
-def test_a_message_is_not_published_after_its_acknowledged_revoke() -> None:
-    changes = row((0, WAITS), (3, RUNS), (4, DONE))
-    assert found_of_messages(changes, (3.5,), revoke=revoked(1)) == {"revoked"}
-    assert found_of_messages(changes, (3.5,), revoke=revoked(1, "unknown")) == set()
+#: The statuses of a row, what happened to its message, and what the checker finds.
+MESSAGES: dict[str, tuple[Any, dict[str, Any], set[str]]] = {
+    "is published once and in time": (PUBLISHED, {}, set()),
+    "of a row that was given up is lost": (((0, WAITS), (2, RUNS), (3, FAILED)), {}, LOST),
+    "of an acknowledged call has a row": ((), NEVER, LOST),
+    "of a call that was rolled back is not published": ((), {**NEVER, "answer": "failed"}, set()),
+    "of a call that was rolled back is published": ((), {"answer": "failed"}, {"unexpected"}),
+    "is published after its acknowledged revoke": (
+        ((0, WAITS), (3, RUNS), (4, DONE)),
+        {"published": (3.5,), "revoke": revoked(1)},
+        {"revoked"},
+    ),
+    "is published after a revoke of which nobody knows": (
+        ((0, WAITS), (3, RUNS), (4, DONE)),
+        {"published": (3.5,), "revoke": revoked(1, "unknown")},
+        set(),
+    ),
+    "is being published and arrives after its revoke": (PUBLISHED, {"revoke": revoked(2.2)}, set()),
+    "of a row that its revoke cancels is not published": (
+        ((0, WAITS), (1.0005, CANCELLED)),
+        {**NEVER, "revoke": revoked(1)},
+        set(),
+    ),
+    "is published again without a fault": (TWICE, {"published": TWICE_PUBLISHED}, {"duplicated"}),
+    "is published again because of a fault": (
+        TWICE,
+        {"published": TWICE_PUBLISHED, "faults": (message_fault(2.5),)},
+        set(),
+    ),
+    "is published again long before a fault": (
+        TWICE,
+        {"published": TWICE_PUBLISHED, "faults": (message_fault(30),)},
+        {"duplicated"},
+    ),
+    "is published again within one claim": (PUBLISHED, {"published": (2.4, 2.5)}, {"duplicated"}),
+    "is published again within one claim because of a fault": (
+        PUBLISHED,
+        {"published": (2.4, 2.5), "faults": (message_fault(2),)},
+        set(),
+    ),
+    "has no claim": (LATE, {"published": (2.5, 5.5)}, {"unexpected"}),
+    "has a claim that a crash of the database lost": (
+        LATE,
+        {"published": (2.5, 5.5), "faults": (message_fault(3, loses_claims=True),)},
+        set(),
+    ),
+    "has a claim that no crash lost": (
+        PUBLISHED,
+        {"published": (2.5, 2.6), "faults": (message_fault(20, loses_claims=True),)},
+        {"duplicated"},
+    ),
+    "has no claim long before a crash": (
+        LATE,
+        {"published": (2.5, 5.5), "faults": (message_fault(4, loses_claims=True),)},
+        {"unexpected"},
+    ),
+    "does not reach its task": (PUBLISHED, {"ran": ()}, LOST),
+    "does not reach its task because of a fault that loses none": (
+        PUBLISHED,
+        {"ran": (), "faults": (message_fault(2.5),)},
+        LOST,
+    ),
+    "does not reach its task because of a fault that loses some": (
+        PUBLISHED,
+        {"ran": (), "faults": (message_fault(2.5, loses_messages=True),)},
+        set(),
+    ),
+    "does not reach its task long before a fault that loses some": (
+        PUBLISHED,
+        {"ran": (), "faults": (message_fault(40, loses_messages=True),)},
+        LOST,
+    ),
+}
 
 
-def test_a_message_that_is_being_published_may_arrive_after_its_revoke() -> None:
-    assert found_of_messages(row(*PUBLISHED), revoke=revoked(2.2)) == set()
-
-
-def test_a_row_that_is_cancelled_by_its_revoke_is_no_finding() -> None:
-    assert (
-        found_of_messages(row((0, WAITS), (1.0005, CANCELLED)), (), (), revoke=revoked(1)) == set()
-    )
-
-
-def test_a_message_is_published_again_only_because_of_a_fault() -> None:
-    again = row((0, WAITS), (2, RUNS), (3, WAITS), (4, RUNS), (5, DONE))
-    assert found_of_messages(again, (2.5, 4.5)) == {"duplicated"}
-    assert found_of_messages(again, (2.5, 4.5), faults=(message_fault(2.5),)) == set()
-    assert found_of_messages(again, (2.5, 4.5), faults=(message_fault(30),)) == {"duplicated"}
-
-
-def test_a_message_is_published_again_within_one_claim_only_because_of_a_fault() -> None:
-    assert found_of_messages(row(*PUBLISHED), (2.4, 2.5)) == {"duplicated"}
-    assert found_of_messages(row(*PUBLISHED), (2.4, 2.5), faults=(message_fault(2),)) == set()
-
-
-def test_a_crash_of_the_database_may_lose_the_claim_of_a_published_message() -> None:
-    assert found_of_messages(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5)) == {"unexpected"}
-    crash = message_fault(3, loses_claims=True)
-    assert (
-        found_of_messages(row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(crash,))
-        == set()
-    )
-    assert found_of_messages(
-        row(*PUBLISHED), (2.5, 2.6), faults=(message_fault(20, loses_claims=True),)
-    ) == {"duplicated"}
-    later = message_fault(4, loses_claims=True)
-    assert found_of_messages(
-        row((0, WAITS), (5, RUNS), (6, DONE)), (2.5, 5.5), faults=(later,)
-    ) == {"unexpected"}
-
-
-def test_a_confirmed_message_reaches_its_task_unless_a_fault_loses_messages() -> None:
-    assert found_of_messages(row(*PUBLISHED), ran=()) == {"lost"}
-    assert found_of_messages(row(*PUBLISHED), ran=(), faults=(message_fault(2.5),)) == {"lost"}
-    assert (
-        found_of_messages(
-            row(*PUBLISHED), ran=(), faults=(message_fault(2.5, loses_messages=True),)
-        )
-        == set()
-    )
-    assert found_of_messages(
-        row(*PUBLISHED), ran=(), faults=(message_fault(40, loses_messages=True),)
-    ) == {"lost"}
+@pytest.mark.parametrize("what", MESSAGES)
+def test_the_checker_judges_a_message_that(what: str) -> None:
+    statuses, happened, kinds = MESSAGES[what]
+    assert found_of_messages(row(*statuses), **happened) == kinds
 
 
 # The checker finds each way in which a recurring schedule may break its promises
