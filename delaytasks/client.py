@@ -69,7 +69,6 @@ if TYPE_CHECKING:
     from delaytasks.core.interfaces import Transaction
     from delaytasks.core.settings import Settings
     from delaytasks.core.task import OnConflict, Outcome, TaskOptions
-    from delaytasks.execution.runner import Runner
     from delaytasks.forecast import Forecast
     from delaytasks.handles import BatchDecorator, Decorator, SchemaBatchDecorator, SchemaDecorator
     from delaytasks.processors.registry import CommonOptions, ProcessorOptions
@@ -1058,27 +1057,6 @@ class DelayTasks:
         async for finding in calls.iterate(check):
             yield finding
 
-    def runner(self, sends_events: bool = False) -> Runner:
-        """Return the object that runs tasks in this process, for scripts.
-
-        Tests use `delaytasks.testing.DelaysTester`.
-
-        Parameters
-        ----------
-        sends_events
-            Send Celery task events for each row.
-
-        Returns
-        -------
-        Runner
-            `runner.run_due(queue, priorities, limit)` runs up to `limit` due tasks.
-
-        Examples
-        --------
-        >>> delays.runner().run_due("default", range(10), limit=100)
-        """
-        return self._processes.runner(sends_events)
-
     @property
     def events(self) -> Events:
         """The events of this process. `events.subscribe(f)` calls `f(name, fields)` for each."""
@@ -1088,20 +1066,6 @@ class DelayTasks:
     def settings(self) -> Settings:
         """The settings, read from the arguments, the Celery configuration and the environment."""
         return self._runtime.settings
-
-    def create_tables(self, connection: Any) -> None:
-        """Create the tables that do not exist, without migrations: for tests.
-
-        Parameters
-        ----------
-        connection
-            A SQLAlchemy Connection. Its transaction is not committed.
-
-        Examples
-        --------
-        >>> delays.create_tables(db.session.connection())
-        """
-        self._runtime.store.schema.metadata.create_all(connection)
 
     def close(self) -> None:
         """Arm what waits to be armed, and close all connections. A later call opens them again.

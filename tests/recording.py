@@ -43,6 +43,7 @@ from delaytasks.storage.store import Store
 from delaytasks.timers.arming import EtaTimer
 from delaytasks.timers.publisher import Publisher
 from delaytasks.timers.redis_timer import RedisTimer, Taken, redis_location
+from delaytasks.worker.processes import runner_of
 from tests.conftest import settings_for
 
 
@@ -108,7 +109,7 @@ def run_now(delays: DelayTasks, task: DelayTask) -> DelayTask:
         if there.expected_time > runtime_of(delays).clock.now()
         else there
     )
-    delays.runner().run([Entry(moved.id, moved.version, 0)])
+    runner_of(delays).run([Entry(moved.id, moved.version, 0)])
     return delays.get(task)
 
 

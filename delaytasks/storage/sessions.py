@@ -342,7 +342,7 @@ class SimulatedDatabase(Database):
     """Connections of our own, whose statements read the test's clock."""
 
     def __init__(self, url: str, pool_size: int, tables_remedy: str) -> None:
-        in_a_test = "call create_tables(connection) of the DelayTasks in the test"
+        in_a_test = "call delaytasks.testing.create_tables(connection) in the test"
         super().__init__(url, pool_size, f"{in_a_test}, or {tables_remedy}")
         # The text of a prepared statement cannot change with the time.
         self.can = replace(self.can, prepare=False)

@@ -4,6 +4,6 @@ See docs/testing.md. pytest finds the fixtures of the package `pytest_delaytasks
 """
 
 from delaytasks.testing.runs import Run
-from delaytasks.testing.tester import ANY, DelaysTester, SentTask
+from delaytasks.testing.tester import ANY, DelaysTester, SentTask, create_tables
 
-__all__ = ["ANY", "DelaysTester", "Run", "SentTask"]
+__all__ = ["ANY", "DelaysTester", "Run", "SentTask", "create_tables"]

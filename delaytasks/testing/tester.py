@@ -733,6 +733,23 @@ class TimeTravel(TesterPart):
         self._instance.time.move_with(traveller)
 
 
+def create_tables(connection: Any, delays: DelayTasks | None = None) -> None:
+    """Create the tables of delaytasks that do not exist, without migrations.
+
+    Parameters
+    ----------
+    connection
+        A SQLAlchemy Connection. Its transaction is not committed.
+    delays
+        The instance. By default that of the process.
+
+    Examples
+    --------
+    >>> create_tables(db.session.connection())
+    """
+    runtime_of(delays or current_delays()).store.schema.metadata.create_all(connection)
+
+
 class DelaysTester(TaskAssertions, TaskRuns, TimeTravel):
     """Runs the tasks of a `DelayTasks` in a test, without a broker and without waiting.
 

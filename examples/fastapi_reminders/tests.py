@@ -8,7 +8,7 @@ from datetime import timedelta
 import httpx
 import pytest
 
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 from examples.fastapi_reminders.app import BEFORE, Base, delays, engine, web
 
 pytestmark = pytest.mark.anyio
@@ -24,7 +24,7 @@ async def tester() -> AsyncIterator[DelaysTester]:
     async with engine.begin() as connection:
         await connection.run_sync(Base.metadata.drop_all)
         await connection.run_sync(Base.metadata.create_all)
-        await connection.run_sync(delays.create_tables)
+        await connection.run_sync(create_tables, delays)
     with DelaysTester(delays) as tester:
         tester.clear()
         yield tester

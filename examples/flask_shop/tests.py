@@ -11,7 +11,7 @@ from shop.extensions import delays as shop_delays
 from shop.orders import Order
 from sqlalchemy import Connection, event
 
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def app() -> Iterator[Flask]:
             let_sqlalchemy_begin(db.engine)
         db.create_all()
         with db.engine.begin() as connection:
-            shop_delays.create_tables(connection)
+            create_tables(connection, shop_delays)
     yield app
     with app.app_context():
         db.drop_all()

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 from sqlalchemy import create_engine
 
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 from examples.tenants.app import TAG, has_paid, remind_later, shards
 
 TENANTS = [f"tenant-{number}" for number in range(12)]
@@ -24,7 +24,7 @@ def testers() -> Iterator[list[DelaysTester]]:
         ):
             engine = create_engine(url)
             with engine.begin() as connection:
-                delays.create_tables(connection)
+                create_tables(connection, delays)
             engine.dispose()
             testers.append(stack.enter_context(DelaysTester(delays)))
             testers[-1].clear()

@@ -21,6 +21,7 @@ from delaytasks.core import errors as e
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
+from delaytasks.worker.processes import runner_of
 from tests.conformance.store_rows import status_columns
 from tests.fuzzing import fuzz
 from tests.recording import delays_on, record
@@ -257,7 +258,7 @@ def test_sql_in_tag_key_and_body_is_stored_literally(place: RefusingClient) -> N
     assert (many, len(place.delays.find(tag=SQL))) == (3, 4)
     found = place.delays.get(tag=SQL, key=SQL)
     assert (found.id, found.tag, found.key, found.body) == (task.id, SQL, SQL, {SQL: SQL})
-    place.delays.runner().run([place.timer.armed[0]])
+    runner_of(place.delays).run([place.timer.armed[0]])
     assert ran == [{SQL: SQL}]
     assert not place.delays.find(tag="' OR '1'='1").tasks
 
@@ -831,7 +832,7 @@ def test_the_past_is_accepted_and_runs_now(place: RefusingClient, year: int) -> 
     assert before <= place.delays.get(task).expected_time <= runtime_of(place.delays).clock.now()
     moved = place.delays.reschedule(task, at=datetime(year, 1, 1, tzinfo=UTC))
     assert [entry.id for entry in place.timer.armed] == [task.id, task.id]
-    place.delays.runner().run([place.timer.armed[-1]])
+    runner_of(place.delays).run([place.timer.armed[-1]])
     assert ran == [year]
     assert place.delays.get(moved).status is Status.DONE
 

@@ -24,6 +24,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import engines as needless_rollbacks
 from delaytasks.storage.store import Store
 from delaytasks.timers import arming as background
+from delaytasks.worker.processes import runner_of
 from tests.conformance.query_plans import assert_no_scan, plans
 from tests.conformance.store_rows import entry, task
 from tests.conftest import open_store
@@ -197,7 +198,7 @@ def test_a_call_in_the_callers_transaction_makes_these_round_trips(counter: Trip
 def test_a_chunk_makes_these_round_trips(counter: TripCounter, rows: int, has_keys: bool) -> None:
     claims: list[RoundTrips] = []
     counter.delays.processor("note")(lambda body: claims.append(counter.since_last()))
-    runner = counter.delays.runner()
+    runner = runner_of(counter.delays)
 
     def run() -> RoundTrips:
         """Return the round trips after the last row has run."""

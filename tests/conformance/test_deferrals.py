@@ -24,6 +24,7 @@ from delaytasks.storage.state_queries import LiveRows
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
 from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import runner_of
 from delaytasks.worker.worker_runtime import WorkerRuntime
 from tests.recording import RecordingTimer, RunnerHarness
 
@@ -33,7 +34,7 @@ from tests.recording import RecordingTimer, RunnerHarness
 def defer(delays: DelayTasks, count: int = 1, tag: str = "new", **options: Any) -> list[DelayTask]:
     """Return deferred tasks as an older worker leaves them."""
     tasks = [delays.schedule_delay(tag, n, 0, **options) for n in range(count)]
-    assert delays.runner().run([Entry(task.id, 0, 0) for task in tasks]).ran == count
+    assert runner_of(delays).run([Entry(task.id, 0, 0) for task in tasks]).ran == count
     found = [delays.get(task) for task in tasks]
     assert all(
         task.status is Status.NOT_COMPLETE and task.expected_time > runtime_of(delays).clock.now()
@@ -61,7 +62,7 @@ def test_a_worker_with_the_processor_brings_deferred_rows_forward(
     assert [entry.id for entry in entries] == [task.id for task in tasks]
     ran: list[int] = []
     delays.processor("new")(ran.append)
-    delays.runner().run(entries)
+    runner_of(delays).run(entries)
     assert (sorted(ran), [delays.get(task).status for task in tasks]) == (
         [0, 1, 2],
         [Status.DONE] * 3,
@@ -96,7 +97,7 @@ def test_a_retried_task_waits_for_its_retry_delay_whatever_its_error_text_is(
 
     delays.processor("new", retries="5m")(fail)
     task = delays.schedule_delay("new", {}, 0)
-    delays.runner().run([Entry(task.id, 0, 0)])
+    runner_of(delays).run([Entry(task.id, 0, 0)])
     assert delays.get(task).attempts == 1
     assert bring(delays, "new") == []
 
@@ -422,7 +423,7 @@ def test_a_shift_of_many_counts_from_the_due_time_and_not_from_the_next_try(
     delays: DelayTasks, timer: RecordingTimer
 ) -> None:
     task = delays.schedule_delay("new", {}, 0)
-    delays.runner().run([Entry.of(task)])
+    runner_of(delays).run([Entry.of(task)])
     before = delays.get(task)
     assert before.expected_time > before.due
     assert delays.bulk.reschedule(by=3600, tag="new").changed == 1

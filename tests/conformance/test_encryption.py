@@ -18,6 +18,7 @@ from delaytasks.core.text import NO_KEY
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
 from delaytasks.worker.celery_tasks import processes_of
+from delaytasks.worker.processes import runner_of
 from tests.doc_pages import ROOT, blocks
 from tests.recording import delays_on, new_key, record, run_now
 
@@ -196,7 +197,7 @@ def test_processors_get_their_bodies_by_each_way_of_claiming(open_with: Open) ->
         delays.schedule_delay(tag, BODY, 0)
         for tag in ("mail", "batch", "batch", "limited", "limited")
     ]
-    runner = delays.runner()
+    runner = runner_of(delays)
     runner.run([Entry(tasks[0].id, 0, 0)])
     assert got == [BODY]
     for _ in range(3):
@@ -213,7 +214,7 @@ def test_plain_and_encrypted_rows_can_be_read_from_one_table(store: Store, open_
         connection.execute(insert(store.schema.tasks).values(tag="mail", message_body="[3]"))
     assert sorted(task.body for task in delays.find()) == [[1], [2], [3]]
     delays.processor("mail")(got.append)
-    delays.runner().run_due("default", [0], 100)
+    runner_of(delays).run_due("default", [0], 100)
     assert sorted(got) == [[1], [2], [3]]
     assert delays.get(before).status is Status.DONE
 
@@ -262,7 +263,7 @@ def test_without_the_key_a_task_is_deferred_and_does_not_fail(
     for keys in ((OLD,), ()):
         delays = open_with(*keys)
         delays.processor("mail")(got.append)
-        assert delays.runner().run([Entry(task.id, delays.get(task).version, 0)]).claimed == 1
+        assert runner_of(delays).run([Entry(task.id, delays.get(task).version, 0)]).claimed == 1
         found = delays.get(task)
         assert (found.status, found.attempts, got) == (Status.NOT_COMPLETE, 0, [])
         assert found.error is not None
@@ -278,11 +279,11 @@ def test_a_worker_with_the_key_brings_forward_tasks_that_others_deferred(open_wi
     open_with(OLD).processor("mail")(got.append)
     delays = open_with(OLD)
     delays.processor("mail")(got.append)
-    delays.runner().run([Entry(task.id, 0, 0)])
+    runner_of(delays).run([Entry(task.id, 0, 0)])
     rotated = open_with(OLD, NEW)
     rotated.processor("mail")(got.append)
     entries = runtime_of(rotated).store.deferred_rows.bring_forward(["mail"], None, 600)
-    rotated.runner().run(entries)
+    runner_of(rotated).run(entries)
     assert ([entry.id for entry in entries], got) == ([task.id], [BODY])
 
 
@@ -294,7 +295,7 @@ def test_an_unreadable_body_does_not_prevent_other_rows_from_running(open_with: 
     late = others.schedule_delay("batch", 7, 0, expires=1)
     change(runtime_of(delays).store, late, expected_time=late.expected_time.replace(year=2020))
     read = [delays.schedule_delay("batch", n, 0) for n in (2, 3)]
-    report = delays.runner().run_due("default", [0], 100)
+    report = runner_of(delays).run_due("default", [0], 100)
     assert (report.claimed, sorted(got)) == (5, [2, 3])
     assert [delays.get(task).status.name for task in unread + read] == ["NOT_COMPLETE"] * 2 + [
         "DONE"
@@ -325,7 +326,7 @@ def test_a_changed_encrypted_body_fails_like_a_body_that_is_not_json(
         task,
         message_body=change_token(stored(runtime_of(delays).store)[0][0]),
     )
-    delays.runner().run([Entry(task.id, 0, 0)])
+    runner_of(delays).run([Entry(task.id, 0, 0)])
     found = delays.get(task)
     assert (found.status, got) == (Status.FAILED, [])
     assert "BodyEncryptedError" in str(found.error)
@@ -413,14 +414,14 @@ def test_a_body_that_was_moved_to_another_row_does_not_run_there(
     (first, _), (second, _), _ = stored(store)
     change(store, tasks[0], message_body=second)
     change(store, tasks[1], message_body=first)
-    delays.runner().run_due("default", [0], 100)
+    runner_of(delays).run_due("default", [0], 100)
     assert got == [2]
     found = [delays.get(task) for task in tasks]
     assert [task.status for task in found] == [Status.FAILED, Status.FAILED, Status.DONE]
     assert "belongs to another task" in str(found[0].error)
     change(store, tasks[0], message_body=first)
     delays.rerun(tasks[0], 0)
-    delays.runner().run_due("default", [0], 100)
+    runner_of(delays).run_due("default", [0], 100)
     assert got == [2, 0], "in its own row it can be read again"
 
 

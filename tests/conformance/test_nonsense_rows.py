@@ -17,6 +17,7 @@ from delaytasks.core.errors import DelayTaskError, TaskStateError
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
+from delaytasks.worker.processes import runner_of
 from tests.recording import delays_on, record
 
 pytestmark = pytest.mark.slow
@@ -164,7 +165,7 @@ def test_a_row_with_invalid_values_stops_no_process_and_affects_no_other_row(
     for _ in range(3):
         run_all(store, delays, expected if by == "messages" else ())
     assert not delays.events.counts["loop.failed"] + delays.events.counts["chunk.failed"]
-    assert delays.runner().run_due("default", levels(store), 100).claimed == 0, (
+    assert runner_of(delays).run_due("default", levels(store), 100).claimed == 0, (
         "nothing is tried again at once"
     )
 
@@ -242,8 +243,8 @@ def levels(store: Store) -> list[int]:
 def run_all(store: Store, delays: DelayTasks, ids: Iterable[int]) -> None:
     """Process the rows like a worker: from messages that name them, and from the table."""
     assert runtime_of(delays).sweeper.sweep(0)
-    delays.runner().run([Entry(id, 0, 0) for id in ids])
-    while delays.runner().run_due("default", levels(store), 30).claimed:
+    runner_of(delays).run([Entry(id, 0, 0) for id in ids])
+    while runner_of(delays).run_due("default", levels(store), 30).claimed:
         pass
 
 

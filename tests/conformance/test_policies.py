@@ -21,6 +21,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.storage import policy_rows as store_holding
 from delaytasks.storage.store import Store
 from delaytasks.worker import chunk_request
+from delaytasks.worker.processes import runner_of
 from tests.conformance.store_rows import counts_moves
 from tests.conftest import empty
 from tests.recording import CrashError, RecordingTimer, counted, delays_on, record, record_sweeps
@@ -79,10 +80,8 @@ class PolicyHarness:
         raise AssertionError("100 sweeps were not enough")
 
     def run(self, *tasks: DelayTask, process: DelayTasks | None = None) -> Report:
-        return (
-            (process or self.delays)
-            .runner()
-            .run([Entry(task.id, task.version, 0) for task in tasks])
+        return runner_of(process or self.delays).run(
+            [Entry(task.id, task.version, 0) for task in tasks]
         )
 
     def statuses(self, *tasks: DelayTask) -> list[str]:
@@ -310,7 +309,7 @@ def test_a_worker_that_lost_its_lease_holds_nothing(field: PolicyHarness) -> Non
 def test_a_drain_holds_the_overdue_rows_of_a_paused_tag(field: PolicyHarness) -> None:
     rows = [field.add(in_s=-5) for _ in range(7)]
     field.delays.policies.pause(tag="mail")
-    runner = field.delays.runner()
+    runner = runner_of(field.delays)
     assert [runner.run_due("default", [0], 5).is_full for _ in range(2)] == [True, False]
     assert field.statuses(*rows) == ["HELD"] * 7
     assert field.ran == []
@@ -322,7 +321,7 @@ def test_a_row_that_lapsed_is_held_like_any_other(field: PolicyHarness) -> None:
     with field.store.database.begin() as connection:
         connection.execute(update(t).values(lapses=1))
     field.delays.policies.pause(tag="mail")
-    field.delays.runner().run_due("default", [0], 5)
+    runner_of(field.delays).run_due("default", [0], 5)
     found = field.delays.get(task)
     assert (found.status, found.lapses, field.ran) == (Status.HELD, 1, [])
 
@@ -566,7 +565,7 @@ def test_after_a_resume_held_tasks_run_in_the_order_of_their_due_times(
     field.sweep()
     assert field.statuses(*rows) == ["NOT_COMPLETE"] * 5
     assert field.count("task.released") == 5
-    field.delays.runner().run_due("default", [0], 10)
+    runner_of(field.delays).run_due("default", [0], 10)
     assert field.ran == [50, 40, 30, 20, 10]
     assert field.delays.policies.list() == [], "a policy that says nothing is gone"
     with field.store.database.begin() as connection:

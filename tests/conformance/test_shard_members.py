@@ -26,7 +26,7 @@ from delaytasks.core.errors import (
 )
 from delaytasks.core.ids import shard_of
 from delaytasks.shards import CHUNK
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 from tests.refusals import invalid
 
 TAG = "order.close"
@@ -56,7 +56,7 @@ def empty_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("empty")
     engine, delays = create_engine(f"sqlite:///{folder}/0.sqlite3"), member(folder, 0)
     with engine.begin() as connection:
-        delays.create_tables(connection)
+        create_tables(connection, delays)
     delays.close()
     engine.dispose()
     return folder / "0.sqlite3"

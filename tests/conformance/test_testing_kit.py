@@ -30,7 +30,7 @@ from delaytasks.core.errors import (
     UnknownTagError,
 )
 from delaytasks.storage.store import Store
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 from tests.conformance.test_transactions import own_engine
 from tests.recording import engine_at, run
 from tests.refusals import invalid
@@ -622,7 +622,7 @@ def test_a_database_in_memory_is_bound_by_its_engine() -> None:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     with engine.begin() as connection:
         delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite://")
-        delays.create_tables(connection)
+        create_tables(connection, delays)
     noted: list[Any] = []
     delays.processor("order.close")(noted.append)
     with DelaysTester(delays, bind=engine) as bound_tester:
@@ -640,7 +640,7 @@ def test_other_objects_cannot_be_bound(shop: KitShop) -> None:
 def test_missing_tables_are_made_by_a_call_in_the_test() -> None:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     delays = DelayTasks(Celery("shop", set_as_current=False), "sqlite:///elsewhere.sqlite3")
-    remedy = r"call create_tables\(connection\) of the DelayTasks in the test, or run: delaytasks"
+    remedy = r"call delaytasks.testing.create_tables\(connection\) in the test, or run: delaytasks"
     with DelaysTester(delays, bind=engine), Session(engine) as session:
         for error, options in ((StoreError, {}), (SessionUnusableError, {"session": session})):
             with pytest.raises(error, match=f"; {remedy}") as raised:

@@ -28,6 +28,7 @@ from delaytasks.contrib.django.models import DelayTaskRow
 from delaytasks.contrib.django.mounting import console_urls
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
+from delaytasks.worker.processes import runner_of
 
 plain = admin.AdminSite("plain")
 plain.register(DelayTaskRow)
@@ -125,7 +126,7 @@ def status(task: DelayTask) -> Status:
 
 def test_a_task_has_its_times_error_attempts_and_content_and_html_is_escaped() -> None:
     task = delays.schedule_delay("fails", {"card": HOSTILE}, 0, key=HOSTILE, meta={"a": "b"})
-    delays.runner().run_due("default", range(10), limit=10)
+    runner_of(delays).run_due("default", range(10), limit=10)
     page = operator().get(f"{TASKS}{task.id}/change/")
     assert HOSTILE not in page.content.decode()
     shown = text_of(page)
@@ -169,7 +170,7 @@ def test_search_finds_an_id_a_key_or_a_part_of_the_error() -> None:
     task = delays.schedule_delay("mail", "by id", 60)
     delays.schedule_delay("mail", "by key", 60, key="order-7")
     delays.schedule_delay("fails.finally", "by error", 0)
-    delays.runner().run_due("default", range(10), limit=10)
+    runner_of(delays).run_due("default", range(10), limit=10)
     client = viewer()
     assert listed(client, f"?q={task.id}") == ["by id"]
     assert listed(client, "?q=order-7") == ["by key"]

@@ -9,6 +9,7 @@ import psycopg
 import pytest
 
 from delaytasks.runtime import runtime_of
+from delaytasks.testing import create_tables
 
 pytest.importorskip("django")
 
@@ -128,7 +129,7 @@ def test_tasks_are_written_with_psycopg_3_which_django_prefers(postgresql_url: s
     delays = DjangoDelays(django_settings.new_celery_app(), "modern", table_prefix="psycopg3_")
     store = runtime_of(delays).store
     with store.database.begin() as own:
-        delays.create_tables(own)
+        create_tables(own, delays)
     try:
         with transaction.atomic("modern"), connections["modern"].cursor() as cursor:
             task = delays.schedule_delay("order.close", {"order": 7}, 60)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from delaytasks.runtime import runtime_of
+from delaytasks.worker.processes import runner_of
 
 pytest.importorskip("django")
 
@@ -44,7 +45,7 @@ def query(alias: str, used: list[tuple[int, Any]]) -> None:  # noqa: F811
 def run(delays: DjangoDelays, tag: str) -> list[DelayTask]:  # noqa: F811
     tasks = [delays.schedule_delay(tag, None, 0) for _ in range(6)]
     # A row that finds no free slot within the time budget returns to the queue.
-    while delays.runner().run_due("default", range(10), limit=100).claimed:
+    while runner_of(delays).run_due("default", range(10), limit=100).claimed:
         pass
     return [delays.get(task) for task in tasks]
 

@@ -25,6 +25,8 @@ from delaytasks.contrib.flask import FlaskDelays
 from delaytasks.core.errors import ConfigError, SessionUnusableError, StoreError
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
+from delaytasks.testing import create_tables
+from delaytasks.worker.processes import runner_of
 from tests.integration.shops import ExampleShop, new_database
 from tests.running import ROOT
 
@@ -56,7 +58,7 @@ class FlaskProject:
 
     def run(self, task: DelayTask) -> DelayTask:
         """Run `task` in this process, as a worker does."""
-        self.delays.runner().run([Entry(task.id, task.version, 0)])
+        runner_of(self.delays).run([Entry(task.id, task.version, 0)])
         return self.delays.get(task)
 
 
@@ -408,7 +410,7 @@ def shops(sqlite_path: Callable[[str], str]) -> Iterator[dict[str, FlaskProject]
     for name, project in made.items():
         project.create_app(sqlite_path(name), name)
         with runtime_of(project.delays).store.database.begin() as connection:
-            project.delays.create_tables(connection)
+            create_tables(connection, project.delays)
     yield made
     for project in made.values():
         with app_of(project).app_context():

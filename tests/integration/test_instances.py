@@ -17,6 +17,7 @@ from delaytasks.current import set_project_delays
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.timers.arming import SWEEP
+from delaytasks.worker.processes import runner_of
 from tests.running import Deployment
 from tests.services import RabbitServer
 
@@ -50,7 +51,7 @@ def test_two_instances_in_one_process_are_independent(tmp_path: Path) -> None:
     assert (task.queue, other.queue) == ("default", "mine")
     with pytest.raises(TaskNotFoundError):
         two.get(task)
-    one.runner().run_due("default", [0], 10)
+    runner_of(one).run_due("default", [0], 10)
     assert ran == ["one"]
     assert two.get(other).status is delaytasks.Status.NOT_COMPLETE
     assert runtime_of(one).publisher.queue("default").name == "one.default"

@@ -13,6 +13,7 @@ import pytest
 
 from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.runtime import runtime_of
+from delaytasks.testing import create_tables
 from tests.doc_pages import blocks
 from tests.running import ROOT
 
@@ -45,7 +46,7 @@ def test_a_request_schedules_in_its_transaction(
     names = application(framework, tmp_path, monkeypatch)
     delays, sessions = names["delays"], names["sessions"]
     with runtime_of(delays).store.database.begin() as connection:
-        delays.create_tables(connection)
+        create_tables(connection, delays)
 
     async def go() -> None:
         transport = httpx.ASGITransport(names["app"], raise_app_exceptions=False)
@@ -68,7 +69,7 @@ def test_the_http_api_is_mounted_in_the_application(
     names = application(framework, tmp_path, monkeypatch)
     delays = names["delays"]
     with runtime_of(delays).store.database.begin() as connection:
-        delays.create_tables(connection)
+        create_tables(connection, delays)
     keys = tmp_path / "api-keys.json"
     key, _ = ApiKeyFile(keys).create("shop", ["read", "schedule:*"])
     exec(block_with("with_wsgi").replace("/etc/shop/api-keys.json", str(keys)), names)

@@ -18,6 +18,7 @@ CONFTEST = """
     from sqlalchemy import create_engine
 
     from delaytasks import DelayTasks
+    from delaytasks.testing import create_tables
 
     app = DelayTasks(Celery("shop", broker="amqp://localhost:1//"), "sqlite:///shop.sqlite3")
     closed = []
@@ -27,7 +28,7 @@ CONFTEST = """
     def tables():
         engine = create_engine("sqlite:///shop.sqlite3")
         with engine.begin() as connection:
-            app.create_tables(connection)
+            create_tables(connection, app)
         engine.dispose()
 """
 

@@ -23,6 +23,7 @@ from delaytasks.storage import migrations
 from delaytasks.storage.database import Database
 from delaytasks.storage.schema import build_schema
 from delaytasks.storage.store import Store
+from delaytasks.worker.processes import runner_of
 from tests.conftest import settings_for
 from tests.doc_pages import block_beginning
 from tests.recording import delays_on
@@ -397,7 +398,7 @@ def test_the_documented_statements_make_an_existing_table_valid(
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     new = delays.schedule_delay("mail", {}, 0)
     assert runtime_of(delays).sweeper.sweep(0)
-    while delays.runner().run_due("default", [0], 30).claimed:
+    while runner_of(delays).run_due("default", [0], 30).claimed:
         pass
     assert sorted(ran) == [1, 3, new.id]
     assert [delays.get(id).status for id in (1, 2, 3, 4, new.id)] == [

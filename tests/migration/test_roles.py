@@ -28,6 +28,7 @@ from delaytasks.storage.schema import build_schema
 from delaytasks.storage.state_queries import FactReader, Stats
 from delaytasks.storage.store import Store
 from delaytasks.storage.sweep_queries import OverdueRows
+from delaytasks.worker.processes import runner_of
 from tests.conftest import settings_for
 from tests.recording import delays_on, record
 from tests.running import ROOT
@@ -198,10 +199,10 @@ def test_a_worker_runs_sweeps_and_purges(role_tables: RoleTables) -> None:
     store.workers.report("w1", ["default"], "prefork", 1, 0)
     counts = delays.events.counts
     runtime_of(delays).policy_cache.refresh()
-    delays.runner().run([Entry(task.id, 0, 0) for task in tasks])
+    runner_of(delays).run([Entry(task.id, 0, 0) for task in tasks])
     for _ in range(3):
         assert runtime_of(delays).sweeper.sweep(0)
-        delays.runner().run_due("default", [0], 50)
+        runner_of(delays).run_due("default", [0], 50)
     store.deferred_rows.bring_forward(["nobody"], ["default"], 600)
     store.leases.renew(["w1/1"], runtime_of(delays).clock.now())
     store.leases.release(["w1/1"], 5)

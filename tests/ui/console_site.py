@@ -26,6 +26,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.serving import make_server
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
 from delaytasks.storage.types import db_now_plus
+from delaytasks.worker.processes import runner_of
 from tests.waiting import wait_until
 
 #: Text that other users may write into tags, keys, bodies and errors.
@@ -82,7 +83,7 @@ def fill(delays: DelayTasks) -> None:
         delays.schedule_delay("order.close", {"order": number}, 0, key=f"order-{number}")
     delays.schedule_delay("pay.notify", {"port": 8443}, 0, key="retrying", retries="5m 1h")
     delays.schedule_delay("hostile", {"text": HOSTILE}, 0, key=HOSTILE[:60])
-    runner = delays.runner()
+    runner = runner_of(delays)
     while runner.run_due("default", range(10), limit=100).ran:
         pass  # on a slow machine, the budget of one chunk ends before all have run
     for number in range(160):
@@ -123,7 +124,7 @@ def add_hostile(delays: DelayTasks) -> None:
     options: Any = {"meta": {"tenant": HOSTILE}, "concurrency_key": HOSTILE}
     delays.schedule_delay(HOSTILE, body, 0, key=HOSTILE, **options)
     delays.schedule_delay(HOSTILE, body, 0, key=f"{HOSTILE} again", retries="1h", **options)
-    delays.runner().run_due("default", range(10), limit=10)
+    runner_of(delays).run_due("default", range(10), limit=10)
     delays.schedule_delay(HOSTILE, body, 600, key=f"{HOSTILE} waits", **options)
     delays.recurring.set(HOSTILE, HOSTILE, body, cron="0 2 * * *", actor=HOSTILE)
     delays.recurring.schedule_now(HOSTILE)

@@ -49,6 +49,7 @@ def _fill() -> int:
     from sqlalchemy import func, update
 
     from delaytasks.runtime import runtime_of
+    from delaytasks.worker.processes import runner_of
     from tests.integration.django_admin_tests import delays
 
     @delays.processor("pay.notify", retries="1ms")
@@ -61,7 +62,7 @@ def _fill() -> int:
         tag = "pay.notify" if number % 5 == 0 else "order.close"
         delays.schedule_delay(tag, order, 0, key=f"order-{number}", meta={"tenant": "acme"})
     for _ in range(3):
-        delays.runner().run_due("default", range(10), limit=100)
+        runner_of(delays).run_due("default", range(10), limit=100)
     for number in range(14, 200):
         delays.schedule_delay("order.close", {"order": 7000 + number}, 600 * number,
                               key=f"order-{number}")  # fmt: skip

@@ -17,6 +17,7 @@ from sqlalchemy import delete, func, update
 from delaytasks import DelayTasks, NewTask
 from delaytasks.console.requests import EXTENSION
 from delaytasks.runtime import runtime_of
+from delaytasks.worker.processes import runner_of
 from tests.ui import console_site
 from tests.ui.chromium import chromium, draw_page, find_chromium
 from tests.ui.console_site import Site, fill, make_delays, served, write_runs
@@ -83,7 +84,7 @@ def _keep_alive(site: Site) -> None:
     """Do what the workers of the pictures would have done: run what is due, and report."""
     delays = site.delays
     store = runtime_of(delays).store
-    delays.runner().run_due("default", range(10), limit=100)
+    runner_of(delays).run_due("default", range(10), limit=100)
     for name, queues in (("celery@shop-1", ["default"]), ("celery@shop-2", ["default", "feeds"])):
         tags = ["order.close", "pay.notify"]
         store.workers.report(name, queues, "prefork", 8, 1400, tags, busy=3 * len(queues))

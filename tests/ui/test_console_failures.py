@@ -19,6 +19,7 @@ from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, WorkerCounts
 from delaytasks.storage import state_queries as failed_rows
 from delaytasks.storage.types import db_now_plus
+from delaytasks.worker.processes import runner_of
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, make_delays
 
@@ -39,7 +40,7 @@ class FailingShop:
         """Run new tasks of a tag until all of them have failed once."""
         body = {"port": 443, "order": 7}
         self.delays.schedule_many(NewTask(tag, body, delay=0, **options) for _ in range(number))
-        store, runner = self.store, self.delays.runner()
+        store, runner = self.store, runner_of(self.delays)
         counts = WorkerCounts(runtime_of(self.delays).clock, 10)
         while (report := runner.run_due("default", range(10), limit=100)).ran:
             counts.add(report.statistics)

@@ -24,6 +24,7 @@ from delaytasks.operations.verdict import verdict_of
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.searching import SearchTimeoutError
 from delaytasks.storage.types import db_now_plus
+from delaytasks.worker.processes import runner_of
 from tests.conformance.query_plans import plans
 from tests.ui.console_site import Site, chart_titles, fill, make_delays, post
 
@@ -83,7 +84,7 @@ def test_old_failures_are_named_and_do_not_contradict_the_verdict(tmp_path: Any)
     wiring.store.workers.report("celery@a", ["default"], "prefork", 2, 0, ["report.build"])
     wiring.sweeper.sweep(0)
     site.delays.schedule_delay("report.build", {"order": 1}, 0)
-    site.delays.runner().run_due("default", range(10), limit=10)
+    runner_of(site.delays).run_due("default", range(10), limit=10)
     rows = wiring.store.schema.tasks
     with wiring.store.database.begin() as connection:
         connection.execute(update(rows).values(update_time=db_now_plus(-7200)))

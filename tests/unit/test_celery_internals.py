@@ -19,6 +19,7 @@ from celery.schedules import schedule
 from delaytasks import DelayTasks
 from delaytasks.core.errors import StoreError
 from delaytasks.runtime import runtime_of
+from delaytasks.testing import create_tables
 
 # -- undocumented names whose absence would cause no error ----------------------------------------
 
@@ -151,7 +152,7 @@ def test_a_call_by_name_finds_the_options_of_a_task_that_was_just_declared(tmp_p
     app = Celery("shop", broker="memory://", set_as_current=False)
     delays = DelayTasks(app, f"sqlite:///{tmp_path}/shop.sqlite3")
     with runtime_of(delays).store.database.begin() as connection:
-        delays.create_tables(connection)
+        create_tables(connection, delays)
 
     @app.task(name="remind", durable_eta=True)
     def remind() -> None: ...

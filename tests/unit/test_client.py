@@ -32,7 +32,7 @@ from delaytasks.operations.policy_calls import PolicyCalls
 from delaytasks.recurrence.recurring import Recurring
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.reading import Statistics
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 from tests.conftest import open_store
 from tests.doc_pages import blocks
 from tests.recording import delays_on, record
@@ -61,8 +61,6 @@ WITHOUT_TWIN = {
     "processor": "registers a function",
     "using": "is a context manager that waits for nothing",
     "wait": "has the twin `await_`, since `await` is a keyword",
-    "runner": "runs tasks in the calling thread, for tests and scripts",
-    "create_tables": "runs on a connection of the caller, whose run_sync() takes it",
 }
 
 
@@ -182,7 +180,7 @@ def test_a_call_reaches_the_insert_statement_within_few_frames(
     record(delays)
     database = runtime_of(delays).store.database
     with database.begin() as connection:
-        delays.create_tables(connection)
+        create_tables(connection, delays)
     monkeypatch.setattr(current, "_of_project", delays)
     schedule_delay = delaytasks.schedule_delay if is_of_module else delays.schedule_delay
     seen: list[list[str]] = []
@@ -226,11 +224,12 @@ def test_the_functions_use_the_instance_of_the_current_celery_app_or_the_newest_
 ) -> None:
     code = """
 import threading
+from delaytasks.testing import create_tables
 made = {}
 for name in ("old", "new"):
     made[name] = delaytasks.DelayTasks(Celery(name, broker="memory://"), f"sqlite:///{name}.sqlite3")
     with create_engine(f"sqlite:///{name}.sqlite3").begin() as connection:
-        made[name].create_tables(connection)
+        create_tables(connection, made[name])
 def schedule():
     task = delaytasks.schedule_delay("mail", {}, 60)
     print([name for name in made if made[name].find(ids=task.id).tasks])

@@ -32,7 +32,7 @@ from delaytasks.metrics.process import ProducerMetrics, SweepTimes, WorkerMetric
 from delaytasks.metrics.snapshot import known_families
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.schema import build_schema
-from delaytasks.testing import DelaysTester
+from delaytasks.testing import DelaysTester, create_tables
 from delaytasks.worker.lease_keeper import PROCESS_CHECK_S
 from delaytasks.worker.sweep_loop import STALE_CHECK_S
 from tests.conformance.test_connections import ROUND_TRIPS
@@ -378,7 +378,7 @@ def test_a_failed_assertion_has_the_text_in_the_documentation(tmp_path: Path) ->
     documented = block_beginning("docs/testing.md", "AssertionError: ").text
     delays = DelayTasks(Celery("shop", set_as_current=False), f"sqlite:///{tmp_path / 'a.sqlite3'}")
     with runtime_of(delays).store.database.begin() as connection:
-        delays.create_tables(connection)
+        create_tables(connection, delays)
     with freeze_time("2027-01-01"), DelaysTester(delays) as tester:
         delays.schedule_delay("order.close", {"order": 7}, "30m", key="7")
         with pytest.raises(AssertionError) as raised:

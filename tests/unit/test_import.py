@@ -40,7 +40,7 @@ from delaytasks import DelayTasks
 from delaytasks.runtime import runtime_of
 delays = DelayTasks(Celery("shop", broker="memory://"), "sqlite:///{path}")
 with runtime_of(delays).store.database.begin() as connection:
-    delays.create_tables(connection)
+    runtime_of(delays).store.schema.metadata.create_all(connection)
 runtime_of(delays).checks.check_ready()
 assert delays.cancel(delays.schedule_delay("mail", {{}}, 3600))
 """

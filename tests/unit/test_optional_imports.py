@@ -41,6 +41,7 @@ from celery import Celery, signals
 from celery.worker import state
 from sqlalchemy import create_engine
 from delaytasks import DelayTasks
+from delaytasks.runtime import runtime_of
 
 PATH = Path(__file__).parent
 app = Celery("shop", broker="memory://")
@@ -51,7 +52,7 @@ def write_modules():
 """
 PRODUCER = """
 with create_engine(delays.settings.database_url).begin() as connection:
-    delays.create_tables(connection)
+    runtime_of(delays).store.schema.metadata.create_all(connection)
 delays.schedule_delay("mail", {"to": "ada"}, 10)
 runs = [name for name in sys.modules if name.startswith("delaytasks.execution.")]
 assert runs == ["delaytasks.execution.policy_cache"], runs

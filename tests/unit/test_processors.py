@@ -31,6 +31,7 @@ from delaytasks.core.retry_schedule import (
 from delaytasks.core.states import Status
 from delaytasks.processors.registry import Registry
 from delaytasks.runtime import runtime_of
+from delaytasks.testing import create_tables
 from delaytasks.worker.celery_context import CeleryTaskContext
 from tests.conftest import open_store
 from tests.recording import RunnerHarness, counted, delays_on, record
@@ -116,7 +117,7 @@ def test_functions_of_classes_are_bound_as_usual() -> None:
 def test_a_handle_schedules_finds_and_cancels_tasks_of_its_tag(tmp_path: Path) -> None:
     own = delays_on(f"sqlite:///{tmp_path}/tasks.sqlite3", tags=["mail.other"])
     with runtime_of(own).store.database.begin() as connection:
-        own.create_tables(connection)
+        create_tables(connection, own)
     record(own)
 
     @own.processor("mail.send", queue="mail")

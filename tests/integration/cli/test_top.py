@@ -18,6 +18,7 @@ from delaytasks.operations.live import LiveSnapshot, snapshot
 from delaytasks.operations.verdict import Verdict
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
+from delaytasks.worker.processes import runner_of
 from tests.integration.cli.project import HOSTILE, Project
 
 ON_TIME = Verdict("good", "On time.", [])
@@ -33,7 +34,7 @@ def busy(shop: Project) -> Project:
     store = runtime_of(shop.delays).store
     store.workers.report("w1@host", ["default", "letters"], "prefork", 4, 0, ["ok", "bad"])
     done, failed = shop.schedule("ok"), shop.schedule("bad")
-    shop.delays.runner().run([Entry(done.id, 0, 0), Entry(failed.id, 0, 0)])
+    runner_of(shop.delays).run([Entry(done.id, 0, 0), Entry(failed.id, 0, 0)])
     overdue, running = shop.schedule("mail"), shop.schedule("ok")
     shop.schedule("ok", delay=30)
     shop.schedule("ok", delay=3600)
@@ -154,7 +155,7 @@ def during(work: Callable[[], object], shop: Project, *options: str) -> str:
 
 def test_tail_prints_a_line_for_each_change(shop: Project) -> None:
     task = shop.schedule("bad", key="k1")
-    lines = during(lambda: shop.delays.runner().run([Entry(task.id, 0, 0)]), shop).splitlines()
+    lines = during(lambda: runner_of(shop.delays).run([Entry(task.id, 0, 0)]), shop).splitlines()
     at = r"[0-9:]{8}\.[0-9]{3}"
     assert re.fullmatch(rf"{at} NOT_COMPLETE bad +{task.id} k1  due now", lines[0])
     assert re.match(
@@ -165,7 +166,7 @@ def test_tail_prints_a_line_for_each_change(shop: Project) -> None:
 
 def test_tail_on_a_terminal_colors_the_status_and_no_text_of_a_task(shop: Project) -> None:
     tasks = {name: shop.schedule(name) for name in ("ok", "bad")}
-    shop.delays.runner().run([Entry(task.id, 0, 0) for task in tasks.values()])
+    runner_of(shop.delays).run([Entry(task.id, 0, 0) for task in tasks.values()])
     shop.delays.cancel(shop.schedule("mail", 60))
     shop.schedule("mail", 60)
     lines = shop("tail", "--for", "0", color=True).stdout.splitlines()

@@ -11,6 +11,7 @@ from delaytasks.core.interfaces import Entry
 from delaytasks.core.task import DelayTask
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
+from delaytasks.worker.processes import runner_of
 from tests.integration.cli.project import Project
 
 
@@ -25,7 +26,7 @@ def overdue(shop: Project, tag: str = "ok", **options: Any) -> DelayTask:
 
 def deferred(shop: Project) -> DelayTask:
     task = overdue(shop, "gone")
-    shop.delays.runner().run([Entry(task.id, 0, 0)])
+    runner_of(shop.delays).run([Entry(task.id, 0, 0)])
     assert shop.delays.get(task).expected_time > runtime_of(shop.delays).clock.now()
     return task
 
@@ -93,7 +94,7 @@ def test_why_of_a_task_that_does_not_exist_is_an_error(shop: Project) -> None:
 
 def test_why_escapes_the_error_text_of_a_processor(shop: Project) -> None:
     task = shop.schedule("bad")
-    shop.delays.runner().run([Entry(task.id, 0, 0)])
+    runner_of(shop.delays).run([Entry(task.id, 0, 0)])
     said = shop("why", str(task.id)).stdout
     assert "It failed" in said
     assert "\x1b" not in said

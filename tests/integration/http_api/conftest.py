@@ -16,6 +16,7 @@ from delaytasks.http_api.api_keys import ApiKeyFile
 from delaytasks.http_api.routes import make_api
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.store import Store
+from delaytasks.testing import create_tables
 from tests.recording import delays_on
 
 
@@ -72,7 +73,7 @@ def site_on_a_file(folder: Path) -> Iterator[ApiSite]:
     """Yield an API on the SQLite file `api.sqlite3`."""
     with site_at(f"sqlite:///{folder / 'api.sqlite3'}", folder) as site:
         with runtime_of(site.delays).store.database.begin() as connection:
-            site.delays.create_tables(connection)
+            create_tables(connection, site.delays)
         yield site
 
 

@@ -16,6 +16,7 @@ from delaytasks.core.run_counts import RunCounts
 from delaytasks.http_api.routes import ROUTES, instant_of, make_api
 from delaytasks.runtime import runtime_of
 from delaytasks.statistics.statistics_table import StatisticsTable, Unwritten
+from delaytasks.worker.processes import runner_of
 from tests.integration.http_api.conftest import ApiCaller, ApiSite
 from tests.running import ROOT
 
@@ -25,7 +26,7 @@ NEW = {"tag": "order.close", "delay": 0}
 
 def run_due(site: ApiSite) -> None:
     """Run the one task that is due."""
-    assert site.delays.runner().run_due("default", range(10), limit=10).ran == 1
+    assert runner_of(site.delays).run_due("default", range(10), limit=10).ran == 1
 
 
 def test_a_scheduled_task_runs_and_its_result_is_read(site: ApiSite, shop: ApiCaller) -> None:
@@ -262,7 +263,7 @@ def post(caller: ApiCaller, body: Any = NEW_ORDER, key: str = "a") -> Any:
 
 
 def run_all(site: ApiSite) -> None:
-    while site.delays.runner().run_due("default", range(10), limit=100).ran:
+    while runner_of(site.delays).run_due("default", range(10), limit=100).ran:
         pass
 
 

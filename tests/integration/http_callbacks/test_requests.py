@@ -20,6 +20,7 @@ from delaytasks.core.settings import load_settings
 from delaytasks.runtime import runtime_of
 from delaytasks.storage import migrations
 from delaytasks.webhooks import http_callbacks as addresses
+from delaytasks.worker.processes import runner_of
 from tests.integration.http_callbacks.caller import PATIENCE_S, SECRETS, Caller, task
 from tests.proxy import WebServer, answer, reset
 from tests.recording import delays_on, run_now
@@ -204,7 +205,7 @@ def test_a_process_sends_callback_in_flight_callbacks_simultaneously(
 
     web.answers["/"] = count
     tasks = [delays.callbacks.post(web.url(), {"order": n}, 0) for n in range(20)]
-    while delays.runner().run_due("default", range(10), 100).claimed:
+    while runner_of(delays).run_due("default", range(10), 100).claimed:
         pass
     assert {delays.get(task).status for task in tasks} == {Status.DONE}
     assert most == 7
