@@ -10,6 +10,8 @@ from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 
+import pytest
+
 from delaytasks import DelayTask
 from delaytasks.core.celery_calls import CALLBACK, Callback
 from delaytasks.core.clock import Clock
@@ -25,11 +27,21 @@ PATIENCE_S = 20
 class Caller:
     """Send callbacks as a process does, with a name resolution of the test's own."""
 
-    def __init__(self, names: Callable[[str], list[str]] | None = None, **settings: Any) -> None:
-        given = {"allow": "127.0.0.1", "connect_s": 2, "read_s": 0.5, "total_s": 1, **settings}
+    def __init__(
+        self,
+        names: Callable[[str], list[str]] | None = None,
+        *,
+        connect_s: float = 2,
+        read_s: float = 0.5,
+        ca_file: str = "",
+        **settings: Any,
+    ) -> None:
+        given = {"allow": "127.0.0.1", "timeout": 1, **settings}
+        constants = {"_callback_connect_s": connect_s, "_callback_read_s": read_s}
         self.settings = load_settings(
-            {}, {}, **{f"callback_{name}": value for name, value in given.items()}
+            {}, {}, **constants, **{f"callback_{name}": value for name, value in given.items()}
         )
+        self._ca_file = ca_file
         self.looked_up: list[str] = []
 
         def resolve(host: str, port: int) -> list[str]:
@@ -43,7 +55,9 @@ class Caller:
     def post(self, url: str, body: Any = None, attempt: int = 1, **more: Any) -> Any:
         """Return the outcome, or raise `TimeoutError` if the callback does not end in time."""
         call = partial(self.http, Callback(url, body, **more), task(attempt))
-        return within(PATIENCE_S, call)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SSL_CERT_FILE", self._ca_file)
+            return within(PATIENCE_S, call)
 
 
 def task(attempt: int = 1, **more: Any) -> DelayTask:

@@ -189,7 +189,7 @@ def test_an_endless_answer_is_read_to_the_cap_only(web: WebServer) -> None:
             sent += exchange.wfile.write(b"x" * 4096)
 
     web.answers["/"] = count
-    caller = Caller(total_s=PATIENCE_S, read_s=PATIENCE_S)
+    caller = Caller(timeout=PATIENCE_S, read_s=PATIENCE_S)
     assert caller.post(web.url()).reason.startswith("HTTP 500")
     assert sent < 50_000_000, "what the sockets hold between us"
 
@@ -198,7 +198,7 @@ def test_a_redirect_with_an_endless_body_is_not_read_to_its_end(web: WebServer) 
     web.answers["/"] = partial(
         pour, b"HTTP/1.1 302 Found\r\nLocation: /x\r\nConnection: close\r\n\r\n"
     )
-    assert Caller(total_s=600, read_s=600).post(web.url()).reason.startswith("HTTP 302, to /x")
+    assert Caller(timeout=600, read_s=600).post(web.url()).reason.startswith("HTTP 302, to /x")
 
 
 def test_a_receiver_that_does_not_read_is_given_up_in_time() -> None:
@@ -269,7 +269,7 @@ def test_an_interim_answer_is_not_the_final_one(
 def test_a_final_answer_that_comes_long_after_its_interim_answer_is_not_the_next_callbacks(
     web: WebServer,
 ) -> None:
-    caller, go_on = Caller(total_s=10, read_s=10), threading.Event()
+    caller, go_on = Caller(timeout=10, read_s=10), threading.Event()
 
     def write(exchange: Exchange) -> None:
         exchange.wfile.write(interim(103))

@@ -29,7 +29,7 @@ from tests.services import free_port
 
 
 def test_a_callback_is_a_post_of_json_that_the_official_package_verifies(web: WebServer) -> None:
-    caller = Caller(callback_secrets=None, secrets=SECRETS) if False else Caller(secrets=SECRETS)
+    caller = Caller(secrets=SECRETS)
     body = {
         "order": 7,
         "name": "é",
@@ -154,7 +154,7 @@ def test_simultaneous_callbacks_to_one_name_resolve_it_once(
         everybody.wait(2)
         return ["127.0.0.1"]
 
-    caller = Caller(names, allow="partner.example", connect_s=10, read_s=10, total_s=60)
+    caller = Caller(names, allow="partner.example", connect_s=10, read_s=10, timeout=60)
     with ThreadPoolExecutor(30) as pool:
         posts = [pool.submit(caller.post, web.url(host="partner.example")) for _ in range(30)]
         threading.Timer(0.3, everybody.set).start()
