@@ -348,7 +348,7 @@ def test_a_relative_sqlite_path_is_resolved_as_by_flask_sqlalchemy(tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"horizon": 30}, "did you mean delaytasks_horizon"),
+        ({"horizon_s": 30}, "did you mean delaytasks_horizon"),
         ({"horizon": -1}, "delaytasks_horizon = -1"),
         ([("horizon", 30)], "is a dict"),
     ],

@@ -394,7 +394,7 @@ def test_the_documented_statements_make_an_existing_table_valid(
     assert constraints(database, EXISTING) == constraints(database, "f_" + EXISTING)
 
     ran: list[int] = []
-    delays = delays_on(url)
+    delays = delays_on(url, purge_after=None)
     delays.processor("mail")(lambda body, task: ran.append(task.id))
     new = delays.schedule_delay("mail", {}, 0)
     assert runtime_of(delays).sweeper.sweep(0)
