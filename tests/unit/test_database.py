@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
 import signal
@@ -39,7 +38,6 @@ from delaytasks.storage.store import Store
 from delaytasks.storage.types import capabilities_of
 from tests.conftest import open_store, settings_for
 from tests.recording import counted
-from tests.running import ROOT
 
 # -- the store classifies a driver's errors and retries the statement where that is safe ----------
 
@@ -424,33 +422,6 @@ def _migrate() -> None:
 def test_an_unknown_database_is_refused_with_the_supported_ones(use: Any) -> None:
     with pytest.raises(ConfigError, match="'oracle'; it supports postgresql, mysql, mariadb, sqli"):
         use()
-
-
-_NAMES = {"postgresql", "mysql", "mariadb", "sqlite"}
-#: The modules that compare a name and cannot choose with `for_database`.
-_COMPARE = {
-    "storage/database.py": "SQLite URLs name no driver, and simulated time is for any engine",
-    "storage/engines.py": "is about SQLite only",
-    "storage/types.py": "SQLAlchemy also asks for dialects that are not supported, for a log",
-}
-
-
-# It does not find a comparison with a constant of another name.
-def _compares_a_name(node: ast.AST) -> bool:
-    return isinstance(node, ast.Compare) and any(
-        isinstance(each, ast.Constant) and each.value in _NAMES for each in ast.walk(node)
-    )
-
-
-def test_no_other_module_compares_the_name_of_a_database() -> None:
-    package = ROOT / "delaytasks"
-    found = {
-        str(path.relative_to(package))
-        for path in package.rglob("*.py")
-        if any(map(_compares_a_name, ast.walk(ast.parse(path.read_text()))))
-    }
-    # The frameworks have their own names of databases.
-    assert {path for path in found if not path.startswith("contrib/")} == set(_COMPARE)
 
 
 # -- COPY receives its text in parts --------------------------------------------------------------

@@ -65,21 +65,3 @@ def test_a_job_calls_a_processor_within_six_frames(
     # A row in flight begins in its own thread.
     if mode != "in_flight":
         assert frames[0] == "chunk_request.run_chunk"
-
-
-def test_a_waitlist_adds_two_frames(delays: DelayTasks) -> None:
-    seen: list[Frames] = []
-    delays.policies.set(tag="look", concurrency=1)
-    delays.processor("look")(lambda body: seen.append(own_frames()))
-    tasks = [delays.schedule_delay("look", None, 0) for _ in range(3)]
-    run_chunk(ChunkRequest(tuple(Entry.of(task) for task in tasks), policies=None))
-    assert len(seen) == 2, "the last one waits, since the request had no time for it"
-    seen.clear()
-    assert (
-        run_chunk(
-            ChunkRequest((), waitlist=("default", "look"), limit=10, serve_s=1, policies=None)
-        ).ran
-        == 1
-    )
-    [frames] = seen
-    assert len(frames) <= MAX_FRAMES + 2, frames
