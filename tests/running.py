@@ -28,13 +28,7 @@ from tests.waiting import STACKS, wait_until
 
 ROOT = Path(__file__).parent.parent
 #: Short intervals, so that tests of slow paths take seconds.
-QUICK: dict[str, Any] = {
-    "sweep": 1,
-    "_self_sweep_s": 2,
-    "_grace_s": 0.5,
-    "horizon": 10,
-    "lease": 4,
-}
+QUICK: dict[str, Any] = {"sweep": 1, "_self_sweep_s": 2, "_grace_s": 0.5, "horizon": 10, "lease": 4}
 #: As in the bounds of docs/reliability.md.
 DISPATCH_S = 2
 #: The first log line of `delaytasks drain --forever`.

@@ -111,11 +111,7 @@ def reader(tmp_path: Path, start_redis: Callable[..., RedisServer]) -> Iterator[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tests"),
-    [
-        ("django", "Django"),
-        ("flask", "Flask-SQLAlchemy"),
-        ("fastapi", "FastAPI and asyncio"),
-    ],
+    [("django", "Django"), ("flask", "Flask-SQLAlchemy"), ("fastapi", "FastAPI and asyncio")],
 )
 def test_a_reader_sees_the_first_task_done_and_the_tests_pass(
     name: str, tests: str, reader: Reader

@@ -83,10 +83,7 @@ def test_killing_up_itself_leaves_no_process(up: UserFolder) -> None:
     assert len(up.processes()) >= 4
     up.stop(signal.SIGKILL)
     wait_until(
-        lambda: not up.processes(),
-        20,
-        lambda: f"{up.processes()} to end; {up.log()}",
-        every_s=0.05,
+        lambda: not up.processes(), 20, lambda: f"{up.processes()} to end; {up.log()}", every_s=0.05
     )
 
 

@@ -466,10 +466,7 @@ def test_a_commit_that_is_cancelled_while_its_task_is_sent_has_committed(
 
 @pytest.mark.slow
 def test_five_hundred_calls_on_sessions_do_not_block_the_event_loop(
-    delays: DelayTasks,
-    timer: RecordingTimer,
-    database_url: str,
-    monkeypatch: pytest.MonkeyPatch,
+    delays: DelayTasks, timer: RecordingTimer, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = own_threads(delays)
 

@@ -12,10 +12,7 @@ from delaytasks.storage.store import Store
 from tests.recording import RunnerHarness, run_now
 from tests.refusals import invalid
 
-UPGRADES = {
-    1: lambda body: {"order": body["nr"]},
-    2: lambda body: {**body, "currency": "EUR"},
-}
+UPGRADES = {1: lambda body: {"order": body["nr"]}, 2: lambda body: {**body, "currency": "EUR"}}
 OLD, NEW = {"nr": 7}, {"order": 7, "currency": "EUR"}
 
 

@@ -744,11 +744,7 @@ def test_a_filter_compares_text_literally(delays: DelayTasks, tag: str) -> None:
         (lambda d: d.bulk.cancel(colour="red"), "colour", "colour.*known: .*tag"),
         (lambda d: d.bulk.cancel(status="DONE"), "status", "HELD, NOT_COMPLETE, not DONE"),
         (lambda d: d.bulk.cancel(status="SOON"), "status", "status is one of"),
-        (
-            lambda d: d.bulk.rerun(status="RUNNING"),
-            "status",
-            "CANCELLED, FAILED, not RUNNING",
-        ),
+        (lambda d: d.bulk.rerun(status="RUNNING"), "status", "CANCELLED, FAILED, not RUNNING"),
         (lambda d: d.bulk.cancel(since=datetime(2030, 1, 1)), "since", "no time zone"),
         (lambda d: d.bulk.cancel(tag="a", actor="x" * 256), "actor", "255"),
         (lambda d: d.bulk.cancel(tag="a", actor="a\nb"), "actor", "control"),

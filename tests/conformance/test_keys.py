@@ -336,9 +336,7 @@ def test_max_wait_of_a_retried_task_counts_from_the_start_of_its_failed_run(
     assert due_s(editor.edit(after_s=66)) == 102
 
 
-def test_an_overdue_task_stays_overdue_after_any_number_of_replacements(
-    editor: Editor,
-) -> None:
+def test_an_overdue_task_stays_overdue_after_any_number_of_replacements(editor: Editor) -> None:
     """The sweep finds the task, although each message for it is stale on arrival."""
     for _ in range(10):
         task = editor.edit(after_s=20)

@@ -267,13 +267,7 @@ class FrozenWorker:
         chunk_began_us = bench.clock.now_us() - int(LEASE_S * 1e6)
         self.dispatcher = dispatcher = SimpleNamespace(running=lambda: ([chunk_began_us], {}))
         pool = SimpleNamespace(info={"processes": [os.getpid()]})
-        self._keeper = LeaseKeeper(
-            runtime,
-            processes,
-            cast("Any", dispatcher),
-            pool,
-            None,
-        )
+        self._keeper = LeaseKeeper(runtime, processes, cast("Any", dispatcher), pool, None)
 
     def renew(self) -> None:
         """Let the main process renew the leases once."""

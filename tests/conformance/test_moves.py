@@ -234,9 +234,7 @@ def test_touching_never_makes_a_task_earlier(delays: DelayTasks) -> None:
     assert lateness(delays, single) == 0
 
 
-def test_touch_many_accepts_ids_of_every_form_from_any_iterable(
-    delays: DelayTasks,
-) -> None:
+def test_touch_many_accepts_ids_of_every_form_from_any_iterable(delays: DelayTasks) -> None:
     a, b, c = (schedule(delays) for _ in range(3))
     assert delays.touch_many(
         iter([a, str(b.id), c.id, c.id, 77, "77"]), timedelta(minutes=1)

@@ -130,9 +130,7 @@ def test_a_search_for_queues_that_no_worker_serves_scans_no_table(analysed: Stor
     assert_no_scan(plans(analysed, lambda: overdue.other_queues({"served"}, 1)))
 
 
-def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(
-    database_url: str,
-) -> None:
+def test_rows_of_a_chunk_are_found_by_id_if_statistics_have_no_live_rows(database_url: str) -> None:
     """Without a kept plan, as with some poolers, the index of all waiting and running rows looks
     cheap."""
     store = open_store(database_url, table_prefix="stale_")
@@ -243,9 +241,7 @@ def test_neither_a_claim_nor_a_count_reads_the_rows_that_are_not_due(database_ur
         store.close()
 
 
-def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(
-    database_url: str,
-) -> None:
+def test_claims_lock_no_rows_of_other_queues_although_the_table_is_small(database_url: str) -> None:
     store = open_store(database_url, table_prefix="small_")
     if store.database.url.get_backend_name() == "postgresql":
         store.close()
@@ -284,9 +280,7 @@ def test_few_rows_of_a_status_or_key_are_found_by_index_on_empty_statistics(
     assert_finds_without_scan(unanalysed)
 
 
-def test_few_rows_of_a_status_or_key_are_found_by_index_on_good_statistics(
-    analysed: Store,
-) -> None:
+def test_few_rows_of_a_status_or_key_are_found_by_index_on_good_statistics(analysed: Store) -> None:
     assert_finds_without_scan(analysed)
 
 
@@ -444,7 +438,7 @@ def planned(request: pytest.FixtureRequest, database_url: str) -> Iterator[Store
     tags = ["mail" if n % 2 else "sms" for n in range(24_000)]
     rows = zip(due, tags, strict=True)
     made.tasks.insert_many(
-        [DelayTask(n + 1, tag, "{}", at, create_time=now) for n, (at, tag) in enumerate(rows)],
+        [DelayTask(n + 1, tag, "{}", at, create_time=now) for n, (at, tag) in enumerate(rows)]
     )
     with made.database.begin() as connection:
         past = t.c.expected_time < now - timedelta(seconds=1000)

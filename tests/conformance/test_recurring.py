@@ -620,11 +620,7 @@ def test_a_schedule_is_stored_as_it_was_defined(harness: RecurringHarness) -> No
     )
     found = harness.recurring.get("ünï 'quoted' %s")
     assert found == made
-    assert (found.timing, found.tz, found.body) == (
-        "0 9 * * mon-fri",
-        "Europe/Berlin",
-        {"ä": [1]},
-    )
+    assert (found.timing, found.tz, found.body) == ("0 9 * * mon-fri", "Europe/Berlin", {"ä": [1]})
     assert found.next_at is not None
     assert found.next_at > harness.start
 

@@ -283,12 +283,7 @@ def _add(store: Store, **values: Any) -> None:
 
 def test_a_lapse_names_the_time_limit_that_was_over(store: Store) -> None:
     began = store.tasks.now() - timedelta(seconds=7)
-    running = {
-        **RUNNING,
-        "worker": "w/1",
-        "attempts": 1,
-        "execution_time": began,
-    }
+    running = {**RUNNING, "worker": "w/1", "attempts": 1, "execution_time": began}
     _add(store, id=1, **running, tag="slow", lapses=2)
     _add(store, id=2, **running, tag="slow")
     _add(store, id=3, **running, tag="slower")

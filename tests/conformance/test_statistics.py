@@ -549,11 +549,7 @@ def test_the_number_of_groups_is_bounded(
         one.add_failure(1, FailureCount("a", f"{number}*", 1, 1, "broken"))
         add(store, table, one, NOON_2030 + timedelta(minutes=number))
     table.purge(NOON_2030)
-    assert [group.pattern for group in table.failure_groups(None, None, 10)] == [
-        "4*",
-        "3*",
-        "2*",
-    ]
+    assert [group.pattern for group in table.failure_groups(None, None, 10)] == ["4*", "3*", "2*"]
 
 
 def test_one_write_has_the_largest_groups(

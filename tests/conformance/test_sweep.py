@@ -107,10 +107,7 @@ def test_one_of_two_simultaneous_sweeps_begins(store: Store) -> None:
         return store.sweeps.begin_sweep(0, 1, 4.0) is not None
 
     with ThreadPoolExecutor(2) as pool:
-        assert sorted(pool.map(sweep, range(2))) == [
-            False,
-            True,
-        ]  # the first sweep inserts the row
+        assert sorted(pool.map(sweep, range(2))) == [False, True]  # the first sweep inserts the row
         s = store.schema.sweeps
         with store.database.begin() as connection:
             connection.execute(update(s).values(swept_at=seconds(store.tasks.now(), -5)))
@@ -120,9 +117,7 @@ def test_one_of_two_simultaneous_sweeps_begins(store: Store) -> None:
     assert store.sweeps.begin_sweep(1, 2, 4.0) is not None
 
 
-def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(
-    store: Store,
-) -> None:
+def test_after_the_clock_was_set_back_sweeps_continue_and_arm_rows_again(store: Store) -> None:
     first = store.sweeps.begin_sweep(0, 1, 0.0)
     assert first is not None
     store.sweeps.mark_armed(0, 1, first, seconds(first, 3630))
@@ -147,9 +142,7 @@ def test_a_sweep_begins_where_the_last_one_ended(store: Store) -> None:
     assert store.sweeps.begin_sweep(0, 1, 0.0) == until
 
 
-def test_a_sweep_does_not_undo_a_forget_armed_that_was_called_meanwhile(
-    store: Store,
-) -> None:
+def test_a_sweep_does_not_undo_a_forget_armed_that_was_called_meanwhile(store: Store) -> None:
     first = store.sweeps.begin_sweep(0, 1, 0.0)
     assert first is not None
     store.sweeps.mark_armed(0, 1, first, seconds(first, 30))
@@ -177,9 +170,7 @@ def test_forget_armed_moves_the_position_back_to_now_and_never_forward(store: St
     assert store.sweeps.begin_sweep(1, 2, 0.0) == past
 
 
-def test_the_first_sweep_after_a_change_of_the_timer_begins_now(
-    store: Store,
-) -> None:
+def test_the_first_sweep_after_a_change_of_the_timer_begins_now(store: Store) -> None:
     eta, redis = store.sweeps, SweepQueries(store.database, store.schema, "redis")
     for sweeps in (eta, redis, eta):
         since = sweeps.begin_sweep(0, 1, 0.0)

@@ -118,11 +118,7 @@ def d(
     """
     broker, timer = request.param
     fixture, conf = BROKERS[broker]
-    place = (
-        tmp_path_factory.mktemp("timers"),
-        postgresql_url,
-        request.getfixturevalue(fixture),
-    )
+    place = (tmp_path_factory.mktemp("timers"), postgresql_url, request.getfixturevalue(fixture))
     timer = redis_url if timer == "redis" else timer
     deployment = Deployment(*place, conf, **ALONE, timer=timer)
     runtime_of(deployment.delays).sweeper.sweep()  # the next sweep is a minute later

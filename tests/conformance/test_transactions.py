@@ -163,10 +163,7 @@ def test_moves_belong_to_the_callers_transaction(shop: SessionCaller, ending: st
         assert d.touch(touched, 500, session=session)
         assert d.touch_many(
             tag="mail", keys=["k0", "k4", "new"], delay=500, session=session
-        ).gone == [
-            "k0",
-            "new",
-        ]
+        ).gone == ["k0", "new"]
         assert d.rerun(failed, 5, session=session).status is Status.NOT_COMPLETE
         assert d.get(cancelled, session=session).status is Status.CANCELLED
         assert [one.id for one in d.find(status="CANCELLED", session=session)] == [cancelled.id]

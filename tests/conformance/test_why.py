@@ -68,9 +68,7 @@ def test_a_paused_tag_and_a_paused_queue_are_named(bench: RunnerHarness) -> None
     assert fact_codes(bench, task) == ["due"]
 
 
-def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(
-    bench: RunnerHarness,
-) -> None:
+def test_a_task_in_a_waitlist_is_distinguished_from_a_paused_task(bench: RunnerHarness) -> None:
     bench.registry.processor("limited")(bench.ran.append)
     bench.store.policies.set("tag", "limited", {"concurrency": 1}, "ann")
     first, second = bench.schedule("limited"), bench.schedule("limited")
@@ -92,17 +90,12 @@ def test_a_retry_is_distinguished_from_a_task_of_the_future(bench: RunnerHarness
 
 def test_rows_with_invalid_values_have_reasons_too(bench: RunnerHarness) -> None:
     task = bench.schedule()
-    for values in (
-        RUNNING | {"worker": ""},
-        {"status": 5, "concurrency_key": "x" * 255},
-    ):
+    for values in (RUNNING | {"worker": ""}, {"status": 5, "concurrency_key": "x" * 255}):
         bench.change(task, **values)
         assert fact_codes(bench, task)
 
 
-def test_a_worker_publishes_its_current_tags_and_removes_old_ones(
-    bench: RunnerHarness,
-) -> None:
+def test_a_worker_publishes_its_current_tags_and_removes_old_ones(bench: RunnerHarness) -> None:
     assert bench.store.workers.all()[0]["tags"] == {"note", "limited"}
     bench.store.workers.report("w1", ["default"], "prefork", 2, 0, ["other"])
     assert bench.store.workers.all()[0]["tags"] == {"other"}

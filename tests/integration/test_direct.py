@@ -95,10 +95,7 @@ def check(
     d.wait_for(failed, Status.FAILED, 40)
     assert d.delays.get(failed[0]).attempts == 2
     # A worker claims a task without a processor for a moment, again and again.
-    rests = {
-        Status.NOT_COMPLETE,
-        Status.HELD,
-    }
+    rests = {Status.NOT_COMPLETE, Status.HELD}
     wait_until(
         lambda: {d.status(task) for task in waiting} <= rests,
         5,

@@ -57,9 +57,7 @@ def test_tasks_run_on_time_and_once(deploy: Deploy, pool: str) -> None:
     worker.terminate()
 
 
-def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(
-    deploy: Deploy,
-) -> None:
+def test_tasks_moved_in_bulk_leave_redis_and_run_at_their_new_times(deploy: Deploy) -> None:
     d = deploy(sweep=60, _self_sweep_s=120, horizon=120, _grace_s=30)
     timer = runtime_of(d.delays).redis_timer
     assert timer is not None

@@ -127,9 +127,7 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     assert "time_limits_project.py" in log, "where it was"
 
 
-def test_overdue_rows_with_and_without_limits_run_independently(
-    deploy: Deploy,
-) -> None:
+def test_overdue_rows_with_and_without_limits_run_independently(deploy: Deploy) -> None:
     d = deploy()
     runtime = runtime_of(d.delays)
     past = runtime.clock.now() - timedelta(minutes=1)
@@ -165,9 +163,7 @@ def test_overdue_rows_with_and_without_limits_run_independently(
 
 
 @pytest.mark.quick
-def test_a_hard_limit_soon_ends_a_long_run_and_frees_its_process(
-    deploy: Deploy,
-) -> None:
+def test_a_hard_limit_soon_ends_a_long_run_and_frees_its_process(deploy: Deploy) -> None:
     d = deploy()
     d.worker(concurrency=1)
     stuck = d.schedule("limits.hard", body={"seconds": [60, 0]})

@@ -47,10 +47,7 @@ def ended(d: Deployment) -> list[list[str]]:
 
 @pytest.mark.parametrize(("database", "broker", "pool"), POOLS)
 def test_waiting_tasks_run_concurrently_in_each_pool(
-    deploy: Deploy,
-    database: str,
-    broker: str,
-    pool: str,
+    deploy: Deploy, database: str, broker: str, pool: str
 ) -> None:
     d = deploy(database, broker)
     d.worker(pool=pool)
@@ -82,10 +79,7 @@ def test_waiting_tasks_run_concurrently_in_each_pool(
 @in_each_pool
 @pytest.mark.parametrize("tag", WAITS)
 def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
-    deploy: Deploy,
-    database: str,
-    pool: str,
-    tag: str,
+    deploy: Deploy, database: str, pool: str, tag: str
 ) -> None:
     d = deploy(database)
     worker = d.worker(pool=pool)
@@ -98,9 +92,7 @@ def test_a_worker_that_stops_waits_for_its_concurrent_tasks(
 
 @in_each_pool
 def test_the_leases_of_long_concurrent_tasks_are_renewed(
-    deploy: Deploy,
-    database: str,
-    pool: str,
+    deploy: Deploy, database: str, pool: str
 ) -> None:
     d = deploy(database, lease=2)
     d.worker(pool=pool)

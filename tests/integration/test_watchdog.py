@@ -95,9 +95,7 @@ def test_broken_loops_are_replaced_and_tasks_run(workers: WorkerTable, pool: str
     worker.terminate()
 
 
-def test_the_entries_of_a_frozen_worker_run_once_elsewhere(
-    workers: WorkerTable,
-) -> None:
+def test_the_entries_of_a_frozen_worker_run_once_elsewhere(workers: WorkerTable) -> None:
     frozen, node = workers.worker(), workers.node(0)
     held = [workers.schedule(delay=8) for _ in range(20)]
     wait_until(lambda: workers.stats(node).get("held") == 20, 7, "the worker to hold them")
@@ -147,9 +145,7 @@ def test_a_chunk_of_a_process_that_died_just_before_the_broker_blocks_no_process
     workers.wait_for([workers.schedule()], deadline_s=SLACK_S)
 
 
-def test_a_stopping_worker_gets_the_report_of_an_unconfirmed_chunk(
-    workers: WorkerTable,
-) -> None:
+def test_a_stopping_worker_gets_the_report_of_an_unconfirmed_chunk(workers: WorkerTable) -> None:
     """Celery makes the pool forget the chunk.
 
     Billiard's process then waits 30 seconds for a process that reads its result.

@@ -63,12 +63,7 @@ def _runs_on_time(d: Deployment) -> bool:
 
 @pytest.mark.parametrize(
     ("outage", "broker"),
-    [
-        ("refuse", "redis"),
-        ("refuse", "rabbitmq"),
-        ("swallow", "redis"),
-        ("swallow", "rabbitmq"),
-    ],
+    [("refuse", "redis"), ("refuse", "rabbitmq"), ("swallow", "redis"), ("swallow", "rabbitmq")],
 )
 def test_a_worker_that_starts_without_its_broker_works_from_the_table(
     tmp_path: Path, postgresql_url: str, request: pytest.FixtureRequest, broker: str, outage: str

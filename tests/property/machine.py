@@ -9,13 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    initialize,
-    multiple,
-    rule,
-)
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, multiple, rule
 
 from chaos.simulation.broker import BrokerPublisher, SimulatedBroker
 from chaos.simulation.clock import Times

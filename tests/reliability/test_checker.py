@@ -194,9 +194,7 @@ def fault(
     ],
     ids=lambda fault: f"{fault.effect} {fault.key_owners}",
 )
-def test_a_fault_of_the_lease_owner_explains_a_second_run(
-    of_its_holder: Fault,
-) -> None:
+def test_a_fault_of_the_lease_owner_explains_a_second_run(of_its_holder: Fault) -> None:
     history = lapsed()
     history.faults = [of_its_holder]
     verdict = Checker(history).verdict()

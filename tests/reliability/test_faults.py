@@ -273,10 +273,7 @@ def test_a_terminated_run_ends_all_processes_that_it_started(
 # Some of the combinations of clocks that are an hour apart. `./dev clocks` runs all of them
 
 
-APART = [
-    ("postgresql", Hours(HOUR_S, -HOUR_S, 0)),
-    ("mariadb", Hours(-HOUR_S, 0, HOUR_S)),
-]
+APART = [("postgresql", Hours(HOUR_S, -HOUR_S, 0)), ("mariadb", Hours(-HOUR_S, 0, HOUR_S))]
 
 
 @pytest.mark.slow

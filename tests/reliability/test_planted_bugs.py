@@ -371,7 +371,4 @@ def test_a_finding_contains_the_whole_story_of_its_task(
 
 
 def test_all_moves_of_the_table_are_legal() -> None:
-    assert {
-        (Status.NOT_COMPLETE, Status.RUNNING),
-        (Status.RUNNING, Status.DONE),
-    } <= _LEGAL
+    assert {(Status.NOT_COMPLETE, Status.RUNNING), (Status.RUNNING, Status.DONE)} <= _LEGAL

@@ -116,9 +116,7 @@ def test_each_attempt_uses_the_next_address() -> None:
     assert target.url_at(several.address(target, 1, 5)) == "https://[2606:2800::1]:443/"
 
 
-def test_a_resolved_name_is_kept_for_a_short_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_resolved_name_is_kept_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [["93.184.216.34"], ["10.0.0.1"]]
     changing = Guard([], lambda host, port: answers.pop(0))
     target = changing.check("https://partner.example/")

@@ -41,9 +41,7 @@ def test_a_backlog_is_run_chunk_after_chunk_until_it_is_empty(bench: RunnerHarne
     assert bench.statuses(tasks) == ["DONE"] * 7
 
 
-def test_while_a_chunk_runs_the_previous_one_is_settled_and_one_more_is_claimed(
-    make: Make,
-) -> None:
+def test_while_a_chunk_runs_the_previous_one_is_settled_and_one_more_is_claimed(make: Make) -> None:
     bench = make(_chunk_max=1)
     expected = ["DONE", "RUNNING", "RUNNING", "NOT_COMPLETE"]
 

@@ -185,9 +185,7 @@ def test_a_piped_table_has_one_plain_line_for_each_row(capsys: pytest.CaptureFix
     assert lines[1].endswith("  1")
 
 
-def test_a_folded_column_shows_a_long_remedy_to_its_end(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_folded_column_shows_a_long_remedy_to_its_end(capsys: pytest.CaptureFixture[str]) -> None:
     fact = "x" * 300 + "; run: delaytasks db upgrade"
     output.print_table(("check", "facts"), [("database", fact)], folded="facts")
     assert capsys.readouterr().out.endswith(f"{fact}\n")
@@ -251,9 +249,7 @@ def test_no_line_is_longer_than_the_terminal_and_no_tag_is_broken(
     assert sum("ValueError: the customer" in line for line in lines) == 2
 
 
-def test_a_terminal_prints_an_error_below_its_row(
-    terminal: Callable[[], Terminal],
-) -> None:
+def test_a_terminal_prints_an_error_below_its_row(terminal: Callable[[], Terminal]) -> None:
     screen = terminal()
     listed("ValueError: the customer has no address")
     lines = plain(screen).splitlines()

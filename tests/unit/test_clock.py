@@ -85,9 +85,7 @@ def test_the_clock_follows_the_database_and_not_the_host(host: FakeTime) -> None
     assert clock.offset_s == pytest.approx(ahead, abs=1e-3)
 
 
-def test_the_clock_is_measured_at_intervals_and_the_fastest_answer_is_used(
-    host: FakeTime,
-) -> None:
+def test_the_clock_is_measured_at_intervals_and_the_fastest_answer_is_used(host: FakeTime) -> None:
     database = FakeDatabase(host)
     database.trips = [0.4, 0.3, 0.002]
     clock = Clock(database.now, refresh_s=60)
@@ -128,10 +126,7 @@ def test_the_clock_also_waits_after_a_failure_that_took_long(host: FakeTime) -> 
     clock = Clock(database.now, refresh_s=60)
     clock.now_us()
     # The connection attempt times out after five seconds.
-    database.is_up, database.meanwhile = (
-        False,
-        lambda: host.advance(5),
-    )
+    database.is_up, database.meanwhile = (False, lambda: host.advance(5))
     host.advance(61)
     for _ in range(20):
         clock.now_us()

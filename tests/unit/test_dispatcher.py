@@ -81,9 +81,7 @@ def test_late_entries_are_left_to_the_table_even_if_the_pool_is_busy(
     assert bench.pool.requests[-1][0].drained_queue == "default"
 
 
-def test_late_entries_wait_longer_if_their_queue_has_a_backlog(
-    bench: DispatcherHarness,
-) -> None:
+def test_late_entries_wait_longer_if_their_queue_has_a_backlog(bench: DispatcherHarness) -> None:
     bench.dispatcher.start_drain("default", [0])
     # The queue has a backlog, so both processes drain it.
     bench.pool.end(Report(10, 10, 0.01, is_full=True))
@@ -316,9 +314,7 @@ def test_chunks_of_fresh_tasks_and_of_a_backlog_alternate() -> None:
     assert kinds == ["fresh", "old", "fresh", "old"]
 
 
-def test_a_drain_delayed_by_a_slow_row_continues_in_free_processes(
-    hands: Hands,
-) -> None:
+def test_a_drain_delayed_by_a_slow_row_continues_in_free_processes(hands: Hands) -> None:
     """Each look at most doubles the number of processes, until a process finds the queue empty."""
     bench = DispatcherHarness()
     bench.pool.limit = 8
@@ -358,9 +354,7 @@ def test_an_empty_queue_behind_a_slow_task_is_read_once(hands: Hands) -> None:
     assert bench.pool.requests == []
 
 
-def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(
-    hands: Hands,
-) -> None:
+def test_a_chunk_that_ends_late_does_not_end_a_drain_that_was_requested_later(hands: Hands) -> None:
     bench = DispatcherHarness()
     bench.dispatcher.start_drain("default", [0])
     hands.at += HELD_UP_S + 0.01
@@ -391,9 +385,7 @@ def test_a_drain_continues_after_its_process_died_and_ends_if_the_database_is_un
     assert bench.pool.requests == []
 
 
-def test_a_drain_requested_during_another_drain_is_done_after_it(
-    bench: DispatcherHarness,
-) -> None:
+def test_a_drain_requested_during_another_drain_is_done_after_it(bench: DispatcherHarness) -> None:
     bench.dispatcher.start_drain("default", [0])
     bench.dispatcher.start_drain("default", [5])
     bench.pool.end(Report(0))
@@ -425,9 +417,7 @@ def test_draining_processes_notice_another_queue_and_share_their_time_with_it(
     assert bench.continue_s() == [0, CONTINUE_IN_TURN_S]
 
 
-def test_draining_processes_notice_tasks_that_wait_for_a_process(
-    bench: DispatcherHarness,
-) -> None:
+def test_draining_processes_notice_tasks_that_wait_for_a_process(bench: DispatcherHarness) -> None:
     bench.dispatcher.start_drain("default", [0])
     bench.pool.end(Report(10, 10, 0.001, (), is_full=True))
     bench.dispatcher.take(bench.entries(1))

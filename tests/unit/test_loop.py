@@ -367,8 +367,7 @@ def forecasts(monkeypatch: pytest.MonkeyPatch) -> Forecasts:
 
 
 @pytest.mark.parametrize(
-    ("takes_s", "rest_s"),
-    [(0.125, RENEW_S), (1, RENEW_SHARE), (300, MOST_RENEW_S)],
+    ("takes_s", "rest_s"), [(0.125, RENEW_S), (1, RENEW_SHARE), (300, MOST_RENEW_S)]
 )
 def test_a_slow_forecast_is_made_again_less_often(
     forecasts: Forecasts, takes_s: float, rest_s: float
@@ -382,9 +381,7 @@ def test_a_slow_forecast_is_made_again_less_often(
     assert kept.get() == (2, takes_s)
 
 
-def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(
-    forecasts: Forecasts,
-) -> None:
+def test_after_an_error_the_last_forecast_is_kept_until_it_is_too_old(forecasts: Forecasts) -> None:
     kept: Any = Latest("forecast", forecasts.make)
     assert kept.get() == (1, 0.125)
     forecasts.error = StoreUnavailableError("down")

@@ -509,9 +509,7 @@ def test_redis_is_not_read_repeatedly_while_nothing_is_due(post: Post) -> None:
 
 
 @pytest.mark.slow
-def test_the_listener_subscribes_again_after_a_failed_call(
-    post: Post,
-) -> None:
+def test_the_listener_subscribes_again_after_a_failed_call(post: Post) -> None:
     post.start()
     timer = runtime_of(post.delays).redis_timer
     assert timer is not None

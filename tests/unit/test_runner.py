@@ -426,9 +426,7 @@ class Boxes:
 @pytest.mark.parametrize(
     "rest_s", [0, BOX_S / 2, BOX_S * 3], ids=["at once", "while it rests", "when it sleeps"]
 )
-def test_an_open_chunk_is_reported_after_its_time_budget_whatever_ran_before(
-    rest_s: float,
-) -> None:
+def test_an_open_chunk_is_reported_after_its_time_budget_whatever_ran_before(rest_s: float) -> None:
     boxes = Boxes()
     boxes.box.close(boxes.chunk())
     time.sleep(rest_s)

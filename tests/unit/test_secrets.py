@@ -354,11 +354,7 @@ def test_any_tag_of_another_program_can_be_bound() -> None:
         assert cipher.read(cipher.seal("[1]", BODY, 7, tag), BODY, 7, tag) == "[1]"
 
 
-BEGINNINGS = (
-    "{}",
-    "aesgcm:{}",
-    f"aesgcm:{key_name(A)}:{{}}",
-)
+BEGINNINGS = ("{}", "aesgcm:{}", f"aesgcm:{key_name(A)}:{{}}")
 
 
 @given(st.one_of(json_like, *(st.text().map(begin.format) for begin in BEGINNINGS)))

@@ -12,12 +12,7 @@ import pytest
 
 from delaytasks.core.errors import StoreError, StoreUnavailableError
 from delaytasks.core.events import Events
-from delaytasks.core.workers import (
-    RegisteredWorker,
-    ServiceTimes,
-    beat_age_s,
-    broker_down_s,
-)
+from delaytasks.core.workers import RegisteredWorker, ServiceTimes, beat_age_s, broker_down_s
 from delaytasks.worker import service_watch
 from delaytasks.worker import service_watch as service_watch_module
 from delaytasks.worker.service_watch import (

@@ -107,9 +107,7 @@ def test_all_tags_together_have_at_most_max_slots_thread_slots() -> None:
 # -- how concurrent rows end ----------------------------------------------------------------------
 
 
-def test_a_concurrent_row_that_raises_worker_shutdown_fails(
-    bench: RunnerHarness,
-) -> None:
+def test_a_concurrent_row_that_raises_worker_shutdown_fails(bench: RunnerHarness) -> None:
     def stop(body: Any) -> None:
         raise WorkerShutdown(0)
 
@@ -538,10 +536,7 @@ OUTCOMES = [None, Done(), Retry(after="5m"), Snooze("30m"), Cancel("closed"), Fa
 ENDS = ["DONE", "DONE", "NOT_COMPLETE", "NOT_COMPLETE", "CANCELLED", "FAILED"]
 
 
-@pytest.mark.parametrize(
-    "said",
-    [list, tuple, dict],
-)
+@pytest.mark.parametrize("said", [list, tuple, dict])
 def test_each_task_has_the_outcome_that_the_processor_returned_for_it(
     bench: RunnerHarness, said: Any
 ) -> None:
@@ -613,9 +608,7 @@ def test_an_invalid_outcome_fails_only_its_own_task(bench: RunnerHarness) -> Non
 # -- other properties of a run -------------------------------------------------------------------
 
 
-def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(
-    bench: RunnerHarness,
-) -> None:
+def test_a_batch_that_stops_the_worker_does_not_affect_other_rows(bench: RunnerHarness) -> None:
     def stop(tasks: list[DelayTask]) -> None:
         raise WorkerShutdown(0)
 
@@ -652,9 +645,7 @@ def test_batches_run_concurrently_and_as_coroutines(bench: RunnerHarness) -> Non
     assert bench.statuses(tasks) == ["DONE", "FAILED"] * 5
 
 
-def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(
-    bench: RunnerHarness,
-) -> None:
+def test_chunks_have_the_size_of_a_batch_even_beyond_the_time_budget(bench: RunnerHarness) -> None:
     size = ChunkSize(0.05, 200)
     bench.registry.processor("batch", batch=100)(lambda tasks: time.sleep(0.2))
     report = bench.run(*[bench.schedule("batch") for _ in range(10)])

@@ -31,14 +31,7 @@ from delaytasks.core.run_counts import (
 from delaytasks.core.text import MAX_PATTERN, error_pattern, traceback_text
 from delaytasks.operations.state import groups_of
 from delaytasks.statistics import statistics_table as writer
-from delaytasks.statistics.charts import (
-    LEFT,
-    RIGHT,
-    WIDTH,
-    Series,
-    lines,
-    stacked_bars,
-)
+from delaytasks.statistics.charts import LEFT, RIGHT, WIDTH, Series, lines, stacked_bars
 from delaytasks.statistics.reading import RunTotals
 from delaytasks.statistics.statistics_table import (
     MAX_GROUPS_OF_WORKER,

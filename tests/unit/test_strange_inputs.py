@@ -20,13 +20,7 @@ from delaytasks.core import body as body_json
 from delaytasks.core import body as jsontext
 from delaytasks.core.body import dump_flat, dump_json, encode_body
 from delaytasks.core.errors import DelayTaskError, InvalidInputError
-from delaytasks.core.inputs import (
-    check_delay,
-    check_key,
-    check_queue,
-    check_tag,
-    check_wait,
-)
+from delaytasks.core.inputs import check_delay, check_key, check_queue, check_tag, check_wait
 from delaytasks.core.retry_schedule import RetrySchedule
 from delaytasks.core.states import MOST_VERSIONS, following
 from delaytasks.core.task import DelayTask

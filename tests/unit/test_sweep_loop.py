@@ -177,9 +177,7 @@ def test_a_requested_partition_is_kept_until_it_is_swept(turns: SweepTurns) -> N
     assert turns.turn() == []
 
 
-def test_a_broker_outage_is_remembered_while_the_database_is_unavailable(
-    turns: SweepTurns,
-) -> None:
+def test_a_broker_outage_is_remembered_while_the_database_is_unavailable(turns: SweepTurns) -> None:
     turns.fails = {"forget"}
     turns.loop.forget_armed()
     turns.loop.request(2)

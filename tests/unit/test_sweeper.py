@@ -322,9 +322,7 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Sweepe
         return Policies(())
 
     holding: Any = SimpleNamespace(
-        read=policies,
-        walk=lambda *_: done.append("walk"),
-        hold_near=lambda *_: None,
+        read=policies, walk=lambda *_: done.append("walk"), hold_near=lambda *_: None
     )
     sweeper = field.sweeper()
     sweeper._pauses = holding
@@ -337,9 +335,7 @@ def test_a_sweep_that_could_not_read_the_policies_releases_nothing(field: Sweepe
     assert done == ["walk"]
 
 
-def test_a_late_row_is_drained_although_the_broker_refuses_near_rows(
-    field: SweeperHarness,
-) -> None:
+def test_a_late_row_is_drained_although_the_broker_refuses_near_rows(field: SweeperHarness) -> None:
     field.row(5)
     field.row(-60)
     field.serve("w1", "default")

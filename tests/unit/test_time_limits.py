@@ -267,9 +267,7 @@ def test_children_see_the_renewals_that_the_main_process_records() -> None:
     assert renewals.last() == (100, 81), "leases ended before the answer"
 
 
-def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(
-    bench: RunnerHarness,
-) -> None:
+def test_a_lease_error_that_the_processor_itself_creates_is_a_failure(bench: RunnerHarness) -> None:
     @bench.registry.processor("wrong")
     def work(body: object, task: DelayTask) -> None:
         raise LeaseLostError("as complete() says on a wrong database", task.id)

@@ -111,8 +111,7 @@ def test_a_worker_warns_of_a_celery_that_is_newer_than_the_newest_tested_one(
 
 @pytest.mark.parametrize("version", [(*OLDEST_CELERY, 0), (*NEWEST_TESTED_CELERY, 9)])
 def test_a_worker_does_not_warn_of_a_celery_in_the_tested_range(
-    version: tuple[object, ...],
-    warnings_at_start: Callable[[tuple[object, ...]], list[str]],
+    version: tuple[object, ...], warnings_at_start: Callable[[tuple[object, ...]], list[str]]
 ) -> None:
     assert warnings_at_start(version) == []
 

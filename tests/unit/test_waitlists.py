@@ -70,12 +70,7 @@ def test_one_process_takes_a_share_of_the_capacity() -> None:
         capacity.for_key("b"),
         capacity.for_key("c"),
         capacity.for_key(""),
-    ) == (
-        0,
-        2,
-        3,
-        UNLIMITED,
-    )
+    ) == (0, 2, 3, UNLIMITED)
     assert capacity.full_keys == ["a"]
     capacity.limit_rate(StartPace(1.0, 2), 0.5)
     assert (capacity.free, capacity.share(100), capacity.recheck_s) == (1, 1, WAITLIST_RECHECK_S)

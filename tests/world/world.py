@@ -343,9 +343,6 @@ class Worker:
         return self._runner.run(entries)
 
     def drain(
-        self,
-        queue: str = "default",
-        most: int = 100,
-        priorities: Sequence[int] = ALL_PRIORITIES,
+        self, queue: str = "default", most: int = 100, priorities: Sequence[int] = ALL_PRIORITIES
     ) -> Report:
         return self._runner.run_due(queue, priorities, most)

@@ -107,9 +107,7 @@ def test_reschedule_sets_or_shifts_the_due_times_of_many_tasks(shop: Project) ->
         "2031-01-01T00:00:00+00:00"
     }
     wait_until(
-        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
-        5,
-        "time",
+        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks), 5, "time"
     )
     assert (
         shop("reschedule", "--queue", "reports", "--by", "-1h30m", "--yes").stdout
@@ -258,9 +256,7 @@ def test_a_stopped_shift_prints_the_command_that_continues_it(
 ) -> None:
     tasks = [shop.schedule(delay=3600 + n) for n in range(6)]
     wait_until(
-        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks),
-        5,
-        "time",
+        lambda: runtime_of(shop.delays).store.bulk.now() > last_update(shop, tasks), 5, "time"
     )
     said = shop("reschedule", "--tag", "ok", "--by", "1h", "--yes")
     assert said.exit_code == 1

@@ -105,13 +105,7 @@ def test_stats_shows_which_tags_are_on_time(shop: Project) -> None:
     [mail] = shop.json("stats")["on_time"]
     recent = {"on_time": 98, "late": 2, "share": 0.98, "budget_left": -1.0}
     day = {"on_time": 798, "late": 202, "share": 0.798, "budget_left": -19.2}
-    assert mail == {
-        "tag": "mail",
-        "promised_s": None,
-        "target": 0.99,
-        "hour": recent,
-        "day": day,
-    }
+    assert mail == {"tag": "mail", "promised_s": None, "target": 0.99, "hour": recent, "day": day}
     said = shop("stats").stdout
     assert "98.00% (2 late)" in said
     assert re.search(r"^mail +- +98\.00% .* 79\.80% \(202 late\) +-1920%$", said, re.MULTILINE)

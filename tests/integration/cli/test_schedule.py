@@ -172,11 +172,7 @@ def test_many_tasks_with_keys_may_be_kept(shop: Project) -> None:
         ('{"tag": "ok", "delay": 1, "body": NaN}', "body", "line 2: "),
         ('{"tag": "", "delay": 1}', "tag", "line 2: "),
         ('{"tag": "ok", "delay": 1, "id": 0}', "id", "line 2: "),
-        (
-            '{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}',
-            "max_wait",
-            "line 2: ",
-        ),
+        ('{"tag": "ok", "delay": 1, "key": "k", "max_wait": 9}', "max_wait", "line 2: "),
     ],
 )
 def test_a_wrong_line_is_named_and_nothing_of_its_batch_is_written(

@@ -39,9 +39,7 @@ def wait_for_done(project: Shop, name: str, task_id: str, rows: int = 1) -> None
 
 
 @in_each_combination
-def test_apply_async_with_a_countdown_runs_the_task_once_its_row_is_due(
-    project: Shop,
-) -> None:
+def test_apply_async_with_a_countdown_runs_the_task_once_its_row_is_due(project: Shop) -> None:
     began = datetime.now(timezone.utc)
 
     result = project.task("add").apply_async((1, 2), countdown=1)
@@ -53,9 +51,7 @@ def test_apply_async_with_a_countdown_runs_the_task_once_its_row_is_due(
     wait_for_done(project, "add", result.id)
 
 
-def test_an_eta_with_a_time_zone_without_one_and_as_text_is_the_due_time(
-    project: Shop,
-) -> None:
+def test_an_eta_with_a_time_zone_without_one_and_as_text_is_the_due_time(project: Shop) -> None:
     due = (datetime.now(timezone.utc) + timedelta(hours=1)).replace(microsecond=7)
     add = project.task("add")
     etas = (
@@ -249,9 +245,7 @@ def test_starmap_and_chunks_with_a_countdown_are_rows(project: Shop) -> None:
 
 
 @in_each_combination
-def test_revoking_a_waiting_task_cancels_its_row_and_stores_its_state(
-    project: Shop,
-) -> None:
+def test_revoking_a_waiting_task_cancels_its_row_and_stores_its_state(project: Shop) -> None:
     result = project.task("add").apply_async((1, 2), countdown=3600)
 
     result.revoke()
@@ -304,9 +298,7 @@ def test_a_chord_fails_when_a_waiting_task_of_its_header_is_revoked(project: Sho
         result.get(timeout=WAIT_S)
 
 
-def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(
-    project: Shop,
-) -> None:
+def test_a_task_that_expires_before_it_is_due_is_revoked_by_the_worker(project: Shop) -> None:
     result = project.task("add").apply_async((1, 2), countdown=1, expires=0.5)
 
     with pytest.raises(TaskRevokedError):
@@ -331,9 +323,7 @@ def test_a_paused_task_name_waits_until_it_is_resumed(project: Shop) -> None:
     assert result.get(timeout=WAIT_S) == 3
 
 
-def test_a_row_is_found_and_moved_by_the_name_and_the_id_of_the_task(
-    project: Shop,
-) -> None:
+def test_a_row_is_found_and_moved_by_the_name_and_the_id_of_the_task(project: Shop) -> None:
     result = project.task("add").apply_async((1, 2), countdown=3600)
 
     project.delays.reschedule(tag="celery:durable.add", key=result.id, delay=0)

@@ -405,9 +405,7 @@ def test_an_interrupted_time_measurement_makes_no_task_early(
     assert 55 < (task.expected_time - caller.store.tasks.now()).total_seconds() <= 60
 
 
-def test_a_silent_database_delays_no_thread_that_reads_the_clock(
-    connect: Connect,
-) -> None:
+def test_a_silent_database_delays_no_thread_that_reads_the_clock(connect: Connect) -> None:
     caller = connect()
     caller.warm_up()
     clock = runtime_of(caller.delays).clock
