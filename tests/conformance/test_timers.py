@@ -18,7 +18,6 @@ from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
 from delaytasks import DelayTask, NewTask, Status
-from delaytasks.core.clock import to_us
 from delaytasks.core.interfaces import Entry
 from delaytasks.runtime import runtime_of
 from delaytasks.storage.types import db_now_plus
@@ -264,88 +263,6 @@ def test_a_forged_entry_runs_nothing(d: Deployment) -> None:
     ran_once(d, [soon])
     did_not_run(d, waits)
     did_not_run(d, cancelled)
-
-
-def test_invalid_entries_are_dropped_and_tasks_run(d: Deployment) -> None:
-    near, far = (
-        burst(d, "test.note", 30, due_s=1, body={"file": str(d.file)}),
-        d.schedule(delay=3600),
-    )
-    publish_garbage(d, near[0], far)
-    if isinstance(timer := runtime_of(d.delays).timer, RedisTimer):
-        put_garbage(timer, near[0], far)
-    ran_once(d, near)
-    ran_once(d, [d.schedule() for _ in range(10)])
-    did_not_run(d, far)
-    assert "message.refused" in d.logs()
-
-
-def publish_garbage(d: Deployment, near: DelayTask, far: DelayTask) -> None:
-    """Publish messages that any program could write into our queue."""
-    id, version, due_us, now_us = (
-        near.id,
-        near.version,
-        to_us(near.expected_time),
-        runtime_of(d.delays).clock.now_us(),
-    )
-    payloads: list[Any] = [
-        [[], {}, {}],
-        ["x", {}, {}],
-        [[[[1, 2]]], {}, {}],
-        [[[[-1, 0, 0, 0]]], {}, {}],
-        [[[["1", 0, 0, 0]]], {}, {}],
-        [[[[id, version + 7, due_us, 0]]], {}, {}],  # a different version
-        [[[[id, version, now_us, 0]]], {}, {}],  # not yet due
-        [[[[far.id, far.version, now_us, 0]]], {}, {}],
-        [[[[2**62, 0, now_us, 0]]], {}, {}],  # no such row
-        [[[[1, 0, 0, 0]] * 5000], {}, {}],
-        [[[[id, version, 2**62, 0]]], {}, {}],  # a time that no datetime can represent
-        [[[[id, version, due_us + 10**15, 0]]], {}, {}],  # far beyond the horizon
-        [[[[id, version, 0, 10**30]]], {}, {}],
-        [[[], {"drain": "all"}], {}, {}],
-    ]
-    with runtime_of(d.delays).celery.connection_for_write() as connection:
-        producer = connection.Producer(serializer="json")
-        headers = {"task": "delaytasks.run", "id": "forged", "lang": "py"}
-        place = {
-            "exchange": "",
-            "routing_key": d.settings["namespace"] + ".default",
-            "headers": headers,
-        }
-        for payload in payloads:
-            producer.publish(payload, **place)
-        pickled = {"content_type": "application/x-python-serialize", "content_encoding": "binary"}
-        producer.publish(b"\x80\x04]", **place, **pickled)
-
-
-def put_garbage(timer: RedisTimer, near: DelayTask, far: DelayTask) -> None:
-    """Add entries that any program could write to our slots, due together with `due_between`."""
-    due_ms = -(-to_us(near.expected_time) // 1000)
-    members = [
-        "",
-        "x",
-        "1",
-        ":",
-        "1:",
-        ":0",
-        "1:2:3:4",
-        "-1:0",
-        "1:-1",
-        "1:0:10000000",
-        "1.5:0",
-        "é",
-        "0:0",
-        "1:0 5",
-    ]
-    members += [
-        f"{near.id}:{near.version + 7}",
-        f" {near.id}:{near.version}",
-        f"{2**62}:0",
-        "9" * 400 + ":0",
-    ]
-    for number, slot in enumerate(timer.slots("default")):
-        some = ["1 0", b"\xff", f"{far.id}:{far.version}", *members[number % 8 :: 8]]
-        timer.link.connect().zadd(timer.keys(slot)[0], dict.fromkeys(some, due_ms))
 
 
 #: The slow path runs a task that the timer lost within the grace period, one sweep and the

@@ -102,17 +102,6 @@ def test_the_leases_of_long_concurrent_tasks_are_renewed(
     assert len(began(d)) == len(ended(d)) == 2
 
 
-def test_waiting_tasks_do_not_delay_other_tasks(deploy: Deploy) -> None:
-    d = deploy()
-    d.worker(concurrency=1)
-    slow = [d.schedule("test.wait", 0, body={"seconds": 8}) for _ in range(3)]
-    wait_until(lambda: len(began(d)) == 3, 10, "them to begin")
-    others = [d.schedule() for _ in range(20)]
-    d.wait_for(others, deadline_s=4)
-    assert {d.status(task) for task in slow} == {Status.RUNNING}
-    d.wait_for(slow)
-
-
 def test_a_process_at_its_max_tasks_waits_for_its_concurrent_tasks(deploy: Deploy) -> None:
     d = deploy()
     d.worker("--max-tasks-per-child", "1", concurrency=1)

@@ -29,7 +29,7 @@ from tests import running as faketime
 from tests.conftest import settings_for
 from tests.proxy import Proxy, proxy_to
 from tests.recording import counted
-from tests.running import QUICK, Deployment, Process, marked
+from tests.running import QUICK, Deployment, Process
 from tests.services import MissingServiceError, PostgresServer, RabbitServer
 from tests.waiting import SLACK_S, wait_until
 
@@ -236,38 +236,6 @@ def test_tasks_recover_at_whatever_step_a_process_is_killed(redis_url: str) -> N
     assert ended.returncode == 0, ended.stdout[-9000:] + ended.stderr[-3000:]
     assert f"{len(names)} faults" in ended.stdout
     assert "all within their bounds, no findings" in ended.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for processes in /proc")
-def test_a_terminated_run_ends_all_processes_that_it_started(
-    tmp_path: Path, redis_url: str
-) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "chaos.failpoints",
-        "--seeds",
-        "10",
-        "--worlds",
-        "1",
-        "--database",
-        "sqlite",
-    ]
-    run = subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, "TMPDIR": str(tmp_path)}, start_new_session=True
-    )
-    try:
-        wait_until(
-            lambda: " ready." in "".join(log.read_text() for log in tmp_path.glob("*/*-w*.log")),
-            30,
-            "a worker",
-        )
-        run.terminate()
-        assert run.wait(30) == 128 + 15
-        wait_until(lambda: not marked(str(tmp_path)), 5, "a producer to make its last call")
-    finally:
-        run.kill()
 
 
 # Some of the combinations of clocks that are an hour apart. `./dev clocks` runs all of them

@@ -343,28 +343,6 @@ def texts_of_causes(error: BaseException | None) -> str:
     return words
 
 
-@DATABASES
-def test_an_error_of_the_database_does_not_show_the_body(connect: Connect, database: str) -> None:
-    caller = connect(database)
-    caller.warm_up()
-    column = (
-        "MODIFY message_body varchar(5)"
-        if database == "mysql"
-        else "ALTER COLUMN message_body TYPE varchar(5)"
-    )
-    with caller.store.database.begin() as connection:
-        connection.execute(text(f"ALTER TABLE {caller.store.schema.tasks.name} {column}"))
-    calls: list[Callable[[], Any]] = [
-        lambda: caller.delays.schedule_delay("mail", {"card": CANARY}, 60),
-        lambda: caller.delays.schedule_many([("mail", {"card": CANARY}, 60)]),
-    ]
-    for call in calls:
-        with pytest.raises(e.StoreError) as caught:
-            call()
-        assert CANARY not in str(caught.value)
-        assert CANARY not in str(caught.value.__cause__)
-
-
 def test_a_wrong_broker_password_is_not_shown(
     connect: Connect, redis_url: str, postgresql_url: str
 ) -> None:
