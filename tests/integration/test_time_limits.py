@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
 
 from delaytasks import DelayTask, Status
 from delaytasks.runtime import runtime_of
 from tests.integration.conftest import Deploy
-from tests.recording import counted
 from tests.running import Deployment
 from tests.waiting import SLACK_S, wait_until
 
@@ -125,41 +121,6 @@ def test_a_hard_limit_ends_the_process_and_other_tasks_run(
     assert "task.timed_out" in log
     assert "Timeout (0:00:01)!" in log
     assert "time_limits_project.py" in log, "where it was"
-
-
-def test_overdue_rows_with_and_without_limits_run_independently(deploy: Deploy) -> None:
-    d = deploy()
-    runtime = runtime_of(d.delays)
-    past = runtime.clock.now() - timedelta(minutes=1)
-    rows, stuck, others = list[dict[str, Any]](), list[Any](), list[Any]()
-    for number in range(100):
-        body = {"file": str(d.file), "seconds": [60, 0] if number == 51 else 0}
-        row = {
-            "id": runtime.new_id(),
-            "tag": "limits.hard" if number % 2 else "limits.none",
-            "queue": "limits",
-        }
-        rows.append({**row, "message_body": json.dumps(body), "expected_time": past})
-        (stuck if number == 51 else others).append(rows[-1]["id"])
-    with runtime.store.database.begin() as connection:
-        connection.execute(insert(runtime.store.schema.tasks), rows)
-    d.worker(concurrency=3)
-
-    def left() -> int:
-        count = counted(runtime.store)
-        return sum(count[status] for status in (Status.NOT_COMPLETE, Status.RUNNING))
-
-    wait_until(
-        lambda: left() == 0 and all(d.delays.get(id).is_finished for id in stuck),
-        40,
-        "all to run",
-        0.1,
-    )
-    began = Counter(run[0] for run in d.runs() if run[1] == "began")
-    assert {began[str(id)] for id in others} == {1}
-    assert {(task.lapses, task.attempts) for task in map(d.delays.get, others)} == {(0, 1)}
-    assert {began[str(id)] for id in stuck} == {2}
-    assert all(len(d.delays.attempts(id)) == 1 for id in stuck)
 
 
 @pytest.mark.quick
