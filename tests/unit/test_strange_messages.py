@@ -160,6 +160,12 @@ deliveries = st.sampled_from(
 @example(b"[]", {"task": ["unhashable"]}, "application/json", {})
 @example(b"{}", {"task": "no.such.task"}, "application/json", {})
 @example(
+    b"[[[[1, 9223372036854775808, 0, 0]]], {}, {}]",  # a version that no row can have
+    {"task": RUN, "id": "x"},
+    "application/json",
+    {},
+)
+@example(
     b"[[[], {'drain': []}]]",
     {"task": RUN, "expires": 5},
     "application/json",
