@@ -30,6 +30,8 @@ SKEWS_US = (0, 0, 3_600_000_000, -3_600_000_000)
 LOOKED_AT = 0.25
 #: The share of plays with a backlog, in which chunks are claimed ahead, and its size.
 WITH_BACKLOG, BACKLOG_ROWS = 0.15, (12, 30)
+#: How many times more often a fault strikes a step in Redis than another step.
+REDIS_WEIGHT = 3
 #: After this time without faults, no host is frozen, no message is on its way, and each Redis
 #: poller has read all slots.
 QUIET_S = 40.0
@@ -218,7 +220,9 @@ class Script:
 
     def _set_trap(self) -> None:
         hazards, chance = self._play.hazards, self._chance
-        step = chance.choice(sorted(hazards.known) or ["claim"])
+        # Steps in Redis count several times, since only they can leave entries behind.
+        steps = sorted(hazards.known) + REDIS_WEIGHT * sorted(hazards.known & IN_REDIS)
+        step = chance.choice(steps or ["claim"])
         acts: list[Act] = ["kill", "kill", "freeze"]
         if step in ASKS | IN_REDIS:
             acts.append("fail")
