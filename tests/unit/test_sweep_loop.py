@@ -88,7 +88,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> ManualMonotonic:
 def turns(
     tmp_path: Path, time: ManualMonotonic, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SweepTurns]:
-    runtime = make_runtime(tmp_path, sweep_partitions=3)
+    runtime = make_runtime(tmp_path, sweep="5s 3")
     runtime.registry.processor("mail")(lambda body: None)
     for partition in range(3):
         runtime.store.sweeps.begin_sweep(partition, 3, 0)
